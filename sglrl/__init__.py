@@ -1,0 +1,2 @@
+from .actor import Actor, endpoint
+from .spawn import spawn

@@ -1,0 +1,417 @@
+"""Actors: a class whose endpoints run in worker processes, and the handle that calls them.
+
+::
+
+    class Judge(sglrl.Actor):
+        def __init__(self, rubric: str) -> None: ...
+
+        @sglrl.endpoint(idempotent=True)
+        async def score(self, prompt: str, answer: str) -> float: ...
+
+    async with sglrl.spawn(Judge, "be strict", replicas=8) as judges:
+        reward = await judges.score("2+2=", "4")
+
+An endpoint is an async method, or an async generator for a stream. Its annotations are its
+schema: arguments are checked before anything is sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import typing
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from difflib import get_close_matches
+from typing import Any, TypeVar, overload
+from weakref import WeakKeyDictionary
+
+from msgspec import Raw
+
+from .codec import Arguments, Buffer, Result
+from .core.calls import Call
+from .driver import Driver, now
+from .errors import DeadlineExceeded, SglrlError, UnknownEndpoint, UsageError, from_wire
+from .messages import ErrorBody, Item, ItemKind
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_MARK = "__sglrl_endpoint__"
+
+
+class Actor:
+    """Base class of everything that runs in a worker.
+
+    ``__init__`` runs in the worker, with arguments typed by its annotations. Override ``close``
+    to release what it holds; it runs when the worker is told to leave, and not when it is killed.
+    """
+
+    async def close(self) -> None:
+        """Called once, before the worker process ends in good order."""
+
+
+@overload
+def endpoint(function: _F, /) -> _F: ...
+@overload
+def endpoint(
+    *, idempotent: bool = False, timeout: float | None = None
+) -> Callable[[_F], _F]: ...
+
+
+def endpoint(
+    function: Any = None, /, *, idempotent: bool = False, timeout: float | None = None
+) -> Any:
+    """Declare a method callable from other processes.
+
+    Args:
+        idempotent: running it twice is harmless, so a call that lost its worker is repeated on
+            another one instead of failing with ``WorkerLost``.
+        timeout: seconds a call may take from submission, unless the caller says otherwise.
+
+    Raises:
+        UsageError: the function is neither ``async def`` nor an async generator.
+    """
+
+    def mark(function: Any) -> Any:
+        if not (inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)):
+            raise UsageError(
+                f"endpoint {function.__qualname__} must be 'async def' (or an async generator)"
+            )
+        if timeout is not None:
+            deadline_from(timeout)
+        setattr(function, _MARK, (idempotent, timeout))
+        return function
+
+    return mark if function is None else mark(function)
+
+
+class EndpointSpec:
+    """One endpoint of one actor class: its schema and policy."""
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        self.name = name
+        self.streaming = inspect.isasyncgenfunction(function)
+        self.idempotent, self.timeout = getattr(function, _MARK)
+        signature = inspect.signature(function)
+        parameters = list(signature.parameters.values())[1:]
+        hints = _hints(function)
+        self.arguments = Arguments(name, signature.replace(parameters=parameters), hints)
+        returns = hints.get("return", Any)
+        if self.streaming:
+            args = typing.get_args(returns)
+            returns = args[0] if args else Any
+        self.result = Result(returns)
+
+
+def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(function)
+    except NameError as error:
+        raise UsageError(
+            f"the annotations of {getattr(function, '__qualname__', function)} cannot be "
+            f"resolved: {error}; define the types at module level"
+        ) from None
+
+
+_endpoints: WeakKeyDictionary[type[Actor], dict[str, EndpointSpec]] = WeakKeyDictionary()
+
+
+def endpoints_of(cls: type[Actor]) -> dict[str, EndpointSpec]:
+    """The declared endpoints of a class by name; an override keeps the declaration it overrides."""
+    cached = _endpoints.get(cls)
+    if cached is not None:
+        return cached
+    found: dict[str, EndpointSpec] = {}
+    for name in dir(cls):
+        function = inspect.getattr_static(cls, name)
+        if hasattr(function, _MARK):
+            if name.startswith("_") or name in _RESERVED:
+                raise UsageError(f"{cls.__name__}.{name}: the name is reserved, choose another")
+            found[name] = EndpointSpec(name, function)
+    _endpoints[cls] = found
+    return found
+
+
+def constructor_arguments(cls: type[Actor]) -> Arguments:
+    """The schema of the class's ``__init__``."""
+    if cls.__init__ is object.__init__:
+        return Arguments(cls.__name__, inspect.Signature(), {})
+    signature = inspect.signature(cls.__init__)
+    parameters = list(signature.parameters.values())[1:]
+    return Arguments(cls.__name__, signature.replace(parameters=parameters), _hints(cls.__init__))
+
+
+def deadline_from(timeout: float | None) -> float | None:
+    """A time-out in seconds as a point on the driver's clock.
+
+    Raises:
+        UsageError: it is not a number.
+        DeadlineExceeded: it is zero or less: there is no time to send anything.
+    """
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or math.isnan(timeout):
+        raise UsageError(f"timeout must be a number of seconds or None, got {timeout!r}")
+    if timeout <= 0:
+        raise DeadlineExceeded(
+            f"the deadline had passed before the call was sent (timeout={timeout}); give it more "
+            "than 0 seconds, or None for no limit"
+        )
+    return now() + timeout
+
+
+class UnaryReply:
+    """Resolves a future with the one result of a call."""
+
+    __slots__ = ("future", "result")
+
+    def __init__(self, future: asyncio.Future[Any], result: Result) -> None:
+        self.future = future
+        self.result = result
+
+    def chunk(self, item: Item, frames: Sequence[Buffer]) -> None:
+        """A unary endpoint sends none."""
+
+    def restart(self) -> None:
+        """Nothing was received yet."""
+
+    def end(self, call: Call, outcome: Item | SglrlError, frames: Sequence[Buffer]) -> None:
+        if self.future.done():
+            return
+        try:
+            value = decode_outcome(self.result, outcome, frames)
+        except SglrlError as error:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(value)
+
+
+class StreamReply:
+    """Queues the items of a stream for the one coroutine that reads it."""
+
+    __slots__ = ("done", "error", "items", "result", "waiter")
+
+    def __init__(self, result: Result) -> None:
+        self.result = result
+        self.items: deque[Any] = deque()
+        self.done = False
+        self.error: SglrlError | None = None
+        self.waiter: asyncio.Future[None] | None = None
+
+    def _wake(self) -> None:
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
+
+    def chunk(self, item: Item, frames: Sequence[Buffer]) -> None:
+        try:
+            self.items.append(self.result.decode(item.body, frames))
+        except SglrlError as error:
+            self.error = error
+            self.done = True
+        self._wake()
+
+    def restart(self) -> None:
+        """Only before the first chunk."""
+
+    def end(self, call: Call, outcome: Item | SglrlError, frames: Sequence[Buffer]) -> None:
+        if isinstance(outcome, SglrlError):
+            self.error = outcome
+        elif outcome.kind != ItemKind.DONE:
+            self.error = error_of(outcome)
+        self.done = True
+        self._wake()
+
+    async def next(self) -> tuple[bool, Any]:
+        """``(True, item)``, or ``(False, None)`` at the end; raises what ended the stream."""
+        while not self.items:
+            if self.done:
+                if self.error is not None:
+                    raise self.error
+                return False, None
+            self.waiter = asyncio.get_running_loop().create_future()
+            await self.waiter
+        return True, self.items.popleft()
+
+
+_error_body = Result(ErrorBody)
+_cancelled = "the worker gave the call up; it was cancelled there"
+
+
+def error_of(item: Item) -> SglrlError:
+    """The exception that an ERROR or CANCELLED item stands for."""
+    if item.kind == ItemKind.CANCELLED:
+        return from_wire("EngineError", _cancelled, "")
+    body: ErrorBody = _error_body.decode(item.body)
+    return from_wire(body.kind, body.message, body.traceback)
+
+
+def decode_outcome(result: Result, outcome: Item | SglrlError, frames: Sequence[Buffer]) -> Any:
+    """The value of a finished call; raises when there is none."""
+    if isinstance(outcome, SglrlError):
+        raise outcome
+    if outcome.kind != ItemKind.DONE:
+        raise error_of(outcome)
+    return result.decode(outcome.body, frames)
+
+
+class _Caller:
+    """One endpoint bound to a handle and, perhaps, to one worker."""
+
+    __slots__ = ("_driver", "_spec", "_worker")
+
+    def __init__(self, driver: Driver, spec: EndpointSpec, worker: int | None) -> None:
+        self._driver = driver
+        self._spec = spec
+        self._worker = worker
+
+    def _call(
+        self, reply: Any, args: tuple[Any, ...], kwargs: dict[str, Any], worker: int | None
+    ) -> Call:
+        spec = self._spec
+        timeout = kwargs.pop("timeout", spec.timeout)
+        body, frames = spec.arguments.encode(args, kwargs)
+        return Call(
+            spec.name,
+            Raw(body),
+            reply,
+            frames=frames,
+            deadline=deadline_from(timeout),
+            pinned=worker,
+            idempotent=spec.idempotent,
+            stream=spec.streaming,
+        )
+
+
+class UnaryCaller(_Caller):
+    """``await handle.method(...)``; the keyword ``timeout`` (seconds) belongs to the call."""
+
+    async def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        future = asyncio.get_running_loop().create_future()
+        call = self._call(UnaryReply(future, self._spec.result), args, kwargs, self._worker)
+        self._driver.submit(call)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._driver.cancel(call)
+            raise
+
+
+class StreamCaller(_Caller):
+    """``async for item in handle.stream.method(...)``. Leaving the loop early stops the actor;
+    wrap the iterator in ``contextlib.aclosing`` to stop it at once rather than when collected."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+        reply = StreamReply(self._spec.result)
+        call = self._call(reply, args, kwargs, self._worker)
+        return self._iterate(reply, call)
+
+    async def _iterate(self, reply: StreamReply, call: Call) -> AsyncGenerator[Any, None]:
+        self._driver.submit(call)
+        try:
+            while True:
+                more, item = await reply.next()
+                if not more:
+                    return
+                yield item
+        finally:
+            if not reply.done:
+                self._driver.cancel(call)
+
+
+class BroadcastCaller(_Caller):
+    """``await handle.broadcast.method(...)``: all live workers, results in worker order."""
+
+    async def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
+        workers = [
+            index for index, m in self._driver.fabric.members.items() if m.state == "ready"
+        ]
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(
+                        UnaryCaller(self._driver, self._spec, index)(*args, **dict(kwargs))
+                    )
+                    for index in workers
+                ]
+        except BaseExceptionGroup as failures:
+            # One error says it all: the first; the other calls were cancelled.
+            raise failures.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+
+class _Namespace:
+    """Endpoints of an actor class as attributes."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        specs: dict[str, EndpointSpec],
+        owner: str,
+        worker: int | None = None,
+    ) -> None:
+        self._driver = driver
+        self._specs = specs
+        self._owner = owner
+        self._worker = worker
+
+    def _spec(self, name: str) -> EndpointSpec:
+        spec = self._specs.get(name)
+        if spec is None:
+            near = get_close_matches(name, self._specs, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise UnknownEndpoint(
+                f"{self._owner} declares no endpoint {name!r}{hint} "
+                f"(endpoints: {', '.join(sorted(self._specs)) or 'none'})"
+            )
+        return spec
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *self._specs})
+
+
+class StreamNamespace(_Namespace):
+    def __getattr__(self, name: str) -> StreamCaller:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        spec = self._spec(name)
+        if not spec.streaming:
+            raise UsageError(f"{self._owner}.{name} returns one result; call handle.{name}(...)")
+        return StreamCaller(self._driver, spec, self._worker)
+
+
+class BroadcastNamespace(_Namespace):
+    def __getattr__(self, name: str) -> BroadcastCaller:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        spec = self._spec(name)
+        if spec.streaming:
+            raise UsageError(f"{self._owner}.{name} is a stream; broadcast takes unary endpoints")
+        return BroadcastCaller(self._driver, spec, None)
+
+
+class WorkerHandle(_Namespace):
+    """``handle[i]``: the same endpoints on one worker."""
+
+    def __getattr__(self, name: str) -> UnaryCaller:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        spec = self._spec(name)
+        if spec.streaming:
+            raise UsageError(
+                f"{self._owner}.{name} is a stream; iterate over handle.stream.{name}(...)"
+            )
+        return UnaryCaller(self._driver, spec, self._worker)
+
+    @property
+    def stream(self) -> StreamNamespace:
+        return StreamNamespace(self._driver, self._specs, self._owner, self._worker)
+
+
+_RESERVED = {"stream", "broadcast", "close", "workers"}
+
+__all__ = [
+    "Actor",
+    "AsyncIterator",
+    "WorkerHandle",
+    "endpoint",
+]

@@ -1,0 +1,222 @@
+"""Frames <-> messages, and the typed arguments of endpoints <-> msgpack.
+
+Encoders and decoders are built once. Two layers meet here: the envelope (``ToWorker``,
+``ToDriver``), whose decoders never see user types, and the bodies of calls, whose schema comes
+from the annotations of the endpoint that they are for.
+
+numpy arrays anywhere in an argument or result, and ``bytes`` as a whole argument or result, leave
+the msgpack body and travel as raw frames: no copy on the way out, a read-only view on the way in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from inspect import Parameter, Signature
+from typing import Any, Final, get_args, get_origin
+
+import msgspec
+import numpy as np
+
+from .errors import ProtocolError, UsageError
+from .messages import ToDriver, ToWorker
+
+Buffer = bytes | bytearray | memoryview
+
+encoder: Final = msgspec.msgpack.Encoder()
+_to_worker: Final = msgspec.msgpack.Decoder(ToWorker)
+_to_driver: Final = msgspec.msgpack.Decoder(ToDriver)
+
+
+def encode(message: Any) -> bytes:
+    """msgpack of a message or of an engine body."""
+    return encoder.encode(message)
+
+
+def decode_to_worker(frame: Buffer) -> ToWorker:
+    """Raises ``ProtocolError`` on anything that is not a message for a worker."""
+    try:
+        return _to_worker.decode(frame)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ProtocolError(f"not a message for a worker: {error}") from None
+
+
+def decode_to_driver(frame: Buffer) -> ToDriver:
+    """Raises ``ProtocolError`` on anything that is not a message for a driver."""
+    try:
+        return _to_driver.decode(frame)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ProtocolError(f"not a message for a driver: {error}") from None
+
+
+class Blob:
+    """Marks a place in a body whose bytes travel as a raw frame."""
+
+    __slots__ = ("data",)
+
+    def __init__(self, data: Buffer) -> None:
+        self.data = data
+
+
+class Body:
+    """Encodes and decodes values of one type, with their raw frames.
+
+    Not for concurrent use from several threads.
+    """
+
+    def __init__(self, type_: Any) -> None:
+        self._frames: list[Buffer] = []
+        self._incoming: Sequence[Buffer] = ()
+        self._type = type_
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=self._enc_hook)
+        self._decoder = msgspec.msgpack.Decoder(type_, dec_hook=self._dec_hook)
+
+    def encode(self, value: Any) -> tuple[bytes, list[Buffer]]:
+        """``(msgpack, raw frames)``. Raises TypeError for what has no encoding."""
+        self._frames = frames = []
+        return self._encoder.encode(value), frames
+
+    def decode(self, body: Buffer, frames: Sequence[Buffer] = ()) -> Any:
+        """Raises ``msgspec.ValidationError`` when the body is not of the type."""
+        self._incoming = frames
+        try:
+            return self._decoder.decode(body)
+        finally:
+            self._incoming = ()
+
+    def _enc_hook(self, value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            if value.dtype.hasobject:
+                raise TypeError("numpy arrays of Python objects cannot be sent")
+            array = np.ascontiguousarray(value)
+            self._frames.append(array.reshape(-1).view(np.uint8).data)
+            return [len(self._frames) - 1, array.dtype.str, value.shape]
+        if isinstance(value, np.generic):
+            return value.item()
+        if isinstance(value, Blob):
+            self._frames.append(value.data)
+            return len(self._frames) - 1
+        raise TypeError(
+            f"{type(value).__module__}.{type(value).__qualname__} cannot be sent; endpoints take "
+            "and return what msgspec encodes (numbers, str, bytes, containers, dataclasses, "
+            "Structs) and numpy arrays"
+        )
+
+    def _dec_hook(self, type_: Any, value: Any) -> Any:
+        origin = get_origin(type_) or type_
+        if origin is np.ndarray:
+            index, dtype, shape = msgspec.convert(value, tuple[int, str, tuple[int, ...]])
+            array = np.frombuffer(self._frame(index), dtype=np.dtype(dtype)).reshape(shape)
+            _check_array(array, type_)
+            return array
+        if origin is Blob:
+            return Blob(self._frame(msgspec.convert(value, int)))
+        raise NotImplementedError(f"type {type_} is not supported")
+
+    def _frame(self, index: int) -> Buffer:
+        if not 0 <= index < len(self._incoming):
+            raise ValueError(f"raw frame {index} is missing")
+        return self._incoming[index]
+
+
+def _check_array(array: np.ndarray[Any, Any], type_: Any) -> None:
+    """Enforce the dtype of ``numpy.typing.NDArray[...]`` annotations."""
+    args = get_args(type_)
+    if len(args) != 2 or not get_args(args[1]):
+        return
+    (wanted,) = get_args(args[1])
+    if isinstance(wanted, type) and not np.issubdtype(array.dtype, wanted):
+        raise ValueError(f"expected an array of {wanted.__name__}, got {array.dtype}")
+
+
+class Arguments:
+    """The arguments of one function as a struct, checked against its annotations."""
+
+    def __init__(self, name: str, signature: Signature, hints: dict[str, Any]) -> None:
+        self.name = name
+        self.signature = signature
+        self._blobs: list[str] = []
+        self._variadic: str | None = None
+        fields: list[Any] = []
+        for parameter in signature.parameters.values():
+            if parameter.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD):
+                raise UsageError(
+                    f"{name} takes *{parameter.name}; endpoints name their arguments one by one, "
+                    "so that each can be checked and sent"
+                )
+            hint = hints.get(parameter.name, Any)
+            if hint is bytes:
+                self._blobs.append(parameter.name)
+                hint = Blob
+            fields.append((parameter.name, hint))
+        self.struct = msgspec.defstruct(f"{name}_arguments", fields, array_like=True)
+        self._body = Body(self.struct)
+
+    def encode(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bytes, list[Buffer]]:
+        """Bind, encode and check by decoding exactly as the worker will.
+
+        Raises:
+            UsageError: wrong number, name or type of argument.
+        """
+        try:
+            bound = self.signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise UsageError(f"{self.name}(): {error}") from None
+        bound.apply_defaults()
+        values = bound.arguments
+        for name in self._blobs:
+            value = values[name]
+            if isinstance(value, (bytes, bytearray, memoryview)):
+                values[name] = Blob(value)
+            else:
+                raise UsageError(
+                    f"{self.name}(): argument {name!r}: expected bytes, got {type(value).__name__}"
+                )
+        try:
+            body, frames = self._body.encode(list(values.values()))
+            self._body.decode(body, frames)
+        except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:
+            raise UsageError(f"{self.name}(): {self._explain(str(error))}") from None
+        return body, frames
+
+    def decode(self, body: Buffer, frames: Sequence[Buffer]) -> dict[str, Any]:
+        """The arguments by name. Raises ``msgspec.ValidationError`` when they do not fit."""
+        struct = self._body.decode(body, frames)
+        values = {name: getattr(struct, name) for name in self.signature.parameters}
+        for name in self._blobs:
+            values[name] = bytes(values[name].data)
+        return values
+
+    def _explain(self, error: str) -> str:
+        """msgspec points at ``$[1]``; a person wants the argument's name."""
+        for position, name in enumerate(self.signature.parameters):
+            marker = f"$[{position}]"
+            if marker in error:
+                return error.replace(f" - at `{marker}", f" in argument `{name}")
+        return error
+
+
+class Result:
+    """What one endpoint returns or yields; ``bytes`` travels as a raw frame."""
+
+    def __init__(self, hint: Any) -> None:
+        self._is_blob = hint is bytes
+        self._body = Body(Blob if self._is_blob else hint)
+
+    def encode(self, value: Any) -> tuple[bytes, list[Buffer]]:
+        """Raises TypeError for what cannot be sent."""
+        if self._is_blob and isinstance(value, (bytes, bytearray, memoryview)):
+            value = Blob(value)
+        return self._body.encode(value)
+
+    def decode(self, body: Buffer, frames: Sequence[Buffer] = ()) -> Any:
+        """Raises ``ProtocolError`` when the worker returned something else than it declares."""
+        try:
+            value = self._body.decode(body, frames)
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise ProtocolError(
+                f"the endpoint returned something else than it declares: {error}"
+            ) from None
+        return bytes(value.data) if self._is_blob else value
+
+
+Decode = Callable[[Buffer, Sequence[Buffer]], Any]

@@ -1,0 +1,78 @@
+"""Settings, all frozen and keyword-only. The only module that reads environment variables."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from .errors import UsageError
+
+ROUTING_STRATEGIES = ("prefix-aware", "requests", "kv-cache", "round-robin")
+
+
+class FabricConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits and policy of one pool.
+
+    Attributes:
+        routing: strategies in order of preference; the first that names a worker wins.
+        max_queue: calls that may wait at the driver; one more raises ``Overloaded``.
+        max_attempts: how many workers one idempotent call may lose before it fails.
+        overload: a worker counts as overloaded for prefix affinity when it holds more than
+            ``overload`` times the mean load plus ``overload_slack`` calls.
+        prefix_block: tokens per block of the driver's prefix index.
+        prefix_entries: blocks the index remembers (least recently used go first).
+    """
+
+    routing: tuple[str, ...] = ("requests",)
+    max_queue: int = 100_000
+    max_attempts: int = 3
+    overload: float = 1.5
+    overload_slack: int = 4
+    prefix_block: int = 32
+    prefix_entries: int = 200_000
+
+    def __post_init__(self) -> None:
+        if not self.routing:
+            raise UsageError("routing is empty; name at least one strategy")
+        for name in self.routing:
+            if name not in ROUTING_STRATEGIES:
+                raise UsageError(
+                    f"unknown routing strategy {name!r}; known: {', '.join(ROUTING_STRATEGIES)}"
+                )
+        if self.max_queue < 0:
+            raise UsageError(f"max_queue must be at least 0, got {self.max_queue}")
+
+
+class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How worker processes are reached and started. Times are in seconds.
+
+    Attributes:
+        address: "ipc" (a private folder, the default) or "tcp://127.0.0.1:*".
+        start_timeout: from the first fork request to the last ``Ready``.
+        shutdown_timeout: how long a worker may take to leave before it is killed.
+        max_message_bytes: largest frame either side accepts.
+    """
+
+    address: str = "ipc"
+    start_timeout: float = 600.0
+    shutdown_timeout: float = 5.0
+    max_message_bytes: int = 256 << 20
+
+
+def cache_dir() -> Path:
+    """Where models that sglrl makes itself are kept: ``$SGLRL_CACHE``, else the user's cache."""
+    explicit = os.environ.get("SGLRL_CACHE")
+    if explicit:
+        return Path(explicit)
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "sglrl"
+
+
+def visible_cuda_devices() -> list[str] | None:
+    """The entries of ``CUDA_VISIBLE_DEVICES``, or None when it is not set."""
+    value = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if value is None:
+        return None
+    return [part.strip() for part in value.split(",") if part.strip()]

@@ -1,0 +1,129 @@
+"""The life of one call.
+
+::
+
+    QUEUED ──dispatch──▶ SENT ──first chunk──▶ RUNNING
+      ▲ │                 │ │                    │ │
+      │ │   worker lost,  │ │                    │ │
+      │ └──retry◀─────────┘ │  cancel, deadline  │ │
+      │                     ├───▶ CANCELLING ◀───┤ │
+      └─────────────────────┼──────────┼─────────┘ │
+                            ▼          ▼           ▼
+                                     ENDED
+
+Invariants: a call ends exactly once, and its caller hears of it exactly once. A cancelled call
+keeps its place in the worker's window until the worker confirms, because the worker may still be
+computing it: the caller of a CANCELLING call has been answered, the reservation has not been
+released.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from msgspec import Raw
+
+from ..errors import SglrlError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from .members import Member
+    from .routing import Route
+
+QUEUED: Final = 0
+SENT: Final = 1
+RUNNING: Final = 2
+CANCELLING: Final = 3
+ENDED: Final = 4
+
+STATE_NAMES: Final = ("queued", "sent", "running", "cancelling", "ended")
+
+LEGAL: Final[dict[int, tuple[int, ...]]] = {
+    QUEUED: (SENT, ENDED),
+    SENT: (RUNNING, CANCELLING, QUEUED, ENDED),
+    RUNNING: (CANCELLING, QUEUED, ENDED),
+    CANCELLING: (ENDED,),
+    ENDED: (),
+}
+
+
+class IllegalTransition(SglrlError):
+    """A bug in the core: the message carries the call's history."""
+
+
+class Call:
+    """One call and where it stands. Created by the shell, owned by the fabric once submitted.
+
+    ``reply`` is opaque to the core: it comes back in the effects. ``stream`` means that chunks
+    are handed to the caller as they come, so a call that has begun cannot be repeated from the
+    start unnoticed.
+    """
+
+    __slots__ = (
+        "args",
+        "attempts",
+        "deadline",
+        "endpoint",
+        "first_at",
+        "frames",
+        "id",
+        "idempotent",
+        "pinned",
+        "priority",
+        "reply",
+        "route",
+        "sent_at",
+        "state",
+        "stream",
+        "submitted_at",
+        "worker",
+    )
+
+    def __init__(
+        self,
+        endpoint: str,
+        args: Raw,
+        reply: Any,
+        *,
+        frames: Sequence[Any] = (),
+        deadline: float | None = None,
+        priority: int = 0,
+        pinned: int | None = None,
+        route: Route | None = None,
+        idempotent: bool = False,
+        stream: bool = False,
+    ) -> None:
+        self.id = -1
+        self.endpoint = endpoint
+        self.args = args
+        self.frames = frames
+        self.reply = reply
+        self.deadline = deadline
+        self.priority = priority
+        self.pinned = pinned
+        self.route = route
+        self.idempotent = idempotent
+        self.stream = stream
+        self.state = QUEUED
+        self.worker: Member | None = None
+        self.attempts = 0
+        self.submitted_at = 0.0
+        self.sent_at = 0.0
+        self.first_at = 0.0
+
+    def move(self, state: int) -> None:
+        """Change state; raises ``IllegalTransition`` when the table above does not allow it."""
+        if state not in LEGAL[self.state]:
+            raise IllegalTransition(
+                f"{self!r}: {STATE_NAMES[self.state]} -> {STATE_NAMES[state]} is not legal"
+            )
+        self.state = state
+
+    def __repr__(self) -> str:
+        worker = self.worker.index if self.worker is not None else None
+        return (
+            f"<Call {self.id} {self.endpoint} {STATE_NAMES[self.state]} worker={worker} "
+            f"attempts={self.attempts} submitted={self.submitted_at:.6f} sent={self.sent_at:.6f} "
+            f"first={self.first_at:.6f} deadline={self.deadline}>"
+        )

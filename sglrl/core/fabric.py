@@ -1,0 +1,363 @@
+"""The driver's whole state: calls, members, queue, deadlines. Methods mutate it and append effects
+to ``outbox``; they never block, wait, or call back.
+
+Invariants (checked by ``validate``, which the tests run after every step):
+
+* every submitted call ends exactly once, with one ``END`` effect;
+* a member never holds more calls than its window;
+* a call waits in the queue only while no member that may take it has room;
+* the sum of all loads equals the number of calls that are SENT, RUNNING or CANCELLING.
+"""
+
+from __future__ import annotations
+
+from heapq import heapify, heappop, heappush
+from typing import TYPE_CHECKING, Any, Final
+
+from ..config import FabricConfig
+from ..errors import Closed, DeadlineExceeded, Overloaded, SglrlError, UsageError, WorkerLost
+from ..messages import Item
+from .calls import CANCELLING, ENDED, QUEUED, RUNNING, SENT, Call
+from .members import DRAINING, LOST, READY, LoadIndex, Member
+from .routing import Router
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+SEND: Final = 0
+"""(SEND, member, call): put the call into the member's next ``Submit``."""
+CANCEL: Final = 1
+"""(CANCEL, member, call id): put the id into the member's next ``Cancel``."""
+CHUNK: Final = 2
+"""(CHUNK, call, item): hand the chunk to the caller."""
+END: Final = 3
+"""(END, call, item | SglrlError): the call's only end."""
+RESTART: Final = 4
+"""(RESTART, call, None): what was received so far no longer counts."""
+
+Effect = tuple[int, Any, Any]
+
+_CHUNK = 0
+
+
+class Fabric:
+    """See the module's docstring. One instance per pool; not thread-safe, needs no lock."""
+
+    def __init__(self, config: FabricConfig | None = None) -> None:
+        self.config = config or FabricConfig()
+        self.members: dict[int, Member] = {}
+        self.calls: dict[int, Call] = {}
+        self.loads = LoadIndex()
+        self.router = Router(self.config, self.loads)
+        self.outbox: list[Effect] = []
+        self.stray_items = 0
+        self.closed = False
+        self._next_id = 0
+        self._queue: list[tuple[int, int, Call]] = []
+        self._waiting = 0
+        self._deadlines: list[tuple[float, int]] = []
+
+    # --- members ----------------------------------------------------------------------------------
+
+    def add_member(self, index: int) -> Member:
+        if index in self.members:
+            raise SglrlError(f"worker {index} is already a member")
+        member = self.members[index] = Member(index)
+        return member
+
+    def member_ready(self, index: int, window: int, now: float) -> None:
+        """The worker said ``Ready``: from now on it gets calls, at most ``window`` at a time."""
+        if window < 1:
+            raise SglrlError(f"worker {index} offers a window of {window}; at least 1 is needed")
+        member = self.members[index]
+        member.move(READY)
+        member.window = window
+        self.loads.join(member)
+        self.router.join(member)
+        self._pump(now, member)
+
+    def drain_member(self, index: int, now: float) -> None:
+        """No new calls for this worker; those it holds run to their end."""
+        member = self.members[index]
+        self._withdraw(member)
+        member.move(DRAINING)
+        self._fail_pinned(member, now)
+
+    def member_lost(self, index: int, reason: str, now: float) -> None:
+        """The worker is gone. Its idempotent calls are queued again, ahead of younger ones; the
+        others end with ``WorkerLost``."""
+        member = self.members[index]
+        if member.state is LOST:
+            return
+        if member.state is READY:
+            self._withdraw(member)
+        member.move(LOST)
+        held = list(member.calls.values())
+        member.calls.clear()
+        member.load = 0
+        for call in held:
+            if call.state == CANCELLING:
+                call.move(ENDED)
+                continue
+            begun = call.stream and call.state == RUNNING
+            if call.idempotent and not begun and call.attempts < self.config.max_attempts:
+                call.move(QUEUED)
+                call.worker = None
+                self.outbox.append((RESTART, call, None))
+                self._enqueue(call)
+            else:
+                why = "it had already streamed" if begun else f"attempt {call.attempts}"
+                self._end(
+                    call,
+                    WorkerLost(
+                        f"worker {index} was lost ({reason}) while it held this call "
+                        f"({call.endpoint}, {why})",
+                        worker=index,
+                    ),
+                )
+        self._fail_pinned(member, now)
+        self._pump(now)
+        if not any(m.state is not LOST for m in self.members.values()):
+            for call in [c for c in self.calls.values() if c.state == QUEUED]:
+                self._end_queued(
+                    call, WorkerLost(f"no worker is left; the last one was lost: {reason}")
+                )
+
+    # --- calls ------------------------------------------------------------------------------------
+
+    def submit(self, call: Call, now: float) -> None:
+        """Take the call in, and give it a worker if one has room.
+
+        Raises:
+            Closed: the pool is closed.
+            Overloaded: ``max_queue`` calls are already waiting.
+            WorkerLost: no worker is left, or the one it is pinned to is gone.
+            UsageError: it is pinned to a worker that never existed.
+        """
+        if self.closed:
+            raise Closed("the pool is closed")
+        self._next_id = call.id = self._next_id + 1
+        call.submitted_at = now
+        pinned = call.pinned
+        if pinned is None:
+            member = self.router.choose(call) if self.loads.with_room else None
+        else:
+            target = self.members.get(pinned)
+            if target is None:
+                raise UsageError(f"there is no worker {pinned}; workers: {sorted(self.members)}")
+            if target.state in (LOST, DRAINING):
+                raise WorkerLost(f"worker {pinned} is {target.state}", worker=pinned)
+            member = target if target.has_room else None
+        if member is None:
+            if self._waiting >= self.config.max_queue:
+                raise Overloaded(
+                    f"{self._waiting} calls already wait for a worker (max_queue="
+                    f"{self.config.max_queue}); await some of them before you submit more"
+                )
+            if pinned is None and self.members and not self._alive():
+                raise WorkerLost("no worker is left in this pool")
+            self.calls[call.id] = call
+            self._enqueue(call)
+        else:
+            self.calls[call.id] = call
+            self._dispatch(call, member, now)
+        if call.deadline is not None:
+            heappush(self._deadlines, (call.deadline, call.id))
+            self._trim_deadlines()
+
+    def cancel(self, call: Call, now: float) -> None:
+        """The caller no longer wants the answer; no ``END`` follows. Safe at any time."""
+        if call.state == QUEUED and call.id in self.calls:
+            self._unqueue(call)
+        elif call.state in (SENT, RUNNING):
+            self._abandon(call)
+
+    def results(self, member: Member, items: Sequence[Item], now: float) -> None:
+        """What a worker reported. Items for calls it does not hold are dropped and counted."""
+        held = member.calls
+        outbox = self.outbox
+        for item in items:
+            call = held.get(item.id)
+            if call is None:
+                self.stray_items += 1
+            elif item.kind == _CHUNK:
+                state = call.state
+                if state == SENT:
+                    call.move(RUNNING)
+                    call.first_at = now
+                elif state == CANCELLING:
+                    continue
+                outbox.append((CHUNK, call, item))
+            else:
+                del held[item.id]
+                member.served += 1
+                if member.state is READY:
+                    self.loads.release(member)
+                else:
+                    member.load -= 1
+                if call.state == CANCELLING:
+                    call.move(ENDED)
+                else:
+                    del self.calls[call.id]
+                    call.move(ENDED)
+                    outbox.append((END, call, item))
+        if self._waiting:
+            self._pump(now, member)
+
+    def next_deadline(self) -> float | None:
+        """When ``tick`` is next needed; None when no live call has a deadline."""
+        deadlines = self._deadlines
+        while deadlines and deadlines[0][1] not in self.calls:
+            heappop(deadlines)
+        return deadlines[0][0] if deadlines else None
+
+    def tick(self, now: float) -> None:
+        """End every call whose deadline has passed with ``DeadlineExceeded``."""
+        deadlines = self._deadlines
+        while deadlines and deadlines[0][0] <= now:
+            call = self.calls.get(heappop(deadlines)[1])
+            if call is None:
+                continue
+            waited = now - call.submitted_at
+            where = "in the queue" if call.state == QUEUED else "at a worker"
+            error = DeadlineExceeded(
+                f"{call.endpoint} did not finish within its deadline "
+                f"({waited:.3f} s since it was submitted, last {where})"
+            )
+            if call.state == QUEUED:
+                self._end_queued(call, error)
+            else:
+                self._abandon(call)
+                self.outbox.append((END, call, error))
+
+    def close(self) -> None:
+        """End every call with ``Closed``; nothing is accepted any more."""
+        self.closed = True
+        for call in list(self.calls.values()):
+            error = Closed("the pool was closed before this call finished")
+            if call.state == QUEUED:
+                self._end_queued(call, error)
+            else:
+                self._abandon(call)
+                self.outbox.append((END, call, error))
+
+    @property
+    def waiting(self) -> int:
+        """Calls that wait at the driver."""
+        return self._waiting
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _alive(self) -> bool:
+        return any(m.state is not LOST for m in self.members.values())
+
+    def _dispatch(self, call: Call, member: Member, now: float) -> None:
+        self.loads.reserve(member)
+        call.move(SENT)
+        call.worker = member
+        call.attempts += 1
+        call.sent_at = now
+        member.calls[call.id] = call
+        self.outbox.append((SEND, member, call))
+
+    def _enqueue(self, call: Call) -> None:
+        queue = self._queue if call.pinned is None else self.members[call.pinned].pinned
+        heappush(queue, (-call.priority, call.id, call))
+        self._waiting += 1
+
+    def _unqueue(self, call: Call) -> None:
+        """Take a waiting call out. Its heap entry stays until popped or swept: bounded by sweep."""
+        call.move(ENDED)
+        del self.calls[call.id]
+        self._waiting -= 1
+        queue = self._queue if call.pinned is None else self.members[call.pinned].pinned
+        if len(queue) > 64 + 2 * self._waiting:
+            queue[:] = [entry for entry in queue if entry[2].state == QUEUED]
+            heapify(queue)
+
+    def _end_queued(self, call: Call, error: SglrlError) -> None:
+        self._unqueue(call)
+        self.outbox.append((END, call, error))
+
+    def _end(self, call: Call, error: SglrlError) -> None:
+        del self.calls[call.id]
+        call.move(ENDED)
+        self.outbox.append((END, call, error))
+
+    def _abandon(self, call: Call) -> None:
+        """The caller is gone, the worker still computes: keep the reservation until it confirms."""
+        del self.calls[call.id]
+        call.move(CANCELLING)
+        assert call.worker is not None
+        self.outbox.append((CANCEL, call.worker, call.id))
+
+    def _withdraw(self, member: Member) -> None:
+        self.loads.leave(member)
+        self.router.leave(member)
+
+    def _fail_pinned(self, member: Member, now: float) -> None:
+        for _, _, call in list(member.pinned):
+            if call.state == QUEUED:
+                self._end_queued(
+                    call,
+                    WorkerLost(
+                        f"worker {member.index} is {member.state} and this call was pinned to it",
+                        worker=member.index,
+                    ),
+                )
+        member.pinned.clear()
+
+    def _pump(self, now: float, member: Member | None = None) -> None:
+        """Give waiting calls to members with room, by priority and age; ``member`` has gained room,
+        so the calls that are pinned to it come first."""
+        if member is not None:
+            pinned = member.pinned
+            while pinned and member.has_room:
+                self._start_waiting(heappop(pinned)[2], member, now)
+        queue = self._queue
+        while queue and self.loads.with_room:
+            call = heappop(queue)[2]
+            if call.state == QUEUED:
+                self._start_waiting(call, self.router.choose(call), now)
+
+    def _start_waiting(self, call: Call, member: Member | None, now: float) -> None:
+        if call.state != QUEUED:
+            return
+        assert member is not None
+        self._waiting -= 1
+        self._dispatch(call, member, now)
+
+    def _trim_deadlines(self) -> None:
+        """Deadlines of ended calls are swept when they outnumber the live ones."""
+        if len(self._deadlines) > 64 + 2 * len(self.calls):
+            self._deadlines = [entry for entry in self._deadlines if entry[1] in self.calls]
+            heapify(self._deadlines)
+
+    def validate(self) -> None:
+        """Raise AssertionError unless every invariant of the module's docstring holds. O(n)."""
+        held = 0
+        for member in self.members.values():
+            assert member.load == len(member.calls), member
+            assert member.state is LOST or member.load <= member.window or not member.window, member
+            for call in member.calls.values():
+                assert call.state in (SENT, RUNNING, CANCELLING), call
+                assert call.worker is member, call
+            held += len(member.calls)
+        queued = 0
+        for call in self.calls.values():
+            assert call.state in (QUEUED, SENT, RUNNING), call
+            if call.state == QUEUED:
+                queued += 1
+                if call.pinned is None:
+                    assert not self.loads.with_room, call
+                else:
+                    assert not self.members[call.pinned].has_room, call
+        assert queued == self._waiting, (queued, self._waiting)
+        ready = [m for m in self.members.values() if m.state is READY]
+        assert self.loads.members == len(ready)
+        assert self.loads.total == sum(m.load for m in ready)
+        assert self.loads.with_room == sum(m.has_room for m in ready)
+        if self.loads.with_room:
+            least = self.loads.least()
+            assert least is not None
+            assert least.load == min(m.load for m in ready if m.has_room)

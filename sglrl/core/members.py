@@ -1,0 +1,132 @@
+"""The life of one worker as the driver sees it, and who has room for the next call.
+
+``STARTING → READY → LOST``, with ``DRAINING`` between READY and LOST for a worker that takes no
+new calls. A member's ``load`` is the number of calls it holds; it is reserved when a call is sent
+and released when the call ends there or the worker is lost, so nothing can strand it.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ..errors import SglrlError
+from .calls import Call
+
+STARTING: Final = "starting"
+READY: Final = "ready"
+DRAINING: Final = "draining"
+LOST: Final = "lost"
+
+LEGAL: Final[dict[str, tuple[str, ...]]] = {
+    STARTING: (READY, LOST),
+    READY: (DRAINING, LOST),
+    DRAINING: (LOST,),
+    LOST: (),
+}
+
+
+class Member:
+    """One worker: its state, its window, and the calls it holds by id."""
+
+    __slots__ = ("calls", "index", "kv_usage", "load", "pinned", "served", "state", "window")
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.state = STARTING
+        self.window = 0
+        self.load = 0
+        self.served = 0
+        self.kv_usage = -1.0
+        self.calls: dict[int, Call] = {}
+        self.pinned: list[tuple[int, int, Call]] = []
+
+    @property
+    def has_room(self) -> bool:
+        return self.state is READY and self.load < self.window
+
+    def move(self, state: str) -> None:
+        if state not in LEGAL[self.state]:
+            raise SglrlError(f"{self!r}: {self.state} -> {state} is not legal")
+        self.state = state
+
+    def __repr__(self) -> str:
+        return f"<Member {self.index} {self.state} load={self.load}/{self.window}>"
+
+
+class LoadIndex:
+    """Members with room, by load: who has the least is known in O(1), also with 1,000 members.
+
+    ``buckets[n]`` holds, in order of arrival, the members with room that hold n calls. Taking
+    from the front and appending to the next bucket makes equally loaded members take turns.
+    """
+
+    def __init__(self) -> None:
+        self.buckets: list[dict[Member, None]] = [{}]
+        self.lowest = 0
+        self.with_room = 0
+        self.members = 0
+        self.total = 0
+
+    def join(self, member: Member) -> None:
+        """A member became READY with its window set."""
+        self.members += 1
+        self.total += member.load
+        if member.load < member.window:
+            self._insert(member)
+
+    def leave(self, member: Member) -> None:
+        """A READY member stops taking calls. Call before its state changes."""
+        self.members -= 1
+        self.total -= member.load
+        if member.load < member.window:
+            self._remove(member)
+
+    def reserve(self, member: Member) -> None:
+        """One more call for a member with room."""
+        load = member.load
+        buckets = self.buckets
+        del buckets[load][member]
+        load += 1
+        member.load = load
+        self.total += 1
+        if load < member.window:
+            if load == len(buckets):
+                buckets.append({})
+            buckets[load][member] = None
+        else:
+            self.with_room -= 1
+        if self.with_room:
+            while not buckets[self.lowest]:
+                self.lowest += 1
+
+    def release(self, member: Member) -> None:
+        """One call less for a READY member."""
+        load = member.load
+        if load < member.window:
+            del self.buckets[load][member]
+            self.with_room -= 1
+        member.load = load - 1
+        self.total -= 1
+        self._insert(member)
+
+    def least(self) -> Member | None:
+        """The member with room that holds the fewest calls."""
+        if not self.with_room:
+            return None
+        return next(iter(self.buckets[self.lowest]))
+
+    def _insert(self, member: Member) -> None:
+        load = member.load
+        while load >= len(self.buckets):
+            self.buckets.append({})
+        if not self.with_room or load < self.lowest:
+            self.lowest = load
+        self.buckets[load][member] = None
+        self.with_room += 1
+
+    def _remove(self, member: Member) -> None:
+        del self.buckets[member.load][member]
+        self.with_room -= 1
+        if self.with_room:
+            while not self.buckets[self.lowest]:
+                self.lowest += 1

@@ -1,0 +1,215 @@
+"""The asyncio shell around ``core.fabric``: one receiver, one timer, and the outbox executed.
+
+Nothing is decided here. A call made by a coroutine goes into the fabric at once; what the fabric
+wants sent leaves when the loop tick ends, as one message per worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from .codec import Buffer, decode_to_driver, encode
+from .config import FabricConfig
+from .core.calls import Call
+from .core.fabric import CANCEL, CHUNK, END, RESTART, SEND, Fabric
+from .core.members import LOST, Member
+from .errors import Closed, ProtocolError, SglrlError
+from .messages import Bye, CallMessage, Cancel, Item, Ready, Results, Shutdown, Starting, Submit
+from .net.base import DriverTransport
+
+logger = logging.getLogger("sglrl.driver")
+now = time.monotonic
+
+
+class Reply(Protocol):
+    """Where a call's events go. Called on the event loop; must not block or raise."""
+
+    def chunk(self, item: Item, frames: Sequence[Buffer]) -> None:
+        """A part of the answer."""
+
+    def end(self, call: Call, outcome: Item | SglrlError, frames: Sequence[Buffer]) -> None:
+        """The answer, or why there is none. Comes exactly once, and last."""
+
+    def restart(self) -> None:
+        """The call begins again on another worker: forget the chunks."""
+
+
+class Driver:
+    """Joins a ``Fabric`` to a transport on the running event loop.
+
+    ``on_starting(index, stage)``, ``on_ready(index, Ready)`` and ``on_gone(index, reason)`` tell
+    the owner of the worker processes what the workers say of themselves.
+    """
+
+    def __init__(self, transport: DriverTransport, config: FabricConfig | None = None) -> None:
+        self.transport = transport
+        self.fabric = Fabric(config)
+        self.dropped = 0
+        self.on_starting: Callable[[int, str], None] = lambda index, stage: None
+        self.on_ready: Callable[[int, Ready], None] = lambda index, ready: None
+        self.on_gone: Callable[[int, str], None] = lambda index, reason: None
+        self._identities: dict[int, bytes] = {}
+        self._members: dict[bytes, Member] = {}
+        self._loop = asyncio.get_running_loop()
+        self._flush_scheduled = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0
+
+    def start(self) -> None:
+        self.transport.start(self._on_message)
+
+    # --- workers ----------------------------------------------------------------------------------
+
+    def add_worker(self, index: int, identity: bytes) -> None:
+        self._members[identity] = self.fabric.add_member(index)
+        self._identities[index] = identity
+
+    def worker_lost(self, index: int, reason: str) -> None:
+        self.fabric.member_lost(index, reason, now())
+        self._flush()
+
+    def shut_down_worker(self, index: int) -> None:
+        self.transport.send(self._identities[index], [encode(Shutdown())])
+
+    # --- calls ------------------------------------------------------------------------------------
+
+    def submit(self, call: Call) -> None:
+        """See ``Fabric.submit`` for what it raises."""
+        self.fabric.submit(call, now())
+        if not self._flush_scheduled:
+            self._flush_scheduled = True
+            self._loop.call_soon(self._flush)
+
+    def cancel(self, call: Call) -> None:
+        """The caller no longer waits; the worker is told to stop."""
+        self.fabric.cancel(call, now())
+        if not self._flush_scheduled:
+            self._flush_scheduled = True
+            self._loop.call_soon(self._flush)
+
+    def close(self) -> None:
+        """End every call with ``Closed``; the transport stays open for ``shut_down_worker``."""
+        if not self.fabric.closed:
+            self.fabric.close()
+            self._flush()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _on_message(self, identity: bytes, frames: list[bytes]) -> None:
+        member = self._members.get(identity)
+        if member is None or member.state is LOST:
+            self.dropped += 1
+            return
+        try:
+            message = decode_to_driver(frames[0])
+        except (ProtocolError, IndexError) as error:
+            self.dropped += 1
+            logger.warning("worker %d sent a bad message, dropped: %s", member.index, error)
+            return
+        if type(message) is Results:
+            if message.kv_usage >= 0:
+                member.kv_usage = message.kv_usage
+            raw = _frames_by_item(message.items, frames) if len(frames) > 1 else None
+            self.fabric.results(member, message.items, now())
+            self._flush(raw)
+        else:
+            self._on_control(member, message)
+
+    def _on_control(self, member: Member, message: Starting | Ready | Bye | Results) -> None:
+        match message:
+            case Starting(stage=stage):
+                self.on_starting(member.index, stage)
+            case Ready():
+                try:
+                    self.fabric.member_ready(member.index, message.window, now())
+                except SglrlError as error:
+                    self.dropped += 1
+                    logger.warning("worker %d: %s", member.index, error)
+                    return
+                self.on_ready(member.index, message)
+                self._flush()
+            case Bye(reason=reason):
+                self.on_gone(member.index, reason)
+
+    def _flush(self, raw: dict[int, list[bytes]] | None = None) -> None:
+        """Execute the outbox, then set the timer to the next deadline."""
+        self._flush_scheduled = False
+        fabric = self.fabric
+        effects, fabric.outbox = fabric.outbox, []
+        submits: dict[Member, list[Call]] = {}
+        cancels: dict[Member, list[int]] = {}
+        for kind, subject, detail in effects:
+            if kind == SEND:
+                if subject in submits:
+                    submits[subject].append(detail)
+                else:
+                    submits[subject] = [detail]
+            elif kind == END:
+                frames = raw.get(id(detail), ()) if raw else ()
+                subject.reply.end(subject, detail, frames)
+            elif kind == CHUNK:
+                frames = raw.get(id(detail), ()) if raw else ()
+                subject.reply.chunk(detail, frames)
+            elif kind == CANCEL:
+                cancels.setdefault(subject, []).append(detail)
+            elif kind == RESTART:
+                subject.reply.restart()
+        for member, calls in submits.items():
+            self._send_calls(member, calls)
+        for member, ids in cancels.items():
+            self._send(member, [encode(Cancel(ids))])
+        self._set_timer()
+
+    def _send_calls(self, member: Member, calls: list[Call]) -> None:
+        messages = []
+        frames: list[Any] = [b""]
+        for call in calls:
+            extra = call.frames
+            messages.append(CallMessage(call.id, call.endpoint, call.args, len(extra)))
+            if extra:
+                frames.extend(extra)
+        frames[0] = encode(Submit(messages))
+        self._send(member, frames)
+
+    def _send(self, member: Member, frames: list[Any]) -> None:
+        try:
+            sent = self.transport.send(self._identities[member.index], frames)
+        except Closed:
+            return
+        if not sent and member.state is not LOST:
+            self.on_gone(member.index, "its connection is gone")
+            self._loop.call_soon(self.worker_lost, member.index, "its connection is gone")
+
+    def _set_timer(self) -> None:
+        at = self.fabric.next_deadline()
+        if at is None:
+            return
+        if self._timer is not None:
+            if self._timer_at <= at:
+                return
+            self._timer.cancel()
+        self._timer_at = at
+        self._timer = self._loop.call_later(max(0.0, at - now()), self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self.fabric.tick(now())
+        self._flush()
+
+
+def _frames_by_item(items: list[Item], frames: list[bytes]) -> dict[int, list[bytes]]:
+    """Raw frames belong to the items in order; keyed by object identity for one flush."""
+    found: dict[int, list[bytes]] = {}
+    at = 1
+    for item in items:
+        if item.frames:
+            found[id(item)] = frames[at : at + item.frames]
+            at += item.frames
+    return found

@@ -1,0 +1,216 @@
+"""The warm fork server: one child process per driver that imports SGLang once and forks workers.
+
+Importing SGLang takes 20 s; a fork takes milliseconds. ``multiprocessing``'s own fork server
+re-imports the user's ``__main__`` in every child, which breaks scripts without a guard and
+notebooks; this one knows nothing of the user's program.
+
+Ownership decides who dies with whom. Each pool holds one connection to the fork server, and a
+worker belongs to the connection that asked for it: when the connection ends, for whatever reason,
+its workers are killed. The fork server itself watches its parent and ends, with all workers, when
+the driver does, however that happens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import os
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from .codec import encode
+from .errors import WorkerStartError
+from .messages import Exited, Forked, FromForkServer, ToForkServer, Warm
+
+_decoder = msgspec.msgpack.Decoder(FromForkServer)
+_servers: dict[str, ForkServer] = {}
+_lock = threading.Lock()
+
+
+def tail(path: str | Path, lines: int = 40) -> str:
+    """The last lines of a log file, or an empty string."""
+    try:
+        with Path(path).open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - 32_768))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return ""
+    return "\n".join(text.splitlines()[-lines:])
+
+
+class ForkServer:
+    """A running fork server process and the private folder (0700) that its sockets live in."""
+
+    def __init__(self, preload: str) -> None:
+        self.preload = preload
+        self.pid = os.getpid()
+        self.folder = Path(tempfile.mkdtemp(prefix="sglrl-"))
+        self.path = self.folder / "fork.sock"
+        self.log = self.folder / "fork.log"
+        with self.log.open("wb") as log, socket.socket(socket.AF_UNIX) as listener:
+            # Bound here and inherited, so that a connection can be made before the child runs.
+            listener.bind(str(self.path))
+            listener.listen(64)
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "sglrl_workers.zygote", str(listener.fileno()), preload],
+                pass_fds=[listener.fileno()],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                # A Ctrl-C in the terminal is the driver's to handle, not its workers'.
+                start_new_session=True,
+                cwd="/",
+            )
+
+    @property
+    def alive(self) -> bool:
+        return self.pid == os.getpid() and self.process.poll() is None
+
+    def close(self) -> None:
+        """End the fork server and every worker of it."""
+        if self.pid != os.getpid():
+            return
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        try:
+            self.process.wait(5.0)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def fork_server(preload: str) -> ForkServer:
+    """The process's fork server for ``preload`` ("plain" or "sglang"), started if need be."""
+    with _lock:
+        server = _servers.get(preload)
+        if server is None or not server.alive:
+            server = _servers[preload] = ForkServer(preload)
+        return server
+
+
+def shutdown_fork_servers() -> None:
+    """End all fork servers of this process; also runs at interpreter exit."""
+    with _lock:
+        servers = list(_servers.values())
+        _servers.clear()
+    for server in servers:
+        server.close()
+
+
+atexit.register(shutdown_fork_servers)
+
+
+class ForkConnection(asyncio.Protocol):
+    """One pool's connection: asks for workers and hears of their ends.
+
+    ``on_forked(key, pid)`` and ``on_exited(key, status)`` run on the event loop.
+    """
+
+    def __init__(
+        self, on_forked: Callable[[int, int], None], on_exited: Callable[[int, int], None]
+    ) -> None:
+        self._on_forked = on_forked
+        self._on_exited = on_exited
+        self._buffer = bytearray()
+        self._transport: asyncio.WriteTransport | None = None
+        self._keys: set[int] = set()
+        self.warm: asyncio.Future[Warm] = asyncio.get_running_loop().create_future()
+
+    @classmethod
+    async def open(
+        cls,
+        server: ForkServer,
+        on_forked: Callable[[int, int], None],
+        on_exited: Callable[[int, int], None],
+        timeout: float,
+    ) -> ForkConnection:
+        """Connect and wait until the server is warm.
+
+        Raises:
+            WorkerStartError: the server died or could not import what it should.
+            TimeoutError: not warm within ``timeout`` seconds.
+        """
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(timeout):
+            connection = cls(on_forked, on_exited)
+            try:
+                await loop.create_unix_connection(lambda: connection, str(server.path))
+                warm = await connection.warm
+            except OSError:
+                raise _start_error(server) from None
+            except BaseException:
+                connection.close()
+                raise
+        if warm.error:
+            connection.close()
+            server.close()
+            raise WorkerStartError(
+                f"the fork server could not import {server.preload}: is the extra installed "
+                f"(pip install 'sglrl[{server.preload}]')?",
+                output=warm.error,
+            )
+        return connection
+
+    def send(self, message: ToForkServer) -> None:
+        if self._transport is None or self._transport.is_closing():
+            return
+        if message.__struct_config__.tag == "fork":
+            self._keys.add(message.key)
+        body = encode(message)
+        self._transport.write(struct.pack("<I", len(body)) + body)
+
+    def close(self) -> None:
+        """Give up the connection; the server kills whatever worker of it is left."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        buffer = self._buffer
+        buffer += data
+        while len(buffer) >= 4:
+            (size,) = struct.unpack_from("<I", buffer)
+            if len(buffer) < 4 + size:
+                return
+            message = _decoder.decode(bytes(buffer[4 : 4 + size]))
+            del buffer[: 4 + size]
+            match message:
+                case Warm():
+                    if not self.warm.done():
+                        self.warm.set_result(message)
+                case Forked(key=key, pid=pid):
+                    self._on_forked(key, pid)
+                case Exited(key=key, status=status):
+                    self._keys.discard(key)
+                    self._on_exited(key, status)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.warm.done():
+            self.warm.set_exception(ConnectionError("the fork server is gone"))
+            # Nobody may be waiting any more; that is not an error of its own.
+            with contextlib.suppress(ConnectionError):
+                self.warm.exception()
+        keys, self._keys = self._keys, set()
+        for key in keys:
+            self._on_exited(key, -9)
+
+
+def _start_error(server: ForkServer) -> WorkerStartError:
+    status = server.process.poll()
+    output = tail(server.log)
+    return WorkerStartError(f"the fork server ended with status {status}", output=output)

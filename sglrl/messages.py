@@ -1,0 +1,294 @@
+"""Every struct that crosses a process boundary, in two unions: ``ToWorker`` and ``ToDriver``.
+
+A message is one msgpack frame, optionally followed by raw frames that hold the large binary
+arguments (numpy arrays, bytes) of its calls or items, in order; ``frames`` of each call or item
+says how many are its own.
+
+Rules: append fields with defaults, never retype; hot structs are ``array_like`` and ``gc=False``;
+this module holds structs only.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+
+
+class CallMessage(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """One call for an endpoint. ``args`` is the msgpack of the endpoint's argument struct."""
+
+    id: int
+    endpoint: str
+    args: msgspec.Raw
+    frames: int = 0
+
+
+class Submit(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=1):
+    """All calls that one loop tick of the driver made for this worker."""
+
+    calls: list[CallMessage]
+
+
+class Cancel(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=2):
+    """Stop these calls. Each is still answered, once, with ``ItemKind.CANCELLED`` (or its result)."""
+
+    ids: list[int]
+
+
+class Shutdown(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=3):
+    """End the process. Calls still running are dropped; the driver has answered their callers."""
+
+
+ToWorker = Submit | Cancel | Shutdown
+
+
+class ItemKind(IntEnum):
+    """What an item of ``Results`` is to its call. All but ``CHUNK`` end the call."""
+
+    CHUNK = 0
+    DONE = 1
+    ERROR = 2
+    CANCELLED = 3
+
+
+class Item(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """One event in one call's life. ``body`` is msgpack of the endpoint's result type
+    (``ErrorBody`` when kind is ERROR)."""
+
+    id: int
+    kind: int
+    body: msgspec.Raw = msgspec.Raw(b"\xc0")
+    frames: int = 0
+
+
+class ErrorBody(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    kind: str
+    message: str
+    traceback: str = ""
+
+
+class Results(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=11):
+    """Everything one scheduler step (or one loop tick of a plain actor) produced.
+
+    ``kv_usage`` is the share of the KV cache in use, 0..1, as the engine reports it, or -1.
+    """
+
+    items: list[Item]
+    kv_usage: float = -1.0
+
+
+class Starting(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=12):
+    """The first message of a worker: which stage of its start it is in (shown to the user)."""
+
+    stage: str
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What the driver must know of a loaded model to check requests before it sends them."""
+
+    model: str
+    architecture: str
+    dtype: str
+    device: str
+    vocab_size: int
+    context_length: int
+    max_prompt_tokens: int
+    max_total_tokens: int
+    eos_token_ids: list[int]
+    kv_cache_tokens: int
+    priority_scheduling: bool = False
+    sglang_version: str = ""
+
+
+class Ready(msgspec.Struct, array_like=True, frozen=True, tag=13):
+    """The worker serves from now on. Nothing is sent to it before this."""
+
+    protocol: int
+    pid: int
+    window: int
+    endpoints: list[str]
+    device: str = "cpu"
+    engine: EngineInfo | None = None
+
+
+class Bye(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=14):
+    """The worker leaves by its own will; the reason is for the log."""
+
+    reason: str
+
+
+ToDriver = Results | Starting | Ready | Bye
+
+
+# --- endpoints of the engine worker ---------------------------------------------------------------
+
+
+class Sampling(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """Validated sampling values (see ``sglrl.sampling.SamplingParams`` for units and defaults)."""
+
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    stop: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    min_new_tokens: int
+    frequency_penalty: float
+    presence_penalty: float
+    repetition_penalty: float
+    ignore_eos: bool
+    seed: int | None
+    json_schema: str | None
+    regex: str | None
+    ebnf: str | None
+    skip_special_tokens: bool
+
+
+class GenerateArgs(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """``input_ids``: int32 little-endian. ``sampling``: msgpack of ``Sampling``, encoded once per
+    distinct value by the client."""
+
+    input_ids: bytes
+    sampling: msgspec.Raw
+    logprobs: bool = False
+    top_logprobs: int = 0
+    stream: bool = False
+    priority: int = 0
+    version: int = 0
+
+
+class TokenChunk(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """New tokens of one call since its last chunk.
+
+    ids: int32 [t]. logprobs: float32 [t] or empty. top_ids, top_logprobs: int32, float32 [t, k].
+    ``finish`` is empty until the last chunk, then "stop", "length" or "abort".
+    """
+
+    ids: bytes
+    logprobs: bytes = b""
+    finish: str = ""
+    cached_tokens: int = 0
+    version: int = 0
+    top_ids: bytes = b""
+    top_logprobs: bytes = b""
+    stop_match: str | int | None = None
+
+
+class ScoreArgs(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """Logprobs wanted of the tokens of ``input_ids`` (int32) from position ``start`` on."""
+
+    input_ids: bytes
+    start: int = 0
+    version: int = 0
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """What one engine reports of itself. Rates are over the time since it was ready.
+
+    running, waiting: requests. kv_tokens, kv_capacity: tokens. kv_usage: 0..1.
+    prompt_tokens, cached_tokens, generated_tokens: totals. uptime: seconds.
+    """
+
+    running: int
+    waiting: int
+    kv_tokens: int
+    kv_capacity: int
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    uptime: float
+    tokens_per_second: float
+
+    @property
+    def kv_usage(self) -> float:
+        return self.kv_tokens / self.kv_capacity if self.kv_capacity else 0.0
+
+    @property
+    def cache_hit_rate(self) -> float:
+        """Prompt tokens served from the prefix cache, as a share of all prompt tokens."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+
+# --- starting workers: driver <-> fork server, over a private unix socket -------------------------
+
+
+class ActorSpec(msgspec.Struct, frozen=True, kw_only=True, tag="actor"):
+    """A plain actor. ``target`` is "module:qualname"; a class that cannot be imported by name
+    (defined in ``__main__`` or in a function) travels in ``code`` instead, by value."""
+
+    target: str
+    code: bytes
+    args: bytes
+    frames: list[bytes]
+    window: int
+
+
+class EngineSpec(msgspec.Struct, frozen=True, kw_only=True, tag="engine"):
+    """One tensor-parallel rank of one engine replica. ``threads``: CPU threads for torch."""
+
+    engine: str
+    model: str
+    args: dict[str, object]
+    device: str
+    rank: int
+    tp_size: int
+    gpu_id: int
+    dist_port: int
+    threads: int
+    window: int
+
+
+class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker process is told at birth."""
+
+    index: int
+    identity: bytes
+    address: str
+    max_message_bytes: int
+    body: ActorSpec | EngineSpec
+
+
+class Fork(msgspec.Struct, frozen=True, kw_only=True, tag="fork"):
+    """Fork one worker process. ``key`` names it in the answers; ``log`` takes its output."""
+
+    key: int
+    spec: WorkerSpec
+    env: dict[str, str]
+    log: str
+    cwd: str
+    sys_path: list[str]
+
+
+class Kill(msgspec.Struct, frozen=True, tag="kill"):
+    """SIGKILL the process group of a worker, unless it has ended already."""
+
+    key: int
+
+
+ToForkServer = Fork | Kill
+
+
+class Warm(msgspec.Struct, frozen=True, tag="warm"):
+    """What had to be imported first is imported, or failed with ``error``."""
+
+    seconds: float
+    error: str = ""
+
+
+class Forked(msgspec.Struct, frozen=True, tag="forked"):
+    key: int
+    pid: int
+
+
+class Exited(msgspec.Struct, frozen=True, tag="exited"):
+    """``status``: the exit code, or minus the signal that ended the process."""
+
+    key: int
+    status: int
+
+
+FromForkServer = Warm | Forked | Exited

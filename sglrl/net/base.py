@@ -1,0 +1,57 @@
+"""What a transport is. Both implementations pass the same tests (``tests/net``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+Frame = bytes | bytearray | memoryview
+OnDriverMessage = Callable[[bytes, list[bytes]], None]
+OnWorkerMessage = Callable[[list[bytes]], None]
+
+
+class DriverTransport(Protocol):
+    """The driver's end: one socket, many workers, each known by its identity.
+
+    Messages from one worker arrive in the order they were sent; nothing is said of the order
+    between workers. ``on_message`` runs on the event loop, must not block, and is never called
+    after ``close``.
+    """
+
+    address: str
+
+    def start(self, on_message: OnDriverMessage) -> None:
+        """Deliver messages to ``on_message`` as ``(identity, frames)``. Needs a running loop."""
+        ...
+
+    def send(self, peer: bytes, frames: Sequence[Frame]) -> bool:
+        """Hand over one message. False when no such peer is connected: the message is dropped.
+
+        Raises:
+            Closed: the transport is closed.
+        """
+        ...
+
+    def close(self) -> None:
+        """Stop at once; may be called again."""
+        ...
+
+
+class WorkerTransport(Protocol):
+    """A worker's end, on an event loop."""
+
+    def start(self, on_message: OnWorkerMessage) -> None:
+        """Deliver messages to ``on_message``. Needs a running loop."""
+        ...
+
+    def send(self, frames: Sequence[Frame]) -> None:
+        """Hand over one message.
+
+        Raises:
+            Closed: the transport is closed.
+        """
+        ...
+
+    def close(self) -> None:
+        """Stop at once; may be called again."""
+        ...

@@ -1,0 +1,193 @@
+"""ZeroMQ ROUTER/DEALER. The only module that imports zmq.
+
+On an event loop the socket's file descriptor is watched and drained without blocking. That
+descriptor is edge-triggered, and *any* operation on the socket may consume its edge: so after
+every burst of sends the socket is asked once whether something arrived meanwhile
+(http://api.zeromq.org/4-3:zmq-getsockopt, ZMQ_FD). A receive is never cancelled or timed out, so
+no message can be lost between two owners.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Final
+
+import zmq
+
+from ..errors import Closed, UsageError
+from .base import Frame, OnDriverMessage, OnWorkerMessage
+
+_BATCH: Final = 128
+"""Messages handled in one callback before the loop gets its turn."""
+_COPY_THRESHOLD: Final = 64 << 10
+"""Frames larger than this are handed to ZeroMQ without a copy."""
+
+
+def _is_loopback(address: str) -> bool:
+    host = address.removeprefix("tcp://").rsplit(":", 1)[0].strip("[]")
+    return host == "localhost" or host == "::1" or host.startswith("127.")
+
+
+def _check_address(address: str) -> None:
+    if address.startswith("ipc://"):
+        return
+    if address.startswith("tcp://"):
+        if _is_loopback(address):
+            return
+        raise UsageError(
+            f"{address} is not a loopback address; without encryption and keys sglrl listens on "
+            "ipc and on 127.0.0.1 only"
+        )
+    raise UsageError(f"unknown address {address!r}; use ipc://PATH or tcp://127.0.0.1:*")
+
+
+def _socket(kind: int, max_message_bytes: int) -> zmq.Socket[bytes]:
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
+    socket.setsockopt(zmq.LINGER, 0)
+    # The fabric's window bounds what is in flight; a high-water mark here would drop or block.
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
+    return socket
+
+
+def _send(socket: zmq.Socket[bytes], frames: Sequence[Frame]) -> None:
+    last = len(frames) - 1
+    for i, frame in enumerate(frames):
+        flags = zmq.NOBLOCK | (zmq.SNDMORE if i < last else 0)
+        socket.send(frame, flags, copy=len(frame) < _COPY_THRESHOLD)
+
+
+class _Pump:
+    """Drains a socket on the running loop."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self.socket = socket
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.scheduled = False
+        self.closed = False
+
+    def begin(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.loop.add_reader(self.socket.fileno(), self.drain)
+        self.schedule()
+
+    def schedule(self) -> None:
+        if not self.scheduled and self.loop is not None:
+            self.scheduled = True
+            self.loop.call_soon(self.drain)
+
+    def after_send(self) -> None:
+        """The send may have swallowed the edge that announces an arrival."""
+        if self.loop is not None and self.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator]
+            self.schedule()
+
+    def drain(self) -> None:
+        self.scheduled = False
+        if self.closed:
+            return
+        receive = self.socket.recv_multipart
+        try:
+            for _ in range(_BATCH):
+                self.handle(receive(zmq.NOBLOCK))
+                if self.closed:
+                    return
+        except zmq.Again:
+            return
+        self.schedule()
+
+    def handle(self, frames: list[bytes]) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        if self.loop is not None and not self.loop.is_closed():
+            self.loop.remove_reader(self.socket.fileno())
+        self.socket.close(0)
+
+
+class ZmqRouter(_Pump):
+    """The driver's end (``DriverTransport``). ``address`` is where workers connect to."""
+
+    def __init__(self, address: str, *, max_message_bytes: int) -> None:
+        _check_address(address)
+        super().__init__(_socket(zmq.ROUTER, max_message_bytes))
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.socket.bind(address)
+        self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._on_message: OnDriverMessage | None = None
+
+    def start(self, on_message: OnDriverMessage) -> None:
+        self._on_message = on_message
+        self.begin()
+
+    def handle(self, frames: list[bytes]) -> None:
+        assert self._on_message is not None
+        self._on_message(frames[0], frames[1:])
+
+    def send(self, peer: bytes, frames: Sequence[Frame]) -> bool:
+        if self.closed:
+            raise Closed("the transport is closed")
+        try:
+            _send(self.socket, [peer, *frames])
+        except zmq.ZMQError as error:
+            if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                return False
+            raise
+        self.after_send()
+        return True
+
+
+class ZmqDealer(_Pump):
+    """A worker's end on an event loop (``WorkerTransport``)."""
+
+    def __init__(self, address: str, identity: bytes, *, max_message_bytes: int) -> None:
+        super().__init__(_socket(zmq.DEALER, max_message_bytes))
+        self.socket.setsockopt(zmq.IDENTITY, identity)
+        self.socket.connect(address)
+        self._on_message: OnWorkerMessage | None = None
+
+    def start(self, on_message: OnWorkerMessage) -> None:
+        self._on_message = on_message
+        self.begin()
+
+    def handle(self, frames: list[bytes]) -> None:
+        assert self._on_message is not None
+        self._on_message(frames)
+
+    def send(self, frames: Sequence[Frame]) -> None:
+        if self.closed:
+            raise Closed("the transport is closed")
+        _send(self.socket, frames)
+        self.after_send()
+
+
+class ZmqPolledDealer:
+    """A worker's end without an event loop, polled by a thread that has better things to do: the
+    engine's scheduler loop. Belongs to the thread that made it."""
+
+    def __init__(self, address: str, identity: bytes, *, max_message_bytes: int) -> None:
+        self._socket = _socket(zmq.DEALER, max_message_bytes)
+        self._socket.setsockopt(zmq.IDENTITY, identity)
+        self._socket.connect(address)
+
+    def receive(self) -> list[bytes] | None:
+        """The next message if one is here, else None; never waits."""
+        try:
+            return self._socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+
+    def wait(self, timeout: float) -> bool:
+        """Block until a message is here or ``timeout`` seconds have passed; True if one is."""
+        return bool(self._socket.poll(int(timeout * 1000), zmq.POLLIN))
+
+    def send(self, frames: Sequence[Frame]) -> None:
+        _send(self._socket, frames)
+
+    def close(self, linger: float = 0.0) -> None:
+        """``linger``: seconds that unsent messages may take to leave."""
+        self._socket.close(int(linger * 1000))

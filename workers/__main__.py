@@ -1,0 +1,26 @@
+"""What a worker process does once it is born: pick the host for its kind and run it."""
+
+from __future__ import annotations
+
+from sglrl.messages import ActorSpec, EngineSpec, WorkerSpec
+
+
+def run(spec: WorkerSpec) -> None:
+    """Serve until told to stop. An exception here ends the process; its traceback is the worker's
+    last output, which the driver shows."""
+    match spec.body:
+        case ActorSpec():
+            from .host import run_actor
+
+            run_actor(spec, spec.body)
+        case EngineSpec(engine="sglang"):
+            from .engine.sglang.scheduler import run_scheduler
+
+            run_scheduler(spec, spec.body)
+        case EngineSpec(engine="fake"):
+            from .engine.loop import run_engine
+            from .engine.fake import FakeEngine
+
+            run_engine(spec, spec.body, FakeEngine(spec.body))
+        case EngineSpec(engine=other):
+            raise ValueError(f"unknown engine {other!r}")

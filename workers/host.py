@@ -1,0 +1,165 @@
+"""Runs a plain actor on an event loop of its own.
+
+Each call is one task. What tasks produce within one loop tick leaves as one message. A cancelled
+call's task is cancelled; it is answered when the task has ended, so the driver's window counts
+what really runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+import os
+import traceback
+from typing import Any
+
+import cloudpickle
+import msgspec
+import uvloop
+
+from sglrl.actor import Actor, EndpointSpec, constructor_arguments, endpoints_of
+from sglrl.codec import Buffer, decode_to_worker, encode
+from sglrl.errors import ProtocolError, SglrlError
+from sglrl.messages import (
+    PROTOCOL_VERSION,
+    ActorSpec,
+    CallMessage,
+    Cancel,
+    ErrorBody,
+    Item,
+    ItemKind,
+    Ready,
+    Results,
+    Shutdown,
+    Starting,
+    Submit,
+    WorkerSpec,
+)
+from sglrl.net.base import WorkerTransport
+from sglrl.net.zmq import ZmqDealer
+
+logger = logging.getLogger("sglrl.worker")
+
+
+def load_class(spec: ActorSpec) -> type[Actor]:
+    """The actor class by name, or by value when it has no importable name."""
+    if not spec.target:
+        loaded: type[Actor] = cloudpickle.loads(spec.code)
+        return loaded
+    module, _, qualname = spec.target.partition(":")
+    found: Any = importlib.import_module(module)
+    for part in qualname.split("."):
+        found = getattr(found, part)
+    return found  # type: ignore[no-any-return]
+
+
+class Host:
+    """Serves one actor instance over one transport until ``Shutdown``."""
+
+    def __init__(
+        self, actor: Actor, endpoints: dict[str, EndpointSpec], transport: WorkerTransport
+    ) -> None:
+        self.actor = actor
+        self.endpoints = endpoints
+        self.transport = transport
+        self.stopped = asyncio.Event()
+        self.running: dict[int, asyncio.Task[None]] = {}
+        self._loop = asyncio.get_running_loop()
+        self._items: list[Item] = []
+        self._frames: list[Buffer] = []
+
+    async def serve(self, window: int) -> None:
+        self.transport.start(self._on_message)
+        self.transport.send(
+            [encode(Ready(PROTOCOL_VERSION, os.getpid(), window, sorted(self.endpoints)))]
+        )
+        async with asyncio.TaskGroup() as self._group:
+            await self.stopped.wait()
+            for task in self.running.values():
+                task.cancel()
+        await self.actor.close()
+
+    def _on_message(self, frames: list[bytes]) -> None:
+        try:
+            message = decode_to_worker(frames[0])
+        except ProtocolError as error:
+            logger.warning("dropped a message: %s", error)
+            return
+        match message:
+            case Submit(calls=calls):
+                at = 1
+                for call in calls:
+                    own = frames[at : at + call.frames]
+                    at += call.frames
+                    task = self._group.create_task(self._run(call, own))
+                    self.running[call.id] = task
+            case Cancel(ids=ids):
+                for id_ in ids:
+                    running = self.running.get(id_)
+                    if running is not None:
+                        running.cancel()
+            case Shutdown():
+                self.stopped.set()
+
+    async def _run(self, call: CallMessage, frames: list[bytes]) -> None:
+        try:
+            await self._answer(call, frames)
+        except asyncio.CancelledError:
+            self._put(Item(call.id, ItemKind.CANCELLED))
+        except Exception as error:
+            kind = type(error).__name__
+            # What this side of sglrl raises is clear without the way it came.
+            trace = "" if isinstance(error, SglrlError) else traceback.format_exc()
+            body = encode(ErrorBody(kind, str(error), trace))
+            self._put(Item(call.id, ItemKind.ERROR, msgspec.Raw(body)))
+        finally:
+            self.running.pop(call.id, None)
+
+    async def _answer(self, call: CallMessage, frames: list[bytes]) -> None:
+        spec = self.endpoints.get(call.endpoint)
+        if spec is None:
+            raise ProtocolError(f"there is no endpoint {call.endpoint!r}")
+        arguments = spec.arguments.decode(call.args, frames)
+        method = getattr(self.actor, spec.name)
+        if spec.streaming:
+            async for value in method(**arguments):
+                self._put_value(call.id, ItemKind.CHUNK, spec, value)
+            self._put(Item(call.id, ItemKind.DONE))
+        else:
+            self._put_value(call.id, ItemKind.DONE, spec, await method(**arguments))
+
+    def _put_value(self, id_: int, kind: ItemKind, spec: EndpointSpec, value: Any) -> None:
+        body, frames = spec.result.encode(value)
+        self._put(Item(id_, kind, msgspec.Raw(body), len(frames)), frames)
+
+    def _put(self, item: Item, frames: list[Buffer] | None = None) -> None:
+        if not self._items:
+            self._loop.call_soon(self._flush)
+        self._items.append(item)
+        if frames:
+            self._frames.extend(frames)
+
+    def _flush(self) -> None:
+        items, self._items = self._items, []
+        frames, self._frames = self._frames, []
+        self.transport.send([encode(Results(items)), *frames])
+
+
+async def _main(spec: WorkerSpec, body: ActorSpec) -> None:
+    transport = ZmqDealer(
+        spec.address, spec.identity, max_message_bytes=spec.max_message_bytes
+    )
+    try:
+        transport.send([encode(Starting("constructing the actor"))])
+        cls = load_class(body)
+        arguments = constructor_arguments(cls).decode(body.args, body.frames)
+        actor = cls(**arguments)
+        await Host(actor, endpoints_of(cls), transport).serve(body.window)
+    finally:
+        transport.close()
+
+
+def run_actor(spec: WorkerSpec, body: ActorSpec) -> None:
+    """Serve until told to stop. Raises what the actor's ``__init__`` raises."""
+    uvloop.run(_main(spec, body))

@@ -1,0 +1,233 @@
+"""The warm fork server: ``python -m sglrl_workers.zygote FD PRELOAD``.
+
+FD is a listening unix socket that it inherits. It imports what PRELOAD names, then forks a worker for every ``Fork`` message.
+Single-threaded, and it never touches a GPU: that is what makes forking from it safe.
+
+Who watches whom: stdin is a pipe from the driver and its end means that the driver is gone, as
+does the end of the driver's process (a pidfd, because a pipe can be inherited by a process that
+outlives the driver); a worker belongs to the connection that asked for it. Workers are told by the
+kernel to die with this process (PR_SET_PDEATHSIG).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import os
+import selectors
+import shutil
+import signal
+import socket
+import struct
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from sglrl.codec import encode
+from sglrl.messages import Exited, Fork, Forked, FromForkServer, Kill, ToForkServer, Warm
+
+PRELOADS = {
+    "plain": ("sglrl_workers.host",),
+    "sglang": ("sglrl_workers.host", "sglrl_workers.engine.sglang.preload"),
+}
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent: int) -> None:
+    """Ask the kernel to SIGKILL this process when its parent ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def outlive_parent() -> None:
+    """Undo ``die_with_parent``: from now on the parent's end is noticed as an event, which also
+    holds when the *thread* that started this process ends before the parent does."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0)
+
+
+class Client:
+    """One connection and the workers that belong to it, by pid."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.buffer = bytearray()
+        self.keys: dict[int, int] = {}
+
+    def send(self, message: FromForkServer) -> None:
+        body = encode(message)
+        with contextlib.suppress(OSError):
+            self.connection.sendall(struct.pack("<I", len(body)) + body)
+
+
+class Zygote:
+    def __init__(self, listener: socket.socket, driver: int) -> None:
+        self.selector = selectors.DefaultSelector()
+        self.clients: dict[int, Client] = {}
+        self.decoder: msgspec.msgpack.Decoder[ToForkServer] = msgspec.msgpack.Decoder(ToForkServer)
+        self.listener = listener
+        self.folder = Path(listener.getsockname()).parent
+        self.wake_read, self.wake_write = os.pipe()
+        os.set_blocking(self.wake_write, False)
+        os.set_blocking(self.wake_read, False)
+        signal.set_wakeup_fd(self.wake_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self.warm = Warm(0.0)
+        self.pidfd = os.pidfd_open(driver)
+        self._watch(0, lambda: self.leave())
+        self._watch(self.pidfd, lambda: self.leave())
+        self._watch(self.wake_read, self.reap)
+        self._watch(self.listener.fileno(), self.accept)
+
+    def _watch(self, fd: int, callback: Callable[[], None]) -> None:
+        self.selector.register(fd, selectors.EVENT_READ, callback)
+
+    def preload(self, name: str) -> None:
+        begun = time.monotonic()
+        error = ""
+        try:
+            for module in PRELOADS[name]:
+                importlib.import_module(module)
+        except BaseException:
+            error = traceback.format_exc()
+        # What is imported stays: keep the collector of every fork from touching these pages.
+        gc.collect()
+        gc.freeze()
+        self.warm = Warm(time.monotonic() - begun, error)
+
+    def serve(self) -> None:
+        while True:
+            for key, _ in self.selector.select():
+                key.data()
+
+    def accept(self) -> None:
+        connection, _ = self.listener.accept()
+        client = Client(connection)
+        self.clients[connection.fileno()] = client
+        self._watch(connection.fileno(), lambda: self.read(client))
+        client.send(self.warm)
+
+    def read(self, client: Client) -> None:
+        try:
+            data = client.connection.recv(1 << 16)
+        except OSError:
+            data = b""
+        if not data:
+            self.drop(client)
+            return
+        buffer = client.buffer
+        buffer += data
+        while len(buffer) >= 4:
+            (size,) = struct.unpack_from("<I", buffer)
+            if len(buffer) < 4 + size:
+                return
+            message = self.decoder.decode(bytes(buffer[4 : 4 + size]))
+            del buffer[: 4 + size]
+            match message:
+                case Fork():
+                    self.fork(client, message)
+                case Kill(key=key):
+                    for pid, owned in client.keys.items():
+                        if owned == key:
+                            kill_group(pid)
+
+    def fork(self, client: Client, request: Fork) -> None:
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                self.become_worker(parent, request)
+            except BaseException:
+                traceback.print_exc()
+                sys.stderr.flush()
+                os._exit(1)
+            os._exit(0)
+        client.keys[pid] = request.key
+        client.send(Forked(request.key, pid))
+
+    def become_worker(self, parent: int, request: Fork) -> None:
+        """In the child: forget everything of the fork server, then be the worker."""
+        die_with_parent(parent)
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        log = os.open(request.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        for fd in (log, null, self.wake_read, self.wake_write, self.pidfd):
+            os.close(fd)
+        self.selector.close()
+        self.listener.close()
+        for client in self.clients.values():
+            client.connection.close()
+        os.environ.update(request.env)
+        os.chdir(request.cwd)
+        sys.path[:] = request.sys_path
+        sys.argv[:] = ["sglrl-worker"]
+        from sglrl_workers.__main__ import run
+
+        run(request.spec)
+
+    def reap(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self.wake_read, 4096)
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            for client in self.clients.values():
+                key = client.keys.pop(pid, None)
+                if key is not None:
+                    # Whatever the worker started itself goes with it.
+                    kill_group(pid)
+                    client.send(Exited(key, os.waitstatus_to_exitcode(status)))
+
+    def drop(self, client: Client) -> None:
+        self.selector.unregister(client.connection.fileno())
+        del self.clients[client.connection.fileno()]
+        client.connection.close()
+        for pid in client.keys:
+            kill_group(pid)
+        # They are reaped when SIGCHLD comes; nobody is left to tell.
+
+    def leave(self) -> None:
+        """The driver is gone."""
+        for client in self.clients.values():
+            for pid in client.keys:
+                kill_group(pid)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        os._exit(0)
+
+
+def kill_group(pid: int) -> None:
+    # The worker may not have called setsid yet.
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(pid, signal.SIGKILL)
+
+
+def main() -> None:
+    listener, preload = socket.socket(fileno=int(sys.argv[1])), sys.argv[2]
+    driver = os.getppid()
+    die_with_parent(driver)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    zygote = Zygote(listener, driver)
+    zygote.preload(preload)
+    outlive_parent()
+    zygote.serve()
+
+
+if __name__ == "__main__":
+    main()
