@@ -1,0 +1,662 @@
+"""The engine client: ``await client.generate(...)`` and what goes with it.
+
+One call's way through here: ``generate`` checks and encodes it, ``Driver.submit`` gives it a
+worker, ``_Generation`` collects its chunks and makes the ``Completion``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, Literal, Self, overload
+
+import msgspec
+import numpy as np
+from msgspec import Raw
+from numpy.typing import NDArray
+
+from .actor import BroadcastCaller, EndpointSpec, deadline_from, endpoint, endpoints_of, error_of
+from .actor import Actor as _Actor
+from .codec import Buffer, encode
+from .completion import (
+    Chunk,
+    Completion,
+    StreamText,
+    Timing,
+    join_chunks,
+)
+from .core.calls import Call
+from .core.routing import Route
+from .driver import Driver, now
+from .errors import Closed, InvalidRequest, MessageTooLarge, SglrlError
+from .messages import EngineInfo, EngineStats, GenerateArgs, Item, ItemKind, ScoreArgs, TokenChunk
+from .sampling import DEFAULT_MAX_NEW_TOKENS, Prepared, SamplingCache, SamplingParams
+from .spawn import Pool, WorkerInfo
+from .tokens import TokenIds, TokenizerBox, check_ids
+
+Message = Mapping[str, Any]
+_decode_chunk = msgspec.msgpack.Decoder(TokenChunk).decode
+
+
+class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker's ``EngineStats`` with its index."""
+
+    worker: int
+    engine: EngineStats
+
+
+class _Engine(_Actor):
+    """The unary control endpoints of an engine worker, as the workers' mailbox serves them."""
+
+    @endpoint(idempotent=True)
+    async def stats(self) -> EngineStats:
+        raise NotImplementedError  # served by workers/mailbox.py
+
+    @endpoint(idempotent=True)
+    async def flush_cache(self) -> bool:
+        raise NotImplementedError  # served by workers/mailbox.py
+
+
+class _Generation:
+    """Collects one call's chunks and resolves its future with a ``Completion``."""
+
+    __slots__ = ("chunks", "client", "future", "logprobs", "prepared", "prompt", "top")
+
+    def __init__(
+        self,
+        client: Client,
+        future: asyncio.Future[Completion],
+        prompt: bytes,
+        prepared: Prepared,
+        logprobs: bool,
+        top: int,
+    ) -> None:
+        self.client = client
+        self.future = future
+        self.prompt = prompt
+        self.prepared = prepared
+        self.logprobs = logprobs
+        self.top = top
+        self.chunks: list[TokenChunk] | None = None
+
+    def chunk(self, item: Item, frames: Sequence[Buffer]) -> None:
+        if self.chunks is None:
+            self.chunks = []
+        self.chunks.append(_decode_chunk(item.body))
+
+    def restart(self) -> None:
+        self.chunks = None
+
+    def end(self, call: Call, outcome: Item | SglrlError, frames: Sequence[Buffer]) -> None:
+        future = self.future
+        if future.done():
+            return
+        if not isinstance(outcome, Item):
+            future.set_exception(outcome)
+        elif outcome.kind != ItemKind.DONE:
+            future.set_exception(error_of(outcome))
+        else:
+            last = _decode_chunk(outcome.body)
+            if self.chunks is None:
+                future.set_result(self.completion(call, (last,)))
+            else:
+                self.chunks.append(last)
+                future.set_result(self.completion(call, self.chunks))
+
+    def completion(self, call: Call, chunks: Sequence[TokenChunk]) -> Completion:
+        last = chunks[-1]
+        ids, logprobs, versions = join_chunks(chunks)
+        submitted, finished = call.submitted_at, now()
+        worker = call.worker
+        params = self.prepared.params
+        top = None
+        if self.top:
+            top = (
+                b"".join(c.top_ids for c in chunks),
+                b"".join(c.top_logprobs for c in chunks),
+                self.top,
+            )
+        return Completion(
+            last.finish,
+            last.cached_tokens,
+            worker.index if worker is not None else -1,
+            call.attempts - 1,
+            versions,
+            Timing(
+                call.sent_at - submitted,
+                (call.first_at or finished) - submitted,
+                finished - submitted,
+            ),
+            last.stop_match,
+            self.prompt,
+            ids,
+            logprobs if self.logprobs else None,
+            top,
+            self.client._decode,
+            params.skip_special_tokens,
+        )
+
+
+class _Score:
+    """Resolves a future with the logprobs of given tokens."""
+
+    __slots__ = ("future",)
+
+    def __init__(self, future: asyncio.Future[NDArray[np.float32]]) -> None:
+        self.future = future
+
+    def chunk(self, item: Item, frames: Sequence[Buffer]) -> None:
+        """Scores come whole."""
+
+    def restart(self) -> None:
+        """Nothing was received yet."""
+
+    def end(self, call: Call, outcome: Item | SglrlError, frames: Sequence[Buffer]) -> None:
+        if self.future.done():
+            return
+        if not isinstance(outcome, Item):
+            self.future.set_exception(outcome)
+        elif outcome.kind != ItemKind.DONE:
+            self.future.set_exception(error_of(outcome))
+        else:
+            self.future.set_result(
+                np.frombuffer(_decode_chunk(outcome.body).logprobs, dtype="<f4")
+            )
+
+
+class Stream:
+    """An async iterator of ``Chunk``; ``completion`` is the whole once it has ended.
+
+    Leaving the loop early stops the engine's work on it (at the latest when the iterator is
+    collected; ``await stream.aclose()`` does it at once).
+    """
+
+    def __init__(self, client: Client, arguments: dict[str, Any]) -> None:
+        self._iterator = client._stream(self, arguments)
+        self._completion: Completion | None = None
+
+    @property
+    def completion(self) -> Completion:
+        """Raises ``Closed`` while the stream has not ended."""
+        if self._completion is None:
+            raise Closed("the stream has not ended; iterate over it first")
+        return self._completion
+
+    def __aiter__(self) -> AsyncIterator[Chunk]:
+        return self._iterator
+
+    async def aclose(self) -> None:
+        await self._iterator.aclose()
+
+
+class _StreamReply:
+    """Hands chunks to the one coroutine that reads them."""
+
+    __slots__ = ("call", "generation", "items", "outcome", "waiter")
+
+    def __init__(self, generation: _Generation) -> None:
+        self.generation = generation
+        self.items: list[TokenChunk] = []
+        self.outcome: Item | SglrlError | None = None
+        self.call: Call | None = None
+        self.waiter: asyncio.Future[None] | None = None
+
+    def _wake(self) -> None:
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
+
+    def chunk(self, item: Item, frames: Sequence[Buffer]) -> None:
+        self.items.append(_decode_chunk(item.body))
+        self._wake()
+
+    def restart(self) -> None:
+        """Only before the first chunk."""
+
+    def end(self, call: Call, outcome: Item | SglrlError, frames: Sequence[Buffer]) -> None:
+        if isinstance(outcome, Item) and outcome.kind == ItemKind.DONE:
+            self.items.append(_decode_chunk(outcome.body))
+        self.outcome = outcome
+        self.call = call
+        self._wake()
+
+
+class Client:
+    """Generates with a pool of engine workers. Made by ``sglrl.launch``; an async context manager.
+
+    All methods may be called from any number of tasks of one event loop at a time.
+    """
+
+    def __init__(self, pool: Pool, *, model: str, timeout: float | None, max_message: int) -> None:
+        self._pool = pool
+        self._timeout = timeout
+        self._max_message = max_message
+        self._tokenizer_box = TokenizerBox(model)
+        self._info: EngineInfo | None = None
+        self._driver: Driver | None = None
+        self._samplings: SamplingCache | None = None
+        self._controls: dict[str, EndpointSpec] = endpoints_of(_Engine)
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def __aenter__(self) -> Self:
+        await self._pool.__aenter__()
+        self._driver = self._pool.driver
+        self._info = self._pool.ready(0).engine
+        assert self._info is not None
+        self._samplings = SamplingCache(self._info.vocab_size)
+        self._loop = asyncio.get_running_loop()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End every call with ``Closed`` and every worker; safe to call again."""
+        await self._pool.close()
+
+    # --- what there is ----------------------------------------------------------------------------
+
+    @property
+    def info(self) -> EngineInfo:
+        """The loaded model: vocabulary, context length, dtype, device, ..."""
+        if self._info is None:
+            raise Closed("the client has not been started; use 'async with sglrl.launch(...)'")
+        return self._info
+
+    @property
+    def workers(self) -> list[WorkerInfo]:
+        """``id``, ``pid``, ``state``, ``weight_version``, ``device``, load of every worker."""
+        return self._pool.workers
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's Hugging Face tokenizer, loaded when first asked for."""
+        return self._tokenizer_box.tokenizer
+
+    async def stats(self) -> list[WorkerStats]:
+        """What every live engine reports of itself, in worker order."""
+        workers = [w.id for w in self.workers if w.state == "ready"]
+        found = await self._broadcast("stats")
+        return [WorkerStats(worker=w, engine=s) for w, s in zip(workers, found, strict=True)]
+
+    async def flush_cache(self) -> bool:
+        """Empty every worker's prefix cache. False if some worker had requests and kept it."""
+        return all(await self._broadcast("flush_cache"))
+
+    async def _broadcast(self, name: str) -> list[Any]:
+        caller = BroadcastCaller(self._running(), self._controls[name], None)
+        return await caller(timeout=self._timeout)
+
+    # --- generate ---------------------------------------------------------------------------------
+
+    @overload
+    async def generate(
+        self, prompt: str | None = None, *, n: Literal[1] = 1, **kwargs: Any
+    ) -> Completion: ...
+    @overload
+    async def generate(
+        self, prompt: Sequence[str] | None = None, *, n: int = 1, **kwargs: Any
+    ) -> Any: ...
+
+    async def generate(
+        self,
+        prompt: str | Sequence[str] | None = None,
+        *,
+        input_ids: TokenIds | Sequence[TokenIds] | None = None,
+        messages: Sequence[Message] | Sequence[Sequence[Message]] | None = None,
+        n: int = 1,
+        logprobs: bool = False,
+        top_logprobs: int = 0,
+        session: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+        worker: int | None = None,
+        sampling: SamplingParams | None = None,
+        **values: Any,
+    ) -> Any:
+        """Sample continuations.
+
+        Exactly one of ``prompt`` (text), ``input_ids`` (ints, or an integer array [length]) and
+        ``messages`` (the model's chat template is applied) is given: one of it, or a list.
+
+        Args:
+            n: samples per prompt. They share the prompt's prefix cache on one worker.
+            logprobs: return the logprob of every output token.
+            top_logprobs: also return so many likeliest tokens at each position.
+            session: turns with the same name go to the worker that holds their prefix.
+            priority: calls that wait at the driver go out highest first.
+            timeout: seconds; then ``DeadlineExceeded`` and the engine stops. None: the client's.
+            worker: only this worker.
+            sampling: a ``SamplingParams``; the keyword arguments below override its fields.
+            **values: the fields of ``SamplingParams`` (``max_new_tokens``, ``temperature``, ...);
+                vLLM's and OpenAI's names (``max_tokens``, ...) are understood.
+
+        Returns:
+            A ``Completion`` for one prompt (a list of n if n > 1); for a list of prompts a list of
+            that, in order.
+
+        Raises:
+            InvalidRequest: something above is wrong; nothing was sent.
+            Overloaded, DeadlineExceeded, WorkerLost, EngineError, Closed: see ``sglrl.errors``.
+        """
+        driver = self._running()
+        deadline = deadline_from(self._timeout if timeout is None else timeout)
+        assert self._samplings is not None
+        prepared = self._samplings.prepare(sampling, values)
+        if not isinstance(logprobs, bool):
+            raise InvalidRequest(f"logprobs must be True or False, got {logprobs!r}; for the "
+                                 "likeliest tokens use top_logprobs=k")
+        if isinstance(top_logprobs, bool) or not 0 <= top_logprobs <= 1000:
+            raise InvalidRequest(f"top_logprobs must be in 0..1000, got {top_logprobs!r}")
+        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+            raise InvalidRequest(f"n must be an integer of at least 1, got {n!r}")
+        if input_ids is not None and prompt is None and messages is None:
+            several, prompts = self._check_input_ids(input_ids)
+        else:
+            several, prompts = await self._encode_input(prompt, input_ids, messages)
+        logprobs = logprobs or top_logprobs > 0
+        loop = asyncio.get_running_loop()
+        calls: list[Call] = []
+        futures: list[asyncio.Future[Completion]] = []
+        for ids in prompts:
+            max_new = self._max_new_tokens(prepared, len(ids) // 4)
+            route = Route(ids, session=session)
+            seed = prepared.params.seed
+            args: Raw | None = None
+            for i in range(n):
+                if args is None or seed is not None:
+                    args = self._generate_args(
+                        ids, prepared.wire(max_new, None if seed is None else seed + i),
+                        logprobs, top_logprobs, False, priority,
+                    )
+                future: asyncio.Future[Completion] = loop.create_future()
+                futures.append(future)
+                calls.append(
+                    Call(
+                        "generate",
+                        args,
+                        _Generation(self, future, ids, prepared, logprobs, top_logprobs),
+                        deadline=deadline,
+                        priority=priority,
+                        pinned=worker,
+                        route=route,
+                        idempotent=True,
+                    )
+                )
+        if len(calls) == 1:
+            driver.submit(calls[0])
+            try:
+                one = await futures[0]
+            except asyncio.CancelledError:
+                driver.cancel(calls[0])
+                raise
+            return [one] if several else one
+        results = await _submit_all(driver, calls, futures)
+        groups: list[Any] = [results[i : i + n] for i in range(0, len(results), n)]
+        if n == 1:
+            groups = results
+        return groups if several else groups[0]
+
+    def stream(
+        self,
+        prompt: str | None = None,
+        *,
+        input_ids: TokenIds | None = None,
+        messages: Sequence[Message] | None = None,
+        logprobs: bool = False,
+        session: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+        worker: int | None = None,
+        sampling: SamplingParams | None = None,
+        **values: Any,
+    ) -> Stream:
+        """``async for chunk in client.stream(...)``: tokens as they are sampled, one prompt.
+
+        Takes what ``generate`` takes, and raises what it raises, when iteration begins. The chunks'
+        ids, logprobs and texts, joined, equal those of ``generate``.
+        """
+        return Stream(
+            self,
+            {
+                "prompt": prompt,
+                "input_ids": input_ids,
+                "messages": messages,
+                "logprobs": logprobs,
+                "session": session,
+                "priority": priority,
+                "timeout": timeout,
+                "worker": worker,
+                "sampling": sampling,
+                "values": values,
+            },
+        )
+
+    async def _stream(self, stream: Stream, a: dict[str, Any]) -> Any:
+        driver = self._running()
+        timeout = a["timeout"]
+        deadline = deadline_from(self._timeout if timeout is None else timeout)
+        assert self._samplings is not None
+        prepared = self._samplings.prepare(a["sampling"], a["values"])
+        several, prompts = await self._encode_input(a["prompt"], a["input_ids"], a["messages"])
+        if several:
+            raise InvalidRequest("stream takes one prompt; use generate for a list")
+        (ids,) = prompts
+        max_new = self._max_new_tokens(prepared, len(ids) // 4)
+        logprobs = bool(a["logprobs"])
+        wire = prepared.wire(max_new, prepared.params.seed)
+        generation = _Generation(
+            self, asyncio.get_running_loop().create_future(), ids, prepared, logprobs, 0
+        )
+        reply = _StreamReply(generation)
+        call = Call(
+            "generate",
+            self._generate_args(ids, wire, logprobs, 0, True, a["priority"]),
+            reply,
+            deadline=deadline,
+            priority=a["priority"],
+            pinned=a["worker"],
+            route=Route(ids, session=a["session"]),
+            idempotent=True,
+            stream=True,
+        )
+        texts = StreamText(
+            self._decode, prepared.stop_strings, prepared.params.skip_special_tokens
+        )
+        chunks: list[TokenChunk] = []
+        driver.submit(call)
+        try:
+            while True:
+                while reply.items:
+                    items, reply.items = reply.items, []
+                    for chunk in items:
+                        chunks.append(chunk)
+                        if chunk.finish:
+                            stream._completion = generation.completion(call, chunks)
+                        yield Chunk(
+                            chunk.finish or None,
+                            chunk.version,
+                            chunk.ids,
+                            chunk.logprobs if logprobs else None,
+                            texts.add(chunk),
+                        )
+                outcome = reply.outcome
+                if outcome is not None:
+                    if isinstance(outcome, SglrlError):
+                        raise outcome
+                    if outcome.kind != ItemKind.DONE:
+                        raise error_of(outcome)
+                    return
+                reply.waiter = asyncio.get_running_loop().create_future()
+                await reply.waiter
+        finally:
+            if reply.outcome is None:
+                driver.cancel(call)
+
+    async def score(
+        self,
+        input_ids: TokenIds | Sequence[TokenIds],
+        *,
+        start: int = 0,
+        timeout: float | None = None,
+        worker: int | None = None,
+        priority: int = 0,
+    ) -> Any:
+        """Logprobs that the model gives to given tokens, without generating.
+
+        Args:
+            input_ids: tokens [length], or a list of such.
+            start: first position of interest; earlier ones are context only.
+
+        Returns:
+            float32 [length - start]: ``log p(token i | tokens before i)`` at temperature 1. Position
+            0 has no context and is NaN. A list of arrays for a list.
+        """
+        driver = self._running()
+        deadline = deadline_from(self._timeout if timeout is None else timeout)
+        several, prompts = self._check_input_ids(input_ids)
+        if isinstance(start, bool) or not isinstance(start, int) or start < 0:
+            raise InvalidRequest(f"start must be an integer of at least 0, got {start!r}")
+        loop = asyncio.get_running_loop()
+        calls: list[Call] = []
+        futures: list[asyncio.Future[NDArray[np.float32]]] = []
+        for ids in prompts:
+            count = len(ids) // 4
+            if start >= count:
+                raise InvalidRequest(f"start={start} is beyond the {count} tokens given")
+            self._max_prompt(count)
+            future: asyncio.Future[NDArray[np.float32]] = loop.create_future()
+            futures.append(future)
+            calls.append(
+                Call(
+                    "score",
+                    Raw(encode(ScoreArgs(ids, start))),
+                    _Score(future),
+                    deadline=deadline,
+                    priority=priority,
+                    pinned=worker,
+                    route=Route(ids),
+                    idempotent=True,
+                )
+            )
+        results = await _submit_all(driver, calls, futures)
+        return results if several else results[0]
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _running(self) -> Driver:
+        if self._driver is None:
+            raise Closed("the client has not been started; use 'async with sglrl.launch(...)'")
+        return self._driver
+
+    def _decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        return self._tokenizer_box.decode(ids, skip_special_tokens)
+
+    def _generate_args(
+        self, ids: bytes, wire: Raw, logprobs: bool, top: int, stream: bool, priority: int
+    ) -> Raw:
+        body = self._encode(GenerateArgs(ids, wire, logprobs, top, stream, priority))
+        if len(body) >= self._max_message - 4096:
+            raise MessageTooLarge(
+                f"the request has {len(body)} bytes; the limit is max_message_bytes="
+                f"{self._max_message}"
+            )
+        return Raw(body)
+
+    def _max_prompt(self, count: int) -> None:
+        info = self.info
+        if count > info.max_prompt_tokens:
+            raise InvalidRequest(
+                f"the prompt has {count} tokens; at most {info.max_prompt_tokens} fit the context "
+                f"of {info.context_length}"
+            )
+
+    def _max_new_tokens(self, prepared: Prepared, prompt_tokens: int) -> int:
+        self._max_prompt(prompt_tokens)
+        room = self.info.max_total_tokens - prompt_tokens
+        wanted = prepared.params.max_new_tokens
+        if wanted is None:
+            return min(DEFAULT_MAX_NEW_TOKENS, room)
+        if wanted > room:
+            raise InvalidRequest(
+                f"max_new_tokens={wanted} does not fit: the prompt has {prompt_tokens} tokens, and "
+                f"together at most {self.info.max_total_tokens} are possible, so at most {room}"
+            )
+        return int(wanted)
+
+    def _check_input_ids(self, input_ids: Any) -> tuple[bool, list[bytes]]:
+        vocab_size = self.info.vocab_size
+        if isinstance(input_ids, (list, tuple)):
+            if input_ids and not hasattr(input_ids[0], "__index__"):
+                return True, [check_ids(ids, vocab_size) for ids in input_ids]
+        elif getattr(input_ids, "ndim", 1) == 2:
+            return True, [check_ids(ids, vocab_size) for ids in input_ids]
+        return False, [check_ids(input_ids, vocab_size)]
+
+    async def _encode_input(
+        self, prompt: Any, input_ids: Any, messages: Any
+    ) -> tuple[bool, list[bytes]]:
+        given = [
+            name
+            for name, value in (("prompt", prompt), ("input_ids", input_ids),
+                                ("messages", messages))
+            if value is not None
+        ]
+        if len(given) != 1:
+            what = " and ".join(given) or "nothing"
+            raise InvalidRequest(f"give exactly one of prompt, input_ids, messages; got {what}")
+        if input_ids is not None:
+            return self._check_input_ids(input_ids)
+        box = self._tokenizer_box
+        if messages is not None:
+            several, inputs = _one_or_more(messages, "messages", Mapping)
+            work = box.encode_messages
+        else:
+            several, inputs = (False, [prompt]) if isinstance(prompt, str) else (True, prompt)
+            if not isinstance(inputs, (list, tuple)) or not all(
+                isinstance(p, str) for p in inputs
+            ):
+                raise InvalidRequest(
+                    f"prompt must be text or a list of texts, got {type(prompt).__name__}; for "
+                    "tokens use input_ids"
+                )
+            work = box.encode_texts
+        # The tokenizer is native code: off the event loop, which goes on meanwhile.
+        encoded = await asyncio.get_running_loop().run_in_executor(None, work, inputs)
+        vocab_size = self.info.vocab_size
+        return several, [check_ids(ids, vocab_size) for ids in encoded]
+
+
+def _one_or_more(value: Any, name: str, kind: type) -> tuple[bool, list[Any]]:
+    if isinstance(value, (list, tuple)) and value:
+        if all(isinstance(v, kind) for v in value):
+            return False, [value]
+        if all(
+            isinstance(v, (list, tuple)) and v and all(isinstance(m, kind) for m in v)
+            for v in value
+        ):
+            return True, list(value)
+    raise InvalidRequest(
+        f"{name} must be a non-empty list of {{'role': ..., 'content': ...}}, or a list of such"
+    )
+
+
+async def _submit_all(
+    driver: Driver, calls: list[Call], futures: Sequence[asyncio.Future[Any]]
+) -> list[Any]:
+    """All results in order. The first failure cancels the rest and is raised."""
+    submitted = 0
+    try:
+        for call in calls:
+            driver.submit(call)
+            submitted += 1
+        return await asyncio.gather(*futures)
+    finally:
+        for call, future in zip(calls[:submitted], futures, strict=False):
+            if not future.done() or future.cancelled():
+                driver.cancel(call)
+            elif future.exception() is not None:
+                # Read, so that nobody is warned of what the first failure already told.
+                pass
+
+

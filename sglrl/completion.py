@@ -1,0 +1,246 @@
+"""What ``generate`` and ``stream`` give back: immutable, with arrays as views of what came in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from .messages import TokenChunk
+
+Decode = Callable[[Sequence[int], bool], str]
+"""``decode(token_ids, skip_special_tokens) -> text``"""
+
+
+class VersionSpan(NamedTuple):
+    """Output tokens ``start`` to ``stop`` (exclusive) were sampled by policy ``version``."""
+
+    start: int
+    stop: int
+    version: int
+
+
+class Timing(NamedTuple):
+    """Seconds from submission: until sent to a worker, until the first token arrived here, until
+    the end. ``first_token`` equals ``total`` when all tokens came in one message."""
+
+    queued: float
+    first_token: float
+    total: float
+
+
+class TopLogprobs(NamedTuple):
+    """The k likeliest tokens at each output position. ids: int32 [t, k]; logprobs: float32 [t, k],
+    in falling order."""
+
+    ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+
+
+class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False):
+    """One sampled continuation of one prompt.
+
+    Attributes:
+        finish_reason: "stop" (end-of-sequence, a stop token or a stop string), or "length".
+        cached_tokens: prompt tokens that came from the prefix cache.
+        worker: index of the worker that finished it.
+        resumed: how many workers were lost while they held it.
+        versions: spans of the policy version over the output tokens, in order, without gaps.
+        timing: see ``Timing``.
+        stop_match: the stop string or token id that ended it, if one did.
+    """
+
+    finish_reason: str
+    cached_tokens: int
+    worker: int
+    resumed: int
+    versions: tuple[VersionSpan, ...]
+    timing: Timing
+    stop_match: str | int | None
+    _prompt: bytes
+    _ids: bytes
+    _logprobs: bytes | None
+    _top: tuple[bytes, bytes, int] | None
+    _decode: Decode
+    _skip_special_tokens: bool
+
+    @cached_property
+    def prompt_ids(self) -> NDArray[np.int32]:
+        """int32 [prompt length], read-only."""
+        return np.frombuffer(self._prompt, dtype="<i4")
+
+    @cached_property
+    def output_ids(self) -> NDArray[np.int32]:
+        """int32 [t], read-only; includes the token or the string that ended it."""
+        return np.frombuffer(self._ids, dtype="<i4")
+
+    @cached_property
+    def logprobs(self) -> NDArray[np.float32] | None:
+        """float32 [t], read-only: natural log of the probability that the model gave each output
+        token (temperature applied, top-p/top-k/min-p not). None unless asked for."""
+        return None if self._logprobs is None else np.frombuffer(self._logprobs, dtype="<f4")
+
+    @cached_property
+    def top_logprobs(self) -> TopLogprobs | None:
+        """None unless asked for."""
+        if self._top is None:
+            return None
+        ids, logprobs, k = self._top
+        return TopLogprobs(
+            np.frombuffer(ids, dtype="<i4").reshape(-1, k),
+            np.frombuffer(logprobs, dtype="<f4").reshape(-1, k),
+        )
+
+    @cached_property
+    def text(self) -> str:
+        """The output as text, without what ended it. Decoded when first asked for."""
+        return cut_text(
+            self.output_ids, self.finish_reason, self.stop_match, self._decode,
+            self._skip_special_tokens,
+        )
+
+    def __repr__(self) -> str:
+        lost = f", resumed={self.resumed}" if self.resumed else ""
+        return (
+            f"<Completion {len(self._prompt) // 4} prompt + {len(self._ids) // 4} new tokens, "
+            f"finish_reason={self.finish_reason!r}, worker={self.worker}, "
+            f"cached={self.cached_tokens}, {self.timing.total * 1000:.1f} ms{lost}>"
+        )
+
+
+def cut_text(
+    ids: NDArray[np.int32],
+    finish_reason: str,
+    stop_match: str | int | None,
+    decode: Decode,
+    skip_special_tokens: bool,
+) -> str:
+    """Text of output ids without the stop token or stop string that ended them."""
+    tokens = ids.tolist()
+    if finish_reason != "stop" or not tokens:
+        return decode(tokens, skip_special_tokens)
+    if isinstance(stop_match, int):
+        return decode(tokens[:-1], skip_special_tokens)
+    text = decode(tokens, skip_special_tokens)
+    if isinstance(stop_match, str):
+        # The last token completed it; an earlier occurrence was passed over (min_new_tokens).
+        before = decode(tokens[:-1], skip_special_tokens)
+        at = text.find(stop_match, max(0, len(before) - len(stop_match)))
+        if at >= 0:
+            text = text[:at]
+    return text
+
+
+class Chunk(msgspec.Struct, frozen=True, dict=True, eq=False):
+    """New tokens of a stream since the chunk before.
+
+    Attributes:
+        finish_reason: None until the last chunk, then as in ``Completion``.
+        version: policy version of these tokens.
+    """
+
+    finish_reason: str | None
+    version: int
+    _ids: bytes
+    _logprobs: bytes | None
+    _text: Callable[[], str]
+
+    @cached_property
+    def output_ids(self) -> NDArray[np.int32]:
+        """int32 [t], read-only."""
+        return np.frombuffer(self._ids, dtype="<i4")
+
+    @cached_property
+    def logprobs(self) -> NDArray[np.float32] | None:
+        """float32 [t], read-only; None unless asked for."""
+        return None if self._logprobs is None else np.frombuffer(self._logprobs, dtype="<f4")
+
+    @property
+    def text(self) -> str:
+        """The text these tokens add. Characters that are not complete yet, or that may turn out to
+        be the beginning of a stop string, come with a later chunk: the texts of all chunks joined
+        are ``Completion.text``."""
+        return self._text()
+
+    def __repr__(self) -> str:
+        return f"<Chunk {len(self._ids) // 4} tokens, finish_reason={self.finish_reason!r}>"
+
+
+class StreamText:
+    """Splits the text of a growing token list into what each chunk adds.
+
+    Only the tail is decoded again: text is final up to the last position where the decoder had no
+    incomplete character, which is how SGLang's and vLLM's detokenizers bound the work.
+    """
+
+    def __init__(self, decode: Decode, stop_strings: Sequence[str], skip_special: bool) -> None:
+        self._decode = decode
+        self._stops = stop_strings
+        self._skip = skip_special
+        self._chunks: list[tuple[bytes, str, str | int | None]] = []
+        self._texts: list[str] = []
+        self._ids: list[int] = []
+        self._prefix = 0
+        self._read = 0
+        self._emitted = 0
+        self._pending = ""
+
+    def add(self, chunk: TokenChunk) -> Callable[[], str]:
+        """Note a chunk; its text is worked out when the returned function is first called."""
+        index = len(self._chunks)
+        self._chunks.append((chunk.ids, chunk.finish, chunk.stop_match))
+        return lambda: self._text_of(index)
+
+    def _text_of(self, index: int) -> str:
+        while len(self._texts) <= index:
+            self._texts.append(self._advance(*self._chunks[len(self._texts)]))
+        return self._texts[index]
+
+    def _advance(self, ids: bytes, finish: str, stop_match: str | int | None) -> str:
+        new = np.frombuffer(ids, dtype="<i4")
+        self._ids += new.tolist()
+        if finish:
+            whole = cut_text(
+                np.array(self._ids, dtype=np.int32), finish, stop_match, self._decode, self._skip
+            )
+            return whole[self._emitted :]
+        before = self._decode(self._ids[self._prefix : self._read], self._skip)
+        whole = self._decode(self._ids[self._prefix :], self._skip)
+        if not whole.endswith("\ufffd"):
+            self._pending += whole[len(before) :]
+            self._prefix, self._read = self._read, len(self._ids)
+        keep = self._held_back()
+        text = self._pending[: len(self._pending) - keep]
+        self._pending = self._pending[len(self._pending) - keep :]
+        self._emitted += len(text)
+        return text
+
+    def _held_back(self) -> int:
+        """Characters at the end that could be the beginning of a stop string."""
+        longest = 0
+        for stop in self._stops:
+            for size in range(min(len(stop), len(self._pending)), longest, -1):
+                if self._pending.endswith(stop[:size]):
+                    longest = size
+                    break
+        return longest
+
+
+def join_chunks(chunks: Sequence[TokenChunk]) -> tuple[bytes, bytes, tuple[VersionSpan, ...]]:
+    """ids, logprobs and version spans of a call's chunks."""
+    spans: list[VersionSpan] = []
+    at = 0
+    for chunk in chunks:
+        end = at + len(chunk.ids) // 4
+        if spans and spans[-1].version == chunk.version:
+            spans[-1] = VersionSpan(spans[-1].start, end, chunk.version)
+        elif end > at:
+            spans.append(VersionSpan(at, end, chunk.version))
+        at = end
+    return b"".join(c.ids for c in chunks), b"".join(c.logprobs for c in chunks), tuple(spans)
+
+

@@ -1,0 +1,1 @@
+"""A model made on the spot, and the demo run on it."""

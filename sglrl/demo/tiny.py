@@ -1,0 +1,131 @@
+"""A tiny random Qwen3 with a byte-level BPE tokenizer and a chat template, made without a network.
+
+Weights are random, so it speaks no language, but everything else is real: architecture, file
+formats, tokenizer, template. It is made once and kept in the cache folder (about 2 MB).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from ..config import cache_dir
+
+RECIPE = 1
+"""Changes whenever what is made changes, so that an old cache is not used."""
+
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_CORPUS = [
+    "You are a careful assistant. Think step by step and answer with a number.",
+    "What is the sum of two numbers? The answer is the result of adding them together.",
+    "system user assistant question answer reward policy rollout token prompt model",
+    "zero one two three four five six seven eight nine ten eleven twelve hundred thousand",
+]
+
+
+def make_tokenizer(folder: Path, vocab_size: int) -> Any:
+    """A byte-level BPE tokenizer of at most ``vocab_size`` tokens, trained on a few sentences."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_CORPUS, trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(folder)
+    return fast
+
+
+def make_model(
+    folder: Path,
+    *,
+    architecture: str = "qwen3",
+    dtype: str = "float32",
+    vocab_size: int = 512,
+    hidden_size: int = 64,
+    layers: int = 2,
+    context_length: int = 2048,
+    seed: int = 0,
+) -> Path:
+    """Write a random model and its tokenizer into ``folder``.
+
+    Args:
+        architecture: "qwen3" or "llama".
+        dtype: of the saved weights: "float32" or "bfloat16".
+    """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    tokenizer = make_tokenizer(folder, vocab_size)
+    common: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "hidden_size": hidden_size,
+        "intermediate_size": 2 * hidden_size,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": hidden_size // 4,
+        "max_position_embeddings": context_length,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        # Wide enough that the logits of a random model differ clearly.
+        "initializer_range": 0.2,
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if architecture == "qwen3":
+            model: Any = Qwen3ForCausalLM(Qwen3Config(**common))
+        elif architecture == "llama":
+            model = LlamaForCausalLM(LlamaConfig(**common))
+        else:
+            raise ValueError(f"unknown architecture {architecture!r}")
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    # There is nothing to sample by default but what the caller says.
+    generation = folder / "generation_config.json"
+    generation.write_text(json.dumps({"eos_token_id": tokenizer.eos_token_id}))
+    return folder
+
+
+def tiny_model(**options: Any) -> Path:
+    """The folder of a tiny model, made if it is not in the cache. Options as in ``make_model``."""
+    name = "-".join(["tiny", str(RECIPE), *(f"{k}={options[k]}" for k in sorted(options))])
+    folder = cache_dir() / name
+    if folder.is_dir():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=".making-", dir=folder.parent))
+    try:
+        make_model(scratch, **options)
+        os.replace(scratch, folder)
+    except OSError:
+        # Another process was faster.
+        if not folder.is_dir():
+            raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return folder

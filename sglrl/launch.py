@@ -1,0 +1,295 @@
+"""``launch``: SGLang workers on CPU or GPUs, and a client for them."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import logging
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from difflib import get_close_matches
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+
+from .client import Client
+from .config import FabricConfig, PoolConfig, visible_cuda_devices
+from .errors import ModelError, NotEnoughDevices, UsageError
+from .messages import EngineSpec
+from .spawn import Birth, Pool
+
+logger = logging.getLogger("sglrl.launch")
+
+OWN_ARGUMENTS = {
+    "model_path": "the first argument of launch",
+    "device": "device=",
+    "tp_size": "tp_size=",
+    "dp_size": "replicas=",
+    "dtype": "dtype=",
+    "base_gpu_id": "CUDA_VISIBLE_DEVICES",
+    "nccl_port": "nothing: sglrl picks it",
+    "dist_init_addr": "nothing: sglrl picks it",
+    "host": "nothing: there is no HTTP server",
+    "port": "nothing: there is no HTTP server",
+    "skip_tokenizer_init": "nothing: the scheduler needs the tokenizer for stop strings",
+}
+"""SGLang's arguments that launch sets itself, and what to use instead."""
+
+FAKE_ARGUMENTS = {
+    "tokens_per_step", "step_seconds", "vocab_size", "context_length", "fail_start",
+}
+
+
+def launch(
+    model: str | os.PathLike[str],
+    *,
+    replicas: int = 1,
+    tp_size: int = 1,
+    dtype: str = "auto",
+    device: str = "auto",
+    routing: tuple[str, ...] | list[str] | str = ("prefix-aware", "requests"),
+    timeout: float | None = None,
+    window: int | None = None,
+    max_queue: int = 100_000,
+    address: str = "ipc",
+    start_timeout: float = 600.0,
+    max_message_bytes: int = 256 << 20,
+    env: Mapping[str, str] | None = None,
+    engine: str = "sglang",
+    **engine_args: Any,
+) -> Client:
+    """Start workers that each own an SGLang scheduler: ``async with sglrl.launch(...) as client``.
+
+    Args:
+        model: a folder with a Hugging Face model, or a name on the hub.
+        replicas: independent copies of the model; calls are routed among them.
+        tp_size: GPUs that share one copy. Replica i runs on GPUs ``i * tp_size`` and following,
+            of those visible.
+        dtype: "auto" takes the model's own; "float32", "bfloat16", "float16".
+        device: "auto" is "cuda" where there is one, else "cpu".
+        routing: strategies in order of preference: "prefix-aware", "requests", "kv-cache",
+            "round-robin".
+        timeout: default for every call, in seconds; None: no limit.
+        window: calls at one worker at a time, the rest wait at the driver; None: twice what its
+            engine runs at once.
+        max_queue: calls that may wait at the driver before ``Overloaded`` is raised.
+        address: "ipc", or "tcp" for the loopback interface.
+        start_timeout: seconds until all workers must be ready.
+        max_message_bytes: largest message either side accepts.
+        env: environment variables of the workers, beside the driver's own.
+        engine: "sglang", or "fake": deterministic, without torch, for tests.
+        **engine_args: fields of SGLang's ``ServerArgs`` (``mem_fraction_static``,
+            ``max_running_requests``, ...), checked by name.
+
+    Raises:
+        UsageError: an argument is wrong (``ModelError`` and ``NotEnoughDevices`` are such).
+        WorkerStartError: on entering, when a worker ends before it is ready.
+    """
+    for name, value in (("replicas", replicas), ("tp_size", tp_size)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise UsageError(f"{name} must be an integer of at least 1, got {value!r}")
+    if window is not None and window < 1:
+        raise UsageError(f"window must be at least 1, got {window}")
+    if timeout is not None and not timeout > 0:
+        raise UsageError(f"timeout must be more than 0 seconds, got {timeout}")
+    if engine not in ("sglang", "fake"):
+        raise UsageError(f"unknown engine {engine!r}; known: sglang, fake")
+    path = os.fspath(model)
+    fabric = FabricConfig(
+        routing=(routing,) if isinstance(routing, str) else tuple(routing), max_queue=max_queue
+    )
+    _check_engine_args(engine, engine_args)
+    if engine == "sglang":
+        path = check_model(path)
+        if dtype != "auto":
+            engine_args["dtype"] = dtype
+        groups = _place(device, replicas, tp_size)
+    else:
+        groups = [None] * replicas
+        engine_args.setdefault("vocab_size", 1 << 17)
+    births = [
+        _birth(engine, path, engine_args, tp_size, group, replicas, window, env or {})
+        for group in groups
+    ]
+    progress = _Progress()
+    pool = _ShownPool(
+        births,
+        preload="sglang" if engine == "sglang" else "plain",
+        fabric=fabric,
+        config=PoolConfig(
+            address=address, start_timeout=start_timeout, max_message_bytes=max_message_bytes
+        ),
+        on_progress=progress,
+    )
+    pool.progress = progress
+    return Client(pool, model=path, timeout=timeout, max_message=max_message_bytes)
+
+
+def _birth(
+    engine: str,
+    model: str,
+    args: dict[str, Any],
+    tp_size: int,
+    gpus: list[str] | None,
+    replicas: int,
+    window: int | None,
+    env: Mapping[str, str],
+) -> Birth:
+    threads = max(1, (os.cpu_count() or 1) // (replicas * tp_size))
+    port = _free_port()
+    worker_env = dict(env)
+    if gpus is not None:
+        worker_env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    bodies = [
+        EngineSpec(
+            engine=engine,
+            model=model,
+            args=args,
+            device="cpu" if gpus is None else "cuda",
+            rank=rank,
+            tp_size=tp_size,
+            gpu_id=rank,
+            dist_port=port,
+            threads=threads,
+            window=window or (1024 if engine == "fake" else 0),
+        )
+        for rank in range(tp_size)
+    ]
+    return Birth(bodies=bodies, env=worker_env)
+
+
+def _place(device: str, replicas: int, tp_size: int) -> list[list[str] | None]:
+    """The GPUs of each replica, or None for each on CPU."""
+    if device not in ("auto", "cuda", "cpu"):
+        raise UsageError(f"device must be 'auto', 'cuda' or 'cpu', got {device!r}")
+    found = [] if device == "cpu" else cuda_devices()
+    if device == "cpu" or (device == "auto" and not found):
+        return [None] * replicas
+    needed = replicas * tp_size
+    if len(found) < needed:
+        raise NotEnoughDevices(
+            f"replicas={replicas} with tp_size={tp_size} need {needed} GPUs; "
+            f"{len(found)} are visible (CUDA_VISIBLE_DEVICES limits them)"
+        )
+    return [found[i : i + tp_size] for i in range(0, needed, tp_size)]
+
+
+def cuda_devices() -> list[str]:
+    """The visible GPUs, as entries for ``CUDA_VISIBLE_DEVICES``; needs no CUDA library."""
+    present = [p.name.removeprefix("nvidia") for p in Path("/dev").glob("nvidia[0-9]*")]
+    visible = visible_cuda_devices()
+    if visible is not None:
+        return visible if present else []
+    return sorted((p for p in present if p.isdigit()), key=int)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def check_model(model: str) -> str:
+    """A model folder's absolute path; a hub name as it is. ``ModelError`` when the folder does not
+    exist or its config.json cannot be read."""
+    folder = Path(model).expanduser()
+    if not folder.exists():
+        looks_like_path = model.startswith((".", "/", "~")) or model.count("/") != 1
+        if looks_like_path:
+            raise ModelError(f"there is no model at {model!r}; give a folder, or 'owner/name' on "
+                             "the hub")
+        return model
+    config = folder / "config.json"
+    if not config.is_file():
+        raise ModelError(f"{folder} holds no config.json, so it is not a model folder")
+    try:
+        parsed = msgspec.json.decode(config.read_bytes())
+    except (msgspec.DecodeError, OSError) as error:
+        raise ModelError(f"{config} cannot be read: {error}") from None
+    if not isinstance(parsed, dict) or not parsed.get("architectures"):
+        raise ModelError(f"{config} names no 'architectures', so SGLang cannot load it")
+    return str(folder.resolve())
+
+
+def _check_engine_args(engine: str, args: dict[str, Any]) -> None:
+    known = engine_argument_names() if engine == "sglang" else FAKE_ARGUMENTS
+    for name in args:
+        if engine == "sglang" and name in OWN_ARGUMENTS:
+            raise UsageError(f"{name!r} is set by sglrl; use {OWN_ARGUMENTS[name]}")
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise UsageError(
+                f"{name!r} is neither an argument of launch nor of SGLang's ServerArgs{hint}"
+            )
+
+
+@lru_cache
+def engine_argument_names() -> frozenset[str]:
+    """The fields of SGLang's ``ServerArgs``, read from its source: importing it takes 20 s.
+
+    Raises:
+        UsageError: sglang is not installed.
+    """
+    spec = importlib.util.find_spec("sglang")
+    if spec is None or not spec.submodule_search_locations:
+        raise UsageError("sglang is not installed; pip install 'sglrl[sglang]'")
+    source = Path(spec.submodule_search_locations[0], "srt", "server_args.py")
+    for node in ast.parse(source.read_text()).body:
+        if isinstance(node, ast.ClassDef) and node.name == "ServerArgs":
+            return frozenset(
+                item.target.id
+                for item in node.body
+                if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+            )
+    raise UsageError(f"{source} defines no ServerArgs; this sglang version is not supported")
+
+
+class _Progress:
+    """Says what a start is waiting for: a status line on a terminal, log lines otherwise."""
+
+    def __init__(self) -> None:
+        self._status: AbstractContextManager[Any] | None = None
+        self._line: Any = None
+        self._update: Callable[[str], None] | None = None
+
+    def __call__(self, text: str) -> None:
+        if self._update is not None:
+            self._update(text)
+        else:
+            logger.info("%s", text)
+
+    def begin(self) -> None:
+        if not sys.stderr.isatty():
+            return
+        from rich.console import Console
+
+        status = Console(stderr=True).status("starting workers")
+        status.start()
+        self._status = status
+        self._update = status.update
+
+    def end(self) -> None:
+        self._update = None
+        if self._status is not None:
+            self._status.__exit__(None, None, None)
+            self._status = None
+
+
+class _ShownPool(Pool):
+    """A pool whose start is shown."""
+
+    progress: _Progress
+
+    async def __aenter__(self) -> Self:
+        self.progress.begin()
+        try:
+            return await super().__aenter__()
+        finally:
+            self.progress.end()

@@ -1,0 +1,269 @@
+"""Sampling values, checked once: a wrong one raises before anything is sent."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, Final
+
+import msgspec
+
+from .codec import encode
+from .errors import InvalidRequest
+from .messages import Sampling
+
+DEFAULT_MAX_NEW_TOKENS: Final = 128
+TOP_K_ALL: Final = 1 << 30
+
+ALIASES: Final = {
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "sampling_seed": "seed",
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_grammar": "ebnf",
+}
+"""vLLM's and OpenAI's names for the same thing."""
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How tokens are drawn. Every value is checked when it is made.
+
+    Attributes:
+        max_new_tokens: most tokens to generate; None means 128, or what fits if that is less.
+        temperature: 0 is greedy.
+        top_p: smallest set of tokens whose probability reaches this, in (0, 1].
+        top_k: only the k likeliest tokens; -1 for all.
+        min_p: only tokens at least this likely relative to the likeliest, in [0, 1].
+        stop: strings that end the text; they are part of ``output_ids`` but not of ``text``.
+        stop_token_ids: tokens that end the output, beside the model's own.
+        min_new_tokens: no end of sequence or stop token before so many tokens.
+        frequency_penalty, presence_penalty: in [-2, 2], as OpenAI defines them.
+        repetition_penalty: in (0, 2], 1 for none (https://arxiv.org/abs/1909.05858).
+        ignore_eos: go on after the model's end-of-sequence token.
+        seed: makes this request's draws repeatable; sample i of n uses ``seed + i``.
+        json_schema, regex, ebnf: a grammar the text must follow; at most one of them. A schema may
+            be a dict or JSON text.
+        skip_special_tokens: leave special tokens out of ``text``.
+
+    Raises:
+        InvalidRequest: a value is out of range or of the wrong type.
+    """
+
+    max_new_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    min_new_tokens: int = 0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    ignore_eos: bool = False
+    seed: int | None = None
+    json_schema: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens is not None:
+            _integer("max_new_tokens", self.max_new_tokens, 1)
+        _number("temperature", self.temperature, 0.0, math.inf)
+        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, 2.0, open_low=True)
+        _integer("top_k", self.top_k, -1)
+        if self.top_k == 0:
+            raise InvalidRequest("top_k must be at least 1, or -1 for all tokens, got 0")
+        _integer("min_new_tokens", self.min_new_tokens, 0)
+        if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
+            raise InvalidRequest(
+                f"min_new_tokens={self.min_new_tokens} is more than max_new_tokens="
+                f"{self.max_new_tokens}"
+            )
+        if self.seed is not None:
+            _integer("seed", self.seed, 0)
+            if self.seed >= 1 << 62:
+                raise InvalidRequest(f"seed must be below 2**62, got {self.seed}")
+        stops = (self.stop,) if isinstance(self.stop, str) else self.stop
+        if not isinstance(stops, (list, tuple)) or not all(isinstance(s, str) for s in stops):
+            raise InvalidRequest(f"stop must be a string or a list of strings, got {self.stop!r}")
+        if any(not s for s in stops):
+            raise InvalidRequest("a stop string is empty; it would end every output at once")
+        for token in self.stop_token_ids:
+            _integer("stop_token_ids", token, 0)
+        for name in ("ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequest(f"{name} must be True or False, got {getattr(self, name)!r}")
+        self._check_grammar()
+
+    def _check_grammar(self) -> None:
+        given = [name for name in ("json_schema", "regex", "ebnf") if getattr(self, name)]
+        if len(given) > 1:
+            raise InvalidRequest(f"give only one of {' and '.join(given)}")
+        if isinstance(self.json_schema, str):
+            try:
+                msgspec.json.decode(self.json_schema)
+            except msgspec.DecodeError as error:
+                raise InvalidRequest(f"json_schema is not JSON: {error}") from None
+        elif self.json_schema is not None and not isinstance(self.json_schema, Mapping):
+            raise InvalidRequest(
+                f"json_schema must be a dict or JSON text, got {type(self.json_schema).__name__}"
+            )
+        for name in ("regex", "ebnf"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise InvalidRequest(f"{name} must be a string, got {type(value).__name__}")
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    def to_wire(self, max_new_tokens: int, seed: int | None) -> Sampling:
+        """The values as they are sent, with what was left open filled in."""
+        schema = self.json_schema
+        if schema is not None and not isinstance(schema, str):
+            schema = msgspec.json.encode(schema).decode()
+        return Sampling(
+            max_new_tokens=max_new_tokens,
+            temperature=float(self.temperature),
+            top_p=float(self.top_p),
+            top_k=TOP_K_ALL if self.top_k == -1 else self.top_k,
+            min_p=float(self.min_p),
+            stop=self.stop_strings,
+            stop_token_ids=tuple(int(t) for t in self.stop_token_ids),
+            min_new_tokens=min(self.min_new_tokens, max_new_tokens),
+            frequency_penalty=float(self.frequency_penalty),
+            presence_penalty=float(self.presence_penalty),
+            repetition_penalty=float(self.repetition_penalty),
+            ignore_eos=self.ignore_eos,
+            seed=seed,
+            json_schema=schema or None,
+            regex=self.regex or None,
+            ebnf=self.ebnf or None,
+            skip_special_tokens=self.skip_special_tokens,
+        )
+
+
+def _integer(name: str, value: Any, low: int) -> None:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise InvalidRequest(f"{name} must be an integer, got {value!r}")
+    if value < low:
+        raise InvalidRequest(f"{name} must be at least {low}, got {value}")
+
+
+def _number(name: str, value: Any, low: float, high: float, open_low: bool = False) -> None:
+    if isinstance(value, bool) or not hasattr(value, "__float__"):
+        raise InvalidRequest(f"{name} must be a number, got {value!r}")
+    number = float(value)
+    if not math.isfinite(number) or number > high or number < low or (open_low and number == low):
+        bracket = "(" if open_low else "["
+        upper = "inf)" if high == math.inf else f"{high:g}]"
+        raise InvalidRequest(f"{name} must be in {bracket}{low:g}, {upper}, got {value}")
+
+
+class Prepared:
+    """A checked ``SamplingParams`` with its wire forms, which are encoded once each."""
+
+    __slots__ = ("_wire", "params", "stop_strings", "vocab_checked")
+
+    def __init__(self, params: SamplingParams) -> None:
+        self.params = params
+        self.stop_strings = params.stop_strings
+        self.vocab_checked = False
+        self._wire: dict[tuple[int, int | None], msgspec.Raw] = {}
+
+    def wire(self, max_new_tokens: int, seed: int | None) -> msgspec.Raw:
+        key = (max_new_tokens, seed)
+        raw = self._wire.get(key)
+        if raw is None:
+            if len(self._wire) > 64:
+                self._wire.clear()
+            raw = self._wire[key] = msgspec.Raw(encode(self.params.to_wire(max_new_tokens, seed)))
+        return raw
+
+
+class SamplingCache:
+    """Checks the keyword arguments of a call; what was checked before costs one look-up."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._by_kwargs: dict[Any, Prepared] = {}
+        self._by_params: dict[int, Prepared] = {}
+
+    def prepare(self, params: SamplingParams | None, kwargs: dict[str, Any]) -> Prepared:
+        """Raises ``InvalidRequest`` for an unknown name (suggesting the near one) or a bad value.
+        Keyword arguments override the fields of ``params``."""
+        if params is not None:
+            if not isinstance(params, SamplingParams):
+                raise InvalidRequest(
+                    f"sampling must be a sglrl.SamplingParams, got {type(params).__name__}"
+                )
+            if not kwargs:
+                found = self._by_params.get(id(params))
+                if found is not None and found.params is params:
+                    return found
+            found = self._check(_merge(params, kwargs) if kwargs else params)
+            if not kwargs:
+                self._bound(self._by_params)[id(params)] = found
+            return found
+        key = None
+        try:
+            # The types too: True == 1 and hash(True) == hash(1), but True is no token count.
+            key = (*kwargs.items(), *map(type, kwargs.values()))
+            found = self._by_kwargs.get(key)
+            if found is not None:
+                return found
+        except TypeError:
+            # A list or a dict among the values.
+            key = None
+        found = self._check(_from_kwargs(kwargs))
+        if key is not None:
+            self._bound(self._by_kwargs)[key] = found
+        return found
+
+    def _check(self, params: SamplingParams) -> Prepared:
+        for token in params.stop_token_ids:
+            if token >= self._vocab_size:
+                raise InvalidRequest(
+                    f"stop_token_ids holds {token}; the vocabulary has {self._vocab_size} tokens"
+                )
+        return Prepared(params)
+
+    @staticmethod
+    def _bound(cache: dict[Any, Prepared]) -> dict[Any, Prepared]:
+        if len(cache) >= 1024:
+            cache.clear()
+        return cache
+
+
+def _canonical(kwargs: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in kwargs.items():
+        target = ALIASES.get(name, name)
+        if target not in SamplingParams.__struct_fields__:
+            known = [*SamplingParams.__struct_fields__, *ALIASES]
+            near = get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise InvalidRequest(f"unknown sampling argument {name!r}{hint}")
+        if target in found:
+            raise InvalidRequest(f"{name!r} and another name for {target!r} were both given")
+        # None means "not given", as in OpenAI's and SGLang's own interfaces.
+        if value is not None:
+            found[target] = value
+    return found
+
+
+def _from_kwargs(kwargs: dict[str, Any]) -> SamplingParams:
+    return SamplingParams(**_canonical(kwargs))
+
+
+def _merge(params: SamplingParams, kwargs: dict[str, Any]) -> SamplingParams:
+    return msgspec.structs.replace(params, **_canonical(kwargs))

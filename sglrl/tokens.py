@@ -1,0 +1,131 @@
+"""Token ids on their way in, and the model's tokenizer, loaded when first needed."""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import InvalidRequest
+
+TokenIds = Sequence[int] | NDArray[np.integer[Any]]
+_INT: set[type] = {int}
+
+
+def check_ids(ids: Any, vocab_size: int) -> bytes:
+    """Token ids as int32 little-endian bytes.
+
+    Raises:
+        InvalidRequest: empty, not one-dimensional, not integers, or outside ``[0, vocab_size)``.
+    """
+    if isinstance(ids, (list, tuple)):
+        if not ids:
+            raise InvalidRequest("the prompt is empty; at least one token is needed")
+        kinds = set(map(type, ids))
+        if kinds != _INT and (
+            bool in kinds
+            or np.bool_ in kinds
+            or not all(issubclass(kind, (int, np.integer)) for kind in kinds)
+        ):
+            names = ", ".join(sorted(kind.__name__ for kind in kinds))
+            raise InvalidRequest(f"input_ids must be integers, got {names}")
+        low, high = min(ids), max(ids)
+        if low < 0 or high >= vocab_size:
+            raise _out_of_range(low if low < 0 else high, vocab_size)
+        return array("i", ids).tobytes()
+    return _check_array(ids, vocab_size)
+
+
+def _check_array(ids: Any, vocab_size: int) -> bytes:
+    if isinstance(ids, (str, bytes)):
+        raise InvalidRequest("input_ids must be token ids; for text use prompt")
+    if hasattr(ids, "detach"):
+        # A torch tensor, on any device.
+        ids = ids.detach().cpu().numpy()
+    try:
+        values = np.asarray(ids)
+    except (ValueError, TypeError) as error:
+        raise InvalidRequest(f"input_ids must be a sequence of integers: {error}") from None
+    if values.ndim != 1 or values.dtype.kind not in "iu":
+        raise InvalidRequest(
+            f"input_ids must be a one-dimensional sequence of integers, got {values.dtype} of "
+            f"shape {values.shape}"
+        )
+    if not values.size:
+        raise InvalidRequest("the prompt is empty; at least one token is needed")
+    low, high = int(values.min()), int(values.max())
+    if low < 0 or high >= vocab_size:
+        raise _out_of_range(low if low < 0 else high, vocab_size)
+    return values.astype("<i4", copy=False).tobytes()
+
+
+def _out_of_range(token: int, vocab_size: int) -> InvalidRequest:
+    return InvalidRequest(f"token id {token} is outside the vocabulary (0..{vocab_size - 1})")
+
+
+class TokenizerBox:
+    """The model's Hugging Face tokenizer. Loading takes seconds, so it waits until it is needed;
+    encoding may run in several threads."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._tokenizer: Any = None
+        self._lock = threading.Lock()
+
+    @property
+    def tokenizer(self) -> Any:
+        """Raises ``InvalidRequest`` when the model has none."""
+        if self._tokenizer is None:
+            with self._lock:
+                if self._tokenizer is None:
+                    self._tokenizer = self._load()
+        return self._tokenizer
+
+    def _load(self) -> Any:
+        try:
+            from transformers import AutoTokenizer
+        except ImportError:
+            raise InvalidRequest(
+                "text needs the transformers package (pip install 'sglrl[sglang]'); without it use "
+                "input_ids"
+            ) from None
+        try:
+            return AutoTokenizer.from_pretrained(self._model)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise InvalidRequest(
+                f"{self._model} has no usable tokenizer, so prompts must be input_ids and outputs "
+                f"have no text: {error}"
+            ) from None
+
+    def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
+        for text in texts:
+            if not text:
+                raise InvalidRequest("the prompt is empty; at least one token is needed")
+        encoded: list[list[int]] = self.tokenizer(list(texts))["input_ids"]
+        return encoded
+
+    def encode_messages(self, conversations: Sequence[Any]) -> list[list[int]]:
+        """The chat template applied, ready for the assistant's turn."""
+        tokenizer = self.tokenizer
+        if not getattr(tokenizer, "chat_template", None):
+            raise InvalidRequest(f"{self._model} has no chat template; use prompt or input_ids")
+        try:
+            texts = [
+                tokenizer.apply_chat_template(c, add_generation_prompt=True, tokenize=False)
+                for c in conversations
+            ]
+        except Exception as error:
+            # A template is the model's own program and may raise anything.
+            raise InvalidRequest(f"the chat template rejects these messages: {error}") from None
+        encoded: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        return encoded
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        text: str = self.tokenizer.decode(
+            ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        return text

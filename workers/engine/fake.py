@@ -1,0 +1,151 @@
+"""A deterministic engine without torch, for tests and benchmarks of the fabric.
+
+It answers with the prompt repeated to ``max_new_tokens``; the logprob of output position i is
+``-(i + 1) / 1024``. Options, given as engine arguments:
+
+* ``tokens_per_step`` (default: all at once): new tokens of each running request a step;
+* ``step_seconds`` (default 0): how long a step takes;
+* ``vocab_size``, ``context_length``: the limits it reports;
+* ``fail_start``: raise while starting, with this text.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from sglrl.errors import InvalidRequest
+from sglrl.messages import (
+    EngineInfo,
+    EngineSpec,
+    EngineStats,
+    GenerateArgs,
+    ItemKind,
+    Sampling,
+    ScoreArgs,
+    TokenChunk,
+)
+
+from ..mailbox import Mailbox
+
+
+class _Running(msgspec.Struct):
+    prompt: bytes
+    limit: int
+    logprobs: bool
+    stream: bool
+    done: int = 0
+    sent: int = 0
+
+
+class FakeEngine:
+    """See the module's docstring. Implements ``SteppingEngine``."""
+
+    mailbox: Mailbox
+
+    def __init__(self, spec: EngineSpec) -> None:
+        options: dict[str, Any] = dict(spec.args)
+        if "fail_start" in options:
+            raise RuntimeError(str(options["fail_start"]))
+        self.tokens_per_step = int(options.get("tokens_per_step", 1 << 30))
+        self.step_seconds = float(options.get("step_seconds", 0.0))
+        self.vocab_size = int(options.get("vocab_size", 1 << 17))
+        self.context_length = int(options.get("context_length", 32_768))
+        self.requests: dict[int, _Running] = {}
+        self.generated = 0
+        self.prompted = 0
+        self.begun = time.monotonic()
+        table = -(np.arange(self.context_length, dtype=np.float32) + 1) / 1024
+        self.table = table.astype("<f4").tobytes()
+        self.sampling = msgspec.msgpack.Decoder(Sampling)
+        self.samplings: dict[bytes, Sampling] = {}
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.requests)
+
+    def generate(self, id_: int, args: GenerateArgs) -> None:
+        raw = bytes(args.sampling)
+        sampling = self.samplings.get(raw)
+        if sampling is None:
+            sampling = self.samplings[raw] = self.sampling.decode(raw)
+        self.prompted += len(args.input_ids) // 4
+        self.requests[id_] = _Running(
+            args.input_ids, sampling.max_new_tokens, args.logprobs, args.stream
+        )
+
+    def score(self, id_: int, args: ScoreArgs) -> None:
+        count = len(args.input_ids) // 4
+        if args.start >= count:
+            raise InvalidRequest(f"start={args.start} is beyond the {count} tokens given")
+        self.mailbox.put(
+            id_, ItemKind.DONE, TokenChunk(b"", self.table[: 4 * (count - args.start)], "stop")
+        )
+
+    def abort(self, id_: int) -> None:
+        if self.requests.pop(id_, None) is not None:
+            self.mailbox.put(id_, ItemKind.CANCELLED)
+
+    def step(self) -> None:
+        if self.step_seconds:
+            time.sleep(self.step_seconds)
+        finished = []
+        for id_, request in self.requests.items():
+            new = min(self.tokens_per_step, request.limit - request.done)
+            request.done += new
+            self.generated += new
+            last = request.done == request.limit
+            if last or request.stream or request.done - request.sent >= 16:
+                self._emit(id_, request, last)
+            if last:
+                finished.append(id_)
+        for id_ in finished:
+            del self.requests[id_]
+
+    def _emit(self, id_: int, request: _Running, last: bool) -> None:
+        prompt, begin, end = request.prompt, request.sent * 4, request.done * 4
+        ids = (prompt * (end // len(prompt) + 1))[begin:end]
+        chunk = TokenChunk(
+            ids,
+            self.table[begin:end] if request.logprobs else b"",
+            "length" if last else "",
+        )
+        request.sent = request.done
+        self.mailbox.put(id_, ItemKind.DONE if last else ItemKind.CHUNK, chunk)
+
+    def flush_cache(self) -> bool:
+        return not self.requests
+
+    def stats(self) -> EngineStats:
+        uptime = time.monotonic() - self.begun
+        held = sum(r.done for r in self.requests.values()) if len(self.requests) < 64 else 0
+        return EngineStats(
+            running=len(self.requests),
+            waiting=0,
+            kv_tokens=held,
+            kv_capacity=1 << 20,
+            prompt_tokens=self.prompted,
+            cached_tokens=0,
+            generated_tokens=self.generated,
+            uptime=uptime,
+            tokens_per_second=self.generated / uptime if uptime else 0.0,
+        )
+
+    def info(self) -> EngineInfo:
+        return EngineInfo(
+            model="fake",
+            architecture="FakeEngine",
+            dtype="float32",
+            device="cpu",
+            vocab_size=self.vocab_size,
+            context_length=self.context_length,
+            max_prompt_tokens=self.context_length - 1,
+            max_total_tokens=self.context_length,
+            eos_token_ids=[],
+            kv_cache_tokens=1 << 20,
+        )
+
+

@@ -1,0 +1,33 @@
+"""What an engine offers to the fabric. The mailbox calls these between two scheduler steps, on the
+scheduler's own thread; an engine answers later, through ``Mailbox.put``."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from sglrl.messages import EngineInfo, EngineStats, GenerateArgs, ScoreArgs
+
+
+class Engine(Protocol):
+    """Invariant: every id taken by ``generate`` or ``score`` is answered exactly once with a final
+    item, also after ``abort``."""
+
+    def generate(self, id_: int, args: GenerateArgs) -> None:
+        """Take a request in. May raise ``InvalidRequest``: then nothing was taken."""
+        ...
+
+    def score(self, id_: int, args: ScoreArgs) -> None:
+        """Take a scoring request in. May raise ``InvalidRequest``."""
+        ...
+
+    def abort(self, id_: int) -> None:
+        """Stop a request soon; unknown ids are ignored."""
+        ...
+
+    def flush_cache(self) -> bool:
+        """Empty the prefix cache; False when requests are running, and nothing was done."""
+        ...
+
+    def stats(self) -> EngineStats: ...
+
+    def info(self) -> EngineInfo: ...

@@ -1,0 +1,1 @@
+"""The only folder that imports sglang. ``compat`` absorbs what differs between its versions."""

@@ -1,0 +1,56 @@
+"""What differs between the supported SGLang versions (0.5.17 to 0.5.23), and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import sglang
+from sglang.srt.managers.scheduler_components.ipc_channels import SchedulerIpcChannels
+from sglang.srt.runtime_context import publish
+from sglang.srt.server_args import PortArgs, ServerArgs
+
+VERSION: str = sglang.__version__
+_RELEASE = tuple(int(part) for part in VERSION.split(".")[:3] if part.isdigit())
+_RANKS_FROM_CONTEXT = _RELEASE >= (0, 5, 21)
+
+
+def publish_arguments(server_args: ServerArgs, rank: int, gpu_id: int) -> None:
+    """Make the arguments visible to SGLang's modules, which read them from a process-wide
+    context. From 0.5.21 on that context also holds the rank."""
+    try:
+        from sglang.srt.runtime_context import SpawnRanks
+    except ImportError:
+        publish(server_args, role="scheduler")
+        return
+    publish(
+        server_args,
+        role="scheduler",
+        ranks=SpawnRanks(world_rank=rank, dp_rank=None, gpu_id=gpu_id),
+    )
+
+
+def scheduler_arguments(
+    server_args: ServerArgs, port_args: PortArgs, rank: int, gpu_id: int
+) -> tuple[Any, ...]:
+    """Positional arguments of ``Scheduler.__init__``."""
+    try:
+        from sglang.srt.runtime_context import SpawnRanks  # noqa: F401
+    except ImportError:
+        # gpu_id, tp_rank, moe_ep_rank, pp_rank, attn_cp_rank, moe_dp_rank, dp_rank
+        return (server_args, port_args, gpu_id, rank, 0, 0, 0, 0, None)
+    return (server_args, port_args)
+
+
+def channels(sink: Any, control: Any) -> SchedulerIpcChannels:
+    """``SchedulerIpcChannels`` whose only live ends are our two sinks."""
+    known = {
+        "send_to_tokenizer": control,
+        "send_to_detokenizer": sink,
+    }
+    return SchedulerIpcChannels(**{f.name: known.get(f.name) for f in fields(SchedulerIpcChannels)})
+
+
+def field_values(instance: Any) -> dict[str, Any]:
+    """The fields of a slots dataclass, to build a subclass with."""
+    return {f.name: getattr(instance, f.name) for f in fields(instance)}

@@ -1,0 +1,164 @@
+"""Between our messages and SGLang's requests and outputs."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import msgspec
+import numpy as np
+from sglang.srt.managers.io_struct import BatchTokenIDOutput, TokenizedGenerateReqInput
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from sglrl.errors import InvalidRequest
+from sglrl.messages import GenerateArgs, ItemKind, Sampling, ScoreArgs, TokenChunk
+
+_sampling = msgspec.msgpack.Decoder(Sampling)
+PROGRESS_TOKENS = 16
+"""A call that is not streamed still reports so often, in tokens."""
+
+
+def request_id(id_: int) -> str:
+    """Ends in a dot because SGLang aborts by prefix: "1" would also abort "12"."""
+    return f"{id_}."
+
+
+def call_id(rid: str) -> int:
+    return int(rid[:-1])
+
+
+def token_array(ids: bytes) -> array[int]:
+    """int32 bytes as the int64 array that SGLang keeps."""
+    tokens = array("q")
+    tokens.frombytes(np.frombuffer(ids, dtype="<i4").astype(np.int64).tobytes())
+    return tokens
+
+
+def sampling_params(raw: bytes, stream: bool, tokenizer: Any, vocab_size: int) -> SamplingParams:
+    """Raises ``InvalidRequest`` when SGLang rejects the values."""
+    s = _sampling.decode(raw)
+    if s.stop and tokenizer is None:
+        raise InvalidRequest("stop strings need a tokenizer and this model has none; use "
+                             "stop_token_ids")
+    params = SamplingParams(
+        max_new_tokens=s.max_new_tokens,
+        stop=list(s.stop) or None,
+        stop_token_ids=set(s.stop_token_ids) or None,
+        temperature=s.temperature,
+        top_p=s.top_p,
+        top_k=s.top_k,
+        min_p=s.min_p,
+        frequency_penalty=s.frequency_penalty,
+        presence_penalty=s.presence_penalty,
+        repetition_penalty=s.repetition_penalty,
+        min_new_tokens=s.min_new_tokens,
+        json_schema=s.json_schema,
+        regex=s.regex,
+        ebnf=s.ebnf,
+        ignore_eos=s.ignore_eos,
+        skip_special_tokens=s.skip_special_tokens,
+        sampling_seed=s.seed,
+        stream_interval=1 if stream else PROGRESS_TOKENS,
+    )
+    try:
+        params.normalize(tokenizer)
+        params.verify(vocab_size)
+    except ValueError as error:
+        raise InvalidRequest(str(error)) from None
+    return params
+
+
+def score_params() -> SamplingParams:
+    """A request for no new token: prefill only."""
+    params = SamplingParams(max_new_tokens=0, temperature=1.0)
+    params.normalize(None)
+    return params
+
+
+def generate_request(
+    id_: int, args: GenerateArgs, params: SamplingParams, priority: int | None
+) -> TokenizedGenerateReqInput:
+    return TokenizedGenerateReqInput(
+        rid=request_id(id_),
+        input_text=None,
+        input_ids=token_array(args.input_ids),
+        input_embeds=None,
+        mm_inputs=None,
+        token_type_ids=None,
+        sampling_params=params,
+        return_logprob=args.logprobs or args.top_logprobs > 0,
+        logprob_start_len=-1,
+        top_logprobs_num=args.top_logprobs,
+        token_ids_logprob=None,
+        # Always: SGLang then reports every ``stream_interval`` tokens.
+        stream=True,
+        priority=priority,
+        # KV computed under one policy version is never reused under another.
+        extra_key=str(args.version),
+    )
+
+
+def score_request(id_: int, args: ScoreArgs, params: SamplingParams) -> TokenizedGenerateReqInput:
+    """A prefill that returns the logprobs of the prompt's own tokens."""
+    return TokenizedGenerateReqInput(
+        rid=request_id(id_),
+        input_text=None,
+        input_ids=token_array(args.input_ids),
+        input_embeds=None,
+        mm_inputs=None,
+        token_type_ids=None,
+        sampling_params=params,
+        return_logprob=True,
+        logprob_start_len=args.start,
+        top_logprobs_num=0,
+        token_ids_logprob=None,
+        stream=False,
+        extra_key=str(args.version),
+    )
+
+
+def _matrix(rows: list[Any], k: int, dtype: str) -> bytes:
+    """[t][<=k] as a dense [t, k] array."""
+    return np.array([row[:k] for row in rows], dtype=dtype).tobytes()
+
+
+def token_chunk(output: BatchTokenIDOutput, i: int, version: int, top: int) -> TokenChunk:
+    """Request ``i`` of one step's output. ``top``: how many top logprobs it asked for."""
+    finished = output.finished_reasons[i]
+    logprobs = output.output_token_logprobs_val
+    values = logprobs[i] if logprobs else None
+    top_ids = top_values = b""
+    if top and values:
+        top_ids = _matrix(output.output_top_logprobs_idx[i], top, "<i4")
+        top_values = _matrix(output.output_top_logprobs_val[i], top, "<f4")
+    return TokenChunk(
+        np.asarray(output.output_ids[i], dtype="<i4").tobytes(),
+        np.array(values, dtype="<f4").tobytes() if values else b"",
+        finished["type"] if finished else "",
+        output.cached_tokens[i],
+        version,
+        top_ids,
+        top_values,
+        finished.get("matched") if finished else None,
+    )
+
+
+def score_chunk(output: BatchTokenIDOutput, i: int) -> TokenChunk:
+    """The prompt's logprobs from position ``start`` on; NaN for position 0, which has none."""
+    values = [float("nan") if v is None else v for v in output.input_token_logprobs_val[i]]
+    return TokenChunk(b"", np.array(values, dtype="<f4").tobytes(), "stop", output.cached_tokens[i])
+
+
+def end_of(finished: dict[str, Any] | None) -> tuple[ItemKind, str, str]:
+    """How a finish reason ends a call: kind of item, error name, message."""
+    if finished is None:
+        return ItemKind.CHUNK, "", ""
+    if finished["type"] != "abort":
+        return ItemKind.DONE, "", ""
+    status = finished.get("status_code")
+    message = str(finished.get("message") or "aborted")
+    if status is not None and int(status) == 400:
+        return ItemKind.ERROR, "InvalidRequest", message
+    if "grammar" in message.lower() and "compile" in message.lower():
+        return ItemKind.ERROR, "InvalidRequest", message
+    return ItemKind.ERROR, "EngineError", message

@@ -1,0 +1,135 @@
+"""The DEALER shell of an engine worker: drained inside the scheduler loop, no thread, no queue.
+
+``receive`` hands what arrived to the engine; ``put`` collects answers; ``flush`` sends everything
+that one scheduler step produced as one message. When the engine is idle it blocks in ``wait``, so an
+idle worker costs no CPU.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import traceback
+
+import msgspec
+
+from sglrl.codec import decode_to_worker, encode
+from sglrl.errors import ProtocolError, SglrlError
+from sglrl.messages import (
+    PROTOCOL_VERSION,
+    CallMessage,
+    Cancel,
+    EngineInfo,
+    ErrorBody,
+    GenerateArgs,
+    Item,
+    ItemKind,
+    Ready,
+    Results,
+    ScoreArgs,
+    Shutdown,
+    Starting,
+    Submit,
+    TokenChunk,
+    WorkerSpec,
+)
+from sglrl.net.zmq import ZmqPolledDealer
+
+from .engine.protocol import Engine
+
+logger = logging.getLogger("sglrl.worker")
+
+ENDPOINTS = ["flush_cache", "generate", "score", "stats"]
+
+
+class Mailbox:
+    """One engine worker's connection to the driver. Belongs to the scheduler's thread."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self.stopped = False
+        self._dealer = ZmqPolledDealer(
+            spec.address, spec.identity, max_message_bytes=spec.max_message_bytes
+        )
+        self._items: list[Item] = []
+        self._generate = msgspec.msgpack.Decoder(GenerateArgs)
+        self._score = msgspec.msgpack.Decoder(ScoreArgs)
+        self._encode = msgspec.msgpack.Encoder().encode
+
+    def starting(self, stage: str) -> None:
+        """Tell the user what takes so long."""
+        self._dealer.send([encode(Starting(stage))])
+
+    def ready(self, window: int, info: EngineInfo) -> None:
+        self._dealer.send(
+            [encode(Ready(PROTOCOL_VERSION, os.getpid(), window, ENDPOINTS, info.device, info))]
+        )
+
+    def receive(self, engine: Engine) -> bool:
+        """Hand everything that has arrived to the engine, without waiting; True if there was any."""
+        any_ = False
+        while (frames := self._dealer.receive()) is not None:
+            any_ = True
+            try:
+                message = decode_to_worker(frames[0])
+            except ProtocolError as error:
+                logger.warning("dropped a message: %s", error)
+                continue
+            match message:
+                case Submit(calls=calls):
+                    for call in calls:
+                        self._begin(engine, call)
+                case Cancel(ids=ids):
+                    for id_ in ids:
+                        engine.abort(id_)
+                case Shutdown():
+                    self.stopped = True
+        return any_
+
+    def wait(self, seconds: float) -> None:
+        """Block until something arrives, at most so long."""
+        if not self.stopped:
+            self._dealer.wait(seconds)
+
+    def put(self, id_: int, kind: ItemKind, chunk: TokenChunk | None = None) -> None:
+        """An answer, or a part of one; leaves with the next ``flush``."""
+        if chunk is None:
+            self._items.append(Item(id_, kind))
+        else:
+            self._items.append(Item(id_, kind, msgspec.Raw(self._encode(chunk))))
+
+    def put_error(self, id_: int, kind: str, message: str, trace: str = "") -> None:
+        body = encode(ErrorBody(kind, message, trace))
+        self._items.append(Item(id_, ItemKind.ERROR, msgspec.Raw(body)))
+
+    def flush(self, kv_usage: float = -1.0) -> None:
+        """Send what was put since the last flush, if anything, as one message."""
+        if self._items:
+            items, self._items = self._items, []
+            self._dealer.send([self._encode(Results(items, kv_usage))])
+
+    def close(self) -> None:
+        self._dealer.close(linger=0.5)
+
+    def _begin(self, engine: Engine, call: CallMessage) -> None:
+        try:
+            match call.endpoint:
+                case "generate":
+                    engine.generate(call.id, self._generate.decode(call.args))
+                case "score":
+                    engine.score(call.id, self._score.decode(call.args))
+                case "stats":
+                    self._put_value(call.id, engine.stats())
+                case "flush_cache":
+                    self._put_value(call.id, engine.flush_cache())
+                case other:
+                    self.put_error(
+                        call.id, "UnknownEndpoint", f"the engine has no endpoint {other!r}"
+                    )
+        except SglrlError as error:
+            self.put_error(call.id, type(error).__name__, error.message)
+        except Exception as error:
+            # The engine lives on: a request it cannot take is that request's failure alone.
+            self.put_error(call.id, type(error).__name__, str(error), traceback.format_exc())
+
+    def _put_value(self, id_: int, value: object) -> None:
+        self._items.append(Item(id_, ItemKind.DONE, msgspec.Raw(encode(value))))
