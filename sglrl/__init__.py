@@ -1,8 +1,135 @@
-"""Async-first actors and SGLang workers for reinforcement learning of language models."""
+"""Async-first actors and SGLang workers for reinforcement learning of language models.
 
-from .actor import Actor, endpoint
-from .client import Client
-from .completion import Completion
-from .launch import launch
-from .sampling import SamplingParams
-from .spawn import spawn
+::
+
+    async with sglrl.launch("Qwen/Qwen3-8B", replicas=4) as client:
+        completion = await client.generate("2+2=", max_new_tokens=8, logprobs=True)
+
+Names are imported when first used, so ``import sglrl`` itself costs next to nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from . import errors as errors
+    from .actor import Actor, endpoint
+    from .blocking import BlockingClient, blocking
+    from .client import Client, Stream, WorkerStats
+    from .completion import Chunk, Completion, Timing, TopLogprobs, VersionSpan
+    from .errors import (
+        Closed,
+        DeadlineExceeded,
+        EngineError,
+        InvalidRequest,
+        MessageTooLarge,
+        ModelError,
+        NotEnoughDevices,
+        Overloaded,
+        ProtocolError,
+        RemoteError,
+        SglrlError,
+        UnknownEndpoint,
+        UsageError,
+        WorkerError,
+        WorkerLost,
+        WorkerStartError,
+    )
+    from .launch import launch
+    from .messages import EngineInfo, EngineStats
+    from .sampling import SamplingParams
+    from .spawn import ActorHandle, WorkerInfo, spawn
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Actor": "actor",
+    "ActorHandle": "spawn",
+    "BlockingClient": "blocking",
+    "Chunk": "completion",
+    "Client": "client",
+    "Closed": "errors",
+    "Completion": "completion",
+    "DeadlineExceeded": "errors",
+    "EngineError": "errors",
+    "EngineInfo": "messages",
+    "EngineStats": "messages",
+    "InvalidRequest": "errors",
+    "MessageTooLarge": "errors",
+    "ModelError": "errors",
+    "NotEnoughDevices": "errors",
+    "Overloaded": "errors",
+    "ProtocolError": "errors",
+    "RemoteError": "errors",
+    "SamplingParams": "sampling",
+    "SglrlError": "errors",
+    "Stream": "client",
+    "Timing": "completion",
+    "TopLogprobs": "completion",
+    "UnknownEndpoint": "errors",
+    "UsageError": "errors",
+    "VersionSpan": "completion",
+    "WorkerError": "errors",
+    "WorkerInfo": "spawn",
+    "WorkerLost": "errors",
+    "WorkerStartError": "errors",
+    "WorkerStats": "client",
+    "blocking": "blocking",
+    "endpoint": "actor",
+    "launch": "launch",
+    "spawn": "spawn",
+}
+
+__all__ = [
+    "Actor",
+    "ActorHandle",
+    "BlockingClient",
+    "Chunk",
+    "Client",
+    "Closed",
+    "Completion",
+    "DeadlineExceeded",
+    "EngineError",
+    "EngineInfo",
+    "EngineStats",
+    "InvalidRequest",
+    "MessageTooLarge",
+    "ModelError",
+    "NotEnoughDevices",
+    "Overloaded",
+    "ProtocolError",
+    "RemoteError",
+    "SamplingParams",
+    "SglrlError",
+    "Stream",
+    "Timing",
+    "TopLogprobs",
+    "UnknownEndpoint",
+    "UsageError",
+    "VersionSpan",
+    "WorkerError",
+    "WorkerInfo",
+    "WorkerLost",
+    "WorkerStartError",
+    "WorkerStats",
+    "blocking",
+    "endpoint",
+    "launch",
+    "spawn",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'sglrl' has no attribute {name!r}")
+    value = getattr(import_module(f".{home}", __name__), name)
+    # A module of the same name (launch, blocking) was set by the import; the function wins.
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -50,7 +50,7 @@ def launch(
     *,
     replicas: int = 1,
     tp_size: int = 1,
-    dtype: str = "auto",
+    dtype: str | None = "auto",
     device: str = "auto",
     routing: tuple[str, ...] | list[str] | str = ("prefix-aware", "requests"),
     timeout: float | None = None,
@@ -106,7 +106,9 @@ def launch(
     _check_engine_args(engine, engine_args)
     if engine == "sglang":
         path = check_model(path)
-        if dtype != "auto":
+        if dtype == "auto":
+            dtype = _own_dtype(path)
+        if dtype is not None:
             engine_args["dtype"] = dtype
         groups = _place(device, replicas, tp_size)
     else:
@@ -156,6 +158,7 @@ def _birth(
             gpu_id=rank,
             dist_port=port,
             threads=threads,
+            memory_share=1 / replicas,
             window=window or (1024 if engine == "fake" else 0),
         )
         for rank in range(tp_size)
@@ -215,6 +218,17 @@ def check_model(model: str) -> str:
     if not isinstance(parsed, dict) or not parsed.get("architectures"):
         raise ModelError(f"{config} names no 'architectures', so SGLang cannot load it")
     return str(folder.resolve())
+
+
+def _own_dtype(model: str) -> str | None:
+    """The dtype a local model was saved in. SGLang's own "auto" would turn float32 into float16,
+    whose logprobs are not the model's."""
+    config = Path(model, "config.json")
+    if not config.is_file():
+        return None
+    parsed = msgspec.json.decode(config.read_bytes())
+    found = parsed.get("dtype") or parsed.get("torch_dtype")
+    return found if isinstance(found, str) else None
 
 
 def _check_engine_args(engine: str, args: dict[str, Any]) -> None:

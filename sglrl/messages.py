@@ -228,7 +228,8 @@ class ActorSpec(msgspec.Struct, frozen=True, kw_only=True, tag="actor"):
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True, tag="engine"):
-    """One tensor-parallel rank of one engine replica. ``threads``: CPU threads for torch."""
+    """One tensor-parallel rank of one engine replica. ``threads``: CPU threads for torch.
+    ``memory_share``: what share of the host's memory it may plan with, on CPU."""
 
     engine: str
     model: str
@@ -239,6 +240,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True, tag="engine"):
     gpu_id: int
     dist_port: int
     threads: int
+    memory_share: float
     window: int
 
 

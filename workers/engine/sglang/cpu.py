@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import sglang.srt.constrained.xgrammar_backend as xgrammar_backend
+import sglang.srt.layers.rotary_embedding.base as rotary
 import torch
+import xgrammar
 
 
-def engine_arguments() -> dict[str, Any]:
+def engine_arguments(memory_share: float) -> dict[str, Any]:
     """Defaults for ``device="cpu"``; what the user passes wins."""
     return {
+        # SGLang would take most of the host's memory for the KV cache, once per replica.
+        "mem_fraction_static": 0.6 * memory_share,
+        "max_total_tokens": 1 << 17,
         "attention_backend": "torch_native",
         "sampling_backend": "pytorch",
         "disable_overlap_schedule": True,
@@ -18,9 +24,19 @@ def engine_arguments() -> dict[str, Any]:
 
 def prepare(threads: int) -> None:
     """Call in the worker before the model is built."""
-    import sglang.srt.layers.rotary_embedding.base as rotary
-
     # The wheel takes itself for a CPU build only when told so at build time; its rotary layer
     # otherwise asks for vllm's CUDA kernel.
     rotary._is_cpu = True
     torch.set_num_threads(threads)
+    # Its xgrammar backend asks for pinned memory, which needs a CUDA driver, and masks logits with
+    # a Triton kernel; xgrammar itself has a CPU kernel for the same bitmask.
+    xgrammar_backend._allocate_token_bitmask = _allocate_token_bitmask
+    xgrammar_backend.XGrammarGrammar.apply_vocab_mask = _apply_vocab_mask
+
+
+def _allocate_token_bitmask(vocab_size: int, batch_size: int) -> torch.Tensor:
+    return xgrammar.allocate_token_bitmask(batch_size, vocab_size)
+
+
+def _apply_vocab_mask(self: Any, logits: torch.Tensor, vocab_mask: torch.Tensor) -> None:
+    xgrammar.apply_token_bitmask_inplace(logits, vocab_mask, backend="cpu")

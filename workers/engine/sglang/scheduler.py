@@ -269,7 +269,7 @@ def _server_args(body: EngineSpec) -> ServerArgs:
         from . import cpu
 
         cpu.prepare(body.threads)
-        args |= cpu.engine_arguments()
+        args |= cpu.engine_arguments(body.memory_share)
     args |= body.args
     return ServerArgs(**args)
 
