@@ -18,13 +18,7 @@ from numpy.typing import NDArray
 from .actor import BroadcastCaller, EndpointSpec, deadline_from, endpoint, endpoints_of, error_of
 from .actor import Actor as _Actor
 from .codec import Buffer, encode
-from .completion import (
-    Chunk,
-    Completion,
-    StreamText,
-    Timing,
-    join_chunks,
-)
+from .completion import Chunk, Completion, StreamText
 from .core.calls import Call
 from .core.routing import Route
 from .driver import Driver, now
@@ -104,36 +98,19 @@ class _Generation:
                 future.set_result(self.completion(call, self.chunks))
 
     def completion(self, call: Call, chunks: Sequence[TokenChunk]) -> Completion:
-        last = chunks[-1]
-        ids, logprobs, versions = join_chunks(chunks)
-        submitted, finished = call.submitted_at, now()
-        worker = call.worker
-        params = self.prepared.params
-        top = None
-        if self.top:
-            top = (
-                b"".join(c.top_ids for c in chunks),
-                b"".join(c.top_logprobs for c in chunks),
-                self.top,
-            )
         return Completion(
-            last.finish,
-            last.cached_tokens,
-            worker.index if worker is not None else -1,
+            call.worker.index,  # type: ignore[union-attr]
             call.attempts - 1,
-            versions,
-            Timing(
-                call.sent_at - submitted,
-                (call.first_at or finished) - submitted,
-                finished - submitted,
-            ),
-            last.stop_match,
             self.prompt,
-            ids,
-            logprobs if self.logprobs else None,
-            top,
+            chunks,
+            self.logprobs,
+            self.top,
+            call.submitted_at,
+            call.sent_at,
+            call.first_at,
+            now(),
             self.client._decode,
-            params.skip_special_tokens,
+            self.prepared.params.skip_special_tokens,
         )
 
 
@@ -260,7 +237,7 @@ class Client:
     def info(self) -> EngineInfo:
         """The loaded model: vocabulary, context length, dtype, device, ..."""
         if self._info is None:
-            raise Closed("the client has not been started; use 'async with sglrl.launch(...)'")
+            raise _not_started()
         return self._info
 
     @property
@@ -339,16 +316,19 @@ class Client:
             InvalidRequest: something above is wrong; nothing was sent.
             Overloaded, DeadlineExceeded, WorkerLost, EngineError, Closed: see ``sglrl.errors``.
         """
-        driver = self._running()
-        deadline = deadline_from(self._timeout if timeout is None else timeout)
-        assert self._samplings is not None
-        prepared = self._samplings.prepare(sampling, values)
-        if not isinstance(logprobs, bool):
+        driver, samplings = self._driver, self._samplings
+        if driver is None or samplings is None:
+            raise _not_started()
+        if timeout is None:
+            timeout = self._timeout
+        deadline = None if timeout is None else deadline_from(timeout)
+        prepared = samplings.prepare(sampling, values)
+        if logprobs is not True and logprobs is not False:
             raise InvalidRequest(f"logprobs must be True or False, got {logprobs!r}; for the "
                                  "likeliest tokens use top_logprobs=k")
-        if isinstance(top_logprobs, bool) or not 0 <= top_logprobs <= 1000:
+        if type(top_logprobs) is not int or not 0 <= top_logprobs <= 1000:
             raise InvalidRequest(f"top_logprobs must be in 0..1000, got {top_logprobs!r}")
-        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        if type(n) is not int or n < 1:
             raise InvalidRequest(f"n must be an integer of at least 1, got {n!r}")
         if input_ids is not None and prompt is None and messages is None:
             several, prompts = self._check_input_ids(input_ids)
@@ -356,6 +336,29 @@ class Client:
             several, prompts = await self._encode_input(prompt, input_ids, messages)
         logprobs = logprobs or top_logprobs > 0
         loop = asyncio.get_running_loop()
+        if n == 1 and len(prompts) == 1:
+            # The path of almost every call: no lists, no gather.
+            ids = prompts[0]
+            wire = prepared.wire(self._max_new_tokens(prepared, len(ids) // 4), prepared.seed)
+            one: asyncio.Future[Completion] = loop.create_future()
+            call = Call(
+                "generate",
+                self._generate_args(ids, wire, logprobs, top_logprobs, False, priority),
+                _Generation(self, one, ids, prepared, logprobs, top_logprobs),
+                (),
+                deadline,
+                priority,
+                worker,
+                Route(ids, 0, session),
+                True,
+            )
+            driver.submit(call)
+            try:
+                completion = await one
+            except asyncio.CancelledError:
+                driver.cancel(call)
+                raise
+            return [completion] if several else completion
         calls: list[Call] = []
         futures: list[asyncio.Future[Completion]] = []
         for ids in prompts:
@@ -383,14 +386,6 @@ class Client:
                         idempotent=True,
                     )
                 )
-        if len(calls) == 1:
-            driver.submit(calls[0])
-            try:
-                one = await futures[0]
-            except asyncio.CancelledError:
-                driver.cancel(calls[0])
-                raise
-            return [one] if several else one
         results = await _submit_all(driver, calls, futures)
         groups: list[Any] = [results[i : i + n] for i in range(0, len(results), n)]
         if n == 1:
@@ -546,7 +541,7 @@ class Client:
 
     def _running(self) -> Driver:
         if self._driver is None:
-            raise Closed("the client has not been started; use 'async with sglrl.launch(...)'")
+            raise _not_started()
         return self._driver
 
     def _decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
@@ -572,9 +567,12 @@ class Client:
             )
 
     def _max_new_tokens(self, prepared: Prepared, prompt_tokens: int) -> int:
-        self._max_prompt(prompt_tokens)
-        room = self.info.max_total_tokens - prompt_tokens
-        wanted = prepared.params.max_new_tokens
+        info = self._info
+        assert info is not None
+        if prompt_tokens > info.max_prompt_tokens:
+            self._max_prompt(prompt_tokens)
+        room = info.max_total_tokens - prompt_tokens
+        wanted = prepared.max_new_tokens
         if wanted is None:
             return min(DEFAULT_MAX_NEW_TOKENS, room)
         if wanted > room:
@@ -582,10 +580,10 @@ class Client:
                 f"max_new_tokens={wanted} does not fit: the prompt has {prompt_tokens} tokens, and "
                 f"together at most {self.info.max_total_tokens} are possible, so at most {room}"
             )
-        return int(wanted)
+        return wanted
 
     def _check_input_ids(self, input_ids: Any) -> tuple[bool, list[bytes]]:
-        vocab_size = self.info.vocab_size
+        vocab_size = self._info.vocab_size  # type: ignore[union-attr]
         if isinstance(input_ids, (list, tuple)):
             if input_ids and not hasattr(input_ids[0], "__index__"):
                 return True, [check_ids(ids, vocab_size) for ids in input_ids]
@@ -625,6 +623,10 @@ class Client:
         encoded = await asyncio.get_running_loop().run_in_executor(None, work, inputs)
         vocab_size = self.info.vocab_size
         return several, [check_ids(ids, vocab_size) for ids in encoded]
+
+
+def _not_started() -> Closed:
+    return Closed("the client has not been started; use 'async with sglrl.launch(...)'")
 
 
 def _one_or_more(value: Any, name: str, kind: type) -> tuple[bool, list[Any]]:

@@ -42,31 +42,55 @@ class TopLogprobs(NamedTuple):
 
 
 class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False):
-    """One sampled continuation of one prompt.
+    """One sampled continuation of one prompt. Made from what came in; everything else, the arrays
+    and the text included, is worked out when it is first asked for.
 
     Attributes:
-        finish_reason: "stop" (end-of-sequence, a stop token or a stop string), or "length".
-        cached_tokens: prompt tokens that came from the prefix cache.
         worker: index of the worker that finished it.
         resumed: how many workers were lost while they held it.
-        versions: spans of the policy version over the output tokens, in order, without gaps.
-        timing: see ``Timing``.
-        stop_match: the stop string or token id that ended it, if one did.
     """
 
-    finish_reason: str
-    cached_tokens: int
     worker: int
     resumed: int
-    versions: tuple[VersionSpan, ...]
-    timing: Timing
-    stop_match: str | int | None
     _prompt: bytes
-    _ids: bytes
-    _logprobs: bytes | None
-    _top: tuple[bytes, bytes, int] | None
+    _chunks: Sequence[TokenChunk]
+    _wants_logprobs: bool
+    _top_logprobs: int
+    _submitted: float
+    _sent: float
+    _first: float
+    _finished: float
     _decode: Decode
     _skip_special_tokens: bool
+
+    @property
+    def finish_reason(self) -> str:
+        """"stop" (end-of-sequence, a stop token or a stop string), or "length"."""
+        return self._chunks[-1].finish
+
+    @property
+    def stop_match(self) -> str | int | None:
+        """The stop string or token id that ended it, if one did."""
+        return self._chunks[-1].stop_match
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that came from the prefix cache."""
+        return self._chunks[-1].cached_tokens
+
+    @cached_property
+    def versions(self) -> tuple[VersionSpan, ...]:
+        """Spans of the policy version over the output tokens, in order, without gaps."""
+        return version_spans(self._chunks)
+
+    @cached_property
+    def timing(self) -> Timing:
+        """See ``Timing``."""
+        return Timing(
+            self._sent - self._submitted,
+            (self._first or self._finished) - self._submitted,
+            self._finished - self._submitted,
+        )
 
     @cached_property
     def prompt_ids(self) -> NDArray[np.int32]:
@@ -76,23 +100,25 @@ class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False)
     @cached_property
     def output_ids(self) -> NDArray[np.int32]:
         """int32 [t], read-only; includes the token or the string that ended it."""
-        return np.frombuffer(self._ids, dtype="<i4")
+        return np.frombuffer(b"".join([c.ids for c in self._chunks]), dtype="<i4")
 
     @cached_property
     def logprobs(self) -> NDArray[np.float32] | None:
         """float32 [t], read-only: natural log of the probability that the model gave each output
         token (temperature applied, top-p/top-k/min-p not). None unless asked for."""
-        return None if self._logprobs is None else np.frombuffer(self._logprobs, dtype="<f4")
+        if not self._wants_logprobs:
+            return None
+        return np.frombuffer(b"".join([c.logprobs for c in self._chunks]), dtype="<f4")
 
     @cached_property
     def top_logprobs(self) -> TopLogprobs | None:
         """None unless asked for."""
-        if self._top is None:
+        k = self._top_logprobs
+        if not k:
             return None
-        ids, logprobs, k = self._top
         return TopLogprobs(
-            np.frombuffer(ids, dtype="<i4").reshape(-1, k),
-            np.frombuffer(logprobs, dtype="<f4").reshape(-1, k),
+            np.frombuffer(b"".join([c.top_ids for c in self._chunks]), "<i4").reshape(-1, k),
+            np.frombuffer(b"".join([c.top_logprobs for c in self._chunks]), "<f4").reshape(-1, k),
         )
 
     @cached_property
@@ -106,7 +132,7 @@ class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False)
     def __repr__(self) -> str:
         lost = f", resumed={self.resumed}" if self.resumed else ""
         return (
-            f"<Completion {len(self._prompt) // 4} prompt + {len(self._ids) // 4} new tokens, "
+            f"<Completion {len(self._prompt) // 4} prompt + {len(self.output_ids)} new tokens, "
             f"finish_reason={self.finish_reason!r}, worker={self.worker}, "
             f"cached={self.cached_tokens}, {self.timing.total * 1000:.1f} ms{lost}>"
         )
@@ -230,8 +256,8 @@ class StreamText:
         return longest
 
 
-def join_chunks(chunks: Sequence[TokenChunk]) -> tuple[bytes, bytes, tuple[VersionSpan, ...]]:
-    """ids, logprobs and version spans of a call's chunks."""
+def version_spans(chunks: Sequence[TokenChunk]) -> tuple[VersionSpan, ...]:
+    """The policy versions over the tokens of a call's chunks, equal neighbours joined."""
     spans: list[VersionSpan] = []
     at = 0
     for chunk in chunks:
@@ -241,6 +267,4 @@ def join_chunks(chunks: Sequence[TokenChunk]) -> tuple[bytes, bytes, tuple[Versi
         elif end > at:
             spans.append(VersionSpan(at, end, chunk.version))
         at = end
-    return b"".join(c.ids for c in chunks), b"".join(c.logprobs for c in chunks), tuple(spans)
-
-
+    return tuple(spans)

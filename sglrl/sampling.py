@@ -172,12 +172,13 @@ def _number(name: str, value: Any, low: float, high: float, open_low: bool = Fal
 class Prepared:
     """A checked ``SamplingParams`` with its wire forms, which are encoded once each."""
 
-    __slots__ = ("_wire", "params", "stop_strings", "vocab_checked")
+    __slots__ = ("_wire", "max_new_tokens", "params", "seed", "stop_strings")
 
     def __init__(self, params: SamplingParams) -> None:
         self.params = params
         self.stop_strings = params.stop_strings
-        self.vocab_checked = False
+        self.seed = params.seed
+        self.max_new_tokens = None if params.max_new_tokens is None else int(params.max_new_tokens)
         self._wire: dict[tuple[int, int | None], msgspec.Raw] = {}
 
     def wire(self, max_new_tokens: int, seed: int | None) -> msgspec.Raw:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import threading
 from array import array
 from collections.abc import Sequence
-from typing import Any
+from functools import lru_cache
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -16,6 +18,13 @@ TokenIds = Sequence[int] | NDArray[np.integer[Any]]
 _INT: set[type] = {int}
 
 
+@lru_cache
+def _ids_below(vocab_size: int) -> Any:
+    return Annotated[
+        list[Annotated[int, msgspec.Meta(ge=0, lt=vocab_size)]], msgspec.Meta(min_length=1)
+    ]
+
+
 def check_ids(ids: Any, vocab_size: int) -> bytes:
     """Token ids as int32 little-endian bytes.
 
@@ -23,6 +32,13 @@ def check_ids(ids: Any, vocab_size: int) -> bytes:
         InvalidRequest: empty, not one-dimensional, not integers, or outside ``[0, vocab_size)``.
     """
     if isinstance(ids, (list, tuple)):
+        try:
+            # One pass in C checks type (bool is none) and range of every id.
+            msgspec.convert(ids, _ids_below(vocab_size))
+            return array("I", ids).tobytes()
+        except msgspec.ValidationError:
+            # Wrong, or integers of another kind (numpy's): the slow way says which.
+            pass
         if not ids:
             raise InvalidRequest("the prompt is empty; at least one token is needed")
         kinds = set(map(type, ids))

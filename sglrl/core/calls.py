@@ -85,7 +85,6 @@ class Call:
         endpoint: str,
         args: Raw,
         reply: Any,
-        *,
         frames: Sequence[Any] = (),
         deadline: float | None = None,
         priority: int = 0,

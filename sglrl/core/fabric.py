@@ -136,33 +136,28 @@ class Fabric:
         """
         if self.closed:
             raise Closed("the pool is closed")
-        self._next_id = call.id = self._next_id + 1
+        self._next_id = id_ = self._next_id + 1
+        call.id = id_
         call.submitted_at = now
-        pinned = call.pinned
-        if pinned is None:
-            member = self.router.choose(call) if self.loads.with_room else None
+        if call.pinned is None:
+            member = self.router.choose(call)
         else:
-            target = self.members.get(pinned)
-            if target is None:
-                raise UsageError(f"there is no worker {pinned}; workers: {sorted(self.members)}")
-            if target.state in (LOST, DRAINING):
-                raise WorkerLost(f"worker {pinned} is {target.state}", worker=pinned)
-            member = target if target.has_room else None
+            member = self._pinned_member(call.pinned)
         if member is None:
             if self._waiting >= self.config.max_queue:
                 raise Overloaded(
                     f"{self._waiting} calls already wait for a worker (max_queue="
                     f"{self.config.max_queue}); await some of them before you submit more"
                 )
-            if pinned is None and self.members and not self._alive():
+            if call.pinned is None and self.members and not self._alive():
                 raise WorkerLost("no worker is left in this pool")
-            self.calls[call.id] = call
+            self.calls[id_] = call
             self._enqueue(call)
         else:
-            self.calls[call.id] = call
+            self.calls[id_] = call
             self._dispatch(call, member, now)
         if call.deadline is not None:
-            heappush(self._deadlines, (call.deadline, call.id))
+            heappush(self._deadlines, (call.deadline, id_))
             self._trim_deadlines()
 
     def cancel(self, call: Call, now: float) -> None:
@@ -176,6 +171,8 @@ class Fabric:
         """What a worker reported. Items for calls it does not hold are dropped and counted."""
         held = member.calls
         outbox = self.outbox
+        calls = self.calls
+        ended = 0
         for item in items:
             call = held.get(item.id)
             if call is None:
@@ -190,19 +187,20 @@ class Fabric:
                 outbox.append((CHUNK, call, item))
             else:
                 del held[item.id]
-                member.served += 1
-                if member.state is READY:
-                    self.loads.release(member)
-                else:
-                    member.load -= 1
-                if call.state == CANCELLING:
-                    call.move(ENDED)
-                else:
-                    del self.calls[call.id]
-                    call.move(ENDED)
+                if call.state != CANCELLING:
+                    del calls[item.id]
                     outbox.append((END, call, item))
-        if self._waiting:
-            self._pump(now, member)
+                # Legal from each of the three states that a held call can be in.
+                call.state = ENDED
+                ended += 1
+        if ended:
+            member.served += ended
+            if member.state is READY:
+                self.loads.release(member, ended)
+            else:
+                member.load -= ended
+            if self._waiting:
+                self._pump(now, member)
 
     def next_deadline(self) -> float | None:
         """When ``tick`` is next needed; None when no live call has a deadline."""
@@ -251,9 +249,20 @@ class Fabric:
     def _alive(self) -> bool:
         return any(m.state is not LOST for m in self.members.values())
 
+    def _pinned_member(self, index: int) -> Member | None:
+        """The worker a call is pinned to, if it has room; None if the call must wait for it."""
+        target = self.members.get(index)
+        if target is None:
+            raise UsageError(f"there is no worker {index}; workers: {sorted(self.members)}")
+        if target.state in (LOST, DRAINING):
+            raise WorkerLost(f"worker {index} is {target.state}", worker=index)
+        return target if target.has_room else None
+
     def _dispatch(self, call: Call, member: Member, now: float) -> None:
         self.loads.reserve(member)
-        call.move(SENT)
+        if call.state != QUEUED:
+            call.move(SENT)
+        call.state = SENT
         call.worker = member
         call.attempts += 1
         call.sent_at = now

@@ -99,14 +99,14 @@ class LoadIndex:
             while not buckets[self.lowest]:
                 self.lowest += 1
 
-    def release(self, member: Member) -> None:
-        """One call less for a READY member."""
+    def release(self, member: Member, count: int = 1) -> None:
+        """``count`` calls less for a READY member."""
         load = member.load
         if load < member.window:
             del self.buckets[load][member]
             self.with_room -= 1
-        member.load = load - 1
-        self.total -= 1
+        member.load = load - count
+        self.total -= count
         self._insert(member)
 
     def least(self) -> Member | None:

@@ -28,7 +28,7 @@ class Route:
 
     __slots__ = ("keys", "session", "tokens", "version")
 
-    def __init__(self, tokens: bytes, *, version: int = 0, session: str | None = None) -> None:
+    def __init__(self, tokens: bytes, version: int = 0, session: str | None = None) -> None:
         self.tokens = tokens
         self.version = version
         self.session = session
@@ -121,9 +121,7 @@ class Router:
     def choose(self, call: Call) -> Member | None:
         """A member with room for the call, or None when nobody has room."""
         loads = self.loads
-        if not loads.with_room:
-            return None
-        if loads.members == 1:
+        if loads.members <= 1 or not loads.with_room:
             return loads.least()
         route = call.route
         member: Member | None = None
