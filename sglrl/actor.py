@@ -53,9 +53,7 @@ class Actor:
 @overload
 def endpoint(function: _F, /) -> _F: ...
 @overload
-def endpoint(
-    *, idempotent: bool = False, timeout: float | None = None
-) -> Callable[[_F], _F]: ...
+def endpoint(*, idempotent: bool = False, timeout: float | None = None) -> Callable[[_F], _F]: ...
 
 
 def endpoint(
@@ -322,9 +320,7 @@ class BroadcastCaller(_Caller):
     """``await handle.broadcast.method(...)``: all live workers, results in worker order."""
 
     async def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
-        workers = [
-            index for index, m in self._driver.fabric.members.items() if m.state == "ready"
-        ]
+        workers = [index for index, m in self._driver.fabric.members.items() if m.state == "ready"]
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [

@@ -23,8 +23,8 @@ from .messages import ToDriver, ToWorker
 Buffer = bytes | bytearray | memoryview
 
 encoder: Final = msgspec.msgpack.Encoder()
-_to_worker: Final = msgspec.msgpack.Decoder(ToWorker)
-_to_driver: Final = msgspec.msgpack.Decoder(ToDriver)
+_to_worker: Final[msgspec.msgpack.Decoder[ToWorker]] = msgspec.msgpack.Decoder(ToWorker)
+_to_driver: Final[msgspec.msgpack.Decoder[ToDriver]] = msgspec.msgpack.Decoder(ToDriver)
 
 
 def encode(message: Any) -> bytes:
@@ -72,7 +72,8 @@ class Body:
 
     def encode(self, value: Any) -> tuple[bytes, list[Buffer]]:
         """``(msgpack, raw frames)``. Raises TypeError for what has no encoding."""
-        self._frames = frames = []
+        frames: list[Buffer] = []
+        self._frames = frames
         return self._encoder.encode(value), frames
 
     def decode(self, body: Buffer, frames: Sequence[Buffer] = ()) -> Any:

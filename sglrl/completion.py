@@ -65,7 +65,7 @@ class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False)
 
     @property
     def finish_reason(self) -> str:
-        """"stop" (end-of-sequence, a stop token or a stop string), or "length"."""
+        """ "stop" (end-of-sequence, a stop token or a stop string), or "length"."""
         return self._chunks[-1].finish
 
     @property
@@ -125,7 +125,10 @@ class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False)
     def text(self) -> str:
         """The output as text, without what ended it. Decoded when first asked for."""
         return cut_text(
-            self.output_ids, self.finish_reason, self.stop_match, self._decode,
+            self.output_ids,
+            self.finish_reason,
+            self.stop_match,
+            self._decode,
             self._skip_special_tokens,
         )
 

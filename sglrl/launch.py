@@ -41,7 +41,11 @@ OWN_ARGUMENTS = {
 """SGLang's arguments that launch sets itself, and what to use instead."""
 
 FAKE_ARGUMENTS = {
-    "tokens_per_step", "step_seconds", "vocab_size", "context_length", "fail_start",
+    "tokens_per_step",
+    "step_seconds",
+    "vocab_size",
+    "context_length",
+    "fail_start",
 }
 
 
@@ -121,7 +125,7 @@ def launch(
     progress = _Progress()
     pool = _ShownPool(
         births,
-        preload="sglang" if engine == "sglang" else "plain",
+        preload=_preload(engine, groups),
         fabric=fabric,
         config=PoolConfig(
             address=address, start_timeout=start_timeout, max_message_bytes=max_message_bytes
@@ -130,6 +134,13 @@ def launch(
     )
     pool.progress = progress
     return Client(pool, model=path, timeout=timeout, max_message=max_message_bytes)
+
+
+def _preload(engine: str, groups: list[list[str] | None]) -> str:
+    """What the fork server imports before it forks: see ``workers/zygote.py``."""
+    if engine == "fake":
+        return "plain"
+    return "sglang" if groups[0] is None else "sglang-cuda"
 
 
 def _birth(
@@ -205,8 +216,9 @@ def check_model(model: str) -> str:
     if not folder.exists():
         looks_like_path = model.startswith((".", "/", "~")) or model.count("/") != 1
         if looks_like_path:
-            raise ModelError(f"there is no model at {model!r}; give a folder, or 'owner/name' on "
-                             "the hub")
+            raise ModelError(
+                f"there is no model at {model!r}; give a folder, or 'owner/name' on the hub"
+            )
         return model
     config = folder / "config.json"
     if not config.is_file():

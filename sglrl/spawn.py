@@ -173,7 +173,7 @@ class Pool:
         driver.on_gone = self._on_gone
         driver.start()
         if self._preload != "plain":
-            self._progress(f"importing {self._preload} (once per program)")
+            self._progress("importing SGLang (once per program)")
         self._connection = await ForkConnection.open(
             server, self._on_forked, self._on_exited, config.start_timeout
         )
@@ -182,7 +182,8 @@ class Pool:
         await self._all_ready()
 
     def _fork(self, index: int, birth: Birth, address: str) -> None:
-        assert self._folder is not None and self._connection is not None
+        assert self._folder is not None
+        assert self._connection is not None
         identity = f"{index}-{secrets.token_hex(8)}".encode()
         worker = _Worker(index, identity, self._folder / f"worker-{index}.log")
         self._workers[index] = worker
@@ -360,9 +361,7 @@ class ActorHandle:
 
     def __getitem__(self, index: int) -> WorkerHandle:
         if not 0 <= index < len(self._pool.workers):
-            raise UsageError(
-                f"there is no worker {index}; this pool has {len(self._pool.workers)}"
-            )
+            raise UsageError(f"there is no worker {index}; this pool has {len(self._pool.workers)}")
         return WorkerHandle(self._pool.driver, self._specs, self._cls.__name__, index)
 
     def __len__(self) -> int:

@@ -18,8 +18,8 @@ def run(spec: WorkerSpec) -> None:
 
             run_scheduler(spec, spec.body)
         case EngineSpec(engine="fake"):
-            from .engine.loop import run_engine
             from .engine.fake import FakeEngine
+            from .engine.loop import run_engine
 
             run_engine(spec, spec.body, FakeEngine(spec.body))
         case EngineSpec(engine=other):

@@ -147,9 +147,7 @@ class Host:
 
 
 async def _main(spec: WorkerSpec, body: ActorSpec) -> None:
-    transport = ZmqDealer(
-        spec.address, spec.identity, max_message_bytes=spec.max_message_bytes
-    )
+    transport = ZmqDealer(spec.address, spec.identity, max_message_bytes=spec.max_message_bytes)
     try:
         transport.send([encode(Starting("constructing the actor"))])
         cls = load_class(body)

@@ -1,8 +1,8 @@
 """The DEALER shell of an engine worker: drained inside the scheduler loop, no thread, no queue.
 
 ``receive`` hands what arrived to the engine; ``put`` collects answers; ``flush`` sends everything
-that one scheduler step produced as one message. When the engine is idle it blocks in ``wait``, so an
-idle worker costs no CPU.
+that one scheduler step produced as one message. When the engine is idle it blocks in ``wait``, so
+an idle worker costs no CPU.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Mailbox:
         )
 
     def receive(self, engine: Engine) -> bool:
-        """Hand everything that has arrived to the engine, without waiting; True if there was any."""
+        """Hand what has arrived to the engine, without waiting; True if there was anything."""
         any_ = False
         while (frames := self._dealer.receive()) is not None:
             any_ = True

@@ -1,6 +1,7 @@
 """The warm fork server: ``python -m sglrl_workers.zygote FD PRELOAD``.
 
-FD is a listening unix socket that it inherits. It imports what PRELOAD names, then forks a worker for every ``Fork`` message.
+FD is a listening unix socket that it inherits. It imports what PRELOAD names, then forks a worker
+for every ``Fork`` message.
 Single-threaded, and it never touches a GPU: that is what makes forking from it safe.
 
 Who watches whom: stdin is a pipe from the driver and its end means that the driver is gone, as
@@ -35,6 +36,7 @@ from sglrl.messages import Exited, Fork, Forked, FromForkServer, Kill, ToForkSer
 PRELOADS = {
     "plain": ("sglrl_workers.host",),
     "sglang": ("sglrl_workers.host", "sglrl_workers.engine.sglang.preload"),
+    "sglang-cuda": ("sglrl_workers.host", "sglrl_workers.preload_cuda"),
 }
 _PR_SET_PDEATHSIG = 1
 
@@ -173,7 +175,7 @@ class Zygote:
         os.chdir(request.cwd)
         sys.path[:] = request.sys_path
         sys.argv[:] = ["sglrl-worker"]
-        from sglrl_workers.__main__ import run
+        from .__main__ import run
 
         run(request.spec)
 

@@ -80,7 +80,7 @@ class _Pump:
 
     def after_send(self) -> None:
         """The send may have swallowed the edge that announces an arrival."""
-        if self.loop is not None and self.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator]
+        if self.loop is not None and int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self.schedule()
 
     def drain(self) -> None:

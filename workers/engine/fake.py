@@ -147,5 +147,3 @@ class FakeEngine:
             eos_token_ids=[],
             kv_cache_tokens=1 << 20,
         )
-
-

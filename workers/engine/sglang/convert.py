@@ -38,8 +38,9 @@ def sampling_params(raw: bytes, stream: bool, tokenizer: Any, vocab_size: int) -
     """Raises ``InvalidRequest`` when SGLang rejects the values."""
     s = _sampling.decode(raw)
     if s.stop and tokenizer is None:
-        raise InvalidRequest("stop strings need a tokenizer and this model has none; use "
-                             "stop_token_ids")
+        raise InvalidRequest(
+            "stop strings need a tokenizer and this model has none; use stop_token_ids"
+        )
     params = SamplingParams(
         max_new_tokens=s.max_new_tokens,
         stop=list(s.stop) or None,

@@ -28,7 +28,6 @@ from sglrl.messages import (
     GenerateArgs,
     ItemKind,
     ScoreArgs,
-    TokenChunk,
     WorkerSpec,
 )
 
@@ -237,7 +236,7 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
     def init_request_receiver(self) -> None:
         super().init_request_receiver()
         if self.sglrl_adapter is not None:
-            self.request_receiver = _Receiver(**compat.field_values(self.request_receiver))
+            self.request_receiver: Any = _Receiver(**compat.field_values(self.request_receiver))
 
     def _on_output(self, output: Any) -> None:
         if isinstance(output, BatchTokenIDOutput) and self.sglrl_adapter is not None:
