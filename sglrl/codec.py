@@ -6,6 +6,7 @@ from the annotations of the endpoint that they are for.
 
 numpy arrays anywhere in an argument or result, and ``bytes`` as a whole argument or result, leave
 the msgpack body and travel as raw frames: no copy on the way out, a read-only view on the way in.
+An array leaves an extension type behind, so it is an array again even where no annotation says so.
 """
 
 from __future__ import annotations
@@ -26,6 +27,14 @@ encoder: Final = msgspec.msgpack.Encoder()
 _to_worker: Final[msgspec.msgpack.Decoder[ToWorker]] = msgspec.msgpack.Decoder(ToWorker)
 _to_driver: Final[msgspec.msgpack.Decoder[ToDriver]] = msgspec.msgpack.Decoder(ToDriver)
 
+_MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes that are not the message wanted; text that is not UTF-8 and too
+deep nesting are not among its own errors."""
+
+_ARRAY: Final = 1
+"""Code of the msgpack extension that stands for an array: ``[raw frame, dtype, shape]``."""
+_array_header: Final = msgspec.msgpack.Decoder(tuple[int, str, tuple[int, ...]])
+
 
 def encode(message: Any) -> bytes:
     """msgpack of a message or of an engine body."""
@@ -36,7 +45,7 @@ def decode_to_worker(frame: Buffer) -> ToWorker:
     """Raises ``ProtocolError`` on anything that is not a message for a worker."""
     try:
         return _to_worker.decode(frame)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except _MALFORMED as error:
         raise ProtocolError(f"not a message for a worker: {error}") from None
 
 
@@ -44,7 +53,7 @@ def decode_to_driver(frame: Buffer) -> ToDriver:
     """Raises ``ProtocolError`` on anything that is not a message for a driver."""
     try:
         return _to_driver.decode(frame)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except _MALFORMED as error:
         raise ProtocolError(f"not a message for a driver: {error}") from None
 
 
@@ -68,19 +77,36 @@ class Body:
         self._incoming: Sequence[Buffer] = ()
         self._type = type_
         self._encoder = msgspec.msgpack.Encoder(enc_hook=self._enc_hook)
-        self._decoder = msgspec.msgpack.Decoder(type_, dec_hook=self._dec_hook)
+        self._decoder = msgspec.msgpack.Decoder(
+            type_, dec_hook=self._dec_hook, ext_hook=self._ext_hook
+        )
 
     def encode(self, value: Any) -> tuple[bytes, list[Buffer]]:
-        """``(msgpack, raw frames)``. Raises TypeError for what has no encoding."""
+        """``(msgpack, raw frames)``.
+
+        Raises:
+            TypeError: it holds something that has no encoding.
+            ValueError: it nests too deeply, or holds text that is not Unicode.
+            OverflowError: it holds an integer of more than 64 bits.
+        """
         frames: list[Buffer] = []
         self._frames = frames
-        return self._encoder.encode(value), frames
+        try:
+            return self._encoder.encode(value), frames
+        except RecursionError:
+            raise ValueError("it contains itself, or nests too deeply to be sent") from None
 
     def decode(self, body: Buffer, frames: Sequence[Buffer] = ()) -> Any:
         """Raises ``msgspec.ValidationError`` when the body is not of the type."""
         self._incoming = frames
         try:
             return self._decoder.decode(body)
+        except msgspec.DecodeError as error:
+            if isinstance(error, msgspec.ValidationError):
+                raise
+            raise msgspec.ValidationError(str(error)) from None
+        except (ValueError, RecursionError) as error:
+            raise msgspec.ValidationError(str(error)) from None
         finally:
             self._incoming = ()
 
@@ -88,9 +114,15 @@ class Body:
         if isinstance(value, np.ndarray):
             if value.dtype.hasobject:
                 raise TypeError("numpy arrays of Python objects cannot be sent")
+            if np.dtype(value.dtype.str) != value.dtype:
+                raise TypeError(
+                    f"numpy arrays of dtype {value.dtype} cannot be sent; view them as a plain "
+                    "dtype of the same size"
+                )
             array = np.ascontiguousarray(value)
             self._frames.append(array.reshape(-1).view(np.uint8).data)
-            return [len(self._frames) - 1, array.dtype.str, value.shape]
+            header = encoder.encode((len(self._frames) - 1, array.dtype.str, value.shape))
+            return msgspec.msgpack.Ext(_ARRAY, header)
         if isinstance(value, np.generic):
             return value.item()
         if isinstance(value, Blob):
@@ -105,13 +137,25 @@ class Body:
     def _dec_hook(self, type_: Any, value: Any) -> Any:
         origin = get_origin(type_) or type_
         if origin is np.ndarray:
-            index, dtype, shape = msgspec.convert(value, tuple[int, str, tuple[int, ...]])
-            array = np.frombuffer(self._frame(index), dtype=np.dtype(dtype)).reshape(shape)
-            _check_array(array, type_)
-            return array
+            if not isinstance(value, np.ndarray):
+                raise ValueError(f"expected a numpy array, got {type(value).__name__}")
+            _check_array(value, type_)
+            return value
         if origin is Blob:
             return Blob(self._frame(msgspec.convert(value, int)))
         raise NotImplementedError(f"type {type_} is not supported")
+
+    def _ext_hook(self, code: int, data: memoryview) -> Any:
+        if code != _ARRAY:
+            raise ValueError(f"unknown extension type {code}")
+        index, dtype, shape = _array_header.decode(data)
+        if any(n < 0 for n in shape):
+            raise ValueError(f"{shape} is no shape of an array")
+        try:
+            return np.frombuffer(self._frame(index), dtype=np.dtype(dtype)).reshape(shape)
+        except (TypeError, ValueError, OverflowError, SyntaxError) as error:
+            # numpy parses some dtype strings as Python, hence the SyntaxError.
+            raise ValueError(f"not an array ({dtype!r}, {shape}): {error}") from None
 
     def _frame(self, index: int) -> Buffer:
         if not 0 <= index < len(self._incoming):

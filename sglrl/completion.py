@@ -156,9 +156,10 @@ def cut_text(
         return decode(tokens[:-1], skip_special_tokens)
     text = decode(tokens, skip_special_tokens)
     if isinstance(stop_match, str):
-        # The last token completed it; an earlier occurrence was passed over (min_new_tokens).
-        before = decode(tokens[:-1], skip_special_tokens)
-        at = text.find(stop_match, max(0, len(before) - len(stop_match)))
+        # The last token completed it, so it ends after the text of the others; what that text has
+        # of an incomplete character does not count. An earlier occurrence was passed over.
+        before = decode(tokens[:-1], skip_special_tokens).rstrip("\ufffd")
+        at = text.find(stop_match, max(0, len(before) - len(stop_match) + 1))
         if at >= 0:
             text = text[:at]
     return text
@@ -239,7 +240,9 @@ class StreamText:
             return whole[self._emitted :]
         before = self._decode(self._ids[self._prefix : self._read], self._skip)
         whole = self._decode(self._ids[self._prefix :], self._skip)
-        if not whole.endswith("\ufffd"):
+        # The window moves on only over text, never to stand empty or on skipped special tokens:
+        # some decoders drop the space in front of the first word they see.
+        if len(whole) > len(before) and not whole.endswith("\ufffd"):
             self._pending += whole[len(before) :]
             self._prefix, self._read = self._read, len(self._ids)
         keep = self._held_back()

@@ -41,8 +41,16 @@ class FabricConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise UsageError(
                     f"unknown routing strategy {name!r}; known: {', '.join(ROUTING_STRATEGIES)}"
                 )
-        if self.max_queue < 0:
-            raise UsageError(f"max_queue must be at least 0, got {self.max_queue}")
+        for name, low in (
+            ("max_queue", 0),
+            ("max_attempts", 1),
+            ("overload", 0),
+            ("overload_slack", 0),
+            ("prefix_block", 1),
+            ("prefix_entries", 1),
+        ):
+            if not getattr(self, name) >= low:
+                raise UsageError(f"{name} must be at least {low}, got {getattr(self, name)}")
 
 
 class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
+from operator import index
 from typing import Any, Final
 
 import msgspec
+import numpy as np
 
 from .codec import encode
 from .errors import InvalidRequest
@@ -97,6 +99,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidRequest(f"stop must be a string or a list of strings, got {self.stop!r}")
         if any(not s for s in stops):
             raise InvalidRequest("a stop string is empty; it would end every output at once")
+        for text in stops:
+            _text("stop", text)
+        if isinstance(self.stop_token_ids, (str, bytes)) or not isinstance(
+            self.stop_token_ids, Collection
+        ):
+            raise InvalidRequest(
+                f"stop_token_ids must be a list of token ids, got {self.stop_token_ids!r}"
+            )
         for token in self.stop_token_ids:
             _integer("stop_token_ids", token, 0)
         for name in ("ignore_eos", "skip_special_tokens"):
@@ -105,22 +115,30 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         self._check_grammar()
 
     def _check_grammar(self) -> None:
-        given = [name for name in ("json_schema", "regex", "ebnf") if getattr(self, name)]
-        if len(given) > 1:
-            raise InvalidRequest(f"give only one of {' and '.join(given)}")
         if isinstance(self.json_schema, str):
             try:
                 msgspec.json.decode(self.json_schema)
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
                 raise InvalidRequest(f"json_schema is not JSON: {error}") from None
         elif self.json_schema is not None and not isinstance(self.json_schema, Mapping):
             raise InvalidRequest(
                 f"json_schema must be a dict or JSON text, got {type(self.json_schema).__name__}"
             )
+        elif self.json_schema is not None:
+            try:
+                _schema_text(self.json_schema)
+            except (TypeError, ValueError, RecursionError) as error:
+                raise InvalidRequest(f"json_schema cannot be written as JSON: {error}") from None
         for name in ("regex", "ebnf"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
                 raise InvalidRequest(f"{name} must be a string, got {type(value).__name__}")
+            if value is not None:
+                _text(name, value)
+        names = ("json_schema", "regex", "ebnf")
+        given = [name for name in names if getattr(self, name) not in (None, "")]
+        if len(given) > 1:
+            raise InvalidRequest(f"give only one of {' and '.join(given)}")
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -130,16 +148,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         """The values as they are sent, with what was left open filled in."""
         schema = self.json_schema
         if schema is not None and not isinstance(schema, str):
-            schema = msgspec.json.encode(schema).decode()
+            schema = _schema_text(schema)
         return Sampling(
             max_new_tokens=max_new_tokens,
             temperature=float(self.temperature),
             top_p=float(self.top_p),
-            top_k=TOP_K_ALL if self.top_k == -1 else self.top_k,
+            top_k=TOP_K_ALL if self.top_k == -1 else min(int(self.top_k), TOP_K_ALL),
             min_p=float(self.min_p),
             stop=self.stop_strings,
             stop_token_ids=tuple(int(t) for t in self.stop_token_ids),
-            min_new_tokens=min(self.min_new_tokens, max_new_tokens),
+            min_new_tokens=min(int(self.min_new_tokens), max_new_tokens),
             frequency_penalty=float(self.frequency_penalty),
             presence_penalty=float(self.presence_penalty),
             repetition_penalty=float(self.repetition_penalty),
@@ -152,17 +170,40 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+def _schema_text(schema: Mapping[str, Any]) -> str:
+    return msgspec.json.encode(dict(schema)).decode()
+
+
+def _text(name: str, value: str) -> None:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequest(
+            f"{name} holds a lone surrogate, which is no Unicode text: {value!a}"
+        ) from None
+
+
 def _integer(name: str, value: Any, low: int) -> None:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    try:
+        # Arrays and tensors have __index__ too, but only those of one integer can use it.
+        number = index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, (bool, np.bool_)):
         raise InvalidRequest(f"{name} must be an integer, got {value!r}")
-    if value < low:
+    if number < low:
         raise InvalidRequest(f"{name} must be at least {low}, got {value}")
 
 
 def _number(name: str, value: Any, low: float, high: float, open_low: bool = False) -> None:
-    if isinstance(value, bool) or not hasattr(value, "__float__"):
+    if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__float__"):
         raise InvalidRequest(f"{name} must be a number, got {value!r}")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    except (TypeError, ValueError):
+        raise InvalidRequest(f"{name} must be a number, got {value!r}") from None
     if not math.isfinite(number) or number > high or number < low or (open_low and number == low):
         bracket = "(" if open_low else "["
         upper = "inf)" if high == math.inf else f"{high:g}]"
@@ -177,7 +218,7 @@ class Prepared:
     def __init__(self, params: SamplingParams) -> None:
         self.params = params
         self.stop_strings = params.stop_strings
-        self.seed = params.seed
+        self.seed = None if params.seed is None else int(params.seed)
         self.max_new_tokens = None if params.max_new_tokens is None else int(params.max_new_tokens)
         self._wire: dict[tuple[int, int | None], msgspec.Raw] = {}
 

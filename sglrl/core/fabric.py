@@ -79,8 +79,8 @@ class Fabric:
     def drain_member(self, index: int, now: float) -> None:
         """No new calls for this worker; those it holds run to their end."""
         member = self.members[index]
-        self._withdraw(member)
         member.move(DRAINING)
+        self._withdraw(member)
         self._fail_pinned(member, now)
 
     def member_lost(self, index: int, reason: str, now: float) -> None:
@@ -103,6 +103,7 @@ class Fabric:
             if call.idempotent and not begun and call.attempts < self.config.max_attempts:
                 call.move(QUEUED)
                 call.worker = None
+                call.first_at = 0.0
                 self.outbox.append((RESTART, call, None))
                 self._enqueue(call)
             else:
@@ -144,13 +145,13 @@ class Fabric:
         else:
             member = self._pinned_member(call.pinned)
         if member is None:
+            if call.pinned is None and self.members and not self._alive():
+                raise WorkerLost("no worker is left in this pool")
             if self._waiting >= self.config.max_queue:
                 raise Overloaded(
                     f"{self._waiting} calls already wait for a worker (max_queue="
                     f"{self.config.max_queue}); await some of them before you submit more"
                 )
-            if call.pinned is None and self.members and not self._alive():
-                raise WorkerLost("no worker is left in this pool")
             self.calls[id_] = call
             self._enqueue(call)
         else:

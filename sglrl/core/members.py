@@ -75,7 +75,7 @@ class LoadIndex:
             self._insert(member)
 
     def leave(self, member: Member) -> None:
-        """A READY member stops taking calls. Call before its state changes."""
+        """A READY member stops taking calls."""
         self.members -= 1
         self.total -= member.load
         if member.load < member.window:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from ..config import FabricConfig
 from .calls import Call
-from .members import LoadIndex, Member
+from .members import READY, LoadIndex, Member
 
 
 class Route:
@@ -64,16 +64,22 @@ class PrefixIndex:
         self.young: dict[int, dict[Member, None]] = {}
         self.old: dict[int, dict[Member, None]] = {}
 
-    def holders(self, keys: list[int]) -> dict[Member, None]:
-        """The members known to hold the longest prefix."""
-        found: dict[Member, None] = {}
+    def holders(self, keys: list[int]) -> list[Member]:
+        """The READY members known to hold the longest prefix that any READY member holds."""
+        entries: list[dict[Member, None]] = []
         young, old = self.young, self.old
         for key in keys:
             entry = young.get(key) or old.get(key)
             if not entry:
                 break
-            found = entry
-        return found
+            entries.append(entry)
+        # Workers that left stay in the index until they are forgotten; a shorter prefix at a
+        # worker that is still there is worth more than a longer one at theirs.
+        for entry in reversed(entries):
+            found = [member for member in entry if member.state is READY]
+            if found:
+                return found
+        return []
 
     def record(self, keys: list[int], member: Member) -> None:
         young = self.young

@@ -49,16 +49,25 @@ class MemoryRouter:
         if len(self._inbox) == 1 and self._on_message is not None:
             asyncio.get_running_loop().call_soon(self._deliver)
 
-    def drop(self, identity: bytes) -> None:
-        """The worker's end was closed."""
-        self._dealers.pop(identity, None)
+    def drop(self, identity: bytes, dealer: MemoryDealer) -> None:
+        """The worker's end was closed; a newer one of the same identity stays."""
+        if self._dealers.get(identity) is dealer:
+            del self._dealers[identity]
 
     def _deliver(self) -> None:
         inbox, self._inbox = self._inbox, []
-        for identity, frames in inbox:
+        for at, (identity, frames) in enumerate(inbox):
             if self._closed or self._on_message is None:
                 return
-            self._on_message(identity, frames)
+            try:
+                self._on_message(identity, frames)
+            except BaseException:
+                # The messages behind this one still arrive, and before any newer one.
+                if rest := inbox[at + 1 :]:
+                    if not self._inbox:
+                        asyncio.get_running_loop().call_soon(self._deliver)
+                    self._inbox[:0] = rest
+                raise
 
     def close(self) -> None:
         self._closed = True
@@ -93,12 +102,20 @@ class MemoryDealer:
 
     def _deliver(self) -> None:
         inbox, self._inbox = self._inbox, []
-        for frames in inbox:
+        for at, frames in enumerate(inbox):
             if self._closed or self._on_message is None:
                 return
-            self._on_message(frames)
+            try:
+                self._on_message(frames)
+            except BaseException:
+                # The messages behind this one still arrive, and before any newer one.
+                if rest := inbox[at + 1 :]:
+                    if not self._inbox:
+                        asyncio.get_running_loop().call_soon(self._deliver)
+                    self._inbox[:0] = rest
+                raise
 
     def close(self) -> None:
         self._closed = True
         self._inbox.clear()
-        self._router.drop(self._identity)
+        self._router.drop(self._identity, self)

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from ipaddress import ip_address
+from math import ceil
 from typing import Final
 
 import zmq
@@ -26,7 +28,13 @@ _COPY_THRESHOLD: Final = 64 << 10
 
 def _is_loopback(address: str) -> bool:
     host = address.removeprefix("tcp://").rsplit(":", 1)[0].strip("[]")
-    return host == "localhost" or host == "::1" or host.startswith("127.")
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        # A name or an interface: what it stands for is not for us to guess.
+        return False
 
 
 def _check_address(address: str) -> None:
@@ -88,14 +96,22 @@ class _Pump:
         if self.closed:
             return
         receive = self.socket.recv_multipart
+        # Set first: if the callback raises, the messages behind this one must not wait for an edge
+        # that has gone.
+        more = True
         try:
             for _ in range(_BATCH):
-                self.handle(receive(zmq.NOBLOCK))
+                try:
+                    frames = receive(zmq.NOBLOCK)
+                except zmq.Again:
+                    more = False
+                    return
+                self.handle(frames)
                 if self.closed:
                     return
-        except zmq.Again:
-            return
-        self.schedule()
+        finally:
+            if more and not self.closed:
+                self.schedule()
 
     def handle(self, frames: list[bytes]) -> None:
         raise NotImplementedError
@@ -183,7 +199,7 @@ class ZmqPolledDealer:
 
     def wait(self, timeout: float) -> bool:
         """Block until a message is here or ``timeout`` seconds have passed; True if one is."""
-        return bool(self._socket.poll(int(timeout * 1000), zmq.POLLIN))
+        return bool(self._socket.poll(ceil(timeout * 1000), zmq.POLLIN))
 
     def send(self, frames: Sequence[Frame]) -> None:
         _send(self._socket, frames)
