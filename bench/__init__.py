@@ -1,0 +1,1 @@
+"""Benchmarks against the peers, measured in the same run: see README.md."""

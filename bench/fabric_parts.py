@@ -1,0 +1,363 @@
+"""The systems that ``bench.fabric`` measures, each in a process of its own (see ``parts``)."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import importlib.util
+import os
+import socket
+import subprocess
+import sys
+import time
+import tracemalloc
+from collections.abc import Mapping
+from typing import Any
+
+import psutil
+import uvloop
+
+from .load import Call, closed_loop, latency_summary, rate_summary
+from .parts import ROOT, Note, serve_part
+from .payload import LOGPROBS, TOKENS, VOCAB, Prompts
+
+
+async def _measure(call: Call, options: Mapping[str, Any], note: Note) -> dict[str, Any]:
+    """Latency at 1 in flight, then the rate at each level."""
+    seconds, repeats = options["seconds"], options["repeats"]
+    note("latency at 1 in flight")
+    result: dict[str, Any] = {
+        "latency": latency_summary(await closed_loop(call, 1, seconds, repeats, record=True)),
+        "rates": {},
+    }
+    for level in options["levels"]:
+        note(f"{level} in flight")
+        windows = await closed_loop(call, level, seconds, repeats)
+        result["rates"][str(level)] = rate_summary(windows)
+    return result
+
+
+# --- sglrl ------------------------------------------------------------------------------------
+
+
+def _sglrl(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
+    return uvloop.run(_sglrl_main(options, note))
+
+
+async def _sglrl_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
+    """The whole client path against fake engines in worker processes."""
+    import sglrl
+
+    prompts = Prompts()
+    note("starting workers")
+    async with sglrl.launch(
+        "fake", engine="fake", replicas=options["replicas"], address=options["address"],
+        vocab_size=VOCAB,
+    ) as client:
+        generate = client.generate
+        first = await generate(input_ids=prompts[0], max_new_tokens=TOKENS, logprobs=True)
+        assert first.output_ids.tolist() == prompts[0]
+        assert first.logprobs is not None
+        assert first.logprobs.tolist() == LOGPROBS
+        result = await _measure(
+            lambda i: generate(input_ids=prompts[i], max_new_tokens=TOKENS, logprobs=True),
+            options,
+            note,
+        )
+
+        async def and_read(i: int) -> None:
+            completion = await generate(
+                input_ids=prompts[i], max_new_tokens=TOKENS, logprobs=True
+            )
+            _ = completion.output_ids, completion.logprobs
+
+        note("512 in flight, arrays read")
+        windows = await closed_loop(and_read, 512, options["seconds"], options["repeats"])
+        result["arrays_read"] = rate_summary(windows)
+        note("idle workers")
+        result["idle_cpu"] = await _idle_cpu([w.pid for w in client.workers], options["idle"])
+    return result
+
+
+async def _idle_cpu(pids: list[int], seconds: float) -> float:
+    """The largest share of a core that one of these processes uses while nothing is asked."""
+    processes = [psutil.Process(pid) for pid in pids]
+
+    def used() -> list[float]:
+        return [(t := p.cpu_times()).user + t.system for p in processes]
+
+    before, begun = used(), time.perf_counter()
+    await asyncio.sleep(seconds)
+    after, elapsed = used(), time.perf_counter() - begun
+    return max((b - a) / elapsed for a, b in zip(before, after, strict=True))
+
+
+# --- memory of calls that wait at the driver --------------------------------------------------
+
+
+def _waiting(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
+    return uvloop.run(_waiting_main(options, note))
+
+
+async def _waiting_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
+    """Bytes a call while ``calls`` of them wait at the driver behind a slow worker.
+
+    With ``bare`` the same for tasks that hold such a prompt and wait for a future of asyncio: what
+    any client must take, in a process that is otherwise alike.
+    """
+    import sglrl
+
+    count = options["calls"]
+    prompts = Prompts()
+    note("starting a slow worker")
+    async with sglrl.launch(
+        "fake", engine="fake", vocab_size=VOCAB, window=1, tokens_per_step=1, step_seconds=0.02,
+        max_queue=count,
+    ) as client:
+
+        async def call(i: int) -> None:
+            await client.generate(input_ids=prompts[i], max_new_tokens=4096, logprobs=True)
+
+        async def bare(i: int) -> None:
+            ids = prompts[i]
+            await asyncio.get_running_loop().create_future()
+            del ids
+
+        held = bare if options["bare"] else call
+        # What is made once: caches, the driver's tables.
+        await _hold(held, 10, _resident)
+        note(f"{count:,} wait")
+        # The process's growth first: afterwards it has room to fill before it grows again.
+        resident = await _hold(held, count, _resident)
+        allocated = await _hold(held, count, _allocated)
+    return {"calls": count, "resident_bytes": resident, "allocated_bytes": allocated}
+
+
+def _resident() -> int:
+    return int(psutil.Process().memory_info().rss)
+
+
+def _allocated() -> int:
+    if not tracemalloc.is_tracing():
+        tracemalloc.start()
+    return tracemalloc.get_traced_memory()[0]
+
+
+async def _hold(call: Any, count: int, size: Any) -> float:
+    """Bytes a call by which ``size`` grows while ``count`` calls wait, which then are cancelled."""
+    gc.collect()
+    tasks: list[asyncio.Task[None] | None] = [None] * count
+    before = size()
+    for i in range(count):
+        tasks[i] = asyncio.get_running_loop().create_task(call(i))
+    # Each task runs until it waits in the loop's next turn; what they sent leaves in the one after.
+    for _ in range(3):
+        await asyncio.sleep(0)
+    gc.collect()
+    grown = size() - before
+    for task in tasks:
+        assert task is not None and not task.done()
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)  # type: ignore[arg-type]
+    if tracemalloc.is_tracing():
+        tracemalloc.stop()
+    return grown / count
+
+
+# --- many workers, in memory ------------------------------------------------------------------
+
+
+class _MemoryPool:
+    """Stands where ``Client`` expects a pool of processes: workers that echo in this process.
+
+    ``echo_seconds``: CPU time that the echoes took, which real workers spend on other cores.
+    """
+
+    def __init__(self, workers: int, routing: tuple[str, ...]) -> None:
+        import msgspec
+
+        from sglrl.codec import decode_to_worker, encode
+        from sglrl.config import FabricConfig
+        from sglrl.driver import Driver
+        from sglrl.messages import (
+            PROTOCOL_VERSION,
+            EngineInfo,
+            GenerateArgs,
+            Item,
+            ItemKind,
+            Ready,
+            Results,
+            Submit,
+            TokenChunk,
+        )
+        from sglrl.net.memory import MemoryRouter
+
+        router = MemoryRouter()
+        self.workers: list[Any] = []
+        self.echo_seconds = 0.0
+        self.driver = Driver(router, FabricConfig(routing=routing))
+        decode_args = msgspec.msgpack.Decoder(GenerateArgs).decode
+        logprobs = b"".join(_float32(value) for value in LOGPROBS)
+        info = EngineInfo(
+            model="echo", architecture="Echo", dtype="float32", device="cpu", vocab_size=VOCAB,
+            context_length=32_768, max_prompt_tokens=32_767, max_total_tokens=32_768,
+            eos_token_ids=[], kv_cache_tokens=1 << 20,
+        )
+        self._ready = Ready(PROTOCOL_VERSION, os.getpid(), 1024, ["generate"], "cpu", info)
+
+        def connect(index: int) -> None:
+            identity = str(index).encode()
+            self.driver.add_worker(index, identity)
+            dealer = router.connect(identity)
+
+            def on_message(frames: list[bytes]) -> None:
+                begun = time.thread_time()
+                message = decode_to_worker(frames[0])
+                if type(message) is Submit:
+                    items = []
+                    for call in message.calls:
+                        chunk = TokenChunk(decode_args(call.args).input_ids, logprobs, "length")
+                        items.append(Item(call.id, ItemKind.DONE, msgspec.Raw(encode(chunk))))
+                    dealer.send([encode(Results(items))])
+                self.echo_seconds += time.thread_time() - begun
+
+            dealer.start(on_message)
+            dealer.send([encode(self._ready)])
+
+        self.driver.start()
+        for index in range(workers):
+            connect(index)
+
+    def ready(self, index: int) -> Any:
+        return self._ready
+
+    async def __aenter__(self) -> _MemoryPool:
+        members = self.driver.fabric.members.values()
+        while any(m.state != "ready" for m in members):
+            await asyncio.sleep(0)
+        return self
+
+    async def close(self) -> None:
+        self.driver.close()
+        self.driver.transport.close()
+
+
+def _float32(value: float) -> bytes:
+    import struct
+
+    return struct.pack("<f", value)
+
+
+def _memory(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
+    return uvloop.run(_memory_main(options, note))
+
+
+async def _memory_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
+    """The client and driver with ``workers`` echoes in the same process and event loop."""
+    from sglrl.client import Client
+
+    prompts = Prompts()
+    pool = _MemoryPool(options["workers"], tuple(options["routing"]))
+    rates: dict[str, Any] = {}
+    async with Client(
+        pool, model="echo", timeout=None, max_message=1 << 28  # type: ignore[arg-type]
+    ) as client:
+        generate = client.generate
+        for level in options["levels"]:
+            note(f"{level} in flight")
+            pool.echo_seconds = 0.0
+            begun = time.thread_time()
+            windows = await closed_loop(
+                lambda i: generate(input_ids=prompts[i], max_new_tokens=TOKENS, logprobs=True),
+                level, options["seconds"], options["repeats"],
+            )
+            echo_share = pool.echo_seconds / (time.thread_time() - begun)
+            summary = rate_summary(windows)
+            summary["driver_us"] = summary["loop_us"] * (1 - echo_share)
+            rates[str(level)] = summary
+    return {"rates": rates}
+
+
+# --- peers ------------------------------------------------------------------------------------
+
+
+def _http(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
+    with socket.create_server(("127.0.0.1", 0), backlog=8192) as listening:
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}/"
+        server = subprocess.Popen(
+            [sys.executable, "-m", "bench.http_echo", str(listening.fileno())],
+            cwd=ROOT,
+            pass_fds=(listening.fileno(),),
+        )
+    try:
+        result = uvloop.run(_http_main(url, options, note))
+    finally:
+        server.terminate()
+        server.wait()
+    result["parser"] = "httptools" if importlib.util.find_spec("httptools") else "h11"
+    return result
+
+
+async def _http_main(url: str, options: Mapping[str, Any], note: Note) -> dict[str, Any]:
+    import aiohttp
+    import msgspec
+
+    from .http_echo import Answer, Request
+
+    prompts = Prompts()
+    # The JSON codec that costs the peer least.
+    encode = msgspec.json.Encoder().encode
+    decode = msgspec.json.Decoder(Answer).decode
+    headers = {"content-type": "application/json"}
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
+    ) as session:
+
+        async def call(i: int) -> Answer:
+            body = encode(Request(prompts[i], TOKENS, True))
+            async with session.post(url, data=body, headers=headers) as response:
+                return decode(await response.read())
+
+        note("starting")
+        first = await call(0)
+        assert first.output_ids == prompts[0]
+        assert first.logprobs == LOGPROBS
+        return await _measure(call, options, note)
+
+
+def _ray(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    import ray
+
+    note("starting Ray")
+    ray.init(
+        num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="error",
+        object_store_memory=200 << 20,
+    )
+    try:
+        return uvloop.run(_ray_main(options, note))
+    finally:
+        ray.shutdown()
+
+
+async def _ray_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
+    import ray
+
+    class Echo:
+        def generate(
+            self, input_ids: list[int], max_new_tokens: int, logprobs: bool
+        ) -> tuple[list[int], list[float]]:
+            return input_ids, LOGPROBS
+
+    prompts = Prompts()
+    generate = ray.remote(Echo).remote().generate.remote
+    note("starting an actor")
+    first = await generate(prompts[0], TOKENS, True)
+    assert first == (prompts[0], LOGPROBS)
+    return await _measure(lambda i: generate(prompts[i], TOKENS, True), options, note)
+
+
+if __name__ == "__main__":
+    serve_part(
+        {"sglrl": _sglrl, "waiting": _waiting, "memory": _memory, "http": _http, "ray": _ray}
+    )

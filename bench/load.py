@@ -1,0 +1,120 @@
+"""Closed-loop load: n callers, each of which makes its next call when its last one is answered."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Call = Callable[[int], Awaitable[Any]]
+"""``call(i)`` makes the i-th call; awaiting what it returns gives the answer."""
+
+WARM_SECONDS = 0.3
+
+
+class Window(NamedTuple):
+    """What was counted between two moments while the load went on.
+
+    seconds: length. cpu_seconds: of all threads of this process. loop_seconds: of the event
+    loop's thread. latencies: seconds of each call, when they were recorded.
+    """
+
+    calls: int
+    seconds: float
+    cpu_seconds: float
+    loop_seconds: float
+    latencies: Sequence[float] = ()
+
+    @property
+    def rate(self) -> float:
+        return self.calls / self.seconds
+
+    @property
+    def cpu_us(self) -> float:
+        """Microseconds of this process's CPU time a call."""
+        return self.cpu_seconds / self.calls * 1e6
+
+    @property
+    def loop_us(self) -> float:
+        """Microseconds of the event loop's thread a call: what one core must spend."""
+        return self.loop_seconds / self.calls * 1e6
+
+
+async def closed_loop(
+    call: Call, in_flight: int, seconds: float, repeats: int, *, record: bool = False
+) -> list[Window]:
+    """``repeats`` windows of ``seconds`` under constant load, after a warm-up.
+
+    Latencies are recorded only when asked for: reading the clock twice would be part of the cost.
+    """
+    count = 0
+    running = True
+    latencies: list[float] = []
+    clock = time.perf_counter
+
+    async def caller() -> None:
+        nonlocal count
+        while running:
+            count = i = count + 1
+            await call(i)
+
+    async def timed_caller() -> None:
+        nonlocal count
+        while running:
+            count = i = count + 1
+            begun = clock()
+            await call(i)
+            latencies.append(clock() - begun)
+
+    windows = []
+    async with asyncio.TaskGroup() as group:
+        for _ in range(in_flight):
+            group.create_task(timed_caller() if record else caller())
+        await asyncio.sleep(WARM_SECONDS)
+        for _ in range(repeats):
+            latencies.clear()
+            begun = (count, clock(), time.process_time(), time.thread_time())
+            await asyncio.sleep(seconds)
+            ended = (count, clock(), time.process_time(), time.thread_time())
+            # In a steady state as many calls begin as end.
+            windows.append(
+                Window(
+                    ended[0] - begun[0],
+                    ended[1] - begun[1],
+                    ended[2] - begun[2],
+                    ended[3] - begun[3],
+                    tuple(latencies),
+                )
+            )
+        running = False
+    return windows
+
+
+def percentile(latencies: Sequence[float], percent: float) -> float:
+    return float(np.percentile(np.asarray(latencies), percent))
+
+
+def latency_summary(windows: Sequence[Window]) -> dict[str, float]:
+    """Medians over the windows of their percentiles, in microseconds."""
+    return {
+        f"p{percent}_us": statistics.median(
+            percentile(w.latencies, percent) * 1e6 for w in windows
+        )
+        for percent in (50, 99)
+    }
+
+
+def rate_summary(windows: Sequence[Window]) -> dict[str, float]:
+    """Medians over the windows; ``lowest`` and ``highest`` show how steady the rate was."""
+    rates = [w.rate for w in windows]
+    return {
+        "rate": statistics.median(rates),
+        "lowest": min(rates),
+        "highest": max(rates),
+        "cpu_us": statistics.median(w.cpu_us for w in windows),
+        "loop_us": statistics.median(w.loop_us for w in windows),
+    }

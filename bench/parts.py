@@ -1,0 +1,150 @@
+"""Parts: each measured system runs in a process of its own, started after the one before has ended.
+
+So systems share neither a core, nor a GPU, nor a garbage collector, and one that fails becomes a
+row with the reason. A part's process writes JSON lines (``note`` and then ``result`` or
+``error``) to a pipe; whatever it and its children print goes to a log, shown if it fails.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parent.parent
+_LOG_TAIL = 12
+_END_SECONDS = 30.0
+
+Note = Callable[[str], None]
+"""Tells the user what a part is doing."""
+Part = Callable[[Mapping[str, Any], Note], dict[str, Any]]
+
+
+class PartFailed(Exception):
+    """A part could not be measured; the message is the reason, ``log`` its last output."""
+
+    def __init__(self, reason: str, log: str) -> None:
+        super().__init__(reason)
+        self.log = log
+
+
+def run_part(
+    module: str, name: str, options: Mapping[str, Any], note: Note, limit: float
+) -> dict[str, Any]:
+    """Measure part ``name`` of ``module`` in a new process and return its result.
+
+    ``limit``: seconds after which the part is ended. All of its processes are gone on return.
+
+    Raises:
+        PartFailed: it ended without a result, raised, or took too long.
+    """
+    read_end, write_end = os.pipe()
+    with tempfile.TemporaryFile(mode="w+", errors="replace") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, name, json.dumps(options), str(write_end)],
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            pass_fds=(write_end,),
+            start_new_session=True,
+        )
+        os.close(write_end)
+        try:
+            with os.fdopen(read_end, "rb", buffering=0) as pipe:
+                outcome = _listen(pipe, note, limit)
+        finally:
+            _end(process)
+        if "result" in outcome:
+            result: dict[str, Any] = outcome["result"]
+            return result
+        log.seek(0)
+        tail = "\n".join(log.read().splitlines()[-_LOG_TAIL:])
+        status = process.returncode
+        raise PartFailed(outcome.get("error") or f"ended with status {status}", tail)
+
+
+def _listen(pipe: IO[bytes], note: Note, limit: float) -> dict[str, Any]:
+    """The part's last word: {"result": ...}, {"error": ...}, or {} when it died without one."""
+    deadline = time.monotonic() + limit
+    pending = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(pipe, selectors.EVENT_READ)
+        while True:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return {"error": f"took longer than {limit:.0f} s"}
+            if not selector.select(left):
+                continue
+            data = pipe.read(1 << 16)
+            if not data:
+                return {}
+            *lines, pending = (pending + data).split(b"\n")
+            for line in lines:
+                message: dict[str, Any] = json.loads(line)
+                if "note" not in message:
+                    return message
+                note(message["note"])
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Wait until the part's process group is gone (a GPU is free only then), with force if needed."""
+    family = _group(process.pid)
+    try:
+        process.wait(timeout=_END_SECONDS)
+    except subprocess.TimeoutExpired:
+        pass
+    family += _group(process.pid)
+    for member in family:
+        try:
+            if os.getpgid(member.pid) == process.pid:
+                member.kill()
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            continue
+    process.wait()
+    psutil.wait_procs(family, timeout=_END_SECONDS)
+
+
+def _group(leader: int) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if os.getpgid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            continue
+    return found
+
+
+def serve_part(parts: Mapping[str, Part]) -> None:
+    """The main function of a module of parts: measure the one that the command line names."""
+    name, options, descriptor = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
+    # Only this process speaks on it: a child that held it open would hide this one's death.
+    os.set_inheritable(descriptor, False)
+    # The bench ends its parts by their group; Ctrl-C reaches it alone.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    pipe = os.fdopen(descriptor, "w", buffering=1)
+
+    def say(**message: Any) -> None:
+        pipe.write(json.dumps(message) + "\n")
+
+    try:
+        result = parts[name](options, lambda text: say(note=text))
+    except BaseException as error:
+        traceback.print_exc()
+        say(error=f"{type(error).__name__}: {error}")
+    else:
+        say(result=result)
+    finally:
+        pipe.close()
