@@ -1,0 +1,222 @@
+"""The ``sglrl`` command: demo, generate, doctor.
+
+Exit codes: 0 success, 1 a check failed or the engine did, 2 wrong usage, 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+import typer
+from rich.console import Console
+
+from .errors import SglrlError, UsageError
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+app = typer.Typer(
+    name="sglrl",
+    help="Actors and SGLang workers for reinforcement learning of language models.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+
+def _command(function: _F) -> _F:
+    """Register a command whose errors are a line for a person, not a traceback."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            function(*args, **kwargs)
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+        except SglrlError as error:
+            Console(stderr=True).print(
+                f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True
+            )
+            raise typer.Exit(2 if isinstance(error, UsageError) else 1) from None
+
+    app.command()(run)
+    return function
+
+
+Replicas = Annotated[int, typer.Option(min=1, help="Copies of the model, one worker each.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda where there is one.")]
+Engine = Annotated[str, typer.Option(help="sglang, or fake: repeats the prompt, needs no torch.")]
+
+
+@_command
+def demo(
+    rollouts: Annotated[int, typer.Option(min=1, help="Conversations to sample.")] = 512,
+    in_flight: Annotated[int, typer.Option(min=1, help="Of them at a time.")] = 64,
+    replicas: Replicas = 2,
+    device: Device = "cpu",
+    model: Annotated[
+        str | None,
+        typer.Option(help="Folder or hub name.", show_default="a tiny random Qwen3, made here"),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the questions and the sampling.")] = 0,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Per answer.")] = 32,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            help="Largest allowed difference of a logprob.",
+            show_default="1e-4 for float32, 3e-2 for 16 bits",
+        ),
+    ] = None,
+    json: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write the result there.")
+    ] = None,
+) -> None:
+    """Run hundreds of rollouts on SGLang workers and check every logprob.
+
+    Needs no download and no GPU. Exits with 1 if a logprob differs from what Hugging Face
+    transformers computes for the same tokens by more than the tolerance.
+    """
+    from .demo.report import table_of
+    from .demo.run import DemoSettings, run_demo
+
+    if json is not None and not json.absolute().parent.is_dir():
+        raise UsageError(f"--json {json}: there is no such folder")
+    report = run_demo(
+        DemoSettings(
+            model=model,
+            rollouts=rollouts,
+            in_flight=in_flight,
+            replicas=replicas,
+            device=device,
+            max_new_tokens=max_new_tokens,
+            seed=seed,
+            tolerance=tolerance,
+        ),
+        Console(stderr=True),
+    )
+    Console().print(table_of(report))
+    if json is not None:
+        json.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
+    if not report.passed:
+        raise typer.Exit(1)
+
+
+@_command
+def generate(
+    model: Annotated[
+        str, typer.Argument(help="Folder or hub name; 'tiny' for the demo's random model.")
+    ],
+    prompts: Annotated[
+        list[str] | None, typer.Argument(help="Texts; without any, the lines of standard input.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Per sample.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 1.0,
+    top_p: Annotated[float, typer.Option(help="Smallest set of tokens this likely.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="So many likeliest tokens; -1 for all.")] = -1,
+    stop: Annotated[list[str] | None, typer.Option(help="Ends the text; may be repeated.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Makes the samples repeatable.")] = None,
+    n: Annotated[int, typer.Option("--samples", "-n", min=1, help="Per prompt.")] = 1,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="A prompt is a user's turn: apply the chat template.")
+    ] = False,
+    logprobs: Annotated[bool, typer.Option("--logprobs", help="With --json: of each token.")] = (
+        False
+    ),
+    json: Annotated[bool, typer.Option("--json", help="One JSON object per sample.")] = False,
+    replicas: Replicas = 1,
+    tp_size: Annotated[int, typer.Option(min=1, help="GPUs per copy of the model.")] = 1,
+    device: Device = "auto",
+    engine: Engine = "sglang",
+) -> None:
+    """Sample continuations and print them, in the order of the prompts."""
+    import uvloop
+
+    from .completion import Completion
+    from .launch import launch
+
+    if not prompts:
+        prompts = [line.rstrip("\n") for line in sys.stdin]
+    if not prompts:
+        raise UsageError("there is no prompt: give one as an argument, or lines on standard input")
+    inputs: dict[str, Any] = {"prompt": prompts}
+    if chat:
+        inputs = {"messages": [[{"role": "user", "content": text}] for text in prompts]}
+    client = launch(_model(model), replicas=replicas, tp_size=tp_size, device=device, engine=engine)
+
+    async def sample() -> list[Completion]:
+        async with client:
+            found = await client.generate(
+                **inputs,
+                n=n,
+                logprobs=logprobs,
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                top_p=top_p,
+                top_k=top_k,
+                stop=stop or (),
+                seed=seed,
+            )
+        return [c for group in found for c in group] if n > 1 else found
+
+    _quiet()
+    for i, completion in enumerate(uvloop.run(sample())):
+        if json:
+            line = _as_json(prompts[i // n], completion)
+            sys.stdout.write(msgspec.json.encode(line).decode() + "\n")
+        else:
+            sys.stdout.write(completion.text + "\n")
+
+
+@_command
+def doctor(
+    engine: Annotated[
+        str, typer.Option(help="Of the test call: fake, or sglang with a tiny model.")
+    ] = "fake",
+    json: Annotated[bool, typer.Option("--json", help="As one JSON object.")] = False,
+) -> None:
+    """Show versions and devices, and make one call to see whether it all works."""
+    from .doctor import examine, table_of
+
+    _quiet()
+    findings = examine(engine)
+    if json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(findings)).decode() + "\n")
+    else:
+        Console().print(table_of(findings))
+    if not all(finding.ok for finding in findings):
+        raise typer.Exit(1)
+
+
+def _model(name: str) -> str:
+    if name == "tiny" and not Path(name).exists():
+        from .demo.tiny import tiny_model
+
+        return str(tiny_model())
+    return name
+
+
+def _as_json(prompt: str, completion: Any) -> dict[str, Any]:
+    logprobs = completion.logprobs
+    return {
+        "prompt": prompt,
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+        "prompt_tokens": len(completion.prompt_ids),
+        "cached_tokens": completion.cached_tokens,
+        "output_ids": completion.output_ids.tolist(),
+        "logprobs": None if logprobs is None else logprobs.tolist(),
+        "worker": completion.worker,
+        "seconds": completion.timing.total,
+    }
+
+
+def _quiet() -> None:
+    """Advice that transformers would log is not for the user of a command."""
+    import logging
+
+    logging.getLogger("transformers").setLevel(logging.ERROR)

@@ -1,0 +1,47 @@
+"""Progress for a person: a live bar on a terminal, a line now and then in a log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+LINES = 8
+"""How often a stage reports when there is no terminal."""
+
+Advance = Callable[[str], None]
+"""``advance(note)``: one more is done; the note is shown beside the count."""
+
+
+@contextmanager
+def stage(console: Console, title: str, total: int) -> Iterator[Advance]:
+    """Show the progress of ``total`` equal parts while the block runs."""
+    if console.is_terminal:
+        with Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[note]}"),
+            TimeElapsedColumn(),
+            console=console,
+        ) as progress:
+            bar = progress.add_task(title, total=total, note="")
+            yield lambda note: progress.update(bar, advance=1, note=note)
+    else:
+        console.print(f"{title}: {total}", highlight=False)
+        yield _lines(console, title, total)
+
+
+def _lines(console: Console, title: str, total: int) -> Advance:
+    done = 0
+
+    def advance(note: str) -> None:
+        nonlocal done
+        done += 1
+        if done * LINES // total != (done - 1) * LINES // total:
+            text = f"{title}: {done} of {total}" + (f", {note}" if note else "")
+            console.print(text, highlight=False)
+
+    return advance

@@ -1,0 +1,106 @@
+"""What this machine has and whether sglrl works on it; for ``sglrl doctor``."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import time
+from importlib import metadata
+
+import msgspec
+from rich.table import Table
+
+from . import __version__
+from .errors import SglrlError
+from .launch import cuda_devices, launch
+
+NEEDED = ("msgspec", "pyzmq", "uvloop", "numpy")
+OPTIONAL = ("sglang", "torch", "transformers")
+SGLANG_RANGE = ((0, 5, 17), (0, 5, 24))
+"""Supported versions: the first, and the first that is not."""
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One line of the examination. ``ok`` is False for what keeps sglrl from working."""
+
+    name: str
+    ok: bool
+    detail: str
+
+
+def examine(engine: str) -> list[Finding]:
+    """All findings; the last is a real call to one worker with this engine."""
+    findings = [
+        Finding("sglrl", True, __version__),
+        Finding("python", True, f"{platform.python_version()} on {platform.system()}"),
+        Finding(
+            "processes",
+            hasattr(os, "pidfd_open"),
+            "Linux, workers end with their driver"
+            if hasattr(os, "pidfd_open")
+            else "worker processes need Linux 5.3 or later",
+        ),
+    ]
+    findings += [_package(name, needed=True) for name in NEEDED]
+    findings += [_package(name, needed=engine == "sglang") for name in OPTIONAL]
+    gpus = cuda_devices()
+    findings.append(Finding("GPUs", True, f"{len(gpus)} visible" if gpus else "none: CPU only"))
+    findings.append(Finding("CPUs", True, f"{os.cpu_count()} cores, {_memory()}"))
+    findings.append(asyncio.run(_call(engine)))
+    return findings
+
+
+def _package(name: str, *, needed: bool) -> Finding:
+    try:
+        version = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        hint = "pip install 'sglrl[sglang]'" if name in OPTIONAL else "reinstall sglrl"
+        return Finding(name, not needed, f"not installed ({hint})")
+    if name == "sglang":
+        release = tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
+        first, beyond = (".".join(map(str, v)) for v in SGLANG_RANGE)
+        if not SGLANG_RANGE[0] <= release < SGLANG_RANGE[1]:
+            return Finding(name, not needed, f"{version}; supported are {first} to below {beyond}")
+    return Finding(name, True, version)
+
+
+def _memory() -> str:
+    size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return f"{size / 2**30:.0f} GiB of memory"
+
+
+async def _call(engine: str) -> Finding:
+    """Start one worker on CPU and generate one token: processes, sockets and codecs at work."""
+    name = f"one call ({engine})"
+    begun = time.perf_counter()
+    model = "fake"
+    if engine == "sglang":
+        if not all(_package(name, needed=True).ok for name in OPTIONAL):
+            return Finding(name, False, "not tried: packages are missing")
+        from .demo.tiny import tiny_model
+
+        model = str(tiny_model())
+    try:
+        async with launch(model, device="cpu", engine=engine) as client:
+            ready = time.perf_counter()
+            completion = await client.generate(
+                input_ids=[1, 2, 3], max_new_tokens=1, logprobs=True, timeout=60
+            )
+    except SglrlError as error:
+        return Finding(name, False, str(error))
+    started, total = ready - begun, completion.timing.total
+    return Finding(
+        name,
+        len(completion.output_ids) == 1,
+        f"worker up in {started:.1f} s, answer in {total * 1000:.1f} ms",
+    )
+
+
+def table_of(findings: list[Finding]) -> Table:
+    """For a person."""
+    table = Table(show_header=False)
+    for finding in findings:
+        mark = "[green]ok[/]" if finding.ok else "[bold red]missing[/]"
+        table.add_row(mark, finding.name, finding.detail.replace("[", r"\["))
+    return table
