@@ -55,6 +55,7 @@ class ForkServer:
 
     def __init__(self, preload: str) -> None:
         self.preload = preload
+        self.warm = False
         self.pid = os.getpid()
         self.folder = Path(tempfile.mkdtemp(prefix="sglrl-"))
         self.path = self.folder / "fork.sock"
@@ -84,6 +85,9 @@ class ForkServer:
             return
         if self.process.stdin is not None:
             self.process.stdin.close()
+        if not self.warm:
+            # Still importing: it hears nothing, and it has no workers yet.
+            self.process.kill()
         try:
             self.process.wait(5.0)
         except subprocess.TimeoutExpired:
@@ -149,6 +153,7 @@ class ForkConnection(asyncio.Protocol):
             try:
                 await loop.create_unix_connection(lambda: connection, str(server.path))
                 warm = await connection.warm
+                server.warm = True
             except OSError:
                 raise _start_error(server) from None
             except BaseException:
@@ -158,8 +163,8 @@ class ForkConnection(asyncio.Protocol):
             connection.close()
             server.close()
             raise WorkerStartError(
-                f"the fork server could not import {server.preload}: is the extra installed "
-                f"(pip install 'sglrl[{server.preload}]')?",
+                f"the fork server could not import what {server.preload!r} workers need; is the "
+                "extra installed (pip install 'sglrl[sglang]')?",
                 output=warm.error,
             )
         return connection
