@@ -657,8 +657,5 @@ async def _submit_all(
         for call, future in zip(calls[:submitted], futures, strict=False):
             if not future.done() or future.cancelled():
                 driver.cancel(call)
-            elif future.exception() is not None:
-                # Read, so that nobody is warned of what the first failure already told.
-                pass
 
 

@@ -19,10 +19,12 @@ _INT: set[type] = {int}
 
 
 @lru_cache
-def _ids_below(vocab_size: int) -> Any:
-    return Annotated[
-        list[Annotated[int, msgspec.Meta(ge=0, lt=vocab_size)]], msgspec.Meta(min_length=1)
-    ]
+def _ids_below(vocab_size: int) -> type[msgspec.Struct]:
+    """A schema for one list of token ids. A struct, because msgspec looks types up by hash at every
+    use, and the hash of an ``Annotated`` costs more than the check itself."""
+    ids = list[Annotated[int, msgspec.Meta(ge=0, lt=vocab_size)]]
+    hint = Annotated[ids, msgspec.Meta(min_length=1)]
+    return msgspec.defstruct("TokenIdList", [("ids", hint)], array_like=True, gc=False)
 
 
 def check_ids(ids: Any, vocab_size: int) -> bytes:
@@ -34,7 +36,7 @@ def check_ids(ids: Any, vocab_size: int) -> bytes:
     if isinstance(ids, (list, tuple)):
         try:
             # One pass in C checks type (bool is none) and range of every id.
-            msgspec.convert(ids, _ids_below(vocab_size))
+            msgspec.convert((ids,), _ids_below(vocab_size))
             return array("I", ids).tobytes()
         except msgspec.ValidationError:
             # Wrong, or integers of another kind (numpy's): the slow way says which.

@@ -13,10 +13,15 @@ before, unless it is overloaded. Samples of one prompt share a worker because th
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import islice
+from typing import Final
 
 from ..config import FabricConfig
 from .calls import Call
-from .members import READY, LoadIndex, Member
+from .members import LoadIndex, Member
+
+
+_HOLDERS: Final = 32
 
 
 class Route:
@@ -64,22 +69,22 @@ class PrefixIndex:
         self.young: dict[int, dict[Member, None]] = {}
         self.old: dict[int, dict[Member, None]] = {}
 
-    def holders(self, keys: list[int]) -> list[Member]:
-        """The READY members known to hold the longest prefix that any READY member holds."""
-        entries: list[dict[Member, None]] = []
+    def holders(self, keys: list[int]) -> dict[Member, None]:
+        """The members known to hold the longest prefix that any member holds."""
+        found: dict[Member, None] = {}
         young, old = self.young, self.old
         for key in keys:
             entry = young.get(key) or old.get(key)
             if not entry:
                 break
-            entries.append(entry)
-        # Workers that left stay in the index until they are forgotten; a shorter prefix at a
-        # worker that is still there is worth more than a longer one at theirs.
-        for entry in reversed(entries):
-            found = [member for member in entry if member.state is READY]
-            if found:
-                return found
-        return []
+            found = entry
+        return found
+
+    def forget(self, member: Member) -> None:
+        """The member takes no calls any more: what only it held is nobody's. O(entries), once."""
+        for generation in (self.young, self.old):
+            for entry in generation.values():
+                entry.pop(member, None)
 
     def record(self, keys: list[int], member: Member) -> None:
         young = self.young
@@ -122,6 +127,7 @@ class Router:
 
     def leave(self, member: Member) -> None:
         self.ready.remove(member)
+        self.prefixes.forget(member)
         self.sessions = {s: m for s, m in self.sessions.items() if m is not member}
 
     def choose(self, call: Call) -> Member | None:
@@ -142,7 +148,9 @@ class Router:
                 member = loads.least()
         if route is not None and member is not None:
             if self.tracks_prefixes:
-                self.prefixes.record(route.prefix_keys(self.config.prefix_block), member)
+                self.prefixes.record(
+                    route.keys or route.prefix_keys(self.config.prefix_block), member
+                )
             if route.session is not None:
                 self._remember(route.session, member)
         return member
@@ -150,10 +158,11 @@ class Router:
     def overloaded(self, member: Member) -> bool:
         """Whether affinity should give way: no room, or far more calls than the mean."""
         loads = self.loads
-        mean = loads.total / loads.members
+        load = member.load
         return (
-            not member.has_room
-            or member.load > self.config.overload * mean + self.config.overload_slack
+            load * loads.members
+            > self.config.overload * loads.total + self.config.overload_slack * loads.members
+            or load >= member.window
         )
 
     def _remember(self, session: str, member: Member) -> None:
@@ -170,9 +179,15 @@ class Router:
         if call.route is None:
             return None
         holders = self.prefixes.holders(call.route.prefix_keys(self.config.prefix_block))
+        if not holders:
+            return None
+        least = self.loads.least()
+        if least in holders:
+            return least
         best: Member | None = None
-        for member in holders:
-            if member.has_room and (best is None or member.load < best.load):
+        # Bounded: a prefix that very many workers hold is no reason to look at all of them.
+        for member in islice(holders, _HOLDERS):
+            if member.load < member.window and (best is None or member.load < best.load):
                 best = member
         return None if best is None or self.overloaded(best) else best
 
