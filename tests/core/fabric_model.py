@@ -1,0 +1,210 @@
+"""What ``sglrl.core.fabric`` promises, said again as simply as possible: sets, lists, no indexes.
+
+The model decides nothing about routing. It says which effects a step must have, and then judges
+every ``SEND``: may that call go to that member, and was no other call before it?
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from sglrl.core.calls import Call
+from sglrl.core.fabric import CANCEL, CHUNK, END, RESTART, SEND
+from sglrl.errors import Closed, DeadlineExceeded, Overloaded, UsageError, WorkerLost
+from sglrl.messages import Item, ItemKind
+
+WAITING, SENT, RUNNING, CANCELLING, ENDED = "waiting", "sent", "running", "cancelling", "ended"
+
+
+@dataclass
+class ModelMember:
+    index: int
+    state: str = "starting"
+    window: int = 0
+    held: set[int] = field(default_factory=set)
+
+    @property
+    def has_room(self) -> bool:
+        return self.state == "ready" and len(self.held) < self.window
+
+
+@dataclass
+class ModelCall:
+    call: Call
+    state: str = WAITING
+    attempts: int = 0
+    answers: int = 0
+    cancelled: bool = False
+
+    @property
+    def pinned(self) -> int | None:
+        return self.call.pinned
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return -self.call.priority, self.call.id
+
+
+class Model:
+    def __init__(self, max_queue: int, max_attempts: int) -> None:
+        self.max_queue = max_queue
+        self.max_attempts = max_attempts
+        self.members: dict[int, ModelMember] = {}
+        self.calls: dict[int, ModelCall] = {}
+        self.closed = False
+
+    # --- what is so -------------------------------------------------------------------------------
+
+    def alive(self) -> bool:
+        return any(m.state != "lost" for m in self.members.values())
+
+    def in_state(self, *states: str) -> list[ModelCall]:
+        return [c for c in self.calls.values() if c.state in states]
+
+    def room_for(self, pinned: int | None) -> bool:
+        if pinned is not None:
+            return self.members[pinned].has_room
+        return any(m.has_room for m in self.members.values())
+
+    def refusal(self, call: Call) -> type[Exception] | None:
+        """What ``submit`` must raise for this call now."""
+        if self.closed:
+            return Closed
+        if call.pinned is not None:
+            if call.pinned not in self.members:
+                return UsageError
+            if self.members[call.pinned].state in ("draining", "lost"):
+                return WorkerLost
+        elif self.members and not self.alive():
+            return WorkerLost
+        if not self.room_for(call.pinned) and len(self.in_state(WAITING)) >= self.max_queue:
+            return Overloaded
+        return None
+
+    # --- what must follow: each returns the effects wanted, except SENDs -------------------------
+
+    def results(self, index: int, items: list[Item]) -> tuple[list[Any], int]:
+        """The effects, and how many of the items are strays."""
+        member = self.members[index]
+        wanted: list[Any] = []
+        strays = 0
+        for item in items:
+            if item.id not in member.held:
+                strays += 1
+                continue
+            call = self.calls[item.id]
+            if item.kind == ItemKind.CHUNK:
+                if call.state != CANCELLING:
+                    call.state = RUNNING
+                    wanted.append((CHUNK, item.id, id(item)))
+                continue
+            member.held.remove(item.id)
+            if call.state != CANCELLING:
+                wanted.append((END, item.id, id(item)))
+            call.state = ENDED
+        return wanted, strays
+
+    def abandon(self, call: ModelCall) -> list[Any]:
+        """The caller is answered or gone; the worker is told, and holds its place until it says so."""
+        if call.state == WAITING:
+            call.state = ENDED
+            return []
+        call.state = CANCELLING
+        assert call.call.worker is not None
+        return [(CANCEL, call.call.worker.index, call.call.id)]
+
+    def cancel(self, call: ModelCall) -> list[Any]:
+        if call.state not in (WAITING, SENT, RUNNING):
+            return []
+        call.cancelled = True
+        return self.abandon(call)
+
+    def tick(self, now: float) -> list[Any]:
+        due = [
+            c
+            for c in self.in_state(WAITING, SENT, RUNNING)
+            if c.call.deadline is not None and c.call.deadline <= now
+        ]
+        return self._end_all(due, DeadlineExceeded)
+
+    def close(self) -> list[Any]:
+        self.closed = True
+        return self._end_all(self.in_state(WAITING, SENT, RUNNING), Closed)
+
+    def drain(self, index: int) -> list[Any]:
+        self.members[index].state = "draining"
+        return self._end_all([c for c in self.in_state(WAITING) if c.pinned == index], WorkerLost)
+
+    def lose(self, index: int) -> list[Any]:
+        member = self.members[index]
+        member.state = "lost"
+        wanted: list[Any] = []
+        for id_ in member.held:
+            call = self.calls[id_]
+            if call.state == CANCELLING:
+                call.state = ENDED
+                continue
+            begun = call.call.stream and call.state == RUNNING
+            if call.call.idempotent and not begun and call.attempts < self.max_attempts:
+                call.state = WAITING
+                wanted.append((RESTART, id_, None))
+            else:
+                call.state = ENDED
+                wanted.append((END, id_, WorkerLost))
+        member.held.clear()
+        stranded = [
+            c for c in self.in_state(WAITING) if c.pinned == index or not self.alive()
+        ]
+        return wanted + self._end_all(stranded, WorkerLost)
+
+    def _end_all(self, calls: list[ModelCall], error: type[Exception]) -> list[Any]:
+        wanted: list[Any] = []
+        for call in calls:
+            wanted += self.abandon(call)
+            wanted.append((END, call.call.id, error))
+        return wanted
+
+    # --- what did follow --------------------------------------------------------------------------
+
+    def judge(self, effects: list[Any], wanted: list[Any]) -> None:
+        """Check the effects of one step against those wanted, and every SEND on its own."""
+        seen: list[Any] = []
+        for kind, subject, detail in effects:
+            if kind == SEND:
+                self._judge_send(subject.index, detail)
+            elif kind == CANCEL:
+                assert self.members[subject.index].state in ("ready", "draining")
+                seen.append((CANCEL, subject.index, detail))
+            elif kind == END:
+                call = self.calls[subject.id]
+                call.answers += 1
+                assert call.answers == 1, f"{subject} was answered twice"
+                assert not call.cancelled, f"{subject} was answered after its caller left"
+                what = id(detail) if isinstance(detail, Item) else type(detail)
+                seen.append((END, subject.id, what))
+            else:
+                seen.append((kind, subject.id, None if detail is None else id(detail)))
+        chunks = [e for e in seen if e[0] == CHUNK]
+        assert chunks == [e for e in wanted if e[0] == CHUNK], "chunks keep their order"
+        assert sorted(map(str, seen)) == sorted(map(str, wanted))
+        for call in self.in_state(WAITING):
+            assert not self.room_for(call.pinned), f"{call.call} waits beside a free place"
+
+    def _judge_send(self, index: int, sent: Call) -> None:
+        member = self.members[index]
+        call = self.calls[sent.id]
+        assert member.has_room, f"{member} got a call"
+        assert call.state == WAITING, f"{call} was sent"
+        assert call.pinned in (None, index)
+        rivals = [
+            c
+            for c in self.in_state(WAITING)
+            if c.pinned == index or (call.pinned is None and c.pinned is None)
+        ]
+        first = min(rivals, key=lambda c: (c.pinned is None, c.order))
+        assert first is call, f"{first} should have gone before {call}"
+        call.state = SENT
+        call.attempts += 1
+        assert call.attempts <= self.max_attempts
+        member.held.add(sent.id)

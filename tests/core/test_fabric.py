@@ -1,0 +1,144 @@
+"""Single promises of the fabric that the state machine is too short or too random to show."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglrl.core.fabric import END, RESTART, Fabric
+from sglrl.errors import Closed, DeadlineExceeded, Overloaded, UsageError, WorkerLost
+from sglrl.messages import Item, ItemKind
+
+from .pool import finish, make_call, make_fabric, sent, submit, worker_of
+
+
+def test_waiting_calls_go_by_priority_then_age() -> None:
+    fabric = make_fabric(1, window=1)
+    running = submit(fabric)
+    waiting = {p: [submit(fabric, priority=p) for _ in range(2)] for p in (0, 5, -1, 5, 0)}
+    assert waiting
+    sent(fabric)
+    order = []
+    call = running
+    while fabric.calls:
+        finish(fabric, call)
+        for call in sent(fabric):
+            order.append((-call.priority, call.id))
+    assert len(order) == 10
+    assert order == sorted(order)
+
+
+def test_a_full_queue_refuses_and_keeps_what_it_has() -> None:
+    fabric = make_fabric(1, window=2, max_queue=3)
+    for _ in range(5):
+        submit(fabric)
+    refused = make_call()
+    with pytest.raises(Overloaded, match="max_queue=3"):
+        fabric.submit(refused, 0.0)
+    assert fabric.waiting == 3
+    assert refused.id not in fabric.calls
+    fabric.cancel(refused, 0.0)
+    fabric.validate()
+    finish(fabric, fabric.calls[1])
+    fabric.submit(make_call(), 0.0)
+
+
+def test_nothing_is_sent_before_ready() -> None:
+    fabric = Fabric()
+    fabric.add_member(0)
+    call = submit(fabric)
+    pinned = submit(fabric, pinned=0)
+    assert sent(fabric) == []
+    fabric.member_ready(0, 8, 0.0)
+    assert sent(fabric) == [pinned, call]
+
+
+def test_no_worker_left_is_said_at_once_even_with_a_queue_of_none() -> None:
+    fabric = make_fabric(1, max_queue=0)
+    fabric.member_lost(0, "it was killed", 0.0)
+    with pytest.raises(WorkerLost, match="no worker is left"):
+        fabric.submit(make_call(), 0.0)
+
+
+def test_pinned_to_a_worker_that_never_was() -> None:
+    with pytest.raises(UsageError, match=r"no worker 7; workers: \[0, 1\]"):
+        make_fabric(2).submit(make_call(pinned=7), 0.0)
+
+
+def test_an_idempotent_call_moves_until_its_attempts_are_used_up() -> None:
+    fabric = make_fabric(4, max_attempts=3)
+    call = submit(fabric, idempotent=True)
+    for _ in range(3):
+        assert call.worker is not None
+        fabric.results(call.worker, [Item(call.id, ItemKind.CHUNK)], 1.0)
+        fabric.member_lost(call.worker.index, "it was killed", 2.0)
+        if fabric.calls:
+            assert call.first_at == 0.0, "the first chunk of a lost attempt does not count"
+    kinds = [effect[0] for effect in fabric.outbox]
+    assert kinds.count(RESTART) == 2
+    assert kinds.count(END) == 1
+    error = fabric.outbox[-1][2]
+    assert isinstance(error, WorkerLost)
+    assert "attempt 3" in error.message
+    assert error.worker == worker_of(call)
+
+
+def test_a_stream_that_has_begun_is_not_repeated() -> None:
+    fabric = make_fabric(2)
+    call = submit(fabric, idempotent=True, stream=True)
+    assert call.worker is not None
+    fabric.results(call.worker, [Item(call.id, ItemKind.CHUNK)], 1.0)
+    fabric.member_lost(call.worker.index, "it was killed", 2.0)
+    kind, ended, error = fabric.outbox[-1]
+    assert (kind, ended) == (END, call)
+    assert "already streamed" in error.message
+
+
+def test_a_cancelled_call_keeps_its_place_until_the_worker_confirms() -> None:
+    fabric = make_fabric(1, window=1)
+    first, second = submit(fabric), submit(fabric)
+    assert sent(fabric) == [first]
+    fabric.cancel(first, 0.0)
+    assert sent(fabric) == []
+    finish(fabric, first, ItemKind.CANCELLED)
+    assert sent(fabric) == [second]
+
+
+def test_deadline_says_where_the_call_was() -> None:
+    fabric = make_fabric(1, window=1)
+    submit(fabric, deadline=1.0)
+    submit(fabric, deadline=2.0)
+    assert fabric.next_deadline() == 1.0
+    fabric.tick(2.5)
+    errors = [e[2] for e in fabric.outbox if e[0] == END]
+    assert [type(e) for e in errors] == [DeadlineExceeded] * 2
+    assert "at a worker" in errors[0].message
+    assert "in the queue" in errors[1].message
+    assert fabric.next_deadline() is None
+
+
+def test_nothing_is_accepted_after_close() -> None:
+    fabric = make_fabric(1)
+    fabric.close()
+    with pytest.raises(Closed):
+        fabric.submit(make_call(), 0.0)
+
+
+def test_cancelled_calls_do_not_fill_the_queue() -> None:
+    fabric = make_fabric(1, window=1)
+    submit(fabric)
+    for pinned in (None, 0):
+        for _ in range(2000):
+            fabric.cancel(submit(fabric, pinned=pinned), 0.0)
+    assert fabric.waiting == 0
+    assert len(fabric._queue) <= 65
+    assert len(fabric.members[0].pinned) <= 65
+    fabric.validate()
+
+
+def test_deadlines_of_ended_calls_are_swept() -> None:
+    fabric = make_fabric(1)
+    for n in range(2000):
+        finish(fabric, submit(fabric, deadline=1e9 + n))
+    assert len(fabric._deadlines) <= 67
+    assert fabric.next_deadline() is None
+    assert fabric._deadlines == []

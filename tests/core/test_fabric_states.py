@@ -1,0 +1,249 @@
+"""Any order of anything that can happen to a pool, against the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from msgspec import Raw
+
+from sglrl.config import ROUTING_STRATEGIES, FabricConfig
+from sglrl.core.calls import Call
+from sglrl.core.fabric import Fabric
+from sglrl.core.routing import Route
+from sglrl.errors import SglrlError
+from sglrl.messages import Item, ItemKind
+
+from .fabric_model import CANCELLING, ENDED, RUNNING, SENT, WAITING, Model, ModelCall, ModelMember
+
+pick = st.integers(0, 1 << 16)
+"""Chooses one of what is there at the moment, modulo its number."""
+
+routes = st.none() | st.builds(
+    Route,
+    tokens=st.sampled_from([b"\1\0\0\0" * n for n in (1, 4, 9)]),
+    version=st.integers(0, 1),
+    session=st.none() | st.sampled_from("ab"),
+)
+
+
+class FabricStates(RuleBasedStateMachine):
+    @initialize(
+        max_queue=st.integers(0, 4),
+        max_attempts=st.integers(1, 3),
+        routing=st.lists(st.sampled_from(ROUTING_STRATEGIES), min_size=1, max_size=3),
+    )
+    def begin(self, max_queue: int, max_attempts: int, routing: list[str]) -> None:
+        self.now = 0.0
+        self.strays = 0
+        self.model = Model(max_queue, max_attempts)
+        self.fabric = Fabric(
+            FabricConfig(
+                routing=tuple(routing),
+                max_queue=max_queue,
+                max_attempts=max_attempts,
+                prefix_block=2,
+                prefix_entries=8,
+                overload_slack=1,
+            )
+        )
+
+    def judge(self, wanted: list[Any]) -> None:
+        effects, self.fabric.outbox = self.fabric.outbox, []
+        self.model.judge(effects, wanted)
+
+    def member(self, n: int, *states: str) -> ModelMember | None:
+        found = [m for m in self.model.members.values() if not states or m.state in states]
+        return found[n % len(found)] if found else None
+
+    # --- members ----------------------------------------------------------------------------------
+
+    @precondition(lambda self: len(self.model.members) < 5)
+    @rule()
+    def join(self) -> None:
+        index = len(self.model.members)
+        self.fabric.add_member(index)
+        self.model.members[index] = ModelMember(index)
+        with pytest.raises(SglrlError):
+            self.fabric.add_member(index)
+        self.judge([])
+
+    @rule(n=pick, window=st.integers(1, 3))
+    def ready(self, n: int, window: int) -> None:
+        member = self.member(n, "starting")
+        if member is None:
+            return
+        with pytest.raises(SglrlError):
+            self.fabric.member_ready(member.index, 0, self.now)
+        self.fabric.member_ready(member.index, window, self.now)
+        member.state, member.window = "ready", window
+        self.judge([])
+
+    @rule(n=pick)
+    def ready_again(self, n: int) -> None:
+        member = self.member(n, "ready", "draining", "lost")
+        if member is not None:
+            with pytest.raises(SglrlError):
+                self.fabric.member_ready(member.index, 1, self.now)
+            self.judge([])
+
+    @rule(n=pick)
+    def drain(self, n: int) -> None:
+        member = self.member(n)
+        if member is None:
+            return
+        if member.state != "ready":
+            with pytest.raises(SglrlError):
+                self.fabric.drain_member(member.index, self.now)
+            self.judge([])
+            return
+        self.fabric.drain_member(member.index, self.now)
+        self.judge(self.model.drain(member.index))
+
+    @rule(n=pick)
+    def lose(self, n: int) -> None:
+        member = self.member(n)
+        if member is not None:
+            self.fabric.member_lost(member.index, "it was killed", self.now)
+            self.judge(self.model.lose(member.index) if member.state != "lost" else [])
+
+    # --- calls ------------------------------------------------------------------------------------
+
+    @rule(
+        priority=st.integers(-1, 2),
+        pinned=st.none() | st.none() | st.integers(0, 5),
+        deadline=st.none() | st.integers(-1, 5),
+        idempotent=st.booleans(),
+        stream=st.booleans(),
+        route=routes,
+    )
+    def submit(
+        self,
+        priority: int,
+        pinned: int | None,
+        deadline: int | None,
+        idempotent: bool,
+        stream: bool,
+        route: Route | None,
+    ) -> None:
+        call = Call(
+            "work",
+            Raw(b"\x90"),
+            None,
+            deadline=None if deadline is None else self.now + deadline,
+            priority=priority,
+            pinned=pinned,
+            route=route,
+            idempotent=idempotent,
+            stream=stream,
+        )
+        refusal = self.model.refusal(call)
+        if refusal is not None:
+            with pytest.raises(refusal):
+                self.fabric.submit(call, self.now)
+            self.fabric.cancel(call, self.now)
+        else:
+            self.fabric.submit(call, self.now)
+            assert call.id not in self.model.calls
+            self.model.calls[call.id] = ModelCall(call)
+        self.judge([])
+
+    @rule(
+        n=pick,
+        picks=st.lists(st.tuples(pick, st.sampled_from(ItemKind), st.booleans()), max_size=6),
+    )
+    def results(self, n: int, picks: list[tuple[int, ItemKind, bool]]) -> None:
+        """Items for calls that the member holds, and some for calls that it does not."""
+        member = self.member(n)
+        if member is None:
+            return
+        items = []
+        held = sorted(member.held)
+        for at, kind, stray in picks:
+            if stray or not held:
+                items.append(Item(at % (len(self.model.calls) + 3), kind))
+            else:
+                items.append(Item(held[at % len(held)], kind))
+        wanted, strays = self.model.results(member.index, items)
+        self.strays += strays
+        self.fabric.results(self.fabric.members[member.index], items, self.now)
+        self.judge(wanted)
+
+    @rule(n=pick)
+    def confirm_cancelled(self, n: int) -> None:
+        calls = self.model.in_state(CANCELLING)
+        if calls:
+            call = calls[n % len(calls)].call
+            assert call.worker is not None
+            item = Item(call.id, ItemKind.CANCELLED)
+            wanted, _ = self.model.results(call.worker.index, [item])
+            assert wanted == []
+            self.fabric.results(call.worker, [item], self.now)
+            self.judge(wanted)
+
+    @rule(n=pick)
+    def cancel(self, n: int) -> None:
+        if self.model.calls:
+            call = list(self.model.calls.values())[n % len(self.model.calls)]
+            self.fabric.cancel(call.call, self.now)
+            self.judge(self.model.cancel(call))
+
+    @rule(seconds=st.integers(0, 3))
+    def tick(self, seconds: int) -> None:
+        self.now += seconds
+        self.fabric.tick(self.now)
+        self.judge(self.model.tick(self.now))
+
+    @precondition(lambda self: len(self.model.calls) > 5)
+    @rule(n=st.integers(0, 9))
+    def close(self, n: int) -> None:
+        if n == 0:
+            self.fabric.close()
+            self.judge(self.model.close())
+
+    # --- always -----------------------------------------------------------------------------------
+
+    @invariant()
+    def same_as_the_model(self) -> None:
+        if not hasattr(self, "fabric"):
+            return
+        fabric, model = self.fabric, self.model
+        fabric.validate()
+        assert fabric.waiting == len(model.in_state(WAITING))
+        assert fabric.stray_items == self.strays
+        for index, member in model.members.items():
+            real = fabric.members[index]
+            assert real.state == member.state
+            assert set(real.calls) == member.held
+            assert real.load == len(member.held) <= max(real.window, 0)
+        live = model.in_state(WAITING, SENT, RUNNING)
+        assert set(fabric.calls) == {c.call.id for c in live}
+        deadlines = [c.call.deadline for c in live if c.call.deadline is not None]
+        assert fabric.next_deadline() == min(deadlines, default=None)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "fabric"):
+            return
+        for index in self.model.members:
+            self.lose(index)
+        self.fabric.close()
+        self.judge(self.model.close())
+        self.same_as_the_model()
+        assert self.fabric.calls == {}
+        assert self.fabric.waiting == self.fabric.loads.total == 0
+        assert all(m.load == 0 for m in self.fabric.members.values())
+        for call in self.model.calls.values():
+            assert call.state == ENDED
+            assert call.answers == (0 if call.cancelled else 1), call
+
+
+TestFabricStates = FabricStates.TestCase
+TestFabricStates.settings = settings(
+    max_examples=300,
+    stateful_step_count=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)

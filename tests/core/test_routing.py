@@ -1,0 +1,221 @@
+"""Each strategy against the plainest way to say what it should do."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglrl.config import ROUTING_STRATEGIES, FabricConfig
+from sglrl.core.members import Member
+from sglrl.core.routing import PrefixIndex
+from sglrl.errors import UsageError
+
+from .pool import finish, make_fabric, route, submit, worker_of
+
+BLOCK = 2
+prompts = st.lists(st.integers(0, 2), min_size=1, max_size=9)
+asks = st.lists(st.tuples(prompts, st.integers(0, 1)), min_size=1, max_size=30)
+
+
+def shared(a: list[int], b: list[int]) -> int:
+    """Tokens that the index should find in common: whole blocks, or all of an equal prompt."""
+    if a == b:
+        return len(a)
+    same = 0
+    while same < min(len(a), len(b)) and a[same] == b[same]:
+        same += 1
+    return same - same % BLOCK
+
+
+@given(asks=asks, lost=st.none() | st.integers(0, 29))
+@settings(deadline=None)
+def test_prefix_aware_takes_the_longest_prefix_of_the_same_version(
+    asks: list[tuple[list[int], int]], lost: int | None
+) -> None:
+    """Nobody is overloaded here. Where a prefix is known, one of its holders gets the call."""
+    fabric = make_fabric(
+        4, routing=("prefix-aware", "round-robin"), prefix_block=BLOCK, overload_slack=10_000
+    )
+    seen: list[tuple[list[int], int, int]] = []
+    for n, (tokens, version) in enumerate(asks):
+        if n == lost:
+            fabric.member_lost(0, "it was killed", 0.0)
+        worker = worker_of(submit(fabric, route=route(tokens, version)))
+        known = {
+            (shared(tokens, old), holder)
+            for old, old_version, holder in seen
+            if old_version == version and fabric.members[holder].state == "ready"
+        }
+        longest = max((length for length, _ in known), default=0)
+        if longest:
+            assert worker in {holder for length, holder in known if length == longest}
+        assert worker is not None
+        seen.append((tokens, version, worker))
+
+
+def test_among_holders_of_a_prefix_the_least_loaded() -> None:
+    fabric = make_fabric(3, routing=("prefix-aware",), prefix_block=BLOCK, overload_slack=100)
+    index = fabric.router.prefixes
+    for holder in (1, 2):
+        index.record(route([1, 2]).prefix_keys(BLOCK), fabric.members[holder])
+    for _ in range(3):
+        submit(fabric, pinned=1)
+    submit(fabric, pinned=2)
+    got = [worker_of(submit(fabric, route=route([1, 2, n]))) for n in range(4)]
+    assert got == [2, 2, 1, 2] or got == [2, 2, 2, 1]
+    assert 0 not in got
+
+
+def test_samples_of_one_prompt_share_a_worker() -> None:
+    fabric = make_fabric(8, routing=("prefix-aware", "requests"), overload_slack=4)
+    one = route(list(range(100)))
+    assert len({worker_of(submit(fabric, route=one)) for _ in range(4)}) == 1
+
+
+def test_an_overloaded_worker_gives_way() -> None:
+    """Never more than ``overload`` times the mean plus ``overload_slack`` by affinity."""
+    fabric = make_fabric(4, routing=("prefix-aware", "requests"), overload=1.5, overload_slack=2)
+    one = route(list(range(100)), session="chat")
+    for _ in range(200):
+        mean = fabric.loads.total / 4
+        least = min(m.load for m in fabric.members.values())
+        worker = worker_of(submit(fabric, route=one))
+        assert worker is not None
+        load = fabric.members[worker].load - 1
+        assert load <= 1.5 * mean + 2 or load == least
+    used = [m for m in fabric.members.values() if m.load]
+    assert len(used) >= 3, "at most 1.5 times the mean, so at least 4 / 1.5 workers share the work"
+
+
+def test_a_full_worker_gives_way() -> None:
+    fabric = make_fabric(2, window=3, routing=("prefix-aware", "requests"), overload_slack=100)
+    one = route([1] * 64)
+    workers = Counter(worker_of(submit(fabric, route=one)) for _ in range(6))
+    assert sorted(workers.values()) == [3, 3]
+    assert worker_of(submit(fabric, route=one)) is None
+
+
+@pytest.mark.parametrize("strategy", ROUTING_STRATEGIES)
+def test_turns_of_a_session_stay_with_their_worker(strategy: str) -> None:
+    fabric = make_fabric(8, routing=(strategy,))
+    homes: dict[str, int | None] = {}
+    for turn in range(5):
+        for session in ("a", "b", "c"):
+            prompt = route([turn] * 40, session=session)
+            call = submit(fabric, route=prompt)
+            assert homes.setdefault(session, worker_of(call)) == worker_of(call)
+            finish(fabric, call)
+
+
+def test_a_session_moves_when_its_worker_is_gone() -> None:
+    fabric = make_fabric(3, routing=("requests",))
+    home = worker_of(submit(fabric, route=route([1], session="a")))
+    assert home is not None
+    fabric.drain_member(home, 0.0)
+    new = worker_of(submit(fabric, route=route([1], session="a")))
+    assert new != home
+    assert worker_of(submit(fabric, route=route([2], session="a"))) == new
+
+
+@given(ends=st.lists(st.integers(0, 1 << 16), max_size=60), members=st.integers(2, 6))
+@settings(deadline=None)
+def test_requests_takes_the_member_with_the_fewest_calls(ends: list[int], members: int) -> None:
+    fabric = make_fabric(members, window=4, routing=("requests",))
+    running = []
+    for n in ends:
+        if n % 3 == 0 and running:
+            finish(fabric, running.pop(n % len(running)))
+        elif len(running) < members * 4:
+            least = min(m.load for m in fabric.members.values())
+            call = submit(fabric)
+            assert call.worker is not None
+            assert call.worker.load == least + 1
+            running.append(call)
+
+
+def test_kv_cache_takes_the_emptiest_cache() -> None:
+    fabric = make_fabric(4, window=2, routing=("kv-cache", "requests"))
+    for member, usage in zip(fabric.members.values(), (0.9, 0.301, 0.304, -1.0), strict=True):
+        member.kv_usage = usage
+    # 0.301 and 0.304 count as equal, so load decides; a worker that reports nothing is passed.
+    assert [worker_of(submit(fabric)) for _ in range(8)] == [1, 2, 1, 2, 0, 0, 3, 3]
+
+
+def test_kv_cache_without_reports_passes_to_the_next_strategy() -> None:
+    fabric = make_fabric(3, routing=("kv-cache", "round-robin"))
+    assert {worker_of(submit(fabric)) for _ in range(3)} == {0, 1, 2}
+
+
+def test_round_robin_skips_who_is_full_or_gone() -> None:
+    fabric = make_fabric(3, window=4, routing=("round-robin",))
+    turn = [worker_of(submit(fabric)) for _ in range(6)]
+    assert turn[:3] == turn[3:]
+    assert set(turn) == {0, 1, 2}
+    for _ in range(2):
+        submit(fabric, pinned=1)
+    assert {worker_of(submit(fabric)) for _ in range(2)} == {0, 2}
+    fabric.member_lost(0, "it was killed", 0.0)
+    assert worker_of(submit(fabric)) == 2
+
+
+@pytest.mark.parametrize("strategy", ROUTING_STRATEGIES)
+def test_a_thousand_members_share_the_work(strategy: str) -> None:
+    fabric = make_fabric(1000, window=8, routing=(strategy,))
+    for member in fabric.members.values():
+        member.kv_usage = 0.5
+    calls = [submit(fabric, route=route([n] * 32)) for n in range(2000)]
+    assert set(Counter(map(worker_of, calls)).values()) == {2}
+    fabric.validate()
+
+
+@given(asks=st.lists(prompts, max_size=60), entries=st.integers(2, 12))
+@settings(deadline=None)
+def test_prefix_index_is_bounded_and_remembers_the_recent(
+    asks: list[list[int]], entries: int
+) -> None:
+    index, member = PrefixIndex(entries), Member(0)
+    member.state = "ready"
+    for tokens in asks:
+        keys = route(tokens).prefix_keys(BLOCK)
+        index.record(keys, member)
+        assert len(index) <= entries + 2 * 5, "at most one long prompt beyond each half"
+        assert list(index.holders(keys)) == [member]
+
+
+def test_prefix_index_forgets_the_least_recently_used() -> None:
+    index, member = PrefixIndex(20), Member(0)
+    member.state = "ready"
+    kept, dropped = (route([n] * BLOCK).prefix_keys(BLOCK) for n in (1, 2))
+    index.record(dropped, member)
+    for n in range(100, 150):
+        index.record(kept, member)
+        index.record(route([n] * BLOCK).prefix_keys(BLOCK), member)
+    assert list(index.holders(kept)) == [member]
+    assert list(index.holders(dropped)) == []
+
+
+def test_sessions_are_bounded() -> None:
+    fabric = make_fabric(2, routing=("requests",), prefix_entries=10)
+    for n in range(100):
+        finish(fabric, submit(fabric, route=route([1], session=str(n))))
+    assert list(fabric.router.sessions) == [str(n) for n in range(90, 100)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"routing": ()}, "at least one strategy"),
+        ({"routing": ("fastest",)}, "unknown routing strategy 'fastest'; known: prefix-aware"),
+        ({"max_queue": -1}, "max_queue must be at least 0"),
+        ({"max_attempts": 0}, "max_attempts must be at least 1"),
+        ({"prefix_block": 0}, "prefix_block must be at least 1"),
+        ({"prefix_entries": 0}, "prefix_entries must be at least 1"),
+        ({"overload": float("nan")}, "overload must be at least 0"),
+    ],
+)
+def test_settings_out_of_range(settings: dict[str, object], text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        FabricConfig(**settings)  # type: ignore[arg-type]
