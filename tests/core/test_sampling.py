@@ -1,0 +1,257 @@
+"""Sampling values: what is wrong is said before anything is sent; what is right arrives as meant."""
+
+from __future__ import annotations
+
+import math
+from decimal import Decimal
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglrl.errors import InvalidRequest
+from sglrl.messages import Sampling
+from sglrl.sampling import ALIASES, TOP_K_ALL, Prepared, SamplingCache, SamplingParams
+
+NAN, INF = math.nan, math.inf
+
+BAD: dict[str, dict[str, list[Any]]] = {
+    "must be in": {
+        "temperature": [NAN, INF, -INF, -0.1, 10**400, np.float32("nan")],
+        "top_p": [NAN, 0.0, 0, 1.1, -0.5],
+        "min_p": [NAN, -0.1, 1.1],
+        "frequency_penalty": [NAN, -2.1, 2.1],
+        "presence_penalty": [NAN, -2.1, 2.1],
+        "repetition_penalty": [NAN, 0.0, -1.0, 2.1],
+    },
+    "must be a number": {
+        name: [True, "1", b"1", [1.0], np.array([1.0, 2.0]), 1j, np.bool_(True)]
+        for name in (
+            "temperature",
+            "top_p",
+            "min_p",
+            "frequency_penalty",
+            "presence_penalty",
+            "repetition_penalty",
+        )
+    },
+    "must be an integer": {
+        name: [True, "1", 1.0, [1], np.array([1, 2]), np.float64(1), np.bool_(True), Decimal(1)]
+        for name in ("max_new_tokens", "top_k", "min_new_tokens", "seed")
+    }
+    | {"stop_token_ids": [["a"], [1.0], [True], [None], np.array([[1]])]},
+    "must be at least": {
+        "max_new_tokens": [0, -1],
+        "top_k": [0, -2],
+        "min_new_tokens": [-1],
+        "seed": [-1],
+        "stop_token_ids": [[-1], (3, -1)],
+    },
+    "must be below": {"seed": [1 << 62, 1 << 80]},
+    "must be a list of token ids": {"stop_token_ids": [5, "12", b"12", iter([1])]},
+    "must be a string or a list of strings": {"stop": [5, [5], ["a", None], {"a"}, b"a"]},
+    "stop string is empty": {"stop": ["", ["a", ""]]},
+    "lone surrogate": {"stop": ["\ud800", ["a", "\ud800"]], "regex": ["\ud800"], "ebnf": ["\ud800"]},
+    "must be True or False": {
+        "ignore_eos": [1, 0, "yes"],
+        "skip_special_tokens": [1, 0, "no"],
+    },
+    "is not JSON": {"json_schema": ["{", "", "\ud800", "[" * 100_000]},
+    "must be a dict or JSON text": {"json_schema": [5, ["a"], b"{}", np.array([1, 2])]},
+    "cannot be written as JSON": {"json_schema": [{"a": object()}, {"a": "\ud800"}, {(1,): 2}]},
+    "must be a string": {"regex": [5, b"a"], "ebnf": [5, ["a"]]},
+}
+
+
+def describe(value: Any) -> str:
+    return f"{value!a:.20}"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        pytest.param(name, value, text, id=f"{name}={describe(value)}")
+        for text, by_name in BAD.items()
+        for name, values in by_name.items()
+        for value in values
+    ],
+)
+def test_bad_value(name: str, value: Any, text: str) -> None:
+    with pytest.raises(InvalidRequest, match=text) as caught:
+        SamplingParams(**{name: value})
+    assert name in str(caught.value) or name == "stop"
+    with pytest.raises(InvalidRequest, match=text):
+        SamplingCache(100).prepare(None, {name: value})
+
+
+@given(
+    name=st.sampled_from([f for f in SamplingParams.__struct_fields__]),
+    value=st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=3)
+    | st.binary(max_size=3)
+    | st.lists(st.integers(-1, 200) | st.text(max_size=2), max_size=3)
+    | st.dictionaries(st.text(max_size=2), st.integers(), max_size=2),
+)
+def test_any_value_is_refused_or_can_be_sent(name: str, value: Any) -> None:
+    cache = SamplingCache(100)
+    try:
+        prepared = cache.prepare(None, {name: value})
+    except InvalidRequest:
+        return
+    raw = prepared.wire(prepared.max_new_tokens or 16, prepared.seed)
+    if prepared.max_new_tokens is None or prepared.max_new_tokens < 1 << 63:
+        msgspec.msgpack.decode(raw, type=Sampling)
+
+
+def test_contradictions() -> None:
+    with pytest.raises(InvalidRequest, match="min_new_tokens=9 is more than max_new_tokens=8"):
+        SamplingParams(min_new_tokens=9, max_new_tokens=8)
+    with pytest.raises(InvalidRequest, match="only one of json_schema and regex"):
+        SamplingParams(json_schema={"type": "object"}, regex="a+")
+    with pytest.raises(InvalidRequest, match="only one of json_schema and ebnf"):
+        SamplingParams(json_schema={}, ebnf='root ::= "a"')
+    with pytest.raises(InvalidRequest, match="only one of regex and ebnf"):
+        SamplingCache(9).prepare(SamplingParams(regex="a"), {"ebnf": "b"})
+
+
+def test_stop_token_outside_the_vocabulary() -> None:
+    with pytest.raises(InvalidRequest, match="stop_token_ids holds 100; the vocabulary has 100"):
+        SamplingCache(100).prepare(None, {"stop_token_ids": [99, 100]})
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("temprature", "temperature"),
+        ("max_new_token", "max_new_tokens"),
+        ("top-p", "top_p"),
+        ("max_completion_token", "max_completion_tokens"),
+        ("stop_tokens_ids", "stop_token_ids"),
+    ],
+)
+def test_unknown_name_suggests_the_near_one(name: str, near: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        SamplingCache(9).prepare(None, {name: 1})
+    assert str(caught.value) == f"unknown sampling argument {name!r}; did you mean {near!r}?"
+
+
+def test_unknown_name_far_from_all() -> None:
+    with pytest.raises(InvalidRequest, match="unknown sampling argument 'zzz'$"):
+        SamplingCache(9).prepare(None, {"zzz": 1})
+
+
+@pytest.mark.parametrize(("alias", "name"), ALIASES.items())
+def test_aliases(alias: str, name: str) -> None:
+    value: Any = 7 if name.endswith("tokens") or name == "seed" else "{}"
+    cache = SamplingCache(9)
+    assert getattr(cache.prepare(None, {alias: value}).params, name) == value
+    with pytest.raises(InvalidRequest, match=f"another name for '{name}' were both given"):
+        cache.prepare(None, {name: value, alias: value})
+
+
+def test_none_means_not_given() -> None:
+    params = SamplingParams(temperature=0.5, stop="x")
+    merged = SamplingCache(9).prepare(params, {"temperature": None, "top_k": 3}).params
+    assert (merged.temperature, merged.top_k, merged.stop) == (0.5, 3, "x")
+
+
+def test_keywords_override_and_are_checked() -> None:
+    cache = SamplingCache(9)
+    params = SamplingParams(temperature=0.5)
+    assert cache.prepare(params, {"temperature": 0.0}).params.temperature == 0.0
+    with pytest.raises(InvalidRequest, match="temperature must be in"):
+        cache.prepare(params, {"temperature": NAN})
+    with pytest.raises(InvalidRequest, match=r"must be a sglrl\.SamplingParams, got dict"):
+        cache.prepare({"temperature": 1.0}, {})  # type: ignore[arg-type]
+
+
+def test_cache_finds_what_was_checked() -> None:
+    cache = SamplingCache(100)
+    params = SamplingParams(top_k=5)
+    assert cache.prepare(params, {}) is cache.prepare(params, {})
+    kwargs = {"temperature": 0.5, "stop": ("a", "b")}
+    assert cache.prepare(None, kwargs) is cache.prepare(None, dict(kwargs))
+    assert cache.prepare(None, {"stop": ["a"]}).stop_strings == ("a",)
+
+
+def test_cache_does_not_take_true_for_one() -> None:
+    cache = SamplingCache(100)
+    cache.prepare(None, {"max_new_tokens": 1})
+    cache.prepare(None, {"temperature": 1})
+    cache.prepare(None, {"ignore_eos": True})
+    for bad in ({"max_new_tokens": True}, {"temperature": True}, {"ignore_eos": 1}):
+        with pytest.raises(InvalidRequest):
+            cache.prepare(None, bad)
+
+
+def test_caches_are_bounded() -> None:
+    cache = SamplingCache(100)
+    kept = [SamplingParams(seed=n) for n in range(3000)]
+    for n, params in enumerate(kept):
+        cache.prepare(None, {"seed": n})
+        cache.prepare(params, {})
+    assert len(cache._by_kwargs) <= 1024
+    assert len(cache._by_params) <= 1024
+    prepared = Prepared(SamplingParams())
+    for n in range(1000):
+        prepared.wire(n + 1, None)
+    assert len(prepared._wire) <= 65
+
+
+def test_wire_form() -> None:
+    params = SamplingParams(
+        temperature=0,
+        top_k=np.int64(7),  # type: ignore[arg-type]
+        stop="x",
+        stop_token_ids=np.array([3, 4]),  # type: ignore[arg-type]
+        min_new_tokens=np.int32(9),  # type: ignore[arg-type]
+        repetition_penalty=np.float32(1.5),  # type: ignore[arg-type]
+        json_schema=MappingProxyType({"type": "object"}),
+    )
+    raw = Prepared(params).wire(8, 11)
+    assert msgspec.msgpack.decode(raw, type=Sampling) == Sampling(
+        max_new_tokens=8,
+        temperature=0.0,
+        top_p=1.0,
+        top_k=7,
+        min_p=0.0,
+        stop=("x",),
+        stop_token_ids=(3, 4),
+        min_new_tokens=8,
+        frequency_penalty=0.0,
+        presence_penalty=0.0,
+        repetition_penalty=1.5,
+        ignore_eos=False,
+        seed=11,
+        json_schema='{"type":"object"}',
+        regex=None,
+        ebnf=None,
+        skip_special_tokens=True,
+    )
+
+
+def test_wire_form_of_the_defaults() -> None:
+    wire = SamplingParams().to_wire(128, None)
+    assert (wire.temperature, wire.top_p, wire.top_k) == (1.0, 1.0, TOP_K_ALL)
+    assert (wire.stop, wire.stop_token_ids, wire.seed) == ((), (), None)
+    assert SamplingParams(top_k=1 << 70).to_wire(1, None).top_k == TOP_K_ALL
+
+
+def test_numpy_integers_become_plain_ones() -> None:
+    prepared = Prepared(
+        SamplingParams(max_new_tokens=np.int64(5), seed=np.int64(6))  # type: ignore[arg-type]
+    )
+    assert type(prepared.max_new_tokens) is type(prepared.seed) is int
+
+
+def test_wire_form_is_encoded_once() -> None:
+    prepared = Prepared(SamplingParams())
+    assert prepared.wire(8, None) is prepared.wire(8, None)
+    assert prepared.wire(8, None) is not prepared.wire(8, 1)

@@ -1,0 +1,113 @@
+"""Token ids on their way in: int32 bytes, or an error that says what is wrong with them."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglrl.errors import InvalidRequest
+from sglrl.tokens import check_ids
+
+VOCAB = 1000
+
+
+class Special(IntEnum):
+    END = 7
+
+
+@given(ids=st.lists(st.integers(0, VOCAB - 1), min_size=1))
+def test_every_kind_of_sequence(ids: list[int]) -> None:
+    wanted = np.array(ids, dtype="<i4").tobytes()
+    array = np.array(ids)
+    for given_ids in (
+        ids,
+        tuple(ids),
+        list(array),
+        *(array.astype(t) for t in ("i4", "i8", "u2", "u4", "u8", ">i4")),
+        np.repeat(array, 2)[::2],
+    ):
+        assert check_ids(given_ids, VOCAB) == wanted
+
+
+def test_other_integers() -> None:
+    assert check_ids([Special.END, np.uint8(3)], VOCAB) == np.array([7, 3], "<i4").tobytes()
+    assert check_ids(range(3), VOCAB) == np.array([0, 1, 2], "<i4").tobytes()
+    assert check_ids([0, 2**31 - 1], 2**31) == np.array([0, 2**31 - 1], "<i4").tobytes()
+
+
+class Tensor:
+    """What is asked of a torch tensor."""
+
+    def __init__(self, values: Any) -> None:
+        self.values = np.array(values)
+
+    def detach(self) -> Tensor:
+        return self
+
+    def cpu(self) -> Tensor:
+        return self
+
+    def numpy(self) -> np.ndarray[Any, Any]:
+        return self.values
+
+
+def test_tensors() -> None:
+    assert check_ids(Tensor([1, 2]), VOCAB) == np.array([1, 2], "<i4").tobytes()
+    with pytest.raises(InvalidRequest, match="one-dimensional"):
+        check_ids(Tensor([[1, 2]]), VOCAB)
+
+
+@pytest.mark.parametrize(
+    ("ids", "text"),
+    [
+        ([], "the prompt is empty"),
+        ((), "the prompt is empty"),
+        (np.array([], int), "the prompt is empty"),
+        ([-1], r"token id -1 is outside the vocabulary \(0\.\.999\)"),
+        ([5, 1000], "token id 1000 is outside"),
+        ([5, 10**30], "is outside the vocabulary"),
+        ([-(10**30)], "is outside the vocabulary"),
+        (np.array([5, 1000]), "token id 1000 is outside"),
+        (np.array([-1, 5]), "token id -1 is outside"),
+        (np.array([2**64 - 1], np.uint64), "is outside the vocabulary"),
+        ([True, 2], "must be integers, got bool, int"),
+        ([np.True_], "must be integers, got bool"),
+        ([1, 2.0], "must be integers, got float, int"),
+        (["1"], "must be integers, got str"),
+        ([[1, 2]], "must be integers, got list"),
+        ([None], "must be integers, got NoneType"),
+        (np.array([1.0]), "one-dimensional sequence of integers, got float64"),
+        (np.array([True]), "one-dimensional sequence of integers, got bool"),
+        (np.array([[1]]), r"of shape \(1, 1\)"),
+        (np.array(5), r"of shape \(\)"),
+        (5, "one-dimensional"),
+        (None, "one-dimensional"),
+        ({1, 2}, "one-dimensional"),
+        (object(), "one-dimensional"),
+        ("text", "for text use prompt"),
+        (b"text", "for text use prompt"),
+    ],
+)
+def test_not_token_ids(ids: Any, text: str) -> None:
+    with pytest.raises(InvalidRequest, match=text):
+        check_ids(ids, VOCAB)
+
+
+@given(
+    ids=st.lists(
+        st.integers(-3, VOCAB + 3) | st.booleans() | st.floats() | st.none() | st.text(max_size=1),
+        max_size=6,
+    )
+)
+def test_any_list(ids: list[Any]) -> None:
+    good = bool(ids) and all(type(i) is int and 0 <= i < VOCAB for i in ids)
+    if good:
+        assert np.frombuffer(check_ids(ids, VOCAB), "<i4").tolist() == ids
+    else:
+        with pytest.raises(InvalidRequest):
+            check_ids(ids, VOCAB)
