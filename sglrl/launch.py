@@ -183,6 +183,11 @@ def _place(device: str, replicas: int, tp_size: int) -> list[list[str] | None]:
         raise UsageError(f"device must be 'auto', 'cuda' or 'cpu', got {device!r}")
     found = [] if device == "cpu" else cuda_devices()
     if device == "cpu" or (device == "auto" and not found):
+        if tp_size > 1:
+            raise NotEnoughDevices(
+                f"tp_size={tp_size} needs as many GPUs; SGLang's published wheels run a model on "
+                "one CPU process only"
+            )
         return [None] * replicas
     needed = replicas * tp_size
     if len(found) < needed:
