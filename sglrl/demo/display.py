@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -32,6 +33,32 @@ def stage(console: Console, title: str, total: int) -> Iterator[Advance]:
     else:
         console.print(f"{title}: {total}", highlight=False)
         yield _lines(console, title, total)
+
+
+@contextmanager
+def start_up(console: Console) -> Iterator[None]:
+    """Show what ``launch`` is waiting for. On a terminal it does so itself; elsewhere it logs."""
+    if console.is_terminal:
+        yield
+        return
+    logger, handler = logging.getLogger("sglrl.launch"), _Lines(console)
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+class _Lines(logging.Handler):
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._console.print(f"start: {record.getMessage()}", highlight=False, markup=False)
 
 
 def _lines(console: Console, title: str, total: int) -> Advance:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from contextlib import AsyncExitStack
 
 import msgspec
 import uvloop
@@ -14,7 +15,7 @@ from ..errors import UsageError
 from ..launch import launch
 from ..messages import EngineInfo
 from .check import compare, load_reference, tolerance_for
-from .display import stage
+from .display import stage, start_up
 from .report import Report, make_report
 from .rollouts import Rollout, run_rollouts
 from .tasks import make_tasks
@@ -98,9 +99,10 @@ def run_demo(settings: DemoSettings, console: Console) -> Report:
 async def _sample(model: str, settings: DemoSettings, console: Console) -> _Measured:
     tasks = make_tasks(-(-settings.rollouts // SAMPLES), settings.seed)
     begun = time.perf_counter()
-    if not console.is_terminal:
-        console.print(f"starting {settings.replicas} workers", highlight=False)
-    async with launch(model, replicas=settings.replicas, device=settings.device) as client:
+    client = launch(model, replicas=settings.replicas, device=settings.device)
+    async with AsyncExitStack() as stack:
+        with start_up(console):
+            await stack.enter_async_context(client)
         # Loaded when first used; here, so that it does not count as the first request's latency.
         assert client.tokenizer is not None
         ready = time.perf_counter()

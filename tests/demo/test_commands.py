@@ -1,0 +1,135 @@
+"""The commands as a user runs them, in processes of their own."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+import sglrl
+import sglrl.demo.run
+from sglrl.__main__ import main
+from sglrl.demo.report import Report
+
+# Importing SGLang takes 20 s on a quiet machine, more on a busy one.
+PROGRESS = ("model: ", "start: ", "rollouts: ", "checking logprobs: ")
+pytestmark = pytest.mark.timeout(400)
+
+
+def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", *arguments], input=stdin, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """One small run on real SGLang workers."""
+    file = tmp_path_factory.mktemp("demo") / "demo.json"
+    options = [
+        "--rollouts",
+        "34",
+        "--in-flight",
+        "34",
+        "--max-new-tokens",
+        "8",
+        "--json",
+        str(file),
+    ]
+    return run("sglrl.demo", *options), file
+
+
+def test_demo_passes_with_real_workers(
+    demo: tuple[subprocess.CompletedProcess[str], Path],
+) -> None:
+    process, file = demo
+    assert process.returncode == 0, process.stderr
+    report = msgspec.json.decode(file.read_bytes(), type=Report)
+    assert report.passed
+    assert report.rollouts == 34
+    # Nine tasks; of these the fourth has two turns and the eighth three, four samples each.
+    assert report.requests == 34 + 4 + 8
+    assert report.logprobs.tokens == report.generated_tokens <= 8 * report.requests
+    assert report.logprobs.largest_difference <= report.logprobs.tolerance == 1e-4
+    assert {w.worker for w in report.workers} == {0, 1}
+    assert 0 < report.cache_hit_rate <= report.ideal_cache_hit_rate < 1
+
+
+def test_demo_shows_what_it_writes_and_nothing_of_its_libraries(
+    demo: tuple[subprocess.CompletedProcess[str], Path],
+) -> None:
+    process, file = demo
+    report = msgspec.json.decode(file.read_bytes(), type=Report)
+    for value in (
+        f"{report.requests:,} in {report.seconds:.2f} s",
+        f"{report.tokens_per_second:,.0f} generated",
+        f"{report.cache_hit_rate:.1%}",
+    ):
+        assert value in process.stdout
+    for line in process.stderr.splitlines():
+        assert line.startswith(PROGRESS), line
+
+
+def test_demo_fails_when_logprobs_are_not_the_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # The fake engine's logprobs are nobody's; everything around it is as always.
+    monkeypatch.setattr(
+        sglrl.demo.run, "launch", partial(sglrl.launch, engine="fake", vocab_size=512)
+    )
+    file = tmp_path / "demo.json"
+    with pytest.raises(SystemExit) as exit_:
+        main(["demo", "--rollouts", "5", "--max-new-tokens", "4", "--json", str(file)])
+    assert exit_.value.code == 1
+    report = msgspec.json.decode(file.read_bytes(), type=Report)
+    assert not report.passed
+    assert report.logprobs.largest_difference > report.logprobs.tolerance
+    assert "FAILED" in capsys.readouterr().out
+
+
+@contextmanager
+def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
+        [sys.executable, "-m", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.kill()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        pytest.param("start: importing", id="while SGLang is imported"),
+        pytest.param("rollouts: 1 of 8", id="while workers decode"),
+    ],
+)
+def test_interrupt_leaves_no_process_and_one_line(line: str) -> None:
+    with started(
+        "sglrl.demo", "--rollouts", "8", "--in-flight", "1", "--max-new-tokens", "256"
+    ) as process:
+        assert process.stderr is not None
+        for text in process.stderr:
+            if text.startswith(line):
+                break
+        family = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGINT)
+        rest = process.stderr.read().splitlines()
+        assert process.wait() == 130
+        assert [text for text in rest if not text.startswith(PROGRESS)] == ["interrupted"]
+        _, alive = psutil.wait_procs(family, timeout=30)
+        assert family
+        assert not alive
