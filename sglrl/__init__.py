@@ -10,7 +10,9 @@ Names are imported when first used, so ``import sglrl`` itself costs next to not
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -126,9 +128,23 @@ def __getattr__(name: str) -> Any:
     if home is None:
         raise AttributeError(f"module 'sglrl' has no attribute {name!r}")
     value = getattr(import_module(f".{home}", __name__), name)
-    # A module of the same name (launch, blocking) was set by the import; the function wins.
     globals()[name] = value
     return value
+
+
+class _Package(ModuleType):
+    """``launch``, ``spawn`` and ``blocking`` are functions in modules of the same name. Python sets
+    an imported module as an attribute of its package, whoever imported it; here the function is
+    set instead, so that ``sglrl.spawn(...)`` works also after ``sglrl.launch`` imported the module.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, ModuleType) and _HOME.get(name) == name:
+            value = getattr(value, name)
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __dir__() -> list[str]:
