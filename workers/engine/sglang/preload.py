@@ -6,4 +6,7 @@ import warnings
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
+    # The registry imports every model that SGLang knows: as slow as all the rest together.
+    import sglang.srt.models.registry as registry  # noqa: F401
+
     from . import scheduler as scheduler
