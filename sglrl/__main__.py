@@ -21,9 +21,9 @@ def main(arguments: Sequence[str] | None = None, name: str = "sglrl") -> None:
         code = INTERRUPTED
     except SystemExit as exit_:
         code = exit_.code
-    # Worker processes are ended at interpreter exit; a second Ctrl-C must not cut that short.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     if code == INTERRUPTED:
+        # Worker processes are ended at interpreter exit; a second Ctrl-C must not cut that short.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         sys.stderr.write("interrupted\n")
     sys.exit(code)  # type: ignore[arg-type]
 
