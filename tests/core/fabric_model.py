@@ -106,7 +106,7 @@ class Model:
         return wanted, strays
 
     def abandon(self, call: ModelCall) -> list[Any]:
-        """The caller is answered or gone; the worker is told, and holds its place until it says so."""
+        """The caller is answered or gone. A worker that holds the call is told, and keeps its place."""
         if call.state == WAITING:
             call.state = ENDED
             return []
@@ -153,9 +153,7 @@ class Model:
                 call.state = ENDED
                 wanted.append((END, id_, WorkerLost))
         member.held.clear()
-        stranded = [
-            c for c in self.in_state(WAITING) if c.pinned == index or not self.alive()
-        ]
+        stranded = [c for c in self.in_state(WAITING) if c.pinned == index or not self.alive()]
         return wanted + self._end_all(stranded, WorkerLost)
 
     def _end_all(self, calls: list[ModelCall], error: type[Exception]) -> list[Any]:

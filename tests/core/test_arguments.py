@@ -31,9 +31,7 @@ class Episode(msgspec.Struct):
 
 
 def arguments_of(function: Callable[..., Any]) -> Arguments:
-    return Arguments(
-        function.__name__, inspect.signature(function), get_type_hints(function)
-    )
+    return Arguments(function.__name__, inspect.signature(function), get_type_hints(function))
 
 
 def there(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -108,10 +106,12 @@ def test_bytes_wanted(value: object) -> None:
 
 
 arrays = st.builds(
-    lambda dtype, shape, order: np.arange(int(np.prod(shape)))
-    .astype(dtype)
-    .reshape(shape, order=order),
-    dtype=st.sampled_from(["f4", "f8", ">f4", "i1", "u8", "?", "c8", "M8[s]", "m8[ms]", "U3", "S2"]),
+    lambda dtype, shape, order: (
+        np.arange(int(np.prod(shape))).astype(dtype).reshape(shape, order=order)
+    ),
+    dtype=st.sampled_from(
+        ["f4", "f8", ">f4", "i1", "u8", "?", "c8", "M8[s]", "m8[ms]", "U3", "S2"]
+    ),
     shape=st.lists(st.integers(0, 3), max_size=3),
     order=st.sampled_from("CF"),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -127,7 +128,7 @@ def test_version_spans(parts: list[tuple[int, int]]) -> None:
     assert [s.start for s in spans] == edges[:-1]
     assert edges[-1] == len(by_token)
     assert all(s.start < s.stop for s in spans)
-    assert all(a.version != b.version for a, b in zip(spans, spans[1:], strict=False))
+    assert all(a.version != b.version for a, b in pairwise(spans))
 
 
 def test_chunk() -> None:

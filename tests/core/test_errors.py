@@ -91,7 +91,9 @@ def test_known_kinds_come_back_as_themselves(kind: str) -> None:
     assert str(error) == "what to do"
 
 
-@pytest.mark.parametrize("kind", ["KeyError", "Closed", "WorkerLost", "SglrlError", "", "__class__"])
+@pytest.mark.parametrize(
+    "kind", ["KeyError", "Closed", "WorkerLost", "SglrlError", "", "__class__"]
+)
 def test_any_other_kind_is_a_remote_error(kind: str) -> None:
     error = from_wire(kind, "what to do", "Traceback ...")
     assert type(error) is RemoteError

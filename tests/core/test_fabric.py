@@ -13,16 +13,16 @@ from .pool import finish, make_call, make_fabric, sent, submit, worker_of
 
 def test_waiting_calls_go_by_priority_then_age() -> None:
     fabric = make_fabric(1, window=1)
-    running = submit(fabric)
-    waiting = {p: [submit(fabric, priority=p) for _ in range(2)] for p in (0, 5, -1, 5, 0)}
-    assert waiting
+    running = [submit(fabric)]
+    for priority in (0, 5, -1, 5, 0):
+        submit(fabric, priority=priority)
+        submit(fabric, priority=priority)
     sent(fabric)
     order = []
-    call = running
-    while fabric.calls:
-        finish(fabric, call)
-        for call in sent(fabric):
-            order.append((-call.priority, call.id))
+    while running:
+        finish(fabric, running.pop())
+        running = sent(fabric)
+        order += [(-call.priority, call.id) for call in running]
     assert len(order) == 10
     assert order == sorted(order)
 

@@ -40,7 +40,7 @@ raws = st.builds(
 items = st.builds(Item, id=ids, kind=st.integers(0, 3), body=raws, frames=st.integers(0, 9))
 infos = st.builds(
     EngineInfo,
-    **{name: texts for name in ("model", "architecture", "dtype", "device", "sglang_version")},
+    **dict.fromkeys(("model", "architecture", "dtype", "device", "sglang_version"), texts),
     **{
         name: st.integers(0, 1 << 40)
         for name in (

@@ -1,4 +1,4 @@
-"""Sampling values: what is wrong is said before anything is sent; what is right arrives as meant."""
+"""Sampling values: a wrong one is refused before anything is sent, a right one arrives as meant."""
 
 from __future__ import annotations
 
@@ -55,7 +55,11 @@ BAD: dict[str, dict[str, list[Any]]] = {
     "must be a list of token ids": {"stop_token_ids": [5, "12", b"12", iter([1])]},
     "must be a string or a list of strings": {"stop": [5, [5], ["a", None], {"a"}, b"a"]},
     "stop string is empty": {"stop": ["", ["a", ""]]},
-    "lone surrogate": {"stop": ["\ud800", ["a", "\ud800"]], "regex": ["\ud800"], "ebnf": ["\ud800"]},
+    "lone surrogate": {
+        "stop": ["\ud800", ["a", "\ud800"]],
+        "regex": ["\ud800"],
+        "ebnf": ["\ud800"],
+    },
     "must be True or False": {
         "ignore_eos": [1, 0, "yes"],
         "skip_special_tokens": [1, 0, "no"],
@@ -89,7 +93,7 @@ def test_bad_value(name: str, value: Any, text: str) -> None:
 
 
 @given(
-    name=st.sampled_from([f for f in SamplingParams.__struct_fields__]),
+    name=st.sampled_from(SamplingParams.__struct_fields__),
     value=st.none()
     | st.booleans()
     | st.integers()
@@ -143,7 +147,7 @@ def test_unknown_name_suggests_the_near_one(name: str, near: str) -> None:
 
 
 def test_unknown_name_far_from_all() -> None:
-    with pytest.raises(InvalidRequest, match="unknown sampling argument 'zzz'$"):
+    with pytest.raises(InvalidRequest, match=r"unknown sampling argument 'zzz'$"):
         SamplingCache(9).prepare(None, {"zzz": 1})
 
 

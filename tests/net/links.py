@@ -1,0 +1,70 @@
+"""One driver's end and its workers' ends, over each transport, behind the same few words."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import Any, Protocol
+
+from sglrl.net.base import DriverTransport, WorkerTransport
+from sglrl.net.memory import MemoryRouter
+from sglrl.net.zmq import ZmqDealer, ZmqRouter
+
+LIMIT = 16 << 20
+"""Largest frame, bytes."""
+
+
+class Link(Protocol):
+    router: DriverTransport
+
+    def dealer(self, identity: bytes) -> WorkerTransport:
+        """A worker's end, connecting."""
+        ...
+
+
+class MemoryLink:
+    def __init__(self) -> None:
+        self.router = MemoryRouter()
+
+    def dealer(self, identity: bytes) -> WorkerTransport:
+        return self.router.connect(identity)
+
+
+class ZmqLink:
+    def __init__(self, address: str) -> None:
+        self.router = ZmqRouter(address, max_message_bytes=LIMIT)
+
+    def dealer(self, identity: bytes) -> ZmqDealer:
+        return ZmqDealer(self.router.address, identity, max_message_bytes=LIMIT)
+
+
+_sockets = count()
+
+LINKS: dict[str, Callable[[Path], Link]] = {
+    "memory": lambda folder: MemoryLink(),
+    "ipc": lambda folder: ZmqLink(f"ipc://{folder}/{next(_sockets)}"),
+    "tcp": lambda folder: ZmqLink("tcp://127.0.0.1:*"),
+}
+
+
+class Inbox:
+    """Collects what a callback is given; ``reach`` waits until there are so many."""
+
+    def __init__(self) -> None:
+        self.got: list[Any] = []
+        self._wanted = 0
+        self._event = asyncio.Event()
+
+    def __call__(self, *message: Any) -> None:
+        self.got.append(message if len(message) > 1 else message[0])
+        if len(self.got) >= self._wanted:
+            self._event.set()
+
+    async def reach(self, wanted: int) -> list[Any]:
+        self._wanted = wanted
+        if len(self.got) < wanted:
+            self._event.clear()
+            await self._event.wait()
+        return self.got
