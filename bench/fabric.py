@@ -52,9 +52,10 @@ def main(
     load = {"seconds": seconds, "repeats": repeats, "levels": _LEVELS}
     sglrl = load | {"replicas": replicas, "idle": 1.0 if quick else 4.0}
     memory = load | {"levels": _LEVELS[1:]}
-    plan: list[tuple[str, str, dict[str, Any]]] = []
-    for transport in ("ipc", "tcp") if address == "both" else (address,):
-        plan.append((f"sglrl {transport}", "sglrl", sglrl | {"address": transport}))
+    plan: list[tuple[str, str, dict[str, Any]]] = [
+        (f"sglrl {transport}", "sglrl", sglrl | {"address": transport})
+        for transport in (("ipc", "tcp") if address == "both" else (address,))
+    ]
     waiting = {"calls": 5_000 if quick else 20_000}
     plan.append(("waiting calls", "waiting", waiting | {"bare": False}))
     plan.append(("waiting tasks", "waiting", waiting | {"bare": True}))

@@ -7,6 +7,7 @@ import gc
 import importlib.util
 import os
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -156,7 +157,8 @@ async def _hold(call: Any, count: int, size: Any) -> float:
     gc.collect()
     grown = size() - before
     for task in tasks:
-        assert task is not None and not task.done()
+        assert task is not None
+        assert not task.done()
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)  # type: ignore[arg-type]
     if tracemalloc.is_tracing():
@@ -197,7 +199,7 @@ class _MemoryPool:
         self.echo_seconds = 0.0
         self.driver = Driver(router, FabricConfig(routing=routing))
         decode_args = msgspec.msgpack.Decoder(GenerateArgs).decode
-        logprobs = b"".join(_float32(value) for value in LOGPROBS)
+        logprobs = struct.pack(f"<{TOKENS}f", *LOGPROBS)
         info = EngineInfo(
             model="echo", architecture="Echo", dtype="float32", device="cpu", vocab_size=VOCAB,
             context_length=32_768, max_prompt_tokens=32_767, max_total_tokens=32_768,
@@ -224,6 +226,13 @@ class _MemoryPool:
             dealer.start(on_message)
             dealer.send([encode(self._ready)])
 
+        self._all_ready = asyncio.Event()
+
+        def on_ready(index: int, ready: Ready) -> None:
+            if index == workers - 1:
+                self._all_ready.set()
+
+        self.driver.on_ready = on_ready
         self.driver.start()
         for index in range(workers):
             connect(index)
@@ -232,20 +241,12 @@ class _MemoryPool:
         return self._ready
 
     async def __aenter__(self) -> _MemoryPool:
-        members = self.driver.fabric.members.values()
-        while any(m.state != "ready" for m in members):
-            await asyncio.sleep(0)
+        await self._all_ready.wait()
         return self
 
     async def close(self) -> None:
         self.driver.close()
         self.driver.transport.close()
-
-
-def _float32(value: float) -> bytes:
-    import struct
-
-    return struct.pack("<f", value)
 
 
 def _memory(options: Mapping[str, Any], note: Note) -> dict[str, Any]:

@@ -7,13 +7,16 @@ row with the reason. A part's process writes JSON lines (``note`` and then ``res
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import select
 import selectors
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -40,11 +43,17 @@ class PartFailed(Exception):
 
 
 def run_part(
-    module: str, name: str, options: Mapping[str, Any], note: Note, limit: float
+    module: str,
+    name: str,
+    options: Mapping[str, Any],
+    note: Note,
+    limit: float,
+    env: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Measure part ``name`` of ``module`` in a new process and return its result.
 
     ``limit``: seconds after which the part is ended. All of its processes are gone on return.
+    ``env``: environment variables beside the bench's own.
 
     Raises:
         PartFailed: it ended without a result, raised, or took too long.
@@ -54,6 +63,7 @@ def run_part(
         process = subprocess.Popen(
             [sys.executable, "-m", module, name, json.dumps(options), str(write_end)],
             cwd=ROOT,
+            env={**os.environ, **(env or {})},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -61,11 +71,16 @@ def run_part(
             start_new_session=True,
         )
         os.close(write_end)
-        try:
-            with os.fdopen(read_end, "rb", buffering=0) as pipe:
+        patience = 0.0
+        with os.fdopen(read_end, "rb", buffering=0) as pipe:
+            try:
                 outcome = _listen(pipe, note, limit)
-        finally:
-            _end(process)
+            except TimeoutError as error:
+                outcome = {"error": str(error)}
+            else:
+                patience = _END_SECONDS
+            finally:
+                _end(process, patience)
         if "result" in outcome:
             result: dict[str, Any] = outcome["result"]
             return result
@@ -84,7 +99,7 @@ def _listen(pipe: IO[bytes], note: Note, limit: float) -> dict[str, Any]:
         while True:
             left = deadline - time.monotonic()
             if left <= 0:
-                return {"error": f"took longer than {limit:.0f} s"}
+                raise TimeoutError(f"took longer than {limit:.0f} s")
             if not selector.select(left):
                 continue
             data = pipe.read(1 << 16)
@@ -98,13 +113,11 @@ def _listen(pipe: IO[bytes], note: Note, limit: float) -> dict[str, Any]:
                 note(message["note"])
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Wait until the part's process group is gone (a GPU is free only then), with force if needed."""
+def _end(process: subprocess.Popen[bytes], patience: float) -> None:
+    """Wait until the part's processes are gone (only then is a GPU free), with force if needed."""
     family = _group(process.pid)
-    try:
-        process.wait(timeout=_END_SECONDS)
-    except subprocess.TimeoutExpired:
-        pass
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=patience)
     family += _group(process.pid)
     for member in family:
         try:
@@ -134,6 +147,7 @@ def serve_part(parts: Mapping[str, Part]) -> None:
     os.set_inheritable(descriptor, False)
     # The bench ends its parts by their group; Ctrl-C reaches it alone.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_die_with_the_bench, args=(descriptor,), daemon=True).start()
     pipe = os.fdopen(descriptor, "w", buffering=1)
 
     def say(**message: Any) -> None:
@@ -146,5 +160,11 @@ def serve_part(parts: Mapping[str, Part]) -> None:
         say(error=f"{type(error).__name__}: {error}")
     else:
         say(result=result)
-    finally:
-        pipe.close()
+
+
+def _die_with_the_bench(descriptor: int) -> None:
+    """The bench holds the pipe's other end; when that closes nobody waits for this part."""
+    poller = select.poll()
+    poller.register(descriptor, 0)
+    poller.poll()
+    os.killpg(0, signal.SIGKILL)

@@ -78,11 +78,10 @@ def _cpu_model() -> str:
 
 def _gpus() -> list[str]:
     """Names of the NVIDIA GPUs, read without a CUDA library."""
-    found = []
+    found: list[str] = []
     for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
-        for line in path.read_text().splitlines():
-            if line.startswith("Model:"):
-                found.append(line.partition(":")[2].strip())
+        lines = path.read_text().splitlines()
+        found += [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]
     return found
 
 

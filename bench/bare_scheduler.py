@@ -1,0 +1,153 @@
+"""SGLang's scheduler with nothing around it: the bar that ``bench.engine`` measures against."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.managers.io_struct import (
+    BatchTokenIDOutput,
+    ShutdownReq,
+    TokenizedGenerateReqInput,
+)
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.scheduler_components.request_receiver import SchedulerRequestReceiver
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import PortArgs
+from sglrl_workers.engine.sglang import compat
+
+
+class Feed:
+    """Stands at both ends of the scheduler: gives it requests, ``in_flight`` at a time, and counts
+    what comes out. Works through its plan, then asks the scheduler to end."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self._plan: list[tuple[int, int]] = []
+        self._ready: list[Any] = []
+        self._running: dict[str, float] = {}
+        self._repetition: int | None = None
+        self._stopping = False
+
+    def begin(
+        self,
+        plan: list[tuple[int, int]],
+        prompts: Callable[[int, int], list[list[int]]],
+        in_flight: int,
+        new_tokens: int,
+        temperature: float,
+        done: Callable[[int, int, float, list[float]], None],
+    ) -> None:
+        """``done(repetition, tokens, seconds, latencies)`` is called after each repetition."""
+        self._plan = list(plan)
+        self._prompts = prompts
+        self._in_flight = in_flight
+        self._new_tokens = new_tokens
+        self._temperature = temperature
+        self._done = done
+
+    def pull(self) -> list[Any]:
+        """What the scheduler takes in before its next step."""
+        if self._stopping:
+            return []
+        try:
+            return self._pull()
+        except Exception as error:
+            self.error = error
+            return self._stop()
+
+    def _stop(self) -> list[Any]:
+        self._stopping = True
+        return [ShutdownReq()]
+
+    def _pull(self) -> list[Any]:
+        if not self._ready and not self._running:
+            if self._repetition is not None:
+                self._done(
+                    self._repetition, self._tokens, self._last - self._first, self._latencies
+                )
+                self._repetition = None
+            if not self._plan:
+                return self._stop()
+            repetition, count = self._plan.pop(0)
+            self._ready = [
+                self._request(f"{repetition}-{i}.", ids)
+                for i, ids in enumerate(self._prompts(repetition, count))
+            ]
+            self._ready.reverse()
+            self._repetition = repetition
+            self._tokens = 0
+            self._latencies: list[float] = []
+            self._first = time.perf_counter()
+        now = time.perf_counter()
+        pulled = []
+        while self._ready and len(self._running) < self._in_flight:
+            request = self._ready.pop()
+            self._running[request.rid] = now
+            pulled.append(request)
+        return pulled
+
+    def _request(self, rid: str, ids: list[int]) -> TokenizedGenerateReqInput:
+        params = SamplingParams(
+            max_new_tokens=self._new_tokens, temperature=self._temperature, ignore_eos=True
+        )
+        params.normalize(None)
+        return TokenizedGenerateReqInput(
+            rid=rid,
+            input_text=None,
+            input_ids=array("q", ids),
+            input_embeds=None,
+            mm_inputs=None,
+            token_type_ids=None,
+            sampling_params=params,
+            return_logprob=True,
+            logprob_start_len=-1,
+            top_logprobs_num=0,
+            token_ids_logprob=None,
+            stream=False,
+        )
+
+    def send_output(self, output: Any, recv_obj: Any = None) -> None:
+        """What the scheduler gives out after a step."""
+        if not isinstance(output, BatchTokenIDOutput):
+            return
+        self._last = time.perf_counter()
+        for i, rid in enumerate(output.rids):
+            # Outputs come in parts; those parts must hold the logprobs that were asked for.
+            self._tokens += min(
+                len(output.output_ids[i]), len(output.output_token_logprobs_val[i])
+            )
+            if output.finished_reasons[i] is not None:
+                self._latencies.append(self._last - self._running.pop(rid))
+
+    socket = None
+
+
+class _Receiver(SchedulerRequestReceiver):  # type: ignore[misc]
+    __slots__ = ()
+
+    def _pull_raw_reqs(self) -> list[Any]:
+        pulled: list[Any] = self.recv_from_tokenizer.pull()
+        return pulled
+
+
+class BareScheduler(Scheduler):  # type: ignore[misc]
+    """The scheduler between the two ends of a ``Feed``; its loop is SGLang's own."""
+
+    def __init__(self, feed: Feed, *args: Any) -> None:
+        self.bench_feed = feed
+        super().__init__(*args)
+
+    def init_ipc_channels(self, port_args: PortArgs) -> None:
+        self.ipc_channels = compat.channels(self.bench_feed, self.bench_feed)
+        self.recv_from_tokenizer = self.bench_feed
+        self.load_snapshot_writer = None
+
+    def init_idle_sleeper(self) -> None:
+        self.idle_sleeper = None
+
+    def init_request_receiver(self) -> None:
+        super().init_request_receiver()
+        self.request_receiver = _Receiver(**compat.field_values(self.request_receiver))

@@ -1,0 +1,289 @@
+"""The four systems that ``bench.engine`` measures, each in a process of its own (see ``parts``).
+
+All get the same prompts, ask for the same number of tokens with their logprobs, and keep the same
+number of requests in flight. A repetition's time runs from its first request to its last answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from .cases import Case, prompts
+from .load import percentile
+from .parts import ROOT, Note, serve_part
+
+Generate = Callable[[list[int]], Awaitable[int]]
+"""Send one prompt, wait for the whole answer, return the number of tokens that have a logprob."""
+
+_TEMPERATURE = 1.0
+
+
+class _Repetitions:
+    """Collects the repetitions of one system."""
+
+    def __init__(self, case: Case, repeats: int, begun: float, note: Note) -> None:
+        self.case = case
+        self.repeats = repeats
+        self.note = note
+        self.start_seconds = time.perf_counter() - begun
+        self.rates: list[float] = []
+        self.latencies: list[list[float]] = []
+        note("warming up")
+
+    def plan(self) -> list[tuple[int, int]]:
+        """(repetition, requests), first the warm-up: one full batch of the same shape."""
+        case = self.case
+        warm = (-1, min(case.in_flight, case.requests))
+        return [warm, *((i, case.requests) for i in range(self.repeats))]
+
+    def add(self, repetition: int, tokens: int, seconds: float, latencies: list[float]) -> None:
+        """Raises ValueError when the answers are not as long as was asked for."""
+        expected = len(latencies) * self.case.new
+        if tokens != expected:
+            raise ValueError(f"{tokens} tokens with logprobs came back, {expected} were asked for")
+        if repetition < 0:
+            return
+        self.rates.append(tokens / seconds)
+        self.latencies.append(latencies)
+        self.note(f"repetition {repetition + 1} of {self.repeats}: {self.rates[-1]:,.0f} tokens/s")
+
+    def result(self) -> dict[str, Any]:
+        return {
+            "tokens_per_s": statistics.median(self.rates),
+            "all_tokens_per_s": self.rates,
+            "p50_s": statistics.median(percentile(seen, 50) for seen in self.latencies),
+            "p99_s": statistics.median(percentile(seen, 99) for seen in self.latencies),
+            "start_s": self.start_seconds,
+        }
+
+
+async def _measure(
+    generate: Generate, case: Case, repeats: int, begun: float, note: Note
+) -> dict[str, Any]:
+    """The load of an asyncio client: ``in_flight`` tasks, each sending its next prompt when its
+    last one is answered."""
+    repetitions = _Repetitions(case, repeats, begun, note)
+    clock = time.perf_counter
+    for repetition, count in repetitions.plan():
+        waiting = iter(prompts(case, repetition, count))
+        latencies: list[float] = []
+        tokens = 0
+
+        async def caller(waiting: Any = waiting, latencies: list[float] = latencies) -> None:
+            nonlocal tokens
+            for ids in waiting:
+                sent = clock()
+                got = await generate(ids)
+                tokens += got
+                latencies.append(clock() - sent)
+
+        first = clock()
+        async with asyncio.TaskGroup() as group:
+            for _ in range(case.in_flight):
+                group.create_task(caller())
+        repetitions.add(repetition, tokens, clock() - first, latencies)
+    return repetitions.result()
+
+
+# --- our client -------------------------------------------------------------------------------
+
+
+def _sglrl(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
+    import uvloop
+
+    return uvloop.run(_sglrl_main(options, note))
+
+
+async def _sglrl_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
+    import sglrl
+
+    case, begun = Case(*options["case"]), time.perf_counter()
+    note("starting")
+    async with sglrl.launch(
+        options["model"], device=case.device, dtype=case.dtype, **options["arguments"]
+    ) as client:
+
+        async def generate(ids: list[int]) -> int:
+            completion = await client.generate(
+                input_ids=ids, max_new_tokens=case.new, ignore_eos=True,
+                temperature=_TEMPERATURE, logprobs=True,
+            )
+            assert completion.logprobs is not None
+            return min(len(completion.output_ids), len(completion.logprobs))
+
+        return await _measure(generate, case, options["repeats"], begun, note)
+
+
+# --- the bare scheduler -----------------------------------------------------------------------
+
+
+def _bare(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
+    """SGLang's scheduler loop alone: requests are handed over in memory, outputs only counted.
+
+    So this is what any way of asking an engine could reach at best. Requests are made before the
+    clock starts.
+    """
+    case, begun = Case(*options["case"]), time.perf_counter()
+    note("starting")
+    from sglang.srt.server_args import PortArgs, ServerArgs
+    from sglrl_workers.engine.sglang import compat
+
+    from .bare_scheduler import BareScheduler, Feed
+
+    if case.device == "cpu":
+        from sglrl_workers.engine.sglang import cpu
+
+        cpu.prepare(os.cpu_count() or 1)
+    server_args = ServerArgs(**_server_arguments(options))
+    port_args = PortArgs.init_new(server_args)
+    compat.publish_arguments(server_args, 0, 0)
+    feed = Feed()
+    scheduler = BareScheduler(
+        feed, *compat.scheduler_arguments(server_args, port_args, 0, 0)
+    )
+    repetitions = _Repetitions(case, options["repeats"], begun, note)
+    feed.begin(
+        repetitions.plan(),
+        lambda repetition, count: prompts(case, repetition, count),
+        case.in_flight,
+        case.new,
+        _TEMPERATURE,
+        repetitions.add,
+    )
+    scheduler.run_event_loop()
+    if feed.error is not None:
+        raise feed.error
+    return repetitions.result() | {"loop": "overlap" if scheduler.enable_overlap else "normal"}
+
+
+def _server_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
+    """``ServerArgs`` of the systems that are SGLang's own."""
+    from . import sglang_cpu
+
+    case = Case(*options["case"])
+    return {
+        "model_path": options["model"],
+        "device": case.device,
+        "dtype": case.dtype,
+        "skip_tokenizer_init": True,
+        "log_level": "warning",
+        **sglang_cpu.arguments(case.device),
+        **options["arguments"],
+    }
+
+
+# --- sglang.Engine ----------------------------------------------------------------------------
+
+
+def _engine(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
+    case, begun = Case(*options["case"]), time.perf_counter()
+    note("starting")
+    from sglang.srt.entrypoints.engine import Engine
+
+    from . import sglang_cpu
+
+    class CpuEngine(Engine):  # type: ignore[misc]
+        run_scheduler_process_func = staticmethod(sglang_cpu.run_scheduler_process)
+
+    engine = (CpuEngine if case.device == "cpu" else Engine)(**_server_arguments(options))
+    sampling = _sampling(case)
+
+    async def generate(ids: list[int]) -> int:
+        answer = await engine.async_generate(
+            input_ids=ids, sampling_params=sampling, return_logprob=True, stream=False
+        )
+        return _tokens(answer)
+
+    try:
+        # The loop that the engine made for itself; SGLang sets uvloop's policy on import.
+        result: dict[str, Any] = engine.loop.run_until_complete(
+            _measure(generate, case, options["repeats"], begun, note)
+        )
+        return result
+    finally:
+        engine.shutdown()
+
+
+def _sampling(case: Case) -> dict[str, Any]:
+    return {"temperature": _TEMPERATURE, "max_new_tokens": case.new, "ignore_eos": True}
+
+
+def _tokens(answer: dict[str, Any]) -> int:
+    return min(len(answer["output_ids"]), len(answer["meta_info"]["output_token_logprobs"]))
+
+
+# --- SGLang's HTTP server ---------------------------------------------------------------------
+
+
+def _http(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
+    import uvloop
+
+    begun = time.perf_counter()
+    note("starting")
+    port = _free_port()
+    arguments = _server_arguments(options) | {"host": "127.0.0.1", "port": port}
+    read_end, write_end = os.pipe()
+    server = subprocess.Popen(
+        [sys.executable, "-m", "bench.sglang_server", json.dumps(arguments), str(write_end)],
+        cwd=ROOT,
+        pass_fds=(write_end,),
+    )
+    os.close(write_end)
+    try:
+        with os.fdopen(read_end, "rb") as pipe:
+            if not pipe.read(1):
+                raise RuntimeError(f"the server ended with status {server.wait()}")
+        return uvloop.run(_http_main(f"http://127.0.0.1:{port}/generate", options, begun, note))
+    finally:
+        server.terminate()
+        try:
+            server.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+async def _http_main(
+    url: str, options: Mapping[str, Any], begun: float, note: Note
+) -> dict[str, Any]:
+    import aiohttp
+    import msgspec
+
+    case = Case(*options["case"])
+    # The JSON codec that costs the client least.
+    encode, decode = msgspec.json.Encoder().encode, msgspec.json.Decoder().decode
+    headers = {"content-type": "application/json"}
+    request = {"sampling_params": _sampling(case), "return_logprob": True, "stream": False}
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
+    ) as session:
+
+        async def generate(ids: list[int]) -> int:
+            body = encode(request | {"input_ids": ids})
+            async with session.post(url, data=body, headers=headers) as response:
+                raw = await response.read()
+                if response.status != 200:
+                    raise RuntimeError(f"HTTP {response.status}: {raw[:300]!r}")
+            return _tokens(decode(raw))
+
+        return await _measure(generate, case, options["repeats"], begun, note)
+
+
+if __name__ == "__main__":
+    serve_part({"sglrl": _sglrl, "bare": _bare, "engine": _engine, "http": _http})

@@ -1,0 +1,27 @@
+"""SGLang's Engine and HTTP server on a CPU-only machine, with what our own worker does for itself.
+
+They start their scheduler in a process of its own, through a function that can be given: this one
+prepares that process first. Everything else is theirs.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+
+def run_scheduler_process(*args: Any, **kwargs: Any) -> Any:
+    from sglang.srt.managers import scheduler
+    from sglrl_workers.engine.sglang import cpu
+
+    cpu.prepare(os.cpu_count() or 1)
+    return scheduler.run_scheduler_process(*args, **kwargs)
+
+
+def arguments(device: str) -> dict[str, Any]:
+    """``ServerArgs`` that a CPU needs, as our worker sets them for one replica."""
+    if device != "cpu":
+        return {}
+    from sglrl_workers.engine.sglang import cpu
+
+    return cpu.engine_arguments(1.0)
