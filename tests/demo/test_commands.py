@@ -95,10 +95,20 @@ def test_demo_fails_when_logprobs_are_not_the_models(
     assert "FAILED" in capsys.readouterr().out
 
 
+DEMO = """
+import signal, sys
+from sglrl.__main__ import main
+
+# A shell that runs the tests in the background has SIGINT ignored, and children inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+main(["demo", *sys.argv[1:]])
+"""
+
+
 @contextmanager
 def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen(
-        [sys.executable, "-m", *arguments],
+        [sys.executable, "-c", DEMO, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -118,9 +128,7 @@ def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
     ],
 )
 def test_interrupt_leaves_no_process_and_one_line(line: str) -> None:
-    with started(
-        "sglrl.demo", "--rollouts", "8", "--in-flight", "1", "--max-new-tokens", "256"
-    ) as process:
+    with started("--rollouts", "8", "--in-flight", "1", "--max-new-tokens", "256") as process:
         assert process.stderr is not None
         for text in process.stderr:
             if text.startswith(line):
