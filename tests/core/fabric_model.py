@@ -106,7 +106,7 @@ class Model:
         return wanted, strays
 
     def abandon(self, call: ModelCall) -> list[Any]:
-        """The caller is answered or gone. A worker that holds the call is told, and keeps its place."""
+        """The caller is answered or gone. A worker that holds the call is told, and keeps it."""
         if call.state == WAITING:
             call.state = ENDED
             return []

@@ -22,6 +22,9 @@ from .fabric_model import CANCELLING, ENDED, RUNNING, SENT, WAITING, Model, Mode
 pick = st.integers(0, 1 << 16)
 """Chooses one of what is there at the moment, modulo its number."""
 
+rarely = st.sampled_from([False, False, True])
+"""Ends are rarer than beginnings, or nothing would be left to test."""
+
 routes = st.none() | st.builds(
     Route,
     tokens=st.sampled_from([b"\1\0\0\0" * n for n in (1, 4, 9)]),
@@ -32,11 +35,14 @@ routes = st.none() | st.builds(
 
 class FabricStates(RuleBasedStateMachine):
     @initialize(
-        max_queue=st.integers(0, 4),
+        max_queue=st.sampled_from([50, 3, 1, 0]),
         max_attempts=st.integers(1, 3),
         routing=st.lists(st.sampled_from(ROUTING_STRATEGIES), min_size=1, max_size=3),
+        windows=st.lists(st.integers(1, 4), min_size=1, max_size=3),
     )
-    def begin(self, max_queue: int, max_attempts: int, routing: list[str]) -> None:
+    def begin(
+        self, max_queue: int, max_attempts: int, routing: list[str], windows: list[int]
+    ) -> None:
         self.now = 0.0
         self.strays = 0
         self.model = Model(max_queue, max_attempts)
@@ -50,6 +56,11 @@ class FabricStates(RuleBasedStateMachine):
                 overload_slack=1,
             )
         )
+        for index, window in enumerate(windows):
+            self.join()
+            self.fabric.member_ready(index, window, self.now)
+            self.model.members[index].state = "ready"
+            self.model.members[index].window = window
 
     def judge(self, wanted: list[Any]) -> None:
         effects, self.fabric.outbox = self.fabric.outbox, []
@@ -73,27 +84,24 @@ class FabricStates(RuleBasedStateMachine):
 
     @rule(n=pick, window=st.integers(1, 3))
     def ready(self, n: int, window: int) -> None:
-        member = self.member(n, "starting")
+        member = self.member(n)
         if member is None:
             return
         with pytest.raises(SglrlError):
             self.fabric.member_ready(member.index, 0, self.now)
+        if member.state != "starting":
+            with pytest.raises(SglrlError):
+                self.fabric.member_ready(member.index, window, self.now)
+            self.judge([])
+            return
         self.fabric.member_ready(member.index, window, self.now)
         member.state, member.window = "ready", window
         self.judge([])
 
-    @rule(n=pick)
-    def ready_again(self, n: int) -> None:
-        member = self.member(n, "ready", "draining", "lost")
-        if member is not None:
-            with pytest.raises(SglrlError):
-                self.fabric.member_ready(member.index, 1, self.now)
-            self.judge([])
-
-    @rule(n=pick)
-    def drain(self, n: int) -> None:
+    @rule(n=pick, really=rarely)
+    def drain(self, n: int, really: bool) -> None:
         member = self.member(n)
-        if member is None:
+        if member is None or not really:
             return
         if member.state != "ready":
             with pytest.raises(SglrlError):
@@ -103,10 +111,10 @@ class FabricStates(RuleBasedStateMachine):
         self.fabric.drain_member(member.index, self.now)
         self.judge(self.model.drain(member.index))
 
-    @rule(n=pick)
-    def lose(self, n: int) -> None:
+    @rule(n=pick, really=rarely)
+    def lose(self, n: int, really: bool) -> None:
         member = self.member(n)
-        if member is not None:
+        if member is not None and really:
             self.fabric.member_lost(member.index, "it was killed", self.now)
             self.judge(self.model.lose(member.index) if member.state != "lost" else [])
 
@@ -114,13 +122,48 @@ class FabricStates(RuleBasedStateMachine):
 
     @rule(
         priority=st.integers(-1, 2),
-        pinned=st.none() | st.none() | st.integers(0, 5),
-        deadline=st.none() | st.integers(-1, 5),
+        pinned=st.sampled_from([None, None, None, None, 0, 1, 2, 7]),
+        deadline=st.none() | st.integers(-1, 9),
         idempotent=st.booleans(),
         stream=st.booleans(),
         route=routes,
+        copies=st.integers(1, 4),
     )
     def submit(
+        self,
+        priority: int,
+        pinned: int | None,
+        deadline: int | None,
+        idempotent: bool,
+        stream: bool,
+        route: Route | None,
+        copies: int,
+    ) -> None:
+        for _ in range(copies):
+            self.submit_one(priority, pinned, deadline, idempotent, stream, route)
+
+    @rule(
+        settings=st.lists(
+            st.tuples(st.integers(0, 2), st.booleans(), st.booleans(), st.booleans()),
+            min_size=2,
+            max_size=8,
+        )
+    )
+    def submit_several(self, settings: list[tuple[int, bool, bool, bool]]) -> None:
+        """More work at once, for any worker: most histories begin with some to be interesting."""
+        for priority, idempotent, stream, timed in settings:
+            self.submit_one(priority, None, 4 if timed else None, idempotent, stream, None)
+
+    @rule(every=st.integers(1, 3))
+    def progress(self, every: int) -> None:
+        """A chunk for every call, or every second or third."""
+        for member in self.model.members.values():
+            items = [Item(id_, ItemKind.CHUNK) for id_ in sorted(member.held)[::every]]
+            wanted, _ = self.model.results(member.index, items)
+            self.fabric.results(self.fabric.members[member.index], items, self.now)
+            self.judge(wanted)
+
+    def submit_one(
         self,
         priority: int,
         pinned: int | None,
@@ -153,11 +196,20 @@ class FabricStates(RuleBasedStateMachine):
 
     @rule(
         n=pick,
-        picks=st.lists(st.tuples(pick, st.sampled_from(ItemKind), st.booleans()), max_size=6),
+        picks=st.lists(
+            st.tuples(
+                pick,
+                st.sampled_from([ItemKind.CHUNK, *ItemKind]),
+                st.sampled_from([False, False, False, False, True]),
+            ),
+            min_size=1,
+            max_size=6,
+        ),
     )
     def results(self, n: int, picks: list[tuple[int, ItemKind, bool]]) -> None:
         """Items for calls that the member holds, and some for calls that it does not."""
-        member = self.member(n)
+        holders = [m for m in self.model.members.values() if m.held]
+        member = holders[n % len(holders)] if holders and n % 8 else self.member(n)
         if member is None:
             return
         items = []
@@ -187,7 +239,9 @@ class FabricStates(RuleBasedStateMachine):
     @rule(n=pick)
     def cancel(self, n: int) -> None:
         if self.model.calls:
-            call = list(self.model.calls.values())[n % len(self.model.calls)]
+            live = self.model.in_state(WAITING, SENT, RUNNING)
+            calls = live if live and n % 4 else list(self.model.calls.values())
+            call = calls[n % len(calls)]
             self.fabric.cancel(call.call, self.now)
             self.judge(self.model.cancel(call))
 
@@ -197,10 +251,10 @@ class FabricStates(RuleBasedStateMachine):
         self.fabric.tick(self.now)
         self.judge(self.model.tick(self.now))
 
-    @precondition(lambda self: len(self.model.calls) > 5)
-    @rule(n=st.integers(0, 9))
-    def close(self, n: int) -> None:
-        if n == 0:
+    @precondition(lambda self: len(self.model.calls) > 20)
+    @rule(really=rarely)
+    def close(self, really: bool) -> None:
+        if really:
             self.fabric.close()
             self.judge(self.model.close())
 
@@ -228,7 +282,8 @@ class FabricStates(RuleBasedStateMachine):
         if not hasattr(self, "fabric"):
             return
         for index in self.model.members:
-            self.lose(index)
+            self.fabric.member_lost(index, "the end", self.now)
+            self.judge(self.model.lose(index) if self.model.members[index].state != "lost" else [])
         self.fabric.close()
         self.judge(self.model.close())
         self.same_as_the_model()
@@ -242,7 +297,7 @@ class FabricStates(RuleBasedStateMachine):
 
 TestFabricStates = FabricStates.TestCase
 TestFabricStates.settings = settings(
-    max_examples=300,
+    max_examples=150,
     stateful_step_count=60,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
