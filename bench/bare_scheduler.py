@@ -16,6 +16,7 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_components.request_receiver import SchedulerRequestReceiver
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs
+
 from sglrl_workers.engine.sglang import compat
 
 
@@ -30,6 +31,9 @@ class Feed:
         self._running: dict[str, float] = {}
         self._repetition: int | None = None
         self._stopping = False
+        self._tokens = 0
+        self._latencies: list[float] = []
+        self._first = self._last = 0.0
 
     def begin(
         self,
@@ -79,7 +83,7 @@ class Feed:
             self._ready.reverse()
             self._repetition = repetition
             self._tokens = 0
-            self._latencies: list[float] = []
+            self._latencies = []
             self._first = time.perf_counter()
         now = time.perf_counter()
         pulled = []
@@ -150,4 +154,5 @@ class BareScheduler(Scheduler):  # type: ignore[misc]
 
     def init_request_receiver(self) -> None:
         super().init_request_receiver()
-        self.request_receiver = _Receiver(**compat.field_values(self.request_receiver))
+        theirs: Any = self.request_receiver
+        self.request_receiver: Any = _Receiver(**compat.field_values(theirs))

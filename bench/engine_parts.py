@@ -135,6 +135,7 @@ def _bare(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
     case, begun = Case(*options["case"]), time.perf_counter()
     note("starting")
     from sglang.srt.server_args import PortArgs, ServerArgs
+
     from sglrl_workers.engine.sglang import compat
 
     from .bare_scheduler import BareScheduler, Feed

@@ -187,7 +187,7 @@ def _targets(results: dict[str, Any]) -> list[Target]:
     one = _rate(results.get(f"in memory, 1 worker, {routing}"))
     targets.append(Target("1,000 in-memory workers, of the rate with one", 0.5,
                           _ratio(many, one), ""))
-    targets.append(Target("1,000 in-memory workers, of the rate over ipc", 0.5,
+    targets.append(Target(f"1,000 in-memory workers, of the rate of {name or 'sglrl'}", 0.5,
                           _ratio(many, rate), ""))
     targets.append(
         Target("idle worker, share of a core", 0.02, ours and ours["idle_cpu"], "", at_most=True)

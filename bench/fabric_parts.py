@@ -163,7 +163,7 @@ async def _hold(call: Any, count: int, size: Any) -> float:
     await asyncio.gather(*tasks, return_exceptions=True)  # type: ignore[arg-type]
     if tracemalloc.is_tracing():
         tracemalloc.stop()
-    return grown / count
+    return float(grown / count)
 
 
 # --- many workers, in memory ------------------------------------------------------------------

@@ -145,8 +145,6 @@ def serve_part(parts: Mapping[str, Part]) -> None:
     name, options, descriptor = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
     # Only this process speaks on it: a child that held it open would hide this one's death.
     os.set_inheritable(descriptor, False)
-    # The bench ends its parts by their group; Ctrl-C reaches it alone.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_die_with_the_bench, args=(descriptor,), daemon=True).start()
     pipe = os.fdopen(descriptor, "w", buffering=1)
 

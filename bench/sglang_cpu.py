@@ -12,6 +12,7 @@ from typing import Any
 
 def run_scheduler_process(*args: Any, **kwargs: Any) -> Any:
     from sglang.srt.managers import scheduler
+
     from sglrl_workers.engine.sglang import cpu
 
     cpu.prepare(os.cpu_count() or 1)
@@ -24,4 +25,5 @@ def arguments(device: str) -> dict[str, Any]:
         return {}
     from sglrl_workers.engine.sglang import cpu
 
-    return cpu.engine_arguments(1.0)
+    found: dict[str, Any] = cpu.engine_arguments(1.0)
+    return found

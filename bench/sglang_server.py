@@ -26,7 +26,7 @@ def main() -> None:
     try:
         launch_server(
             ServerArgs(**arguments),
-            launch_callback=lambda: os.write(descriptor, b"\n"),  # type: ignore[arg-type]
+            launch_callback=lambda: os.write(descriptor, b"\n"),
             **options,
         )
     finally:
