@@ -42,14 +42,17 @@ class Feed:
         in_flight: int,
         new_tokens: int,
         temperature: float,
+        mark: Callable[[], None],
         done: Callable[[int, int, float, list[float]], None],
     ) -> None:
-        """``done(repetition, tokens, seconds, latencies)`` is called after each repetition."""
+        """``mark()`` is called before each repetition, and after it
+        ``done(repetition, tokens, seconds, latencies)``."""
         self._plan = list(plan)
         self._prompts = prompts
         self._in_flight = in_flight
         self._new_tokens = new_tokens
         self._temperature = temperature
+        self._mark = mark
         self._done = done
 
     def pull(self) -> list[Any]:
@@ -84,6 +87,7 @@ class Feed:
             self._repetition = repetition
             self._tokens = 0
             self._latencies = []
+            self._mark()
             self._first = time.perf_counter()
         now = time.perf_counter()
         pulled = []

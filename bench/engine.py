@@ -125,7 +125,7 @@ def _argument(text: str) -> tuple[str, Any]:
 
 def _print(case: Case, found: dict[str, dict[str, Any]]) -> None:
     bare = _speed(found, "bare")
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name, result in found.items():
         if "failed" in result:
             rows.append((_SYSTEMS[name], "failed", "", "", "", "", ""))
@@ -139,13 +139,15 @@ def _print(case: Case, found: dict[str, dict[str, Any]]) -> None:
                 f"{speed / bare:.1%}" if bare else "",
                 number(result["p50_s"] * 1e3),
                 number(result["p99_s"] * 1e3),
+                number(result["cpu_us_per_token"]),
                 number(result["start_s"]),
             )
         )
     table(
         f"{case.name}: {case.prompt} in, {case.new} out, {case.in_flight:,} in flight, "
         f"{case.requests:,} requests, logprobs",
-        ("", "tokens/s", "lowest .. highest", "of bare", "p50 ms", "p99 ms", "start s"),
+        ("", "tokens/s", "lowest .. highest", "of bare", "p50 ms", "p99 ms", "CPU us/token",
+         "start s"),
         rows,
     )
     for name, result in found.items():

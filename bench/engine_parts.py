@@ -7,6 +7,7 @@ number of requests in flight. A repetition's time runs from its first request to
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import socket
@@ -16,6 +17,8 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
+
+import psutil
 
 from .cases import Case, prompts
 from .load import percentile
@@ -36,6 +39,8 @@ class _Repetitions:
         self.note = note
         self.start_seconds = time.perf_counter() - begun
         self.rates: list[float] = []
+        self.cpu_us: list[float] = []
+        self._cpu_before = 0.0
         self.latencies: list[list[float]] = []
         note("warming up")
 
@@ -45,6 +50,10 @@ class _Repetitions:
         warm = (-1, min(case.in_flight, case.requests))
         return [warm, *((i, case.requests) for i in range(self.repeats))]
 
+    def mark(self) -> None:
+        """Call right before a repetition's clock starts."""
+        self._cpu_before = _cpu_seconds()
+
     def add(self, repetition: int, tokens: int, seconds: float, latencies: list[float]) -> None:
         """Raises ValueError when the answers are not as long as was asked for."""
         expected = len(latencies) * self.case.new
@@ -52,6 +61,7 @@ class _Repetitions:
             raise ValueError(f"{tokens} tokens with logprobs came back, {expected} were asked for")
         if repetition < 0:
             return
+        self.cpu_us.append((_cpu_seconds() - self._cpu_before) / tokens * 1e6)
         self.rates.append(tokens / seconds)
         self.latencies.append(latencies)
         self.note(f"repetition {repetition + 1} of {self.repeats}: {self.rates[-1]:,.0f} tokens/s")
@@ -62,8 +72,20 @@ class _Repetitions:
             "all_tokens_per_s": self.rates,
             "p50_s": statistics.median(percentile(seen, 50) for seen in self.latencies),
             "p99_s": statistics.median(percentile(seen, 99) for seen in self.latencies),
+            "cpu_us_per_token": statistics.median(self.cpu_us),
             "start_s": self.start_seconds,
         }
+
+
+def _cpu_seconds() -> float:
+    """User and system time of this process and all its children: client, server, engine."""
+    me = psutil.Process()
+    total = 0.0
+    for process in (me, *me.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            total += times.user + times.system
+    return total
 
 
 async def _measure(
@@ -86,6 +108,7 @@ async def _measure(
                 tokens += got
                 latencies.append(clock() - sent)
 
+        repetitions.mark()
         first = clock()
         async with asyncio.TaskGroup() as group:
             for _ in range(case.in_flight):
@@ -158,6 +181,7 @@ def _bare(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
         case.in_flight,
         case.new,
         _TEMPERATURE,
+        repetitions.mark,
         repetitions.add,
     )
     scheduler.run_event_loop()
