@@ -7,7 +7,7 @@ worker, ``_Generation`` collects its chunks and makes the ``Completion``.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Literal, Self, overload
 
 import msgspec
@@ -15,8 +15,8 @@ import numpy as np
 from msgspec import Raw
 from numpy.typing import NDArray
 
-from .actor import BroadcastCaller, EndpointSpec, deadline_from, endpoint, endpoints_of, error_of
 from .actor import Actor as _Actor
+from .actor import BroadcastCaller, EndpointSpec, deadline_from, endpoint, endpoints_of, error_of
 from .codec import Buffer, encode
 from .completion import Chunk, Completion, StreamText
 from .core.calls import Call
@@ -136,9 +136,7 @@ class _Score:
         elif outcome.kind != ItemKind.DONE:
             self.future.set_exception(error_of(outcome))
         else:
-            self.future.set_result(
-                np.frombuffer(_decode_chunk(outcome.body).logprobs, dtype="<f4")
-            )
+            self.future.set_result(np.frombuffer(_decode_chunk(outcome.body).logprobs, dtype="<f4"))
 
 
 class Stream:
@@ -324,8 +322,10 @@ class Client:
         deadline = None if timeout is None else deadline_from(timeout)
         prepared = samplings.prepare(sampling, values)
         if logprobs is not True and logprobs is not False:
-            raise InvalidRequest(f"logprobs must be True or False, got {logprobs!r}; for the "
-                                 "likeliest tokens use top_logprobs=k")
+            raise InvalidRequest(
+                f"logprobs must be True or False, got {logprobs!r}; for the "
+                "likeliest tokens use top_logprobs=k"
+            )
         if type(top_logprobs) is not int or not 0 <= top_logprobs <= 1000:
             raise InvalidRequest(f"top_logprobs must be in 0..1000, got {top_logprobs!r}")
         if type(n) is not int or n < 1:
@@ -369,8 +369,12 @@ class Client:
             for i in range(n):
                 if args is None or seed is not None:
                     args = self._generate_args(
-                        ids, prepared.wire(max_new, None if seed is None else seed + i),
-                        logprobs, top_logprobs, False, priority,
+                        ids,
+                        prepared.wire(max_new, None if seed is None else seed + i),
+                        logprobs,
+                        top_logprobs,
+                        False,
+                        priority,
                     )
                 future: asyncio.Future[Completion] = loop.create_future()
                 futures.append(future)
@@ -427,7 +431,7 @@ class Client:
             },
         )
 
-    async def _stream(self, stream: Stream, a: dict[str, Any]) -> Any:
+    async def _stream(self, stream: Stream, a: dict[str, Any]) -> AsyncGenerator[Chunk, None]:
         driver = self._running()
         timeout = a["timeout"]
         deadline = deadline_from(self._timeout if timeout is None else timeout)
@@ -455,9 +459,7 @@ class Client:
             idempotent=True,
             stream=True,
         )
-        texts = StreamText(
-            self._decode, prepared.stop_strings, prepared.params.skip_special_tokens
-        )
+        texts = StreamText(self._decode, prepared.stop_strings, prepared.params.skip_special_tokens)
         chunks: list[TokenChunk] = []
         driver.submit(call)
         try:
@@ -504,8 +506,8 @@ class Client:
             start: first position of interest; earlier ones are context only.
 
         Returns:
-            float32 [length - start]: ``log p(token i | tokens before i)`` at temperature 1. Position
-            0 has no context and is NaN. A list of arrays for a list.
+            float32 [length - start]: ``log p(token i | tokens before i)`` at temperature 1.
+            Position 0 has no context and is NaN. A list of arrays for a list.
         """
         driver = self._running()
         deadline = deadline_from(self._timeout if timeout is None else timeout)
@@ -596,8 +598,11 @@ class Client:
     ) -> tuple[bool, list[bytes]]:
         given = [
             name
-            for name, value in (("prompt", prompt), ("input_ids", input_ids),
-                                ("messages", messages))
+            for name, value in (
+                ("prompt", prompt),
+                ("input_ids", input_ids),
+                ("messages", messages),
+            )
             if value is not None
         ]
         if len(given) != 1:
@@ -606,14 +611,13 @@ class Client:
         if input_ids is not None:
             return self._check_input_ids(input_ids)
         box = self._tokenizer_box
+        work: Callable[[Sequence[Any]], list[list[int]]]
         if messages is not None:
             several, inputs = _one_or_more(messages, "messages", Mapping)
             work = box.encode_messages
         else:
             several, inputs = (False, [prompt]) if isinstance(prompt, str) else (True, prompt)
-            if not isinstance(inputs, (list, tuple)) or not all(
-                isinstance(p, str) for p in inputs
-            ):
+            if not isinstance(inputs, (list, tuple)) or not all(isinstance(p, str) for p in inputs):
                 raise InvalidRequest(
                     f"prompt must be text or a list of texts, got {type(prompt).__name__}; for "
                     "tokens use input_ids"
@@ -657,5 +661,3 @@ async def _submit_all(
         for call, future in zip(calls[:submitted], futures, strict=False):
             if not future.done() or future.cancelled():
                 driver.cancel(call)
-
-

@@ -33,7 +33,7 @@ class Submit(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=1):
 
 
 class Cancel(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=2):
-    """Stop these calls. Each is still answered, once, with ``ItemKind.CANCELLED`` (or its result)."""
+    """Stop these calls. Each is still answered, once: ``ItemKind.CANCELLED``, or its result."""
 
     ids: list[int]
 
@@ -114,13 +114,7 @@ class Ready(msgspec.Struct, array_like=True, frozen=True, tag=13):
     engine: EngineInfo | None = None
 
 
-class Bye(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=14):
-    """The worker leaves by its own will; the reason is for the log."""
-
-    reason: str
-
-
-ToDriver = Results | Starting | Ready | Bye
+ToDriver = Results | Starting | Ready
 
 
 # --- endpoints of the engine worker ---------------------------------------------------------------

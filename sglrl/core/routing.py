@@ -20,7 +20,6 @@ from ..config import FabricConfig
 from .calls import Call
 from .members import LoadIndex, Member
 
-
 _HOLDERS: Final = 32
 
 
