@@ -18,7 +18,18 @@ from .core.calls import Call
 from .core.fabric import CANCEL, CHUNK, END, RESTART, SEND, Fabric
 from .core.members import LOST, Member
 from .errors import Closed, ProtocolError, SglrlError
-from .messages import Bye, CallMessage, Cancel, Item, Ready, Results, Shutdown, Starting, Submit
+from .messages import (
+    PROTOCOL_VERSION,
+    CallMessage,
+    Cancel,
+    Item,
+    Ready,
+    Results,
+    Shutdown,
+    Starting,
+    Submit,
+    ToDriver,
+)
 from .net.base import DriverTransport
 
 logger = logging.getLogger("sglrl.driver")
@@ -122,10 +133,17 @@ class Driver:
         else:
             self._on_control(member, message)
 
-    def _on_control(self, member: Member, message: Starting | Ready | Bye | Results) -> None:
+    def _on_control(self, member: Member, message: ToDriver) -> None:
         match message:
             case Starting(stage=stage):
                 self.on_starting(member.index, stage)
+            case Ready(protocol=protocol) if protocol != PROTOCOL_VERSION:
+                self.dropped += 1
+                self.on_gone(
+                    member.index,
+                    f"it speaks version {protocol} of the protocol and the driver version "
+                    f"{PROTOCOL_VERSION}; install the same sglrl on both sides",
+                )
             case Ready():
                 try:
                     self.fabric.member_ready(member.index, message.window, now())
@@ -135,8 +153,6 @@ class Driver:
                     return
                 self.on_ready(member.index, message)
                 self._flush()
-            case Bye(reason=reason):
-                self.on_gone(member.index, reason)
 
     def _flush(self, raw: dict[int, list[bytes]] | None = None) -> None:
         """Execute the outbox, then set the timer to the next deadline."""

@@ -77,6 +77,7 @@ class _Worker:
         self.running: set[int] = set()
         self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self.gone = asyncio.Event()
+        self.farewell = ""
 
 
 class Pool:
@@ -275,8 +276,9 @@ class Pool:
             future.set_result(ready)
 
     def _on_gone(self, index: int, reason: str) -> None:
-        """The worker's connection is gone, or it says that it leaves: end all its processes."""
+        """The worker cannot be talked to: end all its processes."""
         if not self._closing:
+            self._workers[index].farewell = reason
             self._kill(self._workers[index])
 
     def _on_exited(self, key: int, status: int) -> None:
@@ -291,18 +293,20 @@ class Pool:
             worker.gone.set()
         if self._closing:
             return
-        reason = f"killed by signal {-status}" if status < 0 else f"exited with status {status}"
+        reason = worker.farewell or (
+            f"killed by signal {-status}" if status < 0 else f"exited with status {status}"
+        )
         member = self.driver.fabric.members[index]
         if not worker.ready.done():
             worker.ready.set_exception(
                 WorkerStartError(
-                    f"worker {index} {reason} before it was ready",
+                    f"worker {index} ended before it was ready: {reason}",
                     worker=index,
                     output=tail(worker.log),
                 )
             )
         elif member.state is not LOST:
-            logger.error("worker %d %s; its last output:\n%s", index, reason, tail(worker.log, 20))
+            logger.error("worker %d was lost: %s; its last output:\n%s", index, reason, tail(worker.log, 20))
         self.driver.worker_lost(index, reason)
 
     def _kill(self, worker: _Worker) -> None:

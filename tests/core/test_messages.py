@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from sglrl.codec import decode_to_driver, decode_to_worker, encode
 from sglrl.errors import ProtocolError
 from sglrl.messages import (
-    Bye,
     CallMessage,
     Cancel,
     EngineInfo,
@@ -74,7 +73,6 @@ to_driver = st.one_of(
         device=texts,
         engine=st.none() | infos,
     ),
-    st.builds(Bye, texts),
 )
 
 
@@ -94,7 +92,7 @@ def test_round_trip_to_driver(message: ToDriver) -> None:
 
 def test_the_strategies_make_every_message() -> None:
     assert set(get_args(ToWorker)) == {Submit, Cancel, Shutdown}
-    assert set(get_args(ToDriver)) == {Results, Starting, Ready, Bye}
+    assert set(get_args(ToDriver)) == {Results, Starting, Ready}
 
 
 def test_no_tag_is_used_twice() -> None:
@@ -158,9 +156,9 @@ def test_a_message_for_the_other_side() -> None:
     with pytest.raises(ProtocolError, match="not a message for a driver"):
         decode_to_driver(encode(Shutdown()))
     with pytest.raises(ProtocolError, match="not a message for a worker"):
-        decode_to_worker(encode(Bye("done")))
+        decode_to_worker(encode(Starting("loading")))
 
 
 def test_fields_of_a_newer_peer_are_ignored() -> None:
-    assert decode_to_driver(encode([14, "done", "and more"])) == Bye("done")
+    assert decode_to_driver(encode([12, "loading", "and more"])) == Starting("loading")
     assert decode_to_driver(encode([11, []])) == Results([], -1.0)

@@ -69,6 +69,22 @@ def test_among_holders_of_a_prefix_the_least_loaded() -> None:
     assert 0 not in got
 
 
+def test_prefixes_of_different_versions_are_never_shared() -> None:
+    fabric = make_fabric(2, routing=("prefix-aware", "round-robin"), prefix_block=BLOCK)
+    first, *others = (worker_of(submit(fabric, route=route([1, 2, 3], v))) for v in (0, 1, 0, 1))
+    assert others == [1 - (first or 0), first, 1 - (first or 0)]
+
+
+def test_a_worker_that_is_gone_does_not_hide_shorter_prefixes_elsewhere() -> None:
+    fabric = make_fabric(3, routing=("prefix-aware", "round-robin"), prefix_block=BLOCK)
+    prefixes = fabric.router.prefixes
+    prefixes.record(route([1, 2, 3, 4]).prefix_keys(BLOCK), fabric.members[0])
+    prefixes.record(route([1, 2]).prefix_keys(BLOCK), fabric.members[2])
+    fabric.member_lost(0, "it was killed", 0.0)
+    workers = [worker_of(submit(fabric, route=route([1, 2, 3, 4, n]))) for n in range(3)]
+    assert workers == [2, 2, 2]
+
+
 def test_samples_of_one_prompt_share_a_worker() -> None:
     fabric = make_fabric(8, routing=("prefix-aware", "requests"), overload_slack=4)
     one = route(list(range(100)))

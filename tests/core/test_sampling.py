@@ -215,7 +215,7 @@ def test_wire_form() -> None:
         top_k=np.int64(7),  # type: ignore[arg-type]
         stop="x",
         stop_token_ids=np.array([3, 4]),  # type: ignore[arg-type]
-        min_new_tokens=np.int32(9),  # type: ignore[arg-type]
+        min_new_tokens=np.int32(5),  # type: ignore[arg-type]
         repetition_penalty=np.float32(1.5),  # type: ignore[arg-type]
         json_schema=MappingProxyType({"type": "object"}),
     )
@@ -228,7 +228,7 @@ def test_wire_form() -> None:
         min_p=0.0,
         stop=("x",),
         stop_token_ids=(3, 4),
-        min_new_tokens=8,
+        min_new_tokens=5,
         frequency_penalty=0.0,
         presence_penalty=0.0,
         repetition_penalty=1.5,
