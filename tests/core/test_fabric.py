@@ -103,6 +103,21 @@ def test_a_cancelled_call_keeps_its_place_until_the_worker_confirms() -> None:
     assert sent(fabric) == [second]
 
 
+@pytest.mark.parametrize("end", ["drain", "lose"])
+def test_calls_that_wait_for_a_worker_that_leaves_end(end: str) -> None:
+    fabric = make_fabric(2, window=1)
+    submit(fabric, pinned=0)
+    waiting = submit(fabric, pinned=0)
+    if end == "drain":
+        fabric.drain_member(0, 0.0)
+    else:
+        fabric.member_lost(0, "it was killed", 0.0)
+    errors = {call: error for kind, call, error in fabric.outbox if kind == END}
+    assert isinstance(errors[waiting], WorkerLost)
+    assert "pinned to it" in errors[waiting].message
+    fabric.validate()
+
+
 def test_deadline_says_where_the_call_was() -> None:
     fabric = make_fabric(1, window=1)
     submit(fabric, deadline=1.0)
