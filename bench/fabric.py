@@ -56,6 +56,7 @@ def main(
         (f"sglrl {transport}", "sglrl", sglrl | {"address": transport})
         for transport in (("ipc", "tcp") if address == "both" else (address,))
     ]
+    plan.append(("transport alone (ipc)", "transport", load))
     waiting = {"calls": 5_000 if quick else 20_000}
     plan.append(("waiting calls", "waiting", waiting | {"bare": False}))
     plan.append(("waiting tasks", "waiting", waiting | {"bare": True}))

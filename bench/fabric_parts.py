@@ -10,8 +10,10 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import time
 import tracemalloc
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -91,6 +93,46 @@ async def _idle_cpu(pids: list[int], seconds: float) -> float:
     await asyncio.sleep(seconds)
     after, elapsed = used(), time.perf_counter() - begun
     return max((b - a) / elapsed for a, b in zip(before, after, strict=True))
+
+
+# --- the transport alone ----------------------------------------------------------------------
+
+
+def _transport(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
+    """Our sockets with as many bytes, one message a call: nothing is encoded, checked or routed."""
+    return uvloop.run(_transport_main(options, note))
+
+
+async def _transport_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
+    from sglrl.net.zmq import ZmqRouter
+
+    from .zmq_echo import END, IDENTITY
+
+    note("starting")
+    loop = asyncio.get_running_loop()
+    # One dealer answers in order.
+    waiting: deque[asyncio.Future[None]] = deque([loop.create_future()])
+    here = waiting[0]
+    payload = bytes(2 * 4 * TOKENS)
+    with tempfile.TemporaryDirectory() as folder:
+        router = ZmqRouter(f"ipc://{folder}/echo.sock", max_message_bytes=1 << 20)
+        router.start(lambda identity, frames: waiting.popleft().set_result(None))
+        echo = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "bench.zmq_echo", router.address, cwd=ROOT
+        )
+        await here
+
+        def call(i: int) -> asyncio.Future[None]:
+            answer = loop.create_future()
+            waiting.append(answer)
+            router.send(IDENTITY, [payload])
+            return answer
+
+        result = await _measure(call, options, note)
+        router.send(IDENTITY, [END])
+        await echo.wait()
+        router.close()
+    return result
 
 
 # --- memory of calls that wait at the driver --------------------------------------------------
@@ -360,5 +402,12 @@ async def _ray_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
 
 if __name__ == "__main__":
     serve_part(
-        {"sglrl": _sglrl, "waiting": _waiting, "memory": _memory, "http": _http, "ray": _ray}
+        {
+            "sglrl": _sglrl,
+            "transport": _transport,
+            "waiting": _waiting,
+            "memory": _memory,
+            "http": _http,
+            "ray": _ray,
+        }
     )
