@@ -306,7 +306,9 @@ class Pool:
                 )
             )
         elif member.state is not LOST:
-            logger.error("worker %d was lost: %s; its last output:\n%s", index, reason, tail(worker.log, 20))
+            logger.error(
+                "worker %d was lost: %s; its last output:\n%s", index, reason, tail(worker.log, 20)
+            )
         self.driver.worker_lost(index, reason)
 
     def _kill(self, worker: _Worker) -> None:
