@@ -1,0 +1,175 @@
+"""Actors for the tests. The workers import this module by name."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+import sglrl
+
+
+@dataclass
+class Point:
+    x: int
+    y: float = 0.5
+
+
+class Label(msgspec.Struct):
+    name: str
+    points: list[Point]
+
+
+class Values(sglrl.Actor):
+    """Gives back what it was given, and counts what it was asked."""
+
+    def __init__(self, factor: int = 1) -> None:
+        self.factor = factor
+        self.seen = 0
+
+    @sglrl.endpoint(idempotent=True)
+    async def add(self, a: int, b: int = 10) -> int:
+        self.seen += 1
+        return self.factor * (a + b)
+
+    @sglrl.endpoint
+    async def calls_seen(self) -> int:
+        return self.seen
+
+    @sglrl.endpoint
+    async def pid(self) -> int:
+        return os.getpid()
+
+    @sglrl.endpoint
+    async def label(self, point: Point, label: Label) -> Label:
+        return Label(label.name.upper(), [*label.points, point])
+
+    @sglrl.endpoint
+    async def scale(self, values: NDArray[np.float32], by: float) -> NDArray[np.float32]:
+        return values * np.float32(by)
+
+    @sglrl.endpoint
+    async def reverse(self, data: bytes) -> bytes:
+        return data[::-1]
+
+    @sglrl.endpoint
+    async def count(self, to: int) -> AsyncIterator[int]:
+        for i in range(to):
+            yield i
+            await asyncio.sleep(0)
+
+    @sglrl.endpoint
+    async def arrays(self, n: int) -> AsyncIterator[NDArray[np.int64]]:
+        for i in range(n):
+            yield np.full((2, i), i)
+
+    @sglrl.endpoint
+    async def fail(self, text: str) -> int:
+        raise KeyError(text)
+
+    @sglrl.endpoint
+    async def fail_later(self, after: int) -> AsyncIterator[int]:
+        for i in range(after):
+            yield i
+        raise LookupError("the stream broke")
+
+    @sglrl.endpoint
+    async def lie(self) -> int:
+        return "no number"  # type: ignore[return-value]
+
+    @sglrl.endpoint
+    async def environment(self, name: str) -> str | None:
+        return os.environ.get(name)
+
+
+class Gate(sglrl.Actor):
+    """Calls that wait until they are let go, and a record of what became of them."""
+
+    def __init__(self) -> None:
+        self.running = 0
+        self.most = 0
+        self.begun = 0
+        self.cancelled = 0
+        self.opened = asyncio.Event()
+        self.changed = asyncio.Condition()
+
+    async def _note(self) -> None:
+        async with self.changed:
+            self.changed.notify_all()
+
+    async def _pass(self) -> int:
+        self.begun += 1
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            await self._note()
+            await self.opened.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            self.running -= 1
+            # Before anybody else runs: whoever waits sees the count as it is now.
+            asyncio.get_running_loop().call_soon(lambda: self._tasks.add(self._later()))
+        return os.getpid()
+
+    def _later(self) -> asyncio.Task[None]:
+        return asyncio.ensure_future(self._note())
+
+    _tasks: set[asyncio.Task[None]] = set()
+
+    @sglrl.endpoint
+    async def enter(self) -> int:
+        return await self._pass()
+
+    @sglrl.endpoint(idempotent=True)
+    async def enter_again(self) -> int:
+        return await self._pass()
+
+    @sglrl.endpoint(timeout=0.05)
+    async def enter_shortly(self) -> int:
+        return await self._pass()
+
+    @sglrl.endpoint
+    async def trickle(self) -> AsyncIterator[int]:
+        yield 0
+        yield await self._pass()
+
+    @sglrl.endpoint
+    async def open(self) -> None:
+        self.opened.set()
+
+    @sglrl.endpoint
+    async def until_begun(self, count: int) -> int:
+        async with self.changed:
+            await self.changed.wait_for(lambda: self.begun >= count)
+        return self.running
+
+    @sglrl.endpoint
+    async def until_cancelled(self, count: int) -> int:
+        async with self.changed:
+            await self.changed.wait_for(lambda: self.cancelled >= count)
+        return self.running
+
+    @sglrl.endpoint
+    async def most_at_once(self) -> int:
+        return self.most
+
+
+class Refuses(sglrl.Actor):
+    def __init__(self, how: str) -> None:
+        print("about to refuse", flush=True)
+        if how == "raise":
+            raise ValueError("no such rubric")
+        if how == "exit":
+            print("leaving the hard way", file=sys.stderr, flush=True)
+            os._exit(7)
+
+    @sglrl.endpoint
+    async def nothing(self) -> None: ...

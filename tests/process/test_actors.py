@@ -1,0 +1,229 @@
+"""Endpoints through real processes: values, kinds of call, and errors."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import sglrl
+
+from .actors import Gate, Label, Point, Refuses, Values
+
+
+@pytest.fixture
+async def values() -> AsyncIterator[sglrl.ActorHandle]:
+    async with sglrl.spawn(Values, replicas=2) as handle:
+        yield handle
+
+
+async def test_unary_calls_take_positions_names_and_defaults(values: sglrl.ActorHandle) -> None:
+    assert await values.add(1, 2) == 3
+    assert await values.add(1) == 11
+    assert await values.add(b=5, a=1) == 6
+
+
+async def test_constructor_arguments_arrive() -> None:
+    async with sglrl.spawn(Values, factor=3) as values:
+        assert await values.add(1, 1) == 6
+
+
+async def test_dataclasses_and_structs(values: sglrl.ActorHandle) -> None:
+    answer = await values.label(Point(1), Label("a", [Point(2, 3.0)]))
+    assert answer == Label("A", [Point(2, 3.0), Point(1, 0.5)])
+
+
+async def test_arrays_and_bytes(values: sglrl.ActorHandle) -> None:
+    array = np.arange(12, dtype=np.float32).reshape(3, 4)
+    scaled = await values.scale(array, 2.0)
+    assert scaled.dtype == np.float32
+    np.testing.assert_array_equal(scaled, 2 * array)
+    # A view with strides, and nothing at all.
+    np.testing.assert_array_equal(await values.scale(array[::2, ::-1], 1.0), array[::2, ::-1])
+    assert (await values.scale(np.empty((0, 3), np.float32), 1.0)).shape == (0, 3)
+    data = bytes(range(256)) * 4096
+    assert await values.reverse(data) == data[::-1]
+    assert await values.reverse(b"") == b""
+
+
+async def test_streams(values: sglrl.ActorHandle) -> None:
+    assert [i async for i in values.stream.count(5)] == [0, 1, 2, 3, 4]
+    assert [i async for i in values.stream.count(0)] == []
+    arrays = [a async for a in values.stream.arrays(3)]
+    assert [a.shape for a in arrays] == [(2, 0), (2, 1), (2, 2)]
+    assert arrays[2].tolist() == [[2, 2], [2, 2]]
+
+
+async def test_broadcast_asks_every_worker_in_order(values: sglrl.ActorHandle) -> None:
+    pids = await values.broadcast.pid()
+    assert pids == [worker.pid for worker in values.workers]
+    assert len(set(pids)) == 2
+    assert await values.broadcast.add(1, 2) == [3, 3]
+
+
+async def test_one_worker_by_index(values: sglrl.ActorHandle) -> None:
+    assert len(values) == 2
+    assert await values[1].pid() == values.workers[1].pid
+    assert await values[0].pid() == values.workers[0].pid
+    assert [i async for i in values[1].stream.count(2)] == [0, 1]
+    for index in (2, -1):
+        with pytest.raises(sglrl.UsageError, match="there is no worker"):
+            values[index]
+
+
+async def test_workers_are_described(values: sglrl.ActorHandle) -> None:
+    for index, worker in enumerate(values.workers):
+        assert worker.id == index
+        assert worker.state == "ready"
+        assert worker.device == "cpu"
+        assert worker.weight_version == 0
+        assert worker.window == 64
+        assert worker.load == 0
+
+
+async def test_environment_of_the_workers() -> None:
+    async with sglrl.spawn(Values, env={"RUBRIC": "strict"}) as values:
+        assert await values.environment("RUBRIC") == "strict"
+        assert await values.environment("NO_SUCH_VARIABLE") is None
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "says"),
+    [
+        (("1",), {}, "argument `a"),
+        ((1.5,), {}, "argument `a"),
+        ((None,), {}, "argument `a"),
+        ((1, "2"), {}, "argument `b"),
+        ((), {}, "missing"),
+        ((1, 2, 3), {}, "too many"),
+        ((1,), {"c": 1}, "unexpected keyword"),
+        ((1 << 70,), {}, "add"),
+        ((object(),), {}, "cannot be sent"),
+    ],
+)
+async def test_wrong_arguments_are_never_sent(
+    values: sglrl.ActorHandle, args: tuple[Any, ...], kwargs: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(sglrl.UsageError, match=says):
+        await values.add(*args, **kwargs)
+    # Nothing was submitted, and no worker has seen a call.
+    assert values._pool.driver.fabric._next_id == 0
+    assert await values.broadcast.calls_seen() == [0, 0]
+    assert await values.add(1, 1) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "argument"),
+    [
+        ("scale", np.arange(3)),
+        ("scale", [1.0, 2.0]),
+        ("reverse", "text"),
+    ],
+)
+async def test_wrong_arrays_and_bytes(
+    values: sglrl.ActorHandle, name: str, argument: Any
+) -> None:
+    arguments = (argument, 1.0) if name == "scale" else (argument,)
+    with pytest.raises(sglrl.UsageError):
+        await getattr(values, name)(*arguments)
+    assert await values.add(1, 1) == 2
+
+
+async def test_unknown_endpoints(values: sglrl.ActorHandle) -> None:
+    for space in (values, values.stream, values.broadcast, values[0]):
+        with pytest.raises(sglrl.UnknownEndpoint, match="did you mean 'add'"):
+            space.ad  # noqa: B018
+    with pytest.raises(sglrl.UsageError, match=r"handle\.stream\.count"):
+        values.count  # noqa: B018
+    with pytest.raises(sglrl.UsageError, match="returns one result"):
+        values.stream.add  # noqa: B018
+    with pytest.raises(sglrl.UsageError, match="broadcast takes unary"):
+        values.broadcast.count  # noqa: B018
+
+
+async def test_an_exception_in_the_actor_arrives_with_its_traceback(
+    values: sglrl.ActorHandle,
+) -> None:
+    with pytest.raises(sglrl.RemoteError) as caught:
+        await values.fail("no such key")
+    assert caught.value.kind == "KeyError"
+    assert "no such key" in caught.value.message
+    assert 'raise KeyError(text)' in caught.value.traceback
+    assert "in fail" in str(caught.value)
+    assert await values.add(1, 1) == 2
+
+
+async def test_a_stream_that_breaks_gives_what_it_had(values: sglrl.ActorHandle) -> None:
+    got = []
+    with pytest.raises(sglrl.RemoteError, match="the stream broke"):
+        async for item in values.stream.fail_later(3):
+            got.append(item)
+    assert got == [0, 1, 2]
+    assert await values.add(1, 1) == 2
+
+
+async def test_a_result_of_another_type_than_declared(values: sglrl.ActorHandle) -> None:
+    with pytest.raises(sglrl.SglrlError, match="declares"):
+        await values.lie()
+    assert await values.add(1, 1) == 2
+
+
+async def test_a_constructor_that_raises() -> None:
+    with pytest.raises(sglrl.WorkerStartError) as caught:
+        async with sglrl.spawn(Refuses, "raise", start_timeout=3600):
+            pytest.fail("it cannot have started")
+    assert caught.value.worker == 0
+    assert "no such rubric" in caught.value.output
+    assert "about to refuse" in str(caught.value)
+
+
+async def test_a_worker_that_exits_while_it_starts() -> None:
+    with pytest.raises(sglrl.WorkerStartError, match="exited with status 7") as caught:
+        async with sglrl.spawn(Refuses, "exit", replicas=2, start_timeout=3600):
+            pytest.fail("it cannot have started")
+    assert "leaving the hard way" in caught.value.output
+
+
+async def test_wrong_constructor_arguments() -> None:
+    with pytest.raises(sglrl.UsageError, match="factor"):
+        sglrl.spawn(Values, factor="three")
+    with pytest.raises(sglrl.UsageError, match="replicas"):
+        sglrl.spawn(Values, replicas=0)
+    with pytest.raises(sglrl.UsageError, match="window"):
+        sglrl.spawn(Values, window=True)
+    with pytest.raises(sglrl.UsageError, match="subclass"):
+        sglrl.spawn(int)  # type: ignore[arg-type]
+
+
+async def test_a_class_without_endpoints() -> None:
+    class Empty(sglrl.Actor):
+        pass
+
+    with pytest.raises(sglrl.UsageError, match="declares no endpoint"):
+        sglrl.spawn(Empty)
+
+
+async def test_a_class_defined_in_a_function() -> None:
+    word = "closure"
+
+    class Local(sglrl.Actor):
+        @sglrl.endpoint
+        async def say(self) -> str:
+            return word
+
+    async with sglrl.spawn(Local) as local:
+        assert await local.say() == "closure"
+
+
+async def test_before_the_start_and_after_the_end() -> None:
+    handle = sglrl.spawn(Gate)
+    with pytest.raises(sglrl.Closed):
+        await handle.enter()
+    async with handle:
+        enter = handle.enter
+        await handle.until_begun(0)
+    with pytest.raises(sglrl.Closed):
+        await enter()
+    await handle.close()

@@ -1,0 +1,52 @@
+"""Which processes there are below another, and the wait for their end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+from pathlib import Path
+
+
+def descendants(pid: int | None = None) -> dict[int, str]:
+    """Command names of all processes below ``pid`` (this process by default), but for zombies."""
+    below: dict[int, list[tuple[int, str]]] = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            head, _, tail = entry.read_text().rpartition(")")
+            number, _, name = head.partition(" (")
+            state, parent = tail.split()[:2]
+            if state != "Z":
+                below.setdefault(int(parent), []).append((int(number), name))
+    found: dict[int, str] = {}
+    todo = [os.getpid() if pid is None else pid]
+    while todo:
+        for child, name in below.get(todo.pop(), ()):
+            found[child] = name
+            todo.append(child)
+    return found
+
+
+def wait_for_end(pids: list[int], seconds: float) -> list[int]:
+    """Wait for processes that need not be our children; those that have not ended by then."""
+    left = dict.fromkeys(pids)
+    with contextlib.ExitStack() as stack:
+        poll = select.poll()
+        by_fd = {}
+        for pid in pids:
+            try:
+                fd = os.pidfd_open(pid)
+            except ProcessLookupError:
+                del left[pid]
+                continue
+            stack.callback(os.close, fd)
+            poll.register(fd, select.POLLIN)
+            by_fd[fd] = pid
+        while by_fd:
+            ended = poll.poll(seconds * 1000)
+            if not ended:
+                break
+            for fd, _ in ended:
+                poll.unregister(fd)
+                del left[by_fd.pop(fd)]
+    return list(left)
