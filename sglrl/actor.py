@@ -31,8 +31,16 @@ from msgspec import Raw
 
 from .codec import Arguments, Buffer, Result
 from .core.calls import Call
-from .driver import Driver, now
-from .errors import DeadlineExceeded, SglrlError, UnknownEndpoint, UsageError, from_wire
+from .driver import ENVELOPE_BYTES, Driver, now
+from .errors import (
+    DeadlineExceeded,
+    MessageTooLarge,
+    ProtocolError,
+    SglrlError,
+    UnknownEndpoint,
+    UsageError,
+    from_wire,
+)
 from .messages import ErrorBody, Item, ItemKind
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -239,7 +247,10 @@ def error_of(item: Item) -> SglrlError:
     """The exception that an ERROR or CANCELLED item stands for."""
     if item.kind == ItemKind.CANCELLED:
         return from_wire("EngineError", _cancelled, "")
-    body: ErrorBody = _error_body.decode(item.body)
+    try:
+        body: ErrorBody = _error_body.decode(item.body)
+    except ProtocolError as error:
+        return error
     return from_wire(body.kind, body.message, body.traceback)
 
 
@@ -268,6 +279,13 @@ class _Caller:
         spec = self._spec
         timeout = kwargs.pop("timeout", spec.timeout)
         body, frames = spec.arguments.encode(args, kwargs)
+        limit = self._driver.max_message_bytes - ENVELOPE_BYTES
+        largest = max(len(body), *map(len, frames)) if frames else len(body)
+        if largest > limit:
+            raise MessageTooLarge(
+                f"{spec.name}(): the arguments have {largest:,} bytes; at most {limit:,} fit one "
+                "message"
+            )
         return Call(
             spec.name,
             Raw(body),

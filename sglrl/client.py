@@ -21,8 +21,8 @@ from .codec import Buffer, encode
 from .completion import Chunk, Completion, StreamText
 from .core.calls import Call
 from .core.routing import Route
-from .driver import Driver, now
-from .errors import Closed, InvalidRequest, MessageTooLarge, SglrlError
+from .driver import ENVELOPE_BYTES, Driver, now
+from .errors import Closed, InvalidRequest, MessageTooLarge, ProtocolError, SglrlError
 from .messages import EngineInfo, EngineStats, GenerateArgs, Item, ItemKind, ScoreArgs, TokenChunk
 from .sampling import DEFAULT_MAX_NEW_TOKENS, Prepared, SamplingCache, SamplingParams
 from .spawn import Pool, WorkerInfo
@@ -51,6 +51,12 @@ class _Engine(_Actor):
         raise NotImplementedError  # served by workers/mailbox.py
 
 
+def _fail(future: asyncio.Future[Any], error: Exception) -> None:
+    """The worker sent something that is no part of an answer."""
+    if not future.done():
+        future.set_exception(ProtocolError(f"the worker sent a malformed answer: {error}"))
+
+
 class _Generation:
     """Collects one call's chunks and resolves its future with a ``Completion``."""
 
@@ -74,9 +80,14 @@ class _Generation:
         self.chunks: list[TokenChunk] | None = None
 
     def chunk(self, item: Item, frames: Sequence[Buffer]) -> None:
+        try:
+            chunk = _decode_chunk(item.body)
+        except msgspec.MsgspecError as error:
+            _fail(self.future, error)
+            return
         if self.chunks is None:
             self.chunks = []
-        self.chunks.append(_decode_chunk(item.body))
+        self.chunks.append(chunk)
 
     def restart(self) -> None:
         self.chunks = None
@@ -90,7 +101,11 @@ class _Generation:
         elif outcome.kind != ItemKind.DONE:
             future.set_exception(error_of(outcome))
         else:
-            last = _decode_chunk(outcome.body)
+            try:
+                last = _decode_chunk(outcome.body)
+            except msgspec.MsgspecError as error:
+                _fail(future, error)
+                return
             if self.chunks is None:
                 future.set_result(self.completion(call, (last,)))
             else:
@@ -136,7 +151,12 @@ class _Score:
         elif outcome.kind != ItemKind.DONE:
             self.future.set_exception(error_of(outcome))
         else:
-            self.future.set_result(np.frombuffer(_decode_chunk(outcome.body).logprobs, dtype="<f4"))
+            try:
+                logprobs = _decode_chunk(outcome.body).logprobs
+            except msgspec.MsgspecError as error:
+                _fail(self.future, error)
+            else:
+                self.future.set_result(np.frombuffer(logprobs, dtype="<f4"))
 
 
 class Stream:
@@ -181,16 +201,23 @@ class _StreamReply:
             self.waiter.set_result(None)
 
     def chunk(self, item: Item, frames: Sequence[Buffer]) -> None:
-        self.items.append(_decode_chunk(item.body))
+        self._add(item)
         self._wake()
+
+    def _add(self, item: Item) -> None:
+        try:
+            self.items.append(_decode_chunk(item.body))
+        except msgspec.MsgspecError as error:
+            self.outcome = ProtocolError(f"the worker sent a malformed answer: {error}")
 
     def restart(self) -> None:
         """Only before the first chunk."""
 
     def end(self, call: Call, outcome: Item | SglrlError, frames: Sequence[Buffer]) -> None:
         if isinstance(outcome, Item) and outcome.kind == ItemKind.DONE:
-            self.items.append(_decode_chunk(outcome.body))
-        self.outcome = outcome
+            self._add(outcome)
+        if self.outcome is None:
+            self.outcome = outcome
         self.call = call
         self._wake()
 
@@ -524,10 +551,12 @@ class Client:
             self._max_prompt(count)
             future: asyncio.Future[NDArray[np.float32]] = loop.create_future()
             futures.append(future)
+            body = encode(ScoreArgs(ids, start))
+            self._check_size(body)
             calls.append(
                 Call(
                     "score",
-                    Raw(encode(ScoreArgs(ids, start))),
+                    Raw(body),
                     _Score(future),
                     deadline=deadline,
                     priority=priority,
@@ -553,12 +582,16 @@ class Client:
         self, ids: bytes, wire: Raw, logprobs: bool, top: int, stream: bool, priority: int
     ) -> Raw:
         body = self._encode(GenerateArgs(ids, wire, logprobs, top, stream, priority))
-        if len(body) >= self._max_message - 4096:
-            raise MessageTooLarge(
-                f"the request has {len(body)} bytes; the limit is max_message_bytes="
-                f"{self._max_message}"
-            )
+        self._check_size(body)
         return Raw(body)
+
+    def _check_size(self, body: bytes) -> None:
+        limit = self._max_message - ENVELOPE_BYTES
+        if len(body) > limit:
+            raise MessageTooLarge(
+                f"the request has {len(body):,} bytes; at most {limit:,} fit one message "
+                "(max_message_bytes)"
+            )
 
     def _max_prompt(self, count: int) -> None:
         info = self.info

@@ -41,6 +41,11 @@ def encode(message: Any) -> bytes:
     return encoder.encode(message)
 
 
+def readable(text: object) -> str:
+    """``str(text)`` with what UTF-8 cannot carry (lone surrogates) replaced."""
+    return str(text).encode(errors="replace").decode()
+
+
 def decode_to_worker(frame: Buffer) -> ToWorker:
     """Raises ``ProtocolError`` on anything that is not a message for a worker."""
     try:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from .codec import Buffer, decode_to_driver, encode
 from .config import FabricConfig
@@ -35,6 +35,9 @@ from .net.base import DriverTransport
 logger = logging.getLogger("sglrl.driver")
 now = time.monotonic
 
+ENVELOPE_BYTES: Final = 4096
+"""More than a message needs beside the one body that it carries at least."""
+
 
 class Reply(Protocol):
     """Where a call's events go. Called on the event loop; must not block or raise."""
@@ -56,8 +59,14 @@ class Driver:
     the owner of the worker processes what the workers say of themselves.
     """
 
-    def __init__(self, transport: DriverTransport, config: FabricConfig | None = None) -> None:
+    def __init__(
+        self,
+        transport: DriverTransport,
+        config: FabricConfig | None = None,
+        max_message_bytes: int = 256 << 20,
+    ) -> None:
         self.transport = transport
+        self.max_message_bytes = max_message_bytes
         self.fabric = Fabric(config)
         self.dropped = 0
         self.on_starting: Callable[[int, str], None] = lambda index, stage: None
@@ -192,6 +201,12 @@ class Driver:
             if extra:
                 frames.extend(extra)
         frames[0] = encode(Submit(messages))
+        if len(frames[0]) > self.max_message_bytes and len(calls) > 1:
+            # Each fits alone, which was checked when it was made.
+            half = len(calls) // 2
+            self._send_calls(member, calls[:half])
+            self._send_calls(member, calls[half:])
+            return
         self._send(member, frames)
 
     def _send(self, member: Member, frames: list[Any]) -> None:

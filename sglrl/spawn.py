@@ -168,7 +168,7 @@ class Pool:
         elif address == "tcp":
             address = "tcp://127.0.0.1:*"
         router = ZmqRouter(address, max_message_bytes=config.max_message_bytes)
-        self._driver = driver = Driver(router, self._fabric_config)
+        self._driver = driver = Driver(router, self._fabric_config, config.max_message_bytes)
         driver.on_ready = self._on_ready
         driver.on_starting = self._on_starting
         driver.on_gone = self._on_gone

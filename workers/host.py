@@ -19,8 +19,9 @@ import msgspec
 import uvloop
 
 from sglrl.actor import Actor, EndpointSpec, constructor_arguments, endpoints_of
-from sglrl.codec import Buffer, decode_to_worker, encode
-from sglrl.errors import ProtocolError, SglrlError
+from sglrl.codec import Buffer, decode_to_worker, encode, readable
+from sglrl.driver import ENVELOPE_BYTES
+from sglrl.errors import MessageTooLarge, ProtocolError, SglrlError
 from sglrl.messages import (
     PROTOCOL_VERSION,
     ActorSpec,
@@ -58,8 +59,13 @@ class Host:
     """Serves one actor instance over one transport until ``Shutdown``."""
 
     def __init__(
-        self, actor: Actor, endpoints: dict[str, EndpointSpec], transport: WorkerTransport
+        self,
+        actor: Actor,
+        endpoints: dict[str, EndpointSpec],
+        transport: WorkerTransport,
+        max_message_bytes: int,
     ) -> None:
+        self.max_message_bytes = max_message_bytes
         self.actor = actor
         self.endpoints = endpoints
         self.transport = transport
@@ -111,7 +117,7 @@ class Host:
             kind = type(error).__name__
             # What this side of sglrl raises is clear without the way it came.
             trace = "" if isinstance(error, SglrlError) else traceback.format_exc()
-            body = encode(ErrorBody(kind, str(error), trace))
+            body = encode(ErrorBody(kind, readable(error), readable(trace)))
             self._put(Item(call.id, ItemKind.ERROR, msgspec.Raw(body)))
         finally:
             self.running.pop(call.id, None)
@@ -131,6 +137,12 @@ class Host:
 
     def _put_value(self, id_: int, kind: ItemKind, spec: EndpointSpec, value: Any) -> None:
         body, frames = spec.result.encode(value)
+        limit = self.max_message_bytes - ENVELOPE_BYTES
+        largest = max(len(body), *map(len, frames)) if frames else len(body)
+        if largest > limit:
+            raise MessageTooLarge(
+                f"{spec.name}() returned {largest:,} bytes; at most {limit:,} fit one message"
+            )
         self._put(Item(id_, kind, msgspec.Raw(body), len(frames)), frames)
 
     def _put(self, item: Item, frames: list[Buffer] | None = None) -> None:
@@ -143,7 +155,14 @@ class Host:
     def _flush(self) -> None:
         items, self._items = self._items, []
         frames, self._frames = self._frames, []
-        self.transport.send([encode(Results(items)), *frames])
+        body = encode(Results(items))
+        if len(body) <= self.max_message_bytes:
+            self.transport.send([body, *frames])
+            return
+        # Each item fits alone, which was checked when it was put.
+        for item in items:
+            own, frames = frames[: item.frames], frames[item.frames :]
+            self.transport.send([encode(Results([item])), *own])
 
 
 async def _main(spec: WorkerSpec, body: ActorSpec) -> None:
@@ -153,7 +172,8 @@ async def _main(spec: WorkerSpec, body: ActorSpec) -> None:
         cls = load_class(body)
         arguments = constructor_arguments(cls).decode(body.args, body.frames)
         actor = cls(**arguments)
-        await Host(actor, endpoints_of(cls), transport).serve(body.window)
+        host = Host(actor, endpoints_of(cls), transport, spec.max_message_bytes)
+        await host.serve(body.window)
     finally:
         transport.close()
 

@@ -13,7 +13,7 @@ import traceback
 
 import msgspec
 
-from sglrl.codec import decode_to_worker, encode
+from sglrl.codec import decode_to_worker, encode, readable
 from sglrl.errors import ProtocolError, SglrlError
 from sglrl.messages import (
     PROTOCOL_VERSION,
@@ -97,8 +97,12 @@ class Mailbox:
         else:
             self._items.append(Item(id_, kind, msgspec.Raw(self._encode(chunk))))
 
+    def put_value(self, id_: int, value: object) -> None:
+        """The answer of a control endpoint; leaves with the next ``flush``."""
+        self._items.append(Item(id_, ItemKind.DONE, msgspec.Raw(encode(value))))
+
     def put_error(self, id_: int, kind: str, message: str, trace: str = "") -> None:
-        body = encode(ErrorBody(kind, message, trace))
+        body = encode(ErrorBody(kind, readable(message), readable(trace)))
         self._items.append(Item(id_, ItemKind.ERROR, msgspec.Raw(body)))
 
     def flush(self, kv_usage: float = -1.0) -> None:
@@ -118,9 +122,9 @@ class Mailbox:
                 case "score":
                     engine.score(call.id, self._score.decode(call.args))
                 case "stats":
-                    self._put_value(call.id, engine.stats())
+                    self.put_value(call.id, engine.stats())
                 case "flush_cache":
-                    self._put_value(call.id, engine.flush_cache())
+                    engine.flush_cache(call.id)
                 case other:
                     self.put_error(
                         call.id, "UnknownEndpoint", f"the engine has no endpoint {other!r}"
@@ -130,6 +134,3 @@ class Mailbox:
         except Exception as error:
             # The engine lives on: a request it cannot take is that request's failure alone.
             self.put_error(call.id, type(error).__name__, str(error), traceback.format_exc())
-
-    def _put_value(self, id_: int, value: object) -> None:
-        self._items.append(Item(id_, ItemKind.DONE, msgspec.Raw(encode(value))))
