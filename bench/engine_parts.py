@@ -312,3 +312,6 @@ async def _http_main(
 
 if __name__ == "__main__":
     serve_part({"sglrl": _sglrl, "bare": _bare, "engine": _engine, "http": _http})
+    sys.stderr.flush()
+    # SGLang's threads and CUDA teardown can take seconds and have nothing left to save.
+    os._exit(0)
