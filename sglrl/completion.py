@@ -105,7 +105,8 @@ class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False)
     @cached_property
     def logprobs(self) -> NDArray[np.float32] | None:
         """float32 [t], read-only: natural log of the probability that the model gave each output
-        token (temperature applied, top-p/top-k/min-p not). None unless asked for."""
+        token. Temperature, penalties and grammar are applied, top-p, top-k and min-p are not; with
+        temperature 0 they are those of temperature 1. None unless asked for."""
         if not self._wants_logprobs:
             return None
         return np.frombuffer(b"".join([c.logprobs for c in self._chunks]), dtype="<f4")

@@ -116,8 +116,8 @@ class FakeEngine:
         request.sent = request.done
         self.mailbox.put(id_, ItemKind.DONE if last else ItemKind.CHUNK, chunk)
 
-    def flush_cache(self) -> bool:
-        return not self.requests
+    def flush_cache(self, id_: int) -> None:
+        self.mailbox.put_value(id_, not self.requests)
 
     def stats(self) -> EngineStats:
         uptime = time.monotonic() - self.begun

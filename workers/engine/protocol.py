@@ -24,8 +24,9 @@ class Engine(Protocol):
         """Stop a request soon; unknown ids are ignored."""
         ...
 
-    def flush_cache(self) -> bool:
-        """Empty the prefix cache; False when requests are running, and nothing was done."""
+    def flush_cache(self, id_: int) -> None:
+        """Empty the prefix cache and answer True; False when requests are running, and nothing was
+        done. Answered through ``Mailbox.put_value``."""
         ...
 
     def stats(self) -> EngineStats: ...

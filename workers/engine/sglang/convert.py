@@ -110,7 +110,8 @@ def score_request(id_: int, args: ScoreArgs, params: SamplingParams) -> Tokenize
         token_type_ids=None,
         sampling_params=params,
         return_logprob=True,
-        logprob_start_len=args.start,
+        # SGLang leaves out the first one: it would come from the token before.
+        logprob_start_len=max(0, args.start - 1),
         top_logprobs_num=0,
         token_ids_logprob=None,
         stream=False,
@@ -144,9 +145,11 @@ def token_chunk(output: BatchTokenIDOutput, i: int, version: int, top: int) -> T
     )
 
 
-def score_chunk(output: BatchTokenIDOutput, i: int) -> TokenChunk:
+def score_chunk(output: BatchTokenIDOutput, i: int, start: int) -> TokenChunk:
     """The prompt's logprobs from position ``start`` on; NaN for position 0, which has none."""
     values = [float("nan") if v is None else v for v in output.input_token_logprobs_val[i]]
+    if start:
+        del values[0]
     return TokenChunk(b"", np.array(values, dtype="<f4").tobytes(), "stop", output.cached_tokens[i])
 
 

@@ -15,7 +15,13 @@ import os
 import time
 from typing import Any
 
-from sglang.srt.managers.io_struct import AbortReq, BatchTokenIDOutput, ShutdownReq
+from sglang.srt.managers.io_struct import (
+    AbortReq,
+    BatchTokenIDOutput,
+    FlushCacheReqInput,
+    FlushCacheReqOutput,
+    ShutdownReq,
+)
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_components.request_receiver import SchedulerRequestReceiver
 from sglang.srt.server_args import PortArgs, ServerArgs
@@ -33,7 +39,7 @@ from sglrl.messages import (
 
 from ...mailbox import Mailbox
 from ..loop import IDLE_WAIT
-from . import compat, convert
+from . import compat, convert, seeds
 
 logger = logging.getLogger("sglrl.worker")
 
@@ -62,6 +68,7 @@ class Adapter:
         self.cached_tokens = 0
         self.generated_tokens = 0
         self.cancelled: set[int] = set()
+        self.flushes: list[int] = []
 
     # --- from the driver --------------------------------------------------------------------------
 
@@ -90,8 +97,8 @@ class Adapter:
             self.cancelled.add(id_)
             self.incoming.append(AbortReq(rid=convert.request_id(id_)))
 
-    def flush_cache(self) -> bool:
-        return bool(self.scheduler.flush_cache())
+    def flush_cache(self, id_: int) -> None:
+        self.flushes.append(id_)
 
     def stats(self) -> EngineStats:
         scheduler = self.scheduler
@@ -137,11 +144,26 @@ class Adapter:
     def pull(self) -> list[Any]:
         """What arrived since the last scheduler step, as SGLang's requests."""
         self.mailbox.receive(self)
+        if self.flushes:
+            self._pull_flush()
         self.mailbox.flush()
         if self.mailbox.stopped:
             self.incoming.append(ShutdownReq())
         incoming, self.incoming = self.incoming, []
         return incoming
+
+    def _pull_flush(self) -> None:
+        """Like any request, so that every rank does it. A request that has just been answered still
+        stands in SGLang's batch: then the flush waits for the loop's next turn."""
+        if self.requests:
+            self._flushed(False)
+        elif self.scheduler.is_fully_idle():
+            self.incoming.append(FlushCacheReqInput())
+
+    def _flushed(self, success: bool) -> None:
+        for id_ in self.flushes:
+            self.mailbox.put_value(id_, success)
+        self.flushes.clear()
 
     def tokens(self, output: BatchTokenIDOutput) -> None:
         """One scheduler step's output: one message to the driver."""
@@ -167,7 +189,7 @@ class Adapter:
             elif kind == ItemKind.ERROR:
                 mailbox.put_error(id_, error, text)
             elif request.score_start >= 0:
-                mailbox.put(id_, kind, convert.score_chunk(output, i))
+                mailbox.put(id_, kind, convert.score_chunk(output, i, request.score_start))
             else:
                 chunk = convert.token_chunk(output, i, request.version, request.top)
                 mailbox.put(id_, kind, chunk)
@@ -175,7 +197,11 @@ class Adapter:
         mailbox.flush(used / capacity if capacity else -1.0)
 
     def control(self, output: Any) -> None:
-        """What SGLang tells its tokenizer manager: of interest are requests that it aborted."""
+        """What SGLang tells its tokenizer manager: of interest are requests that it aborted, and
+        the answer to a flush."""
+        if isinstance(output, FlushCacheReqOutput):
+            self._flushed(output.success)
+            self.mailbox.flush()
         if not isinstance(output, AbortReq) or not output.rid:
             return
         id_ = convert.call_id(output.rid)
@@ -244,7 +270,7 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
 
     def maybe_sleep_on_idle(self) -> None:
         """Called when nothing is running or waiting, in every turn of the loop."""
-        if self.sglrl_adapter is not None:
+        if self.sglrl_adapter is not None and not self.sglrl_adapter.flushes:
             self.sglrl_adapter.mailbox.wait(IDLE_WAIT)
 
     def kv_tokens(self) -> tuple[int, int]:
@@ -282,6 +308,7 @@ def run_scheduler(spec: WorkerSpec, body: EngineSpec) -> None:
     server_args = _server_args(body)
     port_args = PortArgs.init_new(server_args)
     port_args.nccl_port = body.dist_port
+    seeds.install(server_args)
     adapter = Adapter(mailbox) if mailbox is not None else None
     compat.publish_arguments(server_args, body.rank, body.gpu_id)
     scheduler = SglrlScheduler(

@@ -1,0 +1,1 @@
+"""A real SGLang on CPU, against Hugging Face transformers."""

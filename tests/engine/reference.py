@@ -1,0 +1,56 @@
+"""What Hugging Face transformers says about a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+class Reference:
+    """A model in transformers, in the dtype it was saved in."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @cached_property
+    def model(self) -> Any:
+        # The worker needs the other cores.
+        torch.set_num_threads(1)
+        return AutoModelForCausalLM.from_pretrained(self.folder, dtype="auto").eval()
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        return AutoTokenizer.from_pretrained(self.folder)
+
+    def logprobs(
+        self, ids: Sequence[int] | NDArray[Any], temperature: float = 1.0
+    ) -> NDArray[np.float32]:
+        """float32 [length, vocabulary]: row i is the distribution of token i + 1."""
+        tokens = torch.tensor(np.asarray(ids, dtype=np.int64))[None]
+        with torch.inference_mode():
+            logits = self.model(input_ids=tokens).logits[0].float() / temperature
+        return torch.log_softmax(logits, dim=-1).numpy()  # type: ignore[no-any-return]
+
+    def logprobs_of(
+        self,
+        prompt: Sequence[int] | NDArray[Any],
+        output: NDArray[Any],
+        temperature: float = 1.0,
+    ) -> NDArray[np.float32]:
+        """float32 [len(output)]: of the tokens of ``output`` after ``prompt``."""
+        rows = self.logprobs(np.concatenate([prompt, output]), temperature)
+        return rows[len(prompt) - 1 : -1][np.arange(len(output)), output]
+
+    def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
+        """The likeliest continuation, end-of-sequence tokens included."""
+        ids = list(prompt)
+        for _ in range(count):
+            ids.append(int(self.logprobs(ids)[-1].argmax()))
+        return ids[len(prompt) :]

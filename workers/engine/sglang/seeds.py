@@ -1,0 +1,139 @@
+"""Seeded sampling: the draws of a request with a seed repeat, whatever else is in its batch.
+
+SGLang honours seeds only in its deterministic mode, which gives requests without a seed one and the
+same, refuses top-p with its GPU sampler, and is slower for everybody. Here a draw of a seeded
+request is a function of (seed, position, token) and the probabilities; requests without a seed are
+drawn as always, and nothing is computed while no seeded request is alive.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from sglang.srt.layers.sampler import Sampler
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.server_args import ServerArgs
+
+NO_SEED = -1
+_ELEMENTS = 1 << 24
+"""Of one block of rows, which bounds the memory that the noise takes."""
+
+_alive: weakref.WeakSet[Any] = weakref.WeakSet()
+"""SGLang's requests that have a seed. Every tensor-parallel rank has its own, with equal content."""
+
+
+def install(server_args: ServerArgs) -> None:
+    """Call in the worker before the scheduler is built. SGLang's deterministic mode, where the user
+    asked for it, stays as it is."""
+    if server_args.enable_deterministic_inference or server_args.rl_on_policy_target:
+        return
+    SamplingBatchInfo.from_schedule_batch = classmethod(_with_seeds)
+    Sampler._sample_from_probs = _sample
+
+
+_from_schedule_batch = SamplingBatchInfo.from_schedule_batch.__func__
+_sample_from_probs = Sampler._sample_from_probs
+
+
+def _with_seeds(cls: Any, batch: Any, vocab_size: int) -> Any:
+    """Every batch carries the seeds, also where there are none: SGLang merges batches only if both
+    have the tensor."""
+    info = _from_schedule_batch(cls, batch, vocab_size)
+    seeds = []
+    for request in batch.reqs:
+        seed = request.sampling_params.sampling_seed
+        if seed is not None:
+            _alive.add(request)
+        seeds.append(NO_SEED if seed is None else seed)
+    info.sampling_seed = torch.tensor(seeds, dtype=torch.int64).to(batch.device, non_blocking=True)
+    return info
+
+
+def _sample(
+    self: Any, probs: torch.Tensor, info: Any, positions: torch.Tensor, simple: bool
+) -> Any:
+    # SGLang's own samplers must not see the seeds, and the batch must keep them.
+    seeds, info.sampling_seed = info.sampling_seed, None
+    try:
+        drawn = _sample_from_probs(self, probs, info, positions, simple)
+    finally:
+        info.sampling_seed = seeds
+    if seeds is None or not _alive:
+        return drawn
+    ids = drawn[0] if isinstance(drawn, tuple) else drawn
+    limits = None if simple else (info.top_ks, info.top_ps, info.min_ps)
+    ours = draw(probs, seeds, positions, limits)
+    ids.copy_(torch.where(seeds >= 0, ours.to(ids.dtype), ids))
+    return drawn
+
+
+def draw(
+    probs: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    limits: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """One token per row, int64 [n], distributed as ``probs`` over uniformly chosen seeds.
+
+    Args:
+        probs: float [n, vocabulary], each row sums to 1.
+        seeds, positions: int64 [n].
+        limits: top-k, top-p and min-p, [n] each, as SGLang's own sampler applies them; None: all
+            tokens.
+    """
+    rows = max(1, _ELEMENTS // probs.shape[1])
+    blocks = []
+    for at in range(0, probs.shape[0], rows):
+        block = slice(at, at + rows)
+        weights = probs[block].double()
+        if limits is not None:
+            top_ks, top_ps, min_ps = limits
+            weights = _limited(weights, top_ks[block], top_ps[block], min_ps[block])
+        # An exponential race: the token whose waiting time, of rate p, is the shortest.
+        waits = -torch.log(_uniform(seeds[block], positions[block], probs.shape[1]))
+        blocks.append(torch.argmax(weights / waits, dim=-1))
+    return torch.cat(blocks)
+
+
+def _limited(
+    probs: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor, min_ps: torch.Tensor
+) -> torch.Tensor:
+    """``probs`` with zeros for the tokens that are not to be drawn."""
+    ordered, tokens = probs.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(probs.shape[1], device=probs.device)
+    out = rank >= top_ks.view(-1, 1)
+    out |= ordered.cumsum(dim=-1) - ordered > top_ps.view(-1, 1)
+    out |= ordered < ordered[:, :1] * min_ps.view(-1, 1)
+    return torch.zeros_like(probs).scatter_(-1, tokens, ordered.masked_fill(out, 0.0))
+
+
+def _signed(constant: int) -> int:
+    """64 bits as the signed integer that torch wants."""
+    return constant - (1 << 64) if constant >> 63 else constant
+
+
+_STEP = _signed(0x9E3779B97F4A7C15)
+_FIRST = _signed(0xBF58476D1CE4E5B9)
+_SECOND = _signed(0x94D049BB133111EB)
+
+
+def _mix(bits: torch.Tensor) -> torch.Tensor:
+    """The finalizer of SplitMix64 (https://doi.org/10.1145/2660193.2660195), on int64."""
+    bits = (bits ^ _shift(bits, 30)) * _FIRST
+    bits = (bits ^ _shift(bits, 27)) * _SECOND
+    return bits ^ _shift(bits, 31)
+
+
+def _shift(bits: torch.Tensor, by: int) -> torch.Tensor:
+    """A logical shift to the right."""
+    return (bits >> by) & ((1 << (64 - by)) - 1)
+
+
+def _uniform(seeds: torch.Tensor, positions: torch.Tensor, columns: int) -> torch.Tensor:
+    """float64 [n, columns] in (0, 1), a function of seed, position and column alone."""
+    keys = _mix(_mix(seeds * _STEP + _STEP) + (positions.to(torch.int64) + 1) * _STEP)
+    column = torch.arange(columns, device=seeds.device, dtype=torch.int64) * _STEP
+    bits = _shift(_mix(keys.view(-1, 1) + column), 11)
+    return (bits.double() + 0.5) * 2.0**-53
