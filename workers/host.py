@@ -12,6 +12,7 @@ import importlib
 import logging
 import os
 import traceback
+from functools import partial
 from typing import Any
 
 import cloudpickle
@@ -100,6 +101,7 @@ class Host:
                     at += call.frames
                     task = self._group.create_task(self._run(call, own))
                     self.running[call.id] = task
+                    task.add_done_callback(partial(self._ended, call.id))
             case Cancel(ids=ids):
                 for id_ in ids:
                     running = self.running.get(id_)
@@ -107,6 +109,11 @@ class Host:
                         running.cancel()
             case Shutdown():
                 self.stopped.set()
+
+    def _ended(self, id_: int, task: asyncio.Task[None]) -> None:
+        """A task that is cancelled before its first step never runs ``_run``: answer for it."""
+        if self.running.pop(id_, None) is not None:
+            self._put(Item(id_, ItemKind.CANCELLED))
 
     async def _run(self, call: CallMessage, frames: list[bytes]) -> None:
         try:
