@@ -11,7 +11,6 @@ from processes import descendants
 from sglrl import forkserver
 
 
-
 @pytest.fixture(autouse=True)
 def no_worker_is_left() -> Iterator[None]:
     yield

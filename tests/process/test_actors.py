@@ -122,9 +122,7 @@ async def test_wrong_arguments_are_never_sent(
         ("reverse", "text"),
     ],
 )
-async def test_wrong_arrays_and_bytes(
-    values: sglrl.ActorHandle, name: str, argument: Any
-) -> None:
+async def test_wrong_arrays_and_bytes(values: sglrl.ActorHandle, name: str, argument: Any) -> None:
     arguments = (argument, 1.0) if name == "scale" else (argument,)
     with pytest.raises(sglrl.UsageError):
         await getattr(values, name)(*arguments)
@@ -150,7 +148,7 @@ async def test_an_exception_in_the_actor_arrives_with_its_traceback(
         await values.fail("no such key")
     assert caught.value.kind == "KeyError"
     assert "no such key" in caught.value.message
-    assert 'raise KeyError(text)' in caught.value.traceback
+    assert "raise KeyError(text)" in caught.value.traceback
     assert "in fail" in str(caught.value)
     assert await values.add(1, 1) == 2
 

@@ -1,0 +1,224 @@
+"""The engine client's whole path with the fake engine: input, back-pressure, kills, threads."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import sglrl
+
+IDS = [3, 1, 4, 1, 5]
+
+
+@pytest.fixture(params=["ipc", "tcp"])
+async def client(request: pytest.FixtureRequest) -> AsyncIterator[sglrl.Client]:
+    async with sglrl.launch(
+        "fake",
+        engine="fake",
+        address=request.param,
+        replicas=2,
+        tokens_per_step=4,
+        vocab_size=1000,
+        context_length=64,
+    ) as client:
+        yield client
+
+
+async def test_generate(client: sglrl.Client) -> None:
+    made = await client.generate(input_ids=IDS, max_new_tokens=12, logprobs=True)
+    assert made.prompt_ids.tolist() == IDS
+    assert made.output_ids.tolist() == (IDS * 3)[:12]
+    np.testing.assert_allclose(made.logprobs, -(np.arange(12) + 1) / 1024)
+    assert made.finish_reason == "length"
+    several = await client.generate(input_ids=[[1], [2], [3]], n=2, max_new_tokens=2)
+    assert [[c.output_ids.tolist() for c in group] for group in several] == [
+        [[i, i], [i, i]] for i in (1, 2, 3)
+    ]
+
+
+async def test_many_at_once(client: sglrl.Client) -> None:
+    made = await asyncio.gather(
+        *(client.generate(input_ids=[i % 1000], max_new_tokens=1 + i % 20) for i in range(3000))
+    )
+    for i, completion in enumerate(made):
+        assert completion.output_ids.tolist() == [i % 1000] * (1 + i % 20)
+    assert {c.worker for c in made} == {0, 1}
+    assert all(worker.load == 0 for worker in client.workers)
+
+
+async def test_stream_equals_generate(client: sglrl.Client) -> None:
+    stream = client.stream(input_ids=IDS, max_new_tokens=30, logprobs=True)
+    with pytest.raises(sglrl.Closed):
+        stream.completion  # noqa: B018
+    chunks = [chunk async for chunk in stream]
+    whole = await client.generate(input_ids=IDS, max_new_tokens=30, logprobs=True)
+    assert len(chunks) > 1
+    assert np.concatenate([c.output_ids for c in chunks]).tolist() == whole.output_ids.tolist()
+    assert np.concatenate([c.logprobs for c in chunks]).tolist() == whole.logprobs.tolist()
+    assert stream.completion.output_ids.tolist() == whole.output_ids.tolist()
+
+
+async def test_score_stats_and_flush(client: sglrl.Client) -> None:
+    assert (await client.score(IDS)).shape == (5,)
+    assert (await client.score(IDS, start=3)).shape == (2,)
+    assert [s.worker for s in await client.stats()] == [0, 1]
+    assert await client.flush_cache()
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"input_ids": []}, "empty"),
+    ({"input_ids": np.array([], dtype=np.int32)}, "empty"),
+    ({"prompt": ""}, "empty"),
+    ({"prompt": "a", "input_ids": [1]}, "exactly one"),
+    ({}, "exactly one"),
+    ({"input_ids": [1000]}, "1000 is outside"),
+    ({"input_ids": np.array([1000])}, "1000 is outside"),
+    ({"input_ids": [-1]}, "-1 is outside"),
+    ({"input_ids": [1, True]}, "bool"),
+    ({"input_ids": np.array([True])}, "integers"),
+    ({"input_ids": [1.0]}, "integers"),
+    ({"input_ids": "text"}, "prompt"),
+    ({"input_ids": [1] * 64}, "64 tokens.*63.*64"),
+    ({"input_ids": [1], "max_new_tokens": 0}, "at least 1"),
+    ({"input_ids": [1], "max_new_tokens": -5}, "at least 1"),
+    ({"input_ids": [1], "max_new_tokens": True}, "integer"),
+    ({"input_ids": [1], "max_new_tokens": 64}, "at most 63"),
+    ({"input_ids": [1], "temperature": float("nan")}, "temperature"),
+    ({"input_ids": [1], "temperature": -1}, "temperature"),
+    ({"input_ids": [1], "top_p": 0}, "top_p"),
+    ({"input_ids": [1], "stop_token_ids": [1000]}, "1000"),
+    ({"input_ids": [1], "json_schema": "{"}, "not JSON"),
+    ({"input_ids": [1], "temprature": 1.0}, "did you mean 'temperature'"),
+    ({"input_ids": [1], "n": 0}, "n must be"),
+    ({"input_ids": [1], "logprobs": 5}, "top_logprobs"),
+]
+
+
+async def test_bad_requests_are_never_sent(client: sglrl.Client) -> None:
+    for values, says in BAD:
+        with pytest.raises(sglrl.InvalidRequest, match=says):
+            await client.generate(**values)
+        assert client._pool.driver.fabric._next_id == 0, values
+    with pytest.raises(sglrl.UsageError, match="no worker 2"):
+        await client.generate(input_ids=IDS, worker=2)
+    for timeout in (0, -1):
+        with pytest.raises(sglrl.DeadlineExceeded):
+            await client.generate(input_ids=IDS, timeout=timeout)
+    with pytest.raises(sglrl.UsageError):
+        await client.generate(input_ids=IDS, timeout=float("nan"))
+    assert [s.engine.prompt_tokens for s in await client.stats()] == [0, 0]
+    assert (await client.generate(input_ids=IDS, max_new_tokens=1)).output_ids.tolist() == [3]
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"tokens_per_stp": 1}, "did you mean 'tokens_per_step'"),
+        ({"replicas": 0}, "replicas"),
+        ({"replicas": True}, "replicas"),
+        ({"timeout": 0}, "timeout"),
+        ({"routing": "by-moon"}, "unknown routing"),
+        ({"window": 0}, "window"),
+    ],
+)
+async def test_bad_launches(values: dict[str, Any], says: str) -> None:
+    with pytest.raises(sglrl.UsageError, match=says):
+        sglrl.launch("fake", engine="fake", **values)
+
+
+async def test_a_message_that_is_too_large() -> None:
+    async with sglrl.launch(
+        "fake", engine="fake", max_message_bytes=20_000, context_length=1 << 16
+    ) as client:
+        with pytest.raises(sglrl.MessageTooLarge, match="max_message_bytes"):
+            await client.generate(input_ids=[1] * 10_000, max_new_tokens=1)
+        assert len((await client.generate(input_ids=IDS, max_new_tokens=3)).output_ids) == 3
+
+
+async def test_a_worker_that_fails_to_start() -> None:
+    with pytest.raises(sglrl.WorkerStartError) as caught:
+        async with sglrl.launch(
+            "fake", engine="fake", fail_start="no room for the model", start_timeout=3600
+        ):
+            pytest.fail("it cannot have started")
+    assert "no room for the model" in caught.value.output
+
+
+async def test_a_killed_worker_loses_no_call() -> None:
+    async with sglrl.launch(
+        "fake", engine="fake", replicas=2, tokens_per_step=1, step_seconds=0.002
+    ) as client:
+        calls = [
+            asyncio.ensure_future(client.generate(input_ids=[i], max_new_tokens=100))
+            for i in range(40)
+        ]
+        while not all([s.engine.generated_tokens for s in await client.stats()]):
+            pass
+        os.kill(client.workers[0].pid, signal.SIGKILL)
+        made = await asyncio.gather(*calls)
+        for i, completion in enumerate(made):
+            assert completion.output_ids.tolist() == [i] * 100
+            assert completion.worker == 1
+        resumed = sum(c.resumed for c in made)
+        assert 0 < resumed < 40
+        assert {c.resumed for c in made} == {0, 1}
+        assert (await client.generate(input_ids=IDS, max_new_tokens=1)).worker == 1
+
+
+async def test_cancelled_requests_leave_the_engine() -> None:
+    async with sglrl.launch(
+        "fake", engine="fake", tokens_per_step=1, step_seconds=0.001, context_length=100_000
+    ) as client:
+        calls = [
+            asyncio.ensure_future(client.generate(input_ids=IDS, max_new_tokens=90_000))
+            for _ in range(5)
+        ]
+        while (await client.stats())[0].engine.running < 5:
+            pass
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        with pytest.raises(sglrl.DeadlineExceeded):
+            await client.generate(input_ids=IDS, max_new_tokens=90_000, timeout=0.05)
+        stream = client.stream(input_ids=IDS, max_new_tokens=90_000)
+        async for _ in stream:
+            break
+        await stream.aclose()
+        while (await client.stats())[0].engine.running:
+            pass
+
+
+def test_blocking() -> None:
+    with sglrl.blocking("fake", engine="fake", tokens_per_step=2) as client:
+        assert client.generate(input_ids=IDS, max_new_tokens=5).output_ids.tolist() == IDS
+        chunks = list(client.stream(input_ids=IDS, max_new_tokens=5))
+        assert np.concatenate([c.output_ids for c in chunks]).tolist() == IDS
+        for _ in client.stream(input_ids=IDS, max_new_tokens=500):
+            break
+        assert client.score(IDS).shape == (5,)
+        assert client.stats()[0].worker == 0
+        with pytest.raises(sglrl.InvalidRequest):
+            client.generate(input_ids=[])
+        results: dict[int, list[list[int]]] = {0: [], 1: []}
+
+        def work(which: int) -> None:
+            for _ in range(50):
+                made = client.generate(input_ids=[which], max_new_tokens=2)
+                results[which].append(made.output_ids.tolist())
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in results]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert results == {i: [[i, i]] * 50 for i in results}
+    with pytest.raises(sglrl.Closed):
+        client.generate(input_ids=IDS)
+    client.close()

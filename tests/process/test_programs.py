@@ -1,0 +1,179 @@
+"""Users' programs: scripts without a guard, notebooks, and drivers that die in every way."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import descendants, wait_for_end
+
+SCRIPT = """
+import asyncio, os, sys
+from pathlib import Path
+import sglrl
+
+with Path(sys.argv[1]).open("a") as file:
+    file.write("ran\\n")
+
+class Echo(sglrl.Actor):
+    @sglrl.endpoint
+    async def say(self, text: str) -> str:
+        return f"{text} from {os.getpid() != DRIVER}"
+
+DRIVER = os.getpid()
+
+async def main():
+    async with sglrl.spawn(Echo, replicas=2) as echo:
+        print(await echo.say("hello"))
+        print(len(await echo.broadcast.say("hello")))
+
+asyncio.run(main())
+"""
+
+
+def run(*arguments: str, cwd: Path, text: str | None = None) -> str:
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        input=text,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    # The library prints nothing.
+    assert done.stderr == ""
+    return done.stdout
+
+
+@pytest.mark.parametrize("way", ["script", "command", "stdin"])
+def test_programs_without_a_guard(tmp_path: Path, way: str) -> None:
+    log = tmp_path / "log"
+    if way == "script":
+        (tmp_path / "train.py").write_text(SCRIPT)
+        out = run("train.py", str(log), cwd=tmp_path)
+    elif way == "command":
+        out = run("-c", SCRIPT, str(log), cwd=tmp_path)
+    else:
+        out = run("-", str(log), cwd=tmp_path, text=SCRIPT)
+    assert out == "hello from True\n2\n"
+    assert log.read_text() == "ran\n"
+
+
+async def test_inside_a_running_loop_as_in_a_notebook() -> None:
+    cells = [
+        "import sglrl",
+        """
+        class Cell(sglrl.Actor):
+            @sglrl.endpoint
+            async def double(self, x: int) -> int:
+                return 2 * x
+        """,
+        "handle = await sglrl.spawn(Cell).__aenter__()",
+        "answer = await handle.double(21)",
+        "await handle.close()",
+    ]
+    space: dict[str, Any] = {"__name__": "__main__"}
+    for cell in cells:
+        code = compile(
+            textwrap.dedent(cell), "<cell>", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+        )
+        result = eval(code, space)
+        if asyncio.iscoroutine(result):
+            await result
+    assert space["answer"] == 42
+
+
+DRIVER = """
+import asyncio, sys
+import sglrl
+
+class Sleeper(sglrl.Actor):
+    @sglrl.endpoint
+    async def sleep(self) -> None:
+        print("busy", flush=True)
+        await asyncio.Event().wait()
+
+async def main():
+    print("begun", flush=True)
+    async with sglrl.spawn(Sleeper, replicas=2) as sleepers:
+        print("ready", flush=True)
+        async with sglrl.launch("fake", engine="fake", replicas=2) as client:
+            print("serving", flush=True)
+            await asyncio.gather(sleepers.broadcast.sleep(), client.generate(input_ids=[1]))
+
+try:
+    asyncio.run(main())
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+
+class Driver:
+    """A driver in a process of its own, its folder for sockets, and all processes it started."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", DRIVER],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "TMPDIR": str(folder)},
+        )
+
+    def until(self, line: str) -> None:
+        assert self.process.stdout is not None
+        for got in self.process.stdout:
+            if got.strip() == line:
+                return
+        pytest.fail(f"the driver ended before it said {line!r}")
+
+    def end(self, number: int) -> tuple[str, list[int]]:
+        """What it wrote to stderr, and which of its processes outlived it for 5 seconds."""
+        below = list(descendants(self.process.pid))
+        self.process.send_signal(number)
+        _, errors = self.process.communicate(timeout=30)
+        return errors, wait_for_end(below, 5.0)
+
+
+@pytest.mark.parametrize("stage", ["begun", "ready", "serving"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL, signal.SIGTERM])
+def test_nothing_outlives_the_driver(
+    tmp_path_factory: pytest.TempPathFactory, stage: str, number: signal.Signals
+) -> None:
+    # Short: unix sockets have short names.
+    folder = Path(tmp_path_factory.mktemp("d"))
+    driver = Driver(folder)
+    driver.until(stage)
+    errors, left = driver.end(number)
+    assert not left
+    assert not list(folder.iterdir())
+    if number == signal.SIGINT:
+        assert driver.process.returncode == 130
+        assert errors == ""
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_an_interrupt_at_any_moment(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
+    folder = Path(tmp_path_factory.mktemp("d"))
+    driver = Driver(folder)
+    driver.until("begun")
+    # A random moment is what is tested here; whatever comes first ends the wait.
+    with suppress(subprocess.TimeoutExpired):
+        driver.process.wait(random.Random(seed).uniform(0.0, 0.8))
+    _, left = driver.end(signal.SIGINT)
+    assert not left
+    assert not list(folder.iterdir())
+    assert driver.process.returncode == 130
