@@ -42,16 +42,19 @@ class Feed:
         in_flight: int,
         new_tokens: int,
         temperature: float,
+        flush: Callable[[], bool],
         mark: Callable[[], None],
         done: Callable[[int, int, float, list[float]], None],
     ) -> None:
-        """``mark()`` is called before each repetition, and after it
+        """``flush()`` empties the prefix cache, False while the scheduler is not idle.
+        ``mark()`` is called before each repetition, and after it
         ``done(repetition, tokens, seconds, latencies)``."""
         self._plan = list(plan)
         self._prompts = prompts
         self._in_flight = in_flight
         self._new_tokens = new_tokens
         self._temperature = temperature
+        self._flush = flush
         self._mark = mark
         self._done = done
 
@@ -78,6 +81,9 @@ class Feed:
                 self._repetition = None
             if not self._plan:
                 return self._stop()
+            if not self._flush():
+                # The last batch is not put away yet; the loop asks again.
+                return []
             repetition, count = self._plan.pop(0)
             self._ready = [
                 self._request(f"{repetition}-{i}.", ids)
@@ -124,9 +130,7 @@ class Feed:
         self._last = time.perf_counter()
         for i, rid in enumerate(output.rids):
             # Outputs come in parts; those parts must hold the logprobs that were asked for.
-            self._tokens += min(
-                len(output.output_ids[i]), len(output.output_token_logprobs_val[i])
-            )
+            self._tokens += min(len(output.output_ids[i]), len(output.output_token_logprobs_val[i]))
             if output.finished_reasons[i] is not None:
                 self._latencies.append(self._last - self._running.pop(rid))
 

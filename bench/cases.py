@@ -34,12 +34,20 @@ _QWEN3 = {
 }
 _SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {
-        "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16,
-        "intermediate_size": 3072, "max_window_layers": 28, "tie_word_embeddings": True,
+        "hidden_size": 1024,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "intermediate_size": 3072,
+        "max_window_layers": 28,
+        "tie_word_embeddings": True,
     },
     "qwen3-8b": {
-        "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32,
-        "intermediate_size": 12_288, "max_window_layers": 36, "tie_word_embeddings": False,
+        "hidden_size": 4096,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "intermediate_size": 12_288,
+        "max_window_layers": 36,
+        "tie_word_embeddings": False,
     },
 }
 _RECIPE = 1

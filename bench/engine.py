@@ -51,9 +51,7 @@ def main(
     repeat: Annotated[
         int | None, typer.Option(min=1, help="Repetitions; the median counts.")
     ] = None,
-    requests: Annotated[
-        int | None, typer.Option(min=1, help="Requests of one repetition.")
-    ] = None,
+    requests: Annotated[int | None, typer.Option(min=1, help="Requests of one repetition.")] = None,
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", help="NAME=JSON: an engine argument for every system; repeatable."),
@@ -76,15 +74,15 @@ def main(
             found = results[one.name] = {}
             arguments = engine_arguments(one, extra)
             options = {
-                "case": one, "model": str(model_folder(one)), "repeats": repeats,
+                "case": one,
+                "model": str(model_folder(one)),
+                "repeats": repeats,
                 "arguments": arguments,
             }
             for name in systems:
                 begin(f"{one.name}: {_SYSTEMS[name]}")
                 try:
-                    found[name] = run_part(
-                        _PARTS, name, options, note, limit, environment(one)
-                    )
+                    found[name] = run_part(_PARTS, name, options, note, limit, environment(one))
                 except PartFailed as failure:
                     found[name] = {"failed": str(failure)}
                     print_note(f"{_SYSTEMS[name]} failed: {failure}\n{failure.log}")
@@ -100,7 +98,8 @@ def main(
         "bench": "engine",
         "machine": info,
         "cases": {
-            c.name: c._asdict() | {
+            c.name: c._asdict()
+            | {
                 "repeats": repeat or c.repeats,
                 "arguments": engine_arguments(c, extra),
                 "systems": results[c.name],
@@ -146,8 +145,16 @@ def _print(case: Case, found: dict[str, dict[str, Any]]) -> None:
     table(
         f"{case.name}: {case.prompt} in, {case.new} out, {case.in_flight:,} in flight, "
         f"{case.requests:,} requests, logprobs",
-        ("", "tokens/s", "lowest .. highest", "of bare", "p50 ms", "p99 ms", "CPU us/token",
-         "start s"),
+        (
+            "",
+            "tokens/s",
+            "lowest .. highest",
+            "of bare",
+            "p50 ms",
+            "p99 ms",
+            "CPU us/token",
+            "start s",
+        ),
         rows,
     )
     for name, result in found.items():
@@ -162,8 +169,9 @@ def _targets(case: Case, found: dict[str, dict[str, Any]]) -> list[Target]:
     ]
     if case.name == "0.6b":
         targets += [
-            Target(f"{case.name}: times {_SYSTEMS[peer]}", 1.3,
-                   _ratio(ours, _speed(found, peer)), "")
+            Target(
+                f"{case.name}: times {_SYSTEMS[peer]}", 1.3, _ratio(ours, _speed(found, peer)), ""
+            )
             for peer in ("engine", "http")
         ]
     return targets

@@ -27,6 +27,9 @@ from .parts import ROOT, Note, serve_part
 Generate = Callable[[list[int]], Awaitable[int]]
 """Send one prompt, wait for the whole answer, return the number of tokens that have a logprob."""
 
+Flush = Callable[[], Awaitable[Any]]
+"""Empty the prefix cache: a repetition does not pay for evicting what the ones before it left."""
+
 _TEMPERATURE = 1.0
 
 
@@ -89,7 +92,7 @@ def _cpu_seconds() -> float:
 
 
 async def _measure(
-    generate: Generate, case: Case, repeats: int, begun: float, note: Note
+    generate: Generate, flush: Flush, case: Case, repeats: int, begun: float, note: Note
 ) -> dict[str, Any]:
     """The load of an asyncio client: ``in_flight`` tasks, each sending its next prompt when its
     last one is answered."""
@@ -108,6 +111,7 @@ async def _measure(
                 tokens += got
                 latencies.append(clock() - sent)
 
+        await flush()
         repetitions.mark()
         first = clock()
         async with asyncio.TaskGroup() as group:
@@ -137,13 +141,16 @@ async def _sglrl_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
 
         async def generate(ids: list[int]) -> int:
             completion = await client.generate(
-                input_ids=ids, max_new_tokens=case.new, ignore_eos=True,
-                temperature=_TEMPERATURE, logprobs=True,
+                input_ids=ids,
+                max_new_tokens=case.new,
+                ignore_eos=True,
+                temperature=_TEMPERATURE,
+                logprobs=True,
             )
             assert completion.logprobs is not None
             return min(len(completion.output_ids), len(completion.logprobs))
 
-        return await _measure(generate, case, options["repeats"], begun, note)
+        return await _measure(generate, client.flush_cache, case, options["repeats"], begun, note)
 
 
 # --- the bare scheduler -----------------------------------------------------------------------
@@ -171,9 +178,7 @@ def _bare(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
     port_args = PortArgs.init_new(server_args)
     compat.publish_arguments(server_args, 0, 0)
     feed = Feed()
-    scheduler = BareScheduler(
-        feed, *compat.scheduler_arguments(server_args, port_args, 0, 0)
-    )
+    scheduler = BareScheduler(feed, *compat.scheduler_arguments(server_args, port_args, 0, 0))
     repetitions = _Repetitions(case, options["repeats"], begun, note)
     feed.begin(
         repetitions.plan(),
@@ -181,6 +186,7 @@ def _bare(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
         case.in_flight,
         case.new,
         _TEMPERATURE,
+        scheduler.flush_cache,
         repetitions.mark,
         repetitions.add,
     )
@@ -231,7 +237,14 @@ def _engine(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
     try:
         # The loop that the engine made for itself; SGLang sets uvloop's policy on import.
         result: dict[str, Any] = engine.loop.run_until_complete(
-            _measure(generate, case, options["repeats"], begun, note)
+            _measure(
+                generate,
+                engine.tokenizer_manager.flush_cache,
+                case,
+                options["repeats"],
+                begun,
+                note,
+            )
         )
         return result
     finally:
@@ -307,7 +320,12 @@ async def _http_main(
                     raise RuntimeError(f"HTTP {response.status}: {raw[:300]!r}")
             return _tokens(decode(raw))
 
-        return await _measure(generate, case, options["repeats"], begun, note)
+        async def flush() -> None:
+            async with session.post(url.replace("/generate", "/flush_cache")) as response:
+                if response.status != 200:
+                    raise RuntimeError(f"HTTP {response.status}: {await response.text()}")
+
+        return await _measure(generate, flush, case, options["repeats"], begun, note)
 
 
 if __name__ == "__main__":

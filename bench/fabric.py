@@ -89,7 +89,10 @@ def main(
     print_targets(targets)
     options = {"seconds": seconds, "repeats": repeats, "replicas": replicas}
     document = {
-        "bench": "fabric", "machine": info, "options": options, "results": results,
+        "bench": "fabric",
+        "machine": info,
+        "options": options,
+        "results": results,
         "failed": failed,
     }
     write_json(json, document, targets)
@@ -129,8 +132,12 @@ def _print(results: dict[str, Any], failed: dict[str, str]) -> None:
     for name, reason in failed.items():
         console.print(f"{name}: not measured: {reason}", markup=False)
     rows = [
-        (name, *(number(rates[str(level)]["rate"]) for level in _LEVELS[1:]),
-         number(rates["512"]["loop_us"]), number(rates["512"]["driver_us"]))
+        (
+            name,
+            *(number(rates[str(level)]["rate"]) for level in _LEVELS[1:]),
+            number(rates["512"]["loop_us"]),
+            number(rates["512"]["driver_us"]),
+        )
         for name, result in results.items()
         if name.startswith("in memory")
         for rates in (result["rates"],)
@@ -146,21 +153,27 @@ def _print(results: dict[str, Any], failed: dict[str, str]) -> None:
         if "idle_cpu" in result:
             rows.append((f"{name}: idle worker, share of a core", f"{result['idle_cpu']:.2%}"))
             rows.append(
-                (f"{name}: req/s at 512 when both arrays are read",
-                 number(result["arrays_read"]["rate"]))
+                (
+                    f"{name}: req/s at 512 when both arrays are read",
+                    number(result["arrays_read"]["rate"]),
+                )
             )
     waiting = results.get("waiting calls")
     if waiting:
         rows += [
-            (f"bytes a call, {waiting['calls']:,} waiting: growth of the process",
-             number(waiting["resident_bytes"])),
+            (
+                f"bytes a call, {waiting['calls']:,} waiting: growth of the process",
+                number(waiting["resident_bytes"]),
+            ),
             ("  as allocated by Python", number(waiting["allocated_bytes"])),
         ]
     floor = results.get("waiting tasks")
     if floor:
         rows += [
-            ("bytes of a task with such a prompt that waits for a bare future: growth",
-             number(floor["resident_bytes"])),
+            (
+                "bytes of a task with such a prompt that waits for a bare future: growth",
+                number(floor["resident_bytes"]),
+            ),
             ("  as allocated by Python", number(floor["allocated_bytes"])),
         ]
     if rows:
@@ -180,16 +193,22 @@ def _targets(results: dict[str, Any]) -> list[Target]:
     ]
     waiting = results.get("waiting calls")
     targets.append(
-        Target("a waiting call", 4096, waiting and waiting["resident_bytes"], "bytes",
-               at_most=True)
+        Target("a waiting call", 4096, waiting and waiting["resident_bytes"], "bytes", at_most=True)
     )
     routing = "+".join(_DEFAULT_ROUTING)
     many = _rate(results.get(f"in memory, 1,000 workers, {routing}"))
     one = _rate(results.get(f"in memory, 1 worker, {routing}"))
-    targets.append(Target("1,000 in-memory workers, of the rate with one", 0.5,
-                          _ratio(many, one), ""))
-    targets.append(Target(f"1,000 in-memory workers, of the rate of {name or 'sglrl'}", 0.5,
-                          _ratio(many, rate), ""))
+    targets.append(
+        Target("1,000 in-memory workers, of the rate with one", 0.5, _ratio(many, one), "")
+    )
+    targets.append(
+        Target(
+            f"1,000 in-memory workers, of the rate of {name or 'sglrl'}",
+            0.5,
+            _ratio(many, rate),
+            "",
+        )
+    )
     targets.append(
         Target("idle worker, share of a core", 0.02, ours and ours["idle_cpu"], "", at_most=True)
     )

@@ -54,7 +54,10 @@ async def _sglrl_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
     prompts = Prompts()
     note("starting workers")
     async with sglrl.launch(
-        "fake", engine="fake", replicas=options["replicas"], address=options["address"],
+        "fake",
+        engine="fake",
+        replicas=options["replicas"],
+        address=options["address"],
         vocab_size=VOCAB,
     ) as client:
         generate = client.generate
@@ -69,9 +72,7 @@ async def _sglrl_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
         )
 
         async def and_read(i: int) -> None:
-            completion = await generate(
-                input_ids=prompts[i], max_new_tokens=TOKENS, logprobs=True
-            )
+            completion = await generate(input_ids=prompts[i], max_new_tokens=TOKENS, logprobs=True)
             _ = completion.output_ids, completion.logprobs
 
         note("512 in flight, arrays read")
@@ -154,7 +155,12 @@ async def _waiting_main(options: Mapping[str, Any], note: Note) -> dict[str, Any
     prompts = Prompts()
     note("starting a slow worker")
     async with sglrl.launch(
-        "fake", engine="fake", vocab_size=VOCAB, window=1, tokens_per_step=1, step_seconds=0.02,
+        "fake",
+        engine="fake",
+        vocab_size=VOCAB,
+        window=1,
+        tokens_per_step=1,
+        step_seconds=0.02,
         max_queue=count,
     ) as client:
 
@@ -243,9 +249,16 @@ class _MemoryPool:
         decode_args = msgspec.msgpack.Decoder(GenerateArgs).decode
         logprobs = struct.pack(f"<{TOKENS}f", *LOGPROBS)
         info = EngineInfo(
-            model="echo", architecture="Echo", dtype="float32", device="cpu", vocab_size=VOCAB,
-            context_length=32_768, max_prompt_tokens=32_767, max_total_tokens=32_768,
-            eos_token_ids=[], kv_cache_tokens=1 << 20,
+            model="echo",
+            architecture="Echo",
+            dtype="float32",
+            device="cpu",
+            vocab_size=VOCAB,
+            context_length=32_768,
+            max_prompt_tokens=32_767,
+            max_total_tokens=32_768,
+            eos_token_ids=[],
+            kv_cache_tokens=1 << 20,
         )
         self._ready = Ready(PROTOCOL_VERSION, os.getpid(), 1024, ["generate"], "cpu", info)
 
@@ -303,7 +316,10 @@ async def _memory_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]
     pool = _MemoryPool(options["workers"], tuple(options["routing"]))
     rates: dict[str, Any] = {}
     async with Client(
-        pool, model="echo", timeout=None, max_message=1 << 28  # type: ignore[arg-type]
+        pool,
+        model="echo",
+        timeout=None,
+        max_message=1 << 28,  # type: ignore[arg-type]
     ) as client:
         generate = client.generate
         for level in options["levels"]:
@@ -312,7 +328,9 @@ async def _memory_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]
             begun = time.thread_time()
             windows = await closed_loop(
                 lambda i: generate(input_ids=prompts[i], max_new_tokens=TOKENS, logprobs=True),
-                level, options["seconds"], options["repeats"],
+                level,
+                options["seconds"],
+                options["repeats"],
             )
             echo_share = pool.echo_seconds / (time.thread_time() - begun)
             summary = rate_summary(windows)
@@ -374,7 +392,10 @@ def _ray(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
 
     note("starting Ray")
     ray.init(
-        num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="error",
+        num_cpus=1,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="error",
         object_store_memory=200 << 20,
     )
     try:

@@ -104,9 +104,7 @@ def latency_summary(windows: Sequence[Window]) -> dict[str, float]:
         "cpu_us": statistics.median(w.cpu_us for w in windows),
         "loop_us": statistics.median(w.loop_us for w in windows),
     } | {
-        f"p{percent}_us": statistics.median(
-            percentile(w.latencies, percent) * 1e6 for w in windows
-        )
+        f"p{percent}_us": statistics.median(percentile(w.latencies, percent) * 1e6 for w in windows)
         for percent in (50, 99)
     }
 

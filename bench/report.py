@@ -51,8 +51,16 @@ def machine() -> dict[str, Any]:
         "versions": {
             name: version
             for name in (
-                "sglrl", "sglang", "torch", "pyzmq", "msgspec", "uvloop", "aiohttp", "uvicorn",
-                "httptools", "ray",
+                "sglrl",
+                "sglang",
+                "torch",
+                "pyzmq",
+                "msgspec",
+                "uvloop",
+                "aiohttp",
+                "uvicorn",
+                "httptools",
+                "ray",
             )
             if (version := _version(name))
         },
@@ -139,8 +147,12 @@ def print_targets(targets: Sequence[Target]) -> None:
         style = {"ok": "green", "short": "red"}.get(target.verdict, "yellow")
         measured = "" if target.measured is None else number(target.measured)
         rows.append(
-            (target.name, f"{sign} {number(target.asked)} {target.unit}", measured,
-             f"[{style}]{target.verdict}[/]")
+            (
+                target.name,
+                f"{sign} {number(target.asked)} {target.unit}",
+                measured,
+                f"[{style}]{target.verdict}[/]",
+            )
         )
     table("asked", ("figure", "asked", "measured", ""), rows)
 

@@ -28,8 +28,8 @@ class FabricConfig(msgspec.Struct, frozen=True, kw_only=True):
     routing: tuple[str, ...] = ("requests",)
     max_queue: int = 100_000
     max_attempts: int = 3
-    overload: float = 1.5
-    overload_slack: int = 4
+    overload: float = 1.25
+    overload_slack: int = 2
     prefix_block: int = 32
     prefix_entries: int = 200_000
 

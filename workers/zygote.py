@@ -93,6 +93,10 @@ class Zygote:
     def preload(self, name: str) -> None:
         begun = time.monotonic()
         error = ""
+        if name == "sglang":
+            # Workers on CPU share its cores with each other and the driver: OpenMP threads that
+            # spin while they wait would take them from whoever has work. Read when torch loads.
+            os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         try:
             for module in PRELOADS[name]:
                 importlib.import_module(module)

@@ -21,7 +21,7 @@ _ELEMENTS = 1 << 24
 """Of one block of rows, which bounds the memory that the noise takes."""
 
 _alive: weakref.WeakSet[Any] = weakref.WeakSet()
-"""SGLang's requests that have a seed. Every tensor-parallel rank has its own, with equal content."""
+"""SGLang's requests that have a seed. Every tensor-parallel rank has a copy of its own."""
 
 
 def install(server_args: ServerArgs) -> None:
