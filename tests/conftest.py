@@ -1,5 +1,5 @@
-"""Nothing may outlive the test run: whatever process a test has started is gone at the end, once
-the fork servers, of which a program has one of each kind, have been ended as at interpreter exit."""
+"""Nothing may outlive the test run: every process that a test has started is gone at the end, once
+the fork servers, of which a program has one of a kind, have ended as at interpreter exit."""
 
 from __future__ import annotations
 

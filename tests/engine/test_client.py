@@ -1,0 +1,206 @@
+"""The client's other promises, with a real engine: inputs, order, cancellation, routing, starts."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+import sglrl
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
+
+
+async def until_idle(client: sglrl.Client) -> None:
+    """Every answer to ``stats`` comes between two scheduler steps, so this waits by calls."""
+    while any(s.engine.running or s.engine.waiting for s in await client.stats()):
+        pass
+
+
+async def until_running(client: sglrl.Client, count: int) -> None:
+    while sum(s.engine.running for s in await client.stats()) < count:
+        pass
+
+
+async def test_messages_use_the_chat_template(client: sglrl.Client) -> None:
+    messages = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "one + two?"},
+    ]
+    expected = client.tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=True, return_dict=False
+    )
+    one = await client.generate(messages=messages, max_new_tokens=2)
+    assert one.prompt_ids.tolist() == expected
+    several = await client.generate(messages=[messages, messages[1:]], max_new_tokens=2)
+    assert several[0].prompt_ids.tolist() == expected
+    assert len(several[1].prompt_ids) < len(expected)
+
+
+async def test_text_prompts_and_lists_in_order(client: sglrl.Client) -> None:
+    texts = ["one", "two three", "four five six seven"]
+    made = await client.generate(texts, n=2, max_new_tokens=3, ignore_eos=True)
+    assert [len(group) for group in made] == [2, 2, 2]
+    for text, group in zip(texts, made, strict=True):
+        for completion in group:
+            assert completion.prompt_ids.tolist() == client.tokenizer(text)["input_ids"]
+            assert completion.text == client.tokenizer.decode(
+                completion.output_ids, skip_special_tokens=True
+            )
+
+
+async def test_a_completion_describes_itself(client: sglrl.Client) -> None:
+    made = await client.generate(input_ids=PROMPT, max_tokens=5, ignore_eos=True)
+    assert made.versions == ((0, 5, 0),)
+    assert made.worker == 0
+    assert made.resumed == 0
+    assert made.logprobs is None
+    assert 0 <= made.timing.queued <= made.timing.first_token <= made.timing.total
+    assert "5 new tokens" in repr(made)
+
+
+async def test_stats_and_flush(client: sglrl.Client) -> None:
+    await client.generate(input_ids=PROMPT * 8, max_new_tokens=4)
+    before = (await client.stats())[0].engine
+    await client.generate(input_ids=PROMPT * 8, max_new_tokens=4, ignore_eos=True)
+    after = (await client.stats())[0].engine
+    assert after.generated_tokens - before.generated_tokens == 4
+    assert after.prompt_tokens - before.prompt_tokens == 64
+    assert after.cached_tokens > before.cached_tokens
+    assert 0 < after.cache_hit_rate < 1
+    assert after.kv_capacity > 1000
+    assert 0 <= after.kv_usage <= 1
+    assert after.tokens_per_second > 0
+    assert await client.flush_cache()
+    fresh = await client.generate(input_ids=PROMPT * 8, max_new_tokens=4)
+    assert fresh.cached_tokens == 0
+
+
+async def test_a_flush_under_load_says_so(client: sglrl.Client) -> None:
+    task = asyncio.ensure_future(
+        client.generate(input_ids=PROMPT, max_new_tokens=1500, ignore_eos=True)
+    )
+    await until_running(client, 1)
+    assert not await client.flush_cache()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await until_idle(client)
+    assert await client.flush_cache()
+
+
+async def test_cancellation_and_deadlines_stop_the_engine(client: sglrl.Client) -> None:
+    long = {"max_new_tokens": 1900, "ignore_eos": True}
+    tasks = [asyncio.ensure_future(client.generate(input_ids=PROMPT, **long)) for _ in range(3)]
+    await until_running(client, 3)
+    for task in tasks:
+        task.cancel()
+    assert {type(e) for e in await asyncio.gather(*tasks, return_exceptions=True)} == {
+        asyncio.CancelledError
+    }
+    await until_idle(client)
+    with pytest.raises(sglrl.DeadlineExceeded):
+        await client.generate(input_ids=PROMPT, timeout=0.2, **long)
+    await until_idle(client)
+    stream = client.stream(input_ids=PROMPT, **long)
+    async for _ in stream:
+        break
+    await stream.aclose()
+    await until_idle(client)
+    generated = (await client.stats())[0].engine.generated_tokens
+    assert generated > 0
+    assert client.workers[0].load == 0
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"input_ids": []}, "empty"),
+        ({"prompt": ""}, "empty"),
+        ({"prompt": "a", "input_ids": [1]}, "exactly one"),
+        ({}, "exactly one"),
+        ({"input_ids": [512]}, "512 is outside"),
+        ({"input_ids": [-1]}, "-1 is outside"),
+        ({"input_ids": [True]}, "integers"),
+        ({"input_ids": [5] * 3000}, "3000 tokens.*2048"),
+        ({"input_ids": [5], "max_new_tokens": 0}, "at least 1"),
+        ({"input_ids": [5], "max_new_tokens": 4000}, "does not fit"),
+        ({"input_ids": [5], "temperature": float("nan")}, "temperature"),
+        ({"input_ids": [5], "temprature": 1.0}, "did you mean 'temperature'"),
+    ],
+)
+async def test_bad_requests(client: sglrl.Client, values: dict[str, object], says: str) -> None:
+    with pytest.raises(sglrl.InvalidRequest, match=says):
+        await client.generate(**values)
+    assert len((await client.generate(input_ids=PROMPT, max_new_tokens=2)).output_ids) <= 2
+
+
+async def test_the_whole_context_can_be_used(client: sglrl.Client) -> None:
+    info = client.info
+    longest = await client.generate(input_ids=[5] * info.max_prompt_tokens, max_new_tokens=1)
+    assert len(longest.output_ids) == 1
+    room = info.max_total_tokens - 2000
+    made = await client.generate(input_ids=[5] * 2000, max_new_tokens=room, ignore_eos=True)
+    assert len(made.output_ids) == room
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def pair(qwen: Path) -> AsyncIterator[sglrl.Client]:
+    async with sglrl.launch(qwen, device="cpu", replicas=2) as client:
+        yield client
+
+
+async def test_samples_and_sessions_stay_where_their_prefix_is(pair: sglrl.Client) -> None:
+    assert [w.state for w in pair.workers] == ["ready", "ready"]
+    assert len({w.pid for w in pair.workers}) == 2
+    for base in (20, 120, 220):
+        prompt = [base + i % 70 for i in range(100)]
+        samples = await pair.generate(input_ids=prompt, n=4, max_new_tokens=2)
+        assert len({s.worker for s in samples}) == 1
+    workers = set()
+    for session in ("a", "b", "c", "d"):
+        history = [30 + 7 * len(session) + ord(session)] * 40
+        homes = set()
+        for _ in range(3):
+            turn = await pair.generate(input_ids=history, session=session, max_new_tokens=4)
+            homes.add(turn.worker)
+            history = [*history, *turn.output_ids.tolist(), 3]
+        assert len(homes) == 1
+        assert turn.cached_tokens >= 40
+        workers |= homes
+    both = [await pair.generate(input_ids=PROMPT, max_new_tokens=2, worker=i) for i in (0, 1)]
+    assert [c.worker for c in both] == [0, 1]
+    assert [s.worker for s in await pair.stats()] == [0, 1]
+
+
+async def test_models_that_cannot_be_loaded(qwen: Path, tmp_path: Path) -> None:
+    with pytest.raises(sglrl.ModelError, match="there is no model"):
+        sglrl.launch(tmp_path / "missing")
+    with pytest.raises(sglrl.ModelError, match=r"no config\.json"):
+        sglrl.launch(tmp_path)
+    corrupt = tmp_path / "corrupt"
+    shutil.copytree(qwen, corrupt)
+    (corrupt / "config.json").write_text('{"architectures": [')
+    with pytest.raises(sglrl.ModelError, match="cannot be read"):
+        sglrl.launch(corrupt)
+    with pytest.raises(sglrl.UsageError, match="did you mean 'mem_fraction_static'"):
+        sglrl.launch(qwen, mem_fraction_statc=0.5)
+    with pytest.raises(sglrl.UsageError, match="is set by sglrl"):
+        sglrl.launch(qwen, model_path="x")
+
+
+async def test_corrupt_weights(qwen: Path, tmp_path: Path) -> None:
+    corrupt = tmp_path / "corrupt"
+    shutil.copytree(qwen, corrupt)
+    weights = corrupt / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(sglrl.WorkerStartError) as caught:
+        async with sglrl.launch(corrupt, device="cpu", start_timeout=3600):
+            pytest.fail("it cannot have started")
+    assert "safetensors" in caught.value.output.lower()

@@ -1,0 +1,217 @@
+"""Draws follow the model's distribution, repeat with a seed, and end where they should."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections import Counter
+
+import numpy as np
+import pytest
+
+import sglrl
+
+from .reference import Reference
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
+
+
+def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
+    """How many standard deviations the statistic is above its mean (Wilson and Hilferty)."""
+    # Rare tokens together, so that each class is expected often enough.
+    order = np.argsort(expected)[::-1]
+    counts, expected = counts[order], expected[order]
+    common = int((expected >= 8).sum())
+    counts = np.append(counts[:common], counts[common:].sum())
+    expected = np.append(expected[:common], expected[common:].sum())
+    statistic = float(((counts - expected) ** 2 / expected).sum())
+    freedom = len(expected) - 1
+    spread = 2 / (9 * freedom)
+    return float(((statistic / freedom) ** (1 / 3) - (1 - spread)) / spread**0.5)
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+async def test_temperature_1_follows_the_distribution(
+    client: sglrl.Client, reference: Reference, seed: int | None
+) -> None:
+    n = 4000
+    samples = await client.generate(input_ids=PROMPT, n=n, max_new_tokens=1, seed=seed)
+    counts = np.bincount([int(s.output_ids[0]) for s in samples], minlength=512)
+    expected = n * np.exp(reference.logprobs(PROMPT)[-1].astype(np.float64))
+    # Beyond 4 is less likely than 1 in 30,000.
+    assert chi_square(counts, expected) < 4
+    # A distribution that is a little off does not pass.
+    assert chi_square(counts, np.roll(expected, 1)) > 4
+
+
+async def test_samples_differ_and_a_seed_repeats(client: sglrl.Client) -> None:
+    async def draw(**values: object) -> list[list[int]]:
+        made = await client.generate(
+            input_ids=PROMPT, n=4, max_new_tokens=16, ignore_eos=True, **values
+        )
+        return [c.output_ids.tolist() for c in made]
+
+    free = await draw()
+    assert len(set(map(tuple, free))) == 4
+    seeded = await draw(seed=3)
+    assert len(set(map(tuple, seeded))) == 4
+    # The same alone, among others, and after a flush; sample i has the seed of its own.
+    others = asyncio.gather(draw(), draw(seed=99), draw(temperature=0))
+    assert await draw(seed=3) == seeded
+    await others
+    assert await client.flush_cache()
+    assert await draw(seed=3) == seeded
+    assert (await draw(seed=4))[:3] == seeded[1:]
+    assert await draw(seed=3, temperature=0.8) != seeded
+    assert await draw() != free
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [{"top_k": 3}, {"top_p": 0.3}, {"min_p": 0.2}, {"top_k": 9, "top_p": 0.5, "min_p": 0.1}],
+)
+async def test_limits_hold_with_and_without_a_seed(
+    client: sglrl.Client, reference: Reference, limits: dict[str, float]
+) -> None:
+    probs = np.exp(reference.logprobs(PROMPT)[-1])
+    order = np.argsort(probs)[::-1]
+    before = np.cumsum(probs[order]) - probs[order]
+    keep = np.arange(512) < limits.get("top_k", 512)
+    keep &= before <= limits.get("top_p", 1.0)
+    keep &= probs[order] >= limits.get("min_p", 0.0) * probs[order[0]]
+    allowed = set(order[keep].tolist())
+    assert 1 < len(allowed) < 100
+    for seed in (None, 5):
+        made = await client.generate(input_ids=PROMPT, n=200, max_new_tokens=1, seed=seed, **limits)
+        assert {int(c.output_ids[0]) for c in made} <= allowed
+    again = await client.generate(input_ids=PROMPT, n=200, max_new_tokens=1, seed=5, **limits)
+    assert [c.output_ids[0] for c in again] == [c.output_ids[0] for c in made]
+    assert len({int(c.output_ids[0]) for c in made}) > 1
+
+
+async def test_temperature_0_is_greedy_and_near_0_is_close(client: sglrl.Client) -> None:
+    greedy = await client.generate(input_ids=PROMPT, max_new_tokens=8, temperature=0)
+    top = await client.generate(input_ids=PROMPT, max_new_tokens=8, top_k=1)
+    assert top.output_ids.tolist() == greedy.output_ids.tolist()
+
+
+async def test_stop_strings(client: sglrl.Client) -> None:
+    wanted = {"max_new_tokens": 40, "temperature": 0, "ignore_eos": True}
+    whole = await client.generate(input_ids=PROMPT, **wanted)
+    text = whole.text
+    stop = next(
+        text[i : i + 3]
+        for i in range(8, len(text) - 3)
+        if "\ufffd" not in text[i : i + 3] and text.index(text[i : i + 3]) == i
+    )
+    made = await client.generate(input_ids=PROMPT, stop=["never seen", stop], **wanted)
+    assert made.finish_reason == "stop"
+    assert made.stop_match == stop
+    assert made.text == text[: text.index(stop)]
+    count = len(made.output_ids)
+    assert made.output_ids.tolist() == whole.output_ids.tolist()[:count]
+    # The ids go through the stop string, and not a token further.
+    assert stop in client.tokenizer.decode(made.output_ids)
+    assert stop not in client.tokenizer.decode(made.output_ids[:-1])
+    stream = client.stream(input_ids=PROMPT, stop=stop, **wanted)
+    assert "".join([chunk.text async for chunk in stream]) == made.text
+    assert stream.completion.output_ids.tolist() == made.output_ids.tolist()
+
+
+async def test_stop_tokens_and_least_tokens(client: sglrl.Client) -> None:
+    wanted = {"max_new_tokens": 30, "temperature": 0, "ignore_eos": True}
+    whole = (await client.generate(input_ids=PROMPT, **wanted)).output_ids.tolist()
+    token = whole[5]
+    first = whole.index(token)
+    made = await client.generate(
+        input_ids=PROMPT, max_new_tokens=30, temperature=0, stop_token_ids=[token]
+    )
+    assert made.output_ids.tolist() == whole[: first + 1]
+    assert (made.finish_reason, made.stop_match) == ("stop", token)
+    assert made.text == client.tokenizer.decode(whole[:first], skip_special_tokens=True)
+    longer = await client.generate(
+        input_ids=PROMPT,
+        max_new_tokens=30,
+        temperature=0,
+        stop_token_ids=[token],
+        min_new_tokens=20,
+    )
+    assert len(longer.output_ids) >= 20
+    assert token not in longer.output_ids[:19]
+
+
+async def test_the_end_of_sequence_token(client: sglrl.Client) -> None:
+    (eos,) = client.info.eos_token_ids
+    ends = await client.generate(input_ids=PROMPT, n=32, max_new_tokens=96, seed=1)
+    stopped = [c for c in ends if c.finish_reason == "stop"]
+    assert stopped
+    for completion in stopped:
+        assert completion.output_ids[-1] == eos
+        assert eos not in completion.output_ids[:-1]
+        assert completion.stop_match == eos
+    ignored = await client.generate(
+        input_ids=PROMPT, n=32, max_new_tokens=96, seed=1, ignore_eos=True
+    )
+    assert {c.finish_reason for c in ignored} == {"length"}
+    assert {len(c.output_ids) for c in ignored} == {96}
+
+
+async def test_grammars(client: sglrl.Client) -> None:
+    (pattern,) = await client.generate(["Call"], max_new_tokens=40, regex=r"[0-9]{3}-[0-9]{4}")
+    assert re.fullmatch(r"[0-9]{3}-[0-9]{4}", pattern.text)
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}, "n": {"enum": [1, 2, 3]}},
+        "required": ["ok", "n"],
+        "additionalProperties": False,
+    }
+    for given in (schema, json.dumps(schema)):
+        made = await client.generate(
+            "x", max_new_tokens=200, temperature=0.3, top_k=20, json_schema=given, seed=2
+        )
+        value = json.loads(made.text)
+        assert value["n"] in (1, 2, 3)
+        assert value["ok"] in (True, False)
+    made = await client.generate("x", max_new_tokens=20, ebnf='root ::= "yes" | "no"')
+    assert made.text in ("yes", "no")
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        {"regex": "("},
+        {"json_schema": "{"},
+        {"json_schema": {"type": "nothing that exists"}},
+        {"ebnf": "root ::= ("},
+    ],
+)
+async def test_bad_grammars(client: sglrl.Client, grammar: dict[str, object]) -> None:
+    with pytest.raises(sglrl.InvalidRequest):
+        await client.generate(input_ids=PROMPT, max_new_tokens=4, timeout=60, **grammar)
+    assert len((await client.generate(input_ids=PROMPT, max_new_tokens=4)).output_ids) <= 4
+
+
+async def test_penalties_are_part_of_the_logprobs(
+    client: sglrl.Client, reference: Reference
+) -> None:
+    made = await client.generate(
+        input_ids=PROMPT,
+        max_new_tokens=20,
+        temperature=0,
+        presence_penalty=2.0,
+        logprobs=True,
+        ignore_eos=True,
+    )
+    ids = made.output_ids.tolist()
+    seen: Counter[int] = Counter()
+    for i, token in enumerate(ids):
+        row = reference.logprobs([*PROMPT, *ids[:i]])[-1].astype(np.float64)
+        for past in seen:
+            row[past] -= 2.0
+        row -= np.log(np.exp(row).sum())
+        assert token == int(row.argmax())
+        assert abs(row[token] - made.logprobs[i]) < 1e-4
+        seen[token] += 1
