@@ -271,15 +271,25 @@ def engine_argument_names() -> frozenset[str]:
     spec = importlib.util.find_spec("sglang")
     if spec is None or not spec.submodule_search_locations:
         raise UsageError("sglang is not installed; pip install 'sglrl[sglang]'")
-    source = Path(spec.submodule_search_locations[0], "srt", "server_args.py")
-    for node in ast.parse(source.read_text()).body:
-        if isinstance(node, ast.ClassDef) and node.name == "ServerArgs":
-            return frozenset(
-                item.target.id
-                for item in node.body
-                if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
-            )
-    raise UsageError(f"{source} defines no ServerArgs; this sglang version is not supported")
+    source = Path(spec.submodule_search_locations[0], "srt")
+    # Newer versions put the class together from the classes in this folder.
+    found = _class_fields(source / "server_args.py", "ServerArgs")
+    for part in sorted((source / "arg_groups" / "fields").glob("*.py")):
+        found |= _class_fields(part)
+    if "model_path" not in found:
+        raise UsageError(f"{source} defines no ServerArgs; this sglang version is not supported")
+    return frozenset(found)
+
+
+def _class_fields(source: Path, name: str | None = None) -> set[str]:
+    """Names with an annotation in the classes of a module, or in the one of that name."""
+    return {
+        item.target.id
+        for node in ast.parse(source.read_text()).body
+        if isinstance(node, ast.ClassDef) and name in (None, node.name)
+        for item in node.body
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+    }
 
 
 class _Progress:
