@@ -110,7 +110,9 @@ def engine_arguments(case: Case, extra: dict[str, Any]) -> dict[str, Any]:
     arguments: dict[str, Any] = {"random_seed": 1}
     if case.device == "cuda":
         known = engine_argument_names()
-        arguments |= {name: value for name, value in _GPU_ARGUMENTS.items() if name in known}
+        # Decoding runs in a CUDA graph at the case's own batch size too.
+        wanted = _GPU_ARGUMENTS | {"cuda_graph_max_bs_decode": case.in_flight}
+        arguments |= {name: value for name, value in wanted.items() if name in known}
     return arguments | extra
 
 

@@ -72,6 +72,7 @@ class Driver:
         self.on_starting: Callable[[int, str], None] = lambda index, stage: None
         self.on_ready: Callable[[int, Ready], None] = lambda index, ready: None
         self.on_gone: Callable[[int, str], None] = lambda index, reason: None
+        self._raw: dict[int, list[bytes]] = {}
         self._identities: dict[int, bytes] = {}
         self._members: dict[bytes, Member] = {}
         self._loop = asyncio.get_running_loop()
@@ -80,7 +81,7 @@ class Driver:
         self._timer_at = 0.0
 
     def start(self) -> None:
-        self.transport.start(self._on_message)
+        self.transport.start(self._on_message, self._on_pause)
 
     # --- workers ----------------------------------------------------------------------------------
 
@@ -136,9 +137,9 @@ class Driver:
         if type(message) is Results:
             if message.kv_usage >= 0:
                 member.kv_usage = message.kv_usage
-            raw = _frames_by_item(message.items, frames) if len(frames) > 1 else None
+            if len(frames) > 1:
+                self._raw |= _frames_by_item(message.items, frames)
             self.fabric.results(member, message.items, now())
-            self._flush(raw)
         else:
             self._on_control(member, message)
 
@@ -161,13 +162,20 @@ class Driver:
                     logger.warning("worker %d: %s", member.index, error)
                     return
                 self.on_ready(member.index, message)
-                self._flush()
 
-    def _flush(self, raw: dict[int, list[bytes]] | None = None) -> None:
+    def _on_pause(self) -> None:
+        """All messages that were here have been taken in: now do what they lead to, once."""
+        if self.fabric.outbox:
+            self._flush()
+        else:
+            self._raw.clear()
+
+    def _flush(self) -> None:
         """Execute the outbox, then set the timer to the next deadline."""
         self._flush_scheduled = False
         fabric = self.fabric
         effects, fabric.outbox = fabric.outbox, []
+        raw, self._raw = self._raw, {}
         submits: dict[Member, list[Call]] = {}
         cancels: dict[Member, list[int]] = {}
         for kind, subject, detail in effects:
@@ -177,10 +185,12 @@ class Driver:
                 else:
                     submits[subject] = [detail]
             elif kind == END:
-                frames = raw.get(id(detail), ()) if raw else ()
+                frames = (
+                    raw[id(detail)] if raw and isinstance(detail, Item) and detail.frames else ()
+                )
                 subject.reply.end(subject, detail, frames)
             elif kind == CHUNK:
-                frames = raw.get(id(detail), ()) if raw else ()
+                frames = raw[id(detail)] if raw and detail.frames else ()
                 subject.reply.chunk(detail, frames)
             elif kind == CANCEL:
                 cancels.setdefault(subject, []).append(detail)
@@ -236,7 +246,8 @@ class Driver:
 
 
 def _frames_by_item(items: list[Item], frames: list[bytes]) -> dict[int, list[bytes]]:
-    """Raw frames belong to the items in order; keyed by object identity for one flush."""
+    """Raw frames belong to the items in order; keyed by object identity until the next flush, while
+    the outbox keeps the items alive."""
     found: dict[int, list[bytes]] = {}
     at = 1
     for item in items:

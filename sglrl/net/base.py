@@ -7,6 +7,7 @@ from typing import Protocol
 
 Frame = bytes | bytearray | memoryview
 OnDriverMessage = Callable[[bytes, list[bytes]], None]
+OnPause = Callable[[], None]
 OnWorkerMessage = Callable[[list[bytes]], None]
 
 
@@ -20,8 +21,12 @@ class DriverTransport(Protocol):
 
     address: str
 
-    def start(self, on_message: OnDriverMessage) -> None:
-        """Deliver messages to ``on_message`` as ``(identity, frames)``. Needs a running loop."""
+    def start(self, on_message: OnDriverMessage, on_pause: OnPause | None = None) -> None:
+        """Deliver messages to ``on_message`` as ``(identity, frames)``. Needs a running loop.
+
+        ``on_pause`` runs after the last of several messages that were delivered in one go: what
+        they lead to can be done once.
+        """
         ...
 
     def send(self, peer: bytes, frames: Sequence[Frame]) -> bool:

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Sequence
 
 from ..errors import Closed
-from .base import Frame, OnDriverMessage, OnWorkerMessage
+from .base import Frame, OnDriverMessage, OnPause, OnWorkerMessage
 
 
 class MemoryRouter:
@@ -18,6 +18,7 @@ class MemoryRouter:
     def __init__(self) -> None:
         self.address = "memory"
         self._on_message: OnDriverMessage | None = None
+        self._on_pause: OnPause | None = None
         self._dealers: dict[bytes, MemoryDealer] = {}
         self._inbox: list[tuple[bytes, list[bytes]]] = []
         self._closed = False
@@ -27,8 +28,9 @@ class MemoryRouter:
         self._dealers[identity] = dealer
         return dealer
 
-    def start(self, on_message: OnDriverMessage) -> None:
+    def start(self, on_message: OnDriverMessage, on_pause: OnPause | None = None) -> None:
         self._on_message = on_message
+        self._on_pause = on_pause
         if self._inbox:
             asyncio.get_running_loop().call_soon(self._deliver)
 
@@ -56,18 +58,22 @@ class MemoryRouter:
 
     def _deliver(self) -> None:
         inbox, self._inbox = self._inbox, []
-        for at, (identity, frames) in enumerate(inbox):
-            if self._closed or self._on_message is None:
-                return
-            try:
-                self._on_message(identity, frames)
-            except BaseException:
-                # The messages behind this one still arrive, and before any newer one.
-                if rest := inbox[at + 1 :]:
-                    if not self._inbox:
-                        asyncio.get_running_loop().call_soon(self._deliver)
-                    self._inbox[:0] = rest
-                raise
+        try:
+            for at, (identity, frames) in enumerate(inbox):
+                if self._closed or self._on_message is None:
+                    return
+                try:
+                    self._on_message(identity, frames)
+                except BaseException:
+                    # The messages behind this one still arrive, and before any newer one.
+                    if rest := inbox[at + 1 :]:
+                        if not self._inbox:
+                            asyncio.get_running_loop().call_soon(self._deliver)
+                        self._inbox[:0] = rest
+                    raise
+        finally:
+            if self._on_pause is not None and not self._closed:
+                self._on_pause()
 
     def close(self) -> None:
         self._closed = True

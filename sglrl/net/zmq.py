@@ -18,7 +18,7 @@ from typing import Final
 import zmq
 
 from ..errors import Closed, UsageError
-from .base import Frame, OnDriverMessage, OnWorkerMessage
+from .base import Frame, OnDriverMessage, OnPause, OnWorkerMessage
 
 _BATCH: Final = 128
 """Messages handled in one callback before the loop gets its turn."""
@@ -75,6 +75,7 @@ class _Pump:
         self.loop: asyncio.AbstractEventLoop | None = None
         self.scheduled = False
         self.closed = False
+        self.on_pause: OnPause | None = None
 
     def begin(self) -> None:
         self.loop = asyncio.get_running_loop()
@@ -112,6 +113,8 @@ class _Pump:
         finally:
             if more and not self.closed:
                 self.schedule()
+            if self.on_pause is not None and not self.closed:
+                self.on_pause()
 
     def handle(self, frames: list[bytes]) -> None:
         raise NotImplementedError
@@ -136,8 +139,9 @@ class ZmqRouter(_Pump):
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._on_message: OnDriverMessage | None = None
 
-    def start(self, on_message: OnDriverMessage) -> None:
+    def start(self, on_message: OnDriverMessage, on_pause: OnPause | None = None) -> None:
         self._on_message = on_message
+        self.on_pause = on_pause
         self.begin()
 
     def handle(self, frames: list[bytes]) -> None:
