@@ -81,7 +81,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("repetition_penalty", self.repetition_penalty, 0.0, 2.0, open_low=True)
-        _integer("top_k", self.top_k, -1)
+        _integer("top_k", self.top_k, -1, math.inf)
         if self.top_k == 0:
             raise InvalidRequest("top_k must be at least 1, or -1 for all tokens, got 0")
         _integer("min_new_tokens", self.min_new_tokens, 0)
@@ -91,9 +91,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 f"{self.max_new_tokens}"
             )
         if self.seed is not None:
-            _integer("seed", self.seed, 0)
-            if self.seed >= 1 << 62:
-                raise InvalidRequest(f"seed must be below 2**62, got {self.seed}")
+            # Room for the n samples' own seeds in an int64.
+            _integer("seed", self.seed, 0, (1 << 62) - 1)
         stops = (self.stop,) if isinstance(self.stop, str) else self.stop
         if not isinstance(stops, (list, tuple)) or not all(isinstance(s, str) for s in stops):
             raise InvalidRequest(f"stop must be a string or a list of strings, got {self.stop!r}")
@@ -183,7 +182,7 @@ def _text(name: str, value: str) -> None:
         ) from None
 
 
-def _integer(name: str, value: Any, low: int) -> None:
+def _integer(name: str, value: Any, low: int, high: float = (1 << 31) - 1) -> None:
     try:
         # Arrays and tensors have __index__ too, but only those of one integer can use it.
         number = index(value)
@@ -193,6 +192,8 @@ def _integer(name: str, value: Any, low: int) -> None:
         raise InvalidRequest(f"{name} must be an integer, got {value!r}")
     if number < low:
         raise InvalidRequest(f"{name} must be at least {low}, got {value}")
+    if number > high:
+        raise InvalidRequest(f"{name} must be at most {high}, got {value}")
 
 
 def _number(name: str, value: Any, low: float, high: float, open_low: bool = False) -> None:

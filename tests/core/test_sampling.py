@@ -51,7 +51,11 @@ BAD: dict[str, dict[str, list[Any]]] = {
         "seed": [-1],
         "stop_token_ids": [[-1], (3, -1)],
     },
-    "must be below": {"seed": [1 << 62, 1 << 80]},
+    "must be at most": {
+        "seed": [1 << 62, 1 << 80],
+        "max_new_tokens": [1 << 31, 1 << 70],
+        "stop_token_ids": [[1 << 70]],
+    },
     "must be a list of token ids": {"stop_token_ids": [5, "12", b"12", iter([1])]},
     "must be a string or a list of strings": {"stop": [5, [5], ["a", None], {"a"}, b"a"]},
     "stop string is empty": {"stop": ["", ["a", ""]]},
