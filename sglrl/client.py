@@ -231,9 +231,11 @@ class Client:
     def __init__(self, pool: Pool, *, model: str, timeout: float | None, max_message: int) -> None:
         self._pool = pool
         self._timeout = timeout
-        self._max_message = max_message
+        self._max_body = max_message - ENVELOPE_BYTES
         self._tokenizer_box = TokenizerBox(model)
         self._info: EngineInfo | None = None
+        # Of the info, because every call reads them.
+        self._vocab_size = self._most_prompt_tokens = self._most_tokens = 0
         self._driver: Driver | None = None
         self._samplings: SamplingCache | None = None
         self._controls: dict[str, EndpointSpec] = endpoints_of(_Engine)
@@ -245,7 +247,10 @@ class Client:
         self._driver = self._pool.driver
         self._info = self._pool.ready(0).engine
         assert self._info is not None
-        self._samplings = SamplingCache(self._info.vocab_size)
+        self._vocab_size = self._info.vocab_size
+        self._most_prompt_tokens = self._info.max_prompt_tokens
+        self._most_tokens = self._info.max_total_tokens
+        self._samplings = SamplingCache(self._vocab_size)
         self._loop = asyncio.get_running_loop()
         return self
 
@@ -357,20 +362,25 @@ class Client:
             raise InvalidRequest(f"top_logprobs must be in 0..1000, got {top_logprobs!r}")
         if type(n) is not int or n < 1:
             raise InvalidRequest(f"n must be an integer of at least 1, got {n!r}")
-        if input_ids is not None and prompt is None and messages is None:
-            several, prompts = self._check_input_ids(input_ids)
-        else:
+        if prompt is not None or messages is not None or input_ids is None:
             several, prompts = await self._encode_input(prompt, input_ids, messages)
+        elif type(input_ids) is list and input_ids and type(input_ids[0]) is int:
+            several, prompts = False, [check_ids(input_ids, self._vocab_size)]
+        else:
+            several, prompts = self._check_input_ids(input_ids)
         logprobs = logprobs or top_logprobs > 0
         loop = asyncio.get_running_loop()
         if n == 1 and len(prompts) == 1:
             # The path of almost every call: no lists, no gather.
             ids = prompts[0]
             wire = prepared.wire(self._max_new_tokens(prepared, len(ids) // 4), prepared.seed)
+            body = self._encode(GenerateArgs(ids, wire, logprobs, top_logprobs, False, priority))
+            if len(body) > self._max_body:
+                self._check_size(body)
             one: asyncio.Future[Completion] = loop.create_future()
             call = Call(
                 "generate",
-                self._generate_args(ids, wire, logprobs, top_logprobs, False, priority),
+                Raw(body),
                 _Generation(self, one, ids, prepared, logprobs, top_logprobs),
                 (),
                 deadline,
@@ -586,10 +596,9 @@ class Client:
         return Raw(body)
 
     def _check_size(self, body: bytes) -> None:
-        limit = self._max_message - ENVELOPE_BYTES
-        if len(body) > limit:
+        if len(body) > self._max_body:
             raise MessageTooLarge(
-                f"the request has {len(body):,} bytes; at most {limit:,} fit one message "
+                f"the request has {len(body):,} bytes; at most {self._max_body:,} fit one message "
                 "(max_message_bytes)"
             )
 
@@ -602,11 +611,9 @@ class Client:
             )
 
     def _max_new_tokens(self, prepared: Prepared, prompt_tokens: int) -> int:
-        info = self._info
-        assert info is not None
-        if prompt_tokens > info.max_prompt_tokens:
+        if prompt_tokens > self._most_prompt_tokens:
             self._max_prompt(prompt_tokens)
-        room = info.max_total_tokens - prompt_tokens
+        room = self._most_tokens - prompt_tokens
         wanted = prepared.max_new_tokens
         if wanted is None:
             return min(DEFAULT_MAX_NEW_TOKENS, room)
@@ -618,7 +625,7 @@ class Client:
         return wanted
 
     def _check_input_ids(self, input_ids: Any) -> tuple[bool, list[bytes]]:
-        vocab_size = self._info.vocab_size  # type: ignore[union-attr]
+        vocab_size = self._vocab_size
         if isinstance(input_ids, (list, tuple)):
             if input_ids and not hasattr(input_ids[0], "__index__"):
                 return True, [check_ids(ids, vocab_size) for ids in input_ids]
