@@ -1,7 +1,7 @@
 """The engine client: ``await client.generate(...)`` and what goes with it.
 
 One call's way through here: ``generate`` checks and encodes it, ``Driver.submit`` gives it a
-worker, ``_Generation`` collects its chunks and makes the ``Completion``.
+worker, ``replies.GenerationReply`` collects its chunks and makes the ``Completion``.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from numpy.typing import NDArray
 
 from .actor import Actor as _Actor
 from .actor import BroadcastCaller, EndpointSpec, deadline_from, endpoint, endpoints_of, error_of
-from .codec import Buffer, encode
+from .codec import encode
 from .completion import Chunk, Completion, StreamText
 from .core.calls import Call
 from .core.routing import Route
-from .driver import ENVELOPE_BYTES, Driver, now
-from .errors import Closed, InvalidRequest, MessageTooLarge, ProtocolError, SglrlError
-from .messages import EngineInfo, EngineStats, GenerateArgs, Item, ItemKind, ScoreArgs, TokenChunk
+from .driver import ENVELOPE_BYTES, Driver
+from .errors import Closed, InvalidRequest, MessageTooLarge, SglrlError
+from .messages import EngineInfo, EngineStats, GenerateArgs, ItemKind, ScoreArgs, TokenChunk
+from .replies import ChunkReply, GenerationReply, ScoreReply
 from .sampling import DEFAULT_MAX_NEW_TOKENS, Prepared, SamplingCache, SamplingParams
 from .spawn import Pool, WorkerInfo
 from .tokens import TokenIds, TokenizerBox, check_ids
 
 Message = Mapping[str, Any]
-_decode_chunk = msgspec.msgpack.Decoder(TokenChunk).decode
 
 
 class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,114 +49,6 @@ class _Engine(_Actor):
     @endpoint(idempotent=True)
     async def flush_cache(self) -> bool:
         raise NotImplementedError  # served by workers/mailbox.py
-
-
-def _fail(future: asyncio.Future[Any], error: Exception) -> None:
-    """The worker sent something that is no part of an answer."""
-    if not future.done():
-        future.set_exception(ProtocolError(f"the worker sent a malformed answer: {error}"))
-
-
-class _Generation:
-    """Collects one call's chunks and resolves its future with a ``Completion``."""
-
-    __slots__ = ("chunks", "client", "future", "logprobs", "prepared", "prompt", "top")
-
-    def __init__(
-        self,
-        client: Client,
-        future: asyncio.Future[Completion],
-        prompt: bytes,
-        prepared: Prepared,
-        logprobs: bool,
-        top: int,
-    ) -> None:
-        self.client = client
-        self.future = future
-        self.prompt = prompt
-        self.prepared = prepared
-        self.logprobs = logprobs
-        self.top = top
-        self.chunks: list[TokenChunk] | None = None
-
-    def chunk(self, item: Item, frames: Sequence[Buffer]) -> None:
-        try:
-            chunk = _decode_chunk(item.body)
-        except msgspec.MsgspecError as error:
-            _fail(self.future, error)
-            return
-        if self.chunks is None:
-            self.chunks = []
-        self.chunks.append(chunk)
-
-    def restart(self) -> None:
-        self.chunks = None
-
-    def end(self, call: Call, outcome: Item | SglrlError, frames: Sequence[Buffer]) -> None:
-        future = self.future
-        if future.done():
-            return
-        if not isinstance(outcome, Item):
-            future.set_exception(outcome)
-        elif outcome.kind != ItemKind.DONE:
-            future.set_exception(error_of(outcome))
-        else:
-            try:
-                last = _decode_chunk(outcome.body)
-            except msgspec.MsgspecError as error:
-                _fail(future, error)
-                return
-            if self.chunks is None:
-                future.set_result(self.completion(call, (last,)))
-            else:
-                self.chunks.append(last)
-                future.set_result(self.completion(call, self.chunks))
-
-    def completion(self, call: Call, chunks: Sequence[TokenChunk]) -> Completion:
-        return Completion(
-            call.worker.index,  # type: ignore[union-attr]
-            call.attempts - 1,
-            self.prompt,
-            chunks,
-            self.logprobs,
-            self.top,
-            call.submitted_at,
-            call.sent_at,
-            call.first_at,
-            now(),
-            self.client._decode,
-            self.prepared.params.skip_special_tokens,
-        )
-
-
-class _Score:
-    """Resolves a future with the logprobs of given tokens."""
-
-    __slots__ = ("future",)
-
-    def __init__(self, future: asyncio.Future[NDArray[np.float32]]) -> None:
-        self.future = future
-
-    def chunk(self, item: Item, frames: Sequence[Buffer]) -> None:
-        """Scores come whole."""
-
-    def restart(self) -> None:
-        """Nothing was received yet."""
-
-    def end(self, call: Call, outcome: Item | SglrlError, frames: Sequence[Buffer]) -> None:
-        if self.future.done():
-            return
-        if not isinstance(outcome, Item):
-            self.future.set_exception(outcome)
-        elif outcome.kind != ItemKind.DONE:
-            self.future.set_exception(error_of(outcome))
-        else:
-            try:
-                logprobs = _decode_chunk(outcome.body).logprobs
-            except msgspec.MsgspecError as error:
-                _fail(self.future, error)
-            else:
-                self.future.set_result(np.frombuffer(logprobs, dtype="<f4"))
 
 
 class Stream:
@@ -184,44 +76,6 @@ class Stream:
         await self._iterator.aclose()
 
 
-class _StreamReply:
-    """Hands chunks to the one coroutine that reads them."""
-
-    __slots__ = ("call", "generation", "items", "outcome", "waiter")
-
-    def __init__(self, generation: _Generation) -> None:
-        self.generation = generation
-        self.items: list[TokenChunk] = []
-        self.outcome: Item | SglrlError | None = None
-        self.call: Call | None = None
-        self.waiter: asyncio.Future[None] | None = None
-
-    def _wake(self) -> None:
-        if self.waiter is not None and not self.waiter.done():
-            self.waiter.set_result(None)
-
-    def chunk(self, item: Item, frames: Sequence[Buffer]) -> None:
-        self._add(item)
-        self._wake()
-
-    def _add(self, item: Item) -> None:
-        try:
-            self.items.append(_decode_chunk(item.body))
-        except msgspec.MsgspecError as error:
-            self.outcome = ProtocolError(f"the worker sent a malformed answer: {error}")
-
-    def restart(self) -> None:
-        """Only before the first chunk."""
-
-    def end(self, call: Call, outcome: Item | SglrlError, frames: Sequence[Buffer]) -> None:
-        if isinstance(outcome, Item) and outcome.kind == ItemKind.DONE:
-            self._add(outcome)
-        if self.outcome is None:
-            self.outcome = outcome
-        self.call = call
-        self._wake()
-
-
 class Client:
     """Generates with a pool of engine workers. Made by ``sglrl.launch``; an async context manager.
 
@@ -240,7 +94,6 @@ class Client:
         self._samplings: SamplingCache | None = None
         self._controls: dict[str, EndpointSpec] = endpoints_of(_Engine)
         self._encode = msgspec.msgpack.Encoder().encode
-        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def __aenter__(self) -> Self:
         await self._pool.__aenter__()
@@ -251,7 +104,6 @@ class Client:
         self._most_prompt_tokens = self._info.max_prompt_tokens
         self._most_tokens = self._info.max_total_tokens
         self._samplings = SamplingCache(self._vocab_size)
-        self._loop = asyncio.get_running_loop()
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -381,7 +233,7 @@ class Client:
             call = Call(
                 "generate",
                 Raw(body),
-                _Generation(self, one, ids, prepared, logprobs, top_logprobs),
+                GenerationReply(self._decode, one, ids, prepared, logprobs, top_logprobs),
                 (),
                 deadline,
                 priority,
@@ -419,7 +271,9 @@ class Client:
                     Call(
                         "generate",
                         args,
-                        _Generation(self, future, ids, prepared, logprobs, top_logprobs),
+                        GenerationReply(
+                            self._decode, future, ids, prepared, logprobs, top_logprobs
+                        ),
                         deadline=deadline,
                         priority=priority,
                         pinned=worker,
@@ -481,10 +335,10 @@ class Client:
         max_new = self._max_new_tokens(prepared, len(ids) // 4)
         logprobs = bool(a["logprobs"])
         wire = prepared.wire(max_new, prepared.params.seed)
-        generation = _Generation(
-            self, asyncio.get_running_loop().create_future(), ids, prepared, logprobs, 0
+        generation = GenerationReply(
+            self._decode, asyncio.get_running_loop().create_future(), ids, prepared, logprobs, 0
         )
-        reply = _StreamReply(generation)
+        reply = ChunkReply(generation)
         call = Call(
             "generate",
             self._generate_args(ids, wire, logprobs, 0, True, a["priority"]),
@@ -567,7 +421,7 @@ class Client:
                 Call(
                     "score",
                     Raw(body),
-                    _Score(future),
+                    ScoreReply(future),
                     deadline=deadline,
                     priority=priority,
                     pinned=worker,

@@ -1,0 +1,171 @@
+"""Where the events of an engine call go: chunks in, a ``Completion``, scores or a stream out.
+
+Each class is a ``driver.Reply``: called on the event loop, it neither blocks nor raises.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from .actor import error_of
+from .codec import Buffer
+from .completion import Completion, Decode
+from .core.calls import Call
+from .driver import now
+from .errors import ProtocolError, SglrlError
+from .messages import Item, ItemKind, TokenChunk
+from .sampling import Prepared
+
+_decode_chunk = msgspec.msgpack.Decoder(TokenChunk).decode
+
+
+def _fail(future: asyncio.Future[Any], error: Exception) -> None:
+    """The worker sent something that is no part of an answer."""
+    if not future.done():
+        future.set_exception(ProtocolError(f"the worker sent a malformed answer: {error}"))
+
+
+class GenerationReply:
+    """Collects one call's chunks and resolves its future with a ``Completion``."""
+
+    __slots__ = ("chunks", "decode", "future", "logprobs", "prepared", "prompt", "top")
+
+    def __init__(
+        self,
+        decode: Decode,
+        future: asyncio.Future[Completion],
+        prompt: bytes,
+        prepared: Prepared,
+        logprobs: bool,
+        top: int,
+    ) -> None:
+        self.decode = decode
+        self.future = future
+        self.prompt = prompt
+        self.prepared = prepared
+        self.logprobs = logprobs
+        self.top = top
+        self.chunks: list[TokenChunk] | None = None
+
+    def chunk(self, item: Item, frames: Sequence[Buffer]) -> None:
+        try:
+            chunk = _decode_chunk(item.body)
+        except msgspec.MsgspecError as error:
+            _fail(self.future, error)
+            return
+        if self.chunks is None:
+            self.chunks = []
+        self.chunks.append(chunk)
+
+    def restart(self) -> None:
+        self.chunks = None
+
+    def end(self, call: Call, outcome: Item | SglrlError, frames: Sequence[Buffer]) -> None:
+        future = self.future
+        if future.done():
+            return
+        if not isinstance(outcome, Item):
+            future.set_exception(outcome)
+        elif outcome.kind != ItemKind.DONE:
+            future.set_exception(error_of(outcome))
+        else:
+            try:
+                last = _decode_chunk(outcome.body)
+            except msgspec.MsgspecError as error:
+                _fail(future, error)
+                return
+            if self.chunks is None:
+                future.set_result(self.completion(call, (last,)))
+            else:
+                self.chunks.append(last)
+                future.set_result(self.completion(call, self.chunks))
+
+    def completion(self, call: Call, chunks: Sequence[TokenChunk]) -> Completion:
+        return Completion(
+            call.worker.index,  # type: ignore[union-attr]
+            call.attempts - 1,
+            self.prompt,
+            chunks,
+            self.logprobs,
+            self.top,
+            call.submitted_at,
+            call.sent_at,
+            call.first_at,
+            now(),
+            self.decode,
+            self.prepared.params.skip_special_tokens,
+        )
+
+
+class ScoreReply:
+    """Resolves a future with the logprobs of given tokens."""
+
+    __slots__ = ("future",)
+
+    def __init__(self, future: asyncio.Future[NDArray[np.float32]]) -> None:
+        self.future = future
+
+    def chunk(self, item: Item, frames: Sequence[Buffer]) -> None:
+        """Scores come whole."""
+
+    def restart(self) -> None:
+        """Nothing was received yet."""
+
+    def end(self, call: Call, outcome: Item | SglrlError, frames: Sequence[Buffer]) -> None:
+        if self.future.done():
+            return
+        if not isinstance(outcome, Item):
+            self.future.set_exception(outcome)
+        elif outcome.kind != ItemKind.DONE:
+            self.future.set_exception(error_of(outcome))
+        else:
+            try:
+                logprobs = _decode_chunk(outcome.body).logprobs
+            except msgspec.MsgspecError as error:
+                _fail(self.future, error)
+            else:
+                self.future.set_result(np.frombuffer(logprobs, dtype="<f4"))
+
+
+class ChunkReply:
+    """Hands chunks to the one coroutine that reads them."""
+
+    __slots__ = ("call", "generation", "items", "outcome", "waiter")
+
+    def __init__(self, generation: GenerationReply) -> None:
+        self.generation = generation
+        self.items: list[TokenChunk] = []
+        self.outcome: Item | SglrlError | None = None
+        self.call: Call | None = None
+        self.waiter: asyncio.Future[None] | None = None
+
+    def _wake(self) -> None:
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
+
+    def chunk(self, item: Item, frames: Sequence[Buffer]) -> None:
+        self._add(item)
+        self._wake()
+
+    def _add(self, item: Item) -> None:
+        try:
+            self.items.append(_decode_chunk(item.body))
+        except msgspec.MsgspecError as error:
+            self.outcome = ProtocolError(f"the worker sent a malformed answer: {error}")
+
+    def restart(self) -> None:
+        """Only before the first chunk."""
+
+    def end(self, call: Call, outcome: Item | SglrlError, frames: Sequence[Buffer]) -> None:
+        if isinstance(outcome, Item) and outcome.kind == ItemKind.DONE:
+            self._add(outcome)
+        if self.outcome is None:
+            self.outcome = outcome
+        self.call = call
+        self._wake()
