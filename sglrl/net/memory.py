@@ -6,10 +6,57 @@ A message is delivered in a later loop tick, never inside ``send``, as with real
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from ..errors import Closed
 from .base import Frame, OnDriverMessage, OnPause, OnWorkerMessage
+
+
+class _Inbox:
+    """Messages on their way to one end, delivered in order and in a later tick of the loop."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[Any, ...]] = []
+        self._deliver_to: Callable[..., None] | None = None
+        self._on_pause: OnPause | None = None
+        self.closed = False
+
+    def start(self, deliver_to: Callable[..., None], on_pause: OnPause | None) -> None:
+        self._deliver_to = deliver_to
+        self._on_pause = on_pause
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._deliver)
+
+    def put(self, *message: Any) -> None:
+        if self.closed:
+            return
+        self._waiting.append(message)
+        if len(self._waiting) == 1 and self._deliver_to is not None:
+            asyncio.get_running_loop().call_soon(self._deliver)
+
+    def close(self) -> None:
+        self.closed = True
+        self._waiting.clear()
+
+    def _deliver(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        try:
+            for at, message in enumerate(waiting):
+                if self.closed or self._deliver_to is None:
+                    return
+                try:
+                    self._deliver_to(*message)
+                except BaseException:
+                    # The messages behind this one still arrive, and before any newer one.
+                    if rest := waiting[at + 1 :]:
+                        if not self._waiting:
+                            asyncio.get_running_loop().call_soon(self._deliver)
+                        self._waiting[:0] = rest
+                    raise
+        finally:
+            if self._on_pause is not None and not self.closed:
+                self._on_pause()
 
 
 class MemoryRouter:
@@ -17,11 +64,8 @@ class MemoryRouter:
 
     def __init__(self) -> None:
         self.address = "memory"
-        self._on_message: OnDriverMessage | None = None
-        self._on_pause: OnPause | None = None
+        self.inbox = _Inbox()
         self._dealers: dict[bytes, MemoryDealer] = {}
-        self._inbox: list[tuple[bytes, list[bytes]]] = []
-        self._closed = False
 
     def connect(self, identity: bytes) -> MemoryDealer:
         dealer = MemoryDealer(self, identity)
@@ -29,99 +73,42 @@ class MemoryRouter:
         return dealer
 
     def start(self, on_message: OnDriverMessage, on_pause: OnPause | None = None) -> None:
-        self._on_message = on_message
-        self._on_pause = on_pause
-        if self._inbox:
-            asyncio.get_running_loop().call_soon(self._deliver)
+        self.inbox.start(on_message, on_pause)
 
     def send(self, peer: bytes, frames: Sequence[Frame]) -> bool:
-        if self._closed:
+        if self.inbox.closed:
             raise Closed("the transport is closed")
         dealer = self._dealers.get(peer)
         if dealer is None:
             return False
-        dealer.push([bytes(f) for f in frames])
+        dealer.inbox.put([bytes(f) for f in frames])
         return True
-
-    def push(self, identity: bytes, frames: list[bytes]) -> None:
-        """A worker's message; used by ``MemoryDealer``."""
-        if self._closed:
-            return
-        self._inbox.append((identity, frames))
-        if len(self._inbox) == 1 and self._on_message is not None:
-            asyncio.get_running_loop().call_soon(self._deliver)
 
     def drop(self, identity: bytes, dealer: MemoryDealer) -> None:
         """The worker's end was closed; a newer one of the same identity stays."""
         if self._dealers.get(identity) is dealer:
             del self._dealers[identity]
 
-    def _deliver(self) -> None:
-        inbox, self._inbox = self._inbox, []
-        try:
-            for at, (identity, frames) in enumerate(inbox):
-                if self._closed or self._on_message is None:
-                    return
-                try:
-                    self._on_message(identity, frames)
-                except BaseException:
-                    # The messages behind this one still arrive, and before any newer one.
-                    if rest := inbox[at + 1 :]:
-                        if not self._inbox:
-                            asyncio.get_running_loop().call_soon(self._deliver)
-                        self._inbox[:0] = rest
-                    raise
-        finally:
-            if self._on_pause is not None and not self._closed:
-                self._on_pause()
-
     def close(self) -> None:
-        self._closed = True
-        self._inbox.clear()
+        self.inbox.close()
 
 
 class MemoryDealer:
     """A worker's end (``WorkerTransport``)."""
 
     def __init__(self, router: MemoryRouter, identity: bytes) -> None:
+        self.inbox = _Inbox()
         self._router = router
         self._identity = identity
-        self._on_message: OnWorkerMessage | None = None
-        self._inbox: list[list[bytes]] = []
-        self._closed = False
 
     def start(self, on_message: OnWorkerMessage) -> None:
-        self._on_message = on_message
-        if self._inbox:
-            asyncio.get_running_loop().call_soon(self._deliver)
+        self.inbox.start(on_message, None)
 
     def send(self, frames: Sequence[Frame]) -> None:
-        if self._closed:
+        if self.inbox.closed:
             raise Closed("the transport is closed")
-        self._router.push(self._identity, [bytes(f) for f in frames])
-
-    def push(self, frames: list[bytes]) -> None:
-        """The driver's message; used by ``MemoryRouter``."""
-        self._inbox.append(frames)
-        if len(self._inbox) == 1 and self._on_message is not None:
-            asyncio.get_running_loop().call_soon(self._deliver)
-
-    def _deliver(self) -> None:
-        inbox, self._inbox = self._inbox, []
-        for at, frames in enumerate(inbox):
-            if self._closed or self._on_message is None:
-                return
-            try:
-                self._on_message(frames)
-            except BaseException:
-                # The messages behind this one still arrive, and before any newer one.
-                if rest := inbox[at + 1 :]:
-                    if not self._inbox:
-                        asyncio.get_running_loop().call_soon(self._deliver)
-                    self._inbox[:0] = rest
-                raise
+        self._router.inbox.put(self._identity, [bytes(f) for f in frames])
 
     def close(self) -> None:
-        self._closed = True
-        self._inbox.clear()
+        self.inbox.close()
         self._router.drop(self._identity, self)

@@ -79,28 +79,36 @@ def score_params() -> SamplingParams:
 def generate_request(
     id_: int, args: GenerateArgs, params: SamplingParams, priority: int | None
 ) -> TokenizedGenerateReqInput:
-    return TokenizedGenerateReqInput(
-        rid=request_id(id_),
-        input_text=None,
-        input_ids=token_array(args.input_ids),
-        input_embeds=None,
-        mm_inputs=None,
-        token_type_ids=None,
-        sampling_params=params,
+    return _request(
+        id_,
+        args,
+        params,
         return_logprob=args.logprobs or args.top_logprobs > 0,
         logprob_start_len=-1,
         top_logprobs_num=args.top_logprobs,
-        token_ids_logprob=None,
         # Always: SGLang then reports every ``stream_interval`` tokens.
         stream=True,
         priority=priority,
-        # KV computed under one policy version is never reused under another.
-        extra_key=str(args.version),
     )
 
 
 def score_request(id_: int, args: ScoreArgs, params: SamplingParams) -> TokenizedGenerateReqInput:
     """A prefill that returns the logprobs of the prompt's own tokens."""
+    return _request(
+        id_,
+        args,
+        params,
+        return_logprob=True,
+        # SGLang leaves out the first one: it would come from the token before.
+        logprob_start_len=max(0, args.start - 1),
+        top_logprobs_num=0,
+        stream=False,
+    )
+
+
+def _request(
+    id_: int, args: GenerateArgs | ScoreArgs, params: SamplingParams, **fields: Any
+) -> TokenizedGenerateReqInput:
     return TokenizedGenerateReqInput(
         rid=request_id(id_),
         input_text=None,
@@ -109,13 +117,10 @@ def score_request(id_: int, args: ScoreArgs, params: SamplingParams) -> Tokenize
         mm_inputs=None,
         token_type_ids=None,
         sampling_params=params,
-        return_logprob=True,
-        # SGLang leaves out the first one: it would come from the token before.
-        logprob_start_len=max(0, args.start - 1),
-        top_logprobs_num=0,
         token_ids_logprob=None,
-        stream=False,
+        # KV computed under one policy version is never reused under another.
         extra_key=str(args.version),
+        **fields,
     )
 
 
