@@ -7,6 +7,7 @@ worker, ``replies.GenerationReply`` collects its chunks and makes the ``Completi
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Literal, Self, overload
 
@@ -28,6 +29,9 @@ from .replies import ChunkReply, GenerationReply, ScoreReply
 from .sampling import DEFAULT_MAX_NEW_TOKENS, Prepared, SamplingCache, SamplingParams
 from .spawn import Pool, WorkerInfo
 from .tokens import TokenIds, TokenizerBox, check_ids
+from .weights.coordinator import BUCKET_BYTES, UpdateRequest
+from .weights.local import LocalSender, TensorMetadata
+from .weights.report import UpdateReport
 
 Message = Mapping[str, Any]
 
@@ -82,8 +86,17 @@ class Client:
     All methods may be called from any number of tasks of one event loop at a time.
     """
 
-    def __init__(self, pool: Pool, *, model: str, timeout: float | None, max_message: int) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        *,
+        model: str,
+        timeout: float | None,
+        max_message: int,
+        weight_device: Any = None,
+    ) -> None:
         self._pool = pool
+        self._weight_device = weight_device
         self._timeout = timeout
         self._max_body = max_message - ENVELOPE_BYTES
         self._tokenizer_box = TokenizerBox(model)
@@ -93,6 +106,7 @@ class Client:
         self._driver: Driver | None = None
         self._samplings: SamplingCache | None = None
         self._controls: dict[str, EndpointSpec] = endpoints_of(_Engine)
+        self._weights = LocalSender(pool.weights)
         self._encode = msgspec.msgpack.Encoder().encode
 
     async def __aenter__(self) -> Self:
@@ -104,6 +118,12 @@ class Client:
         self._most_prompt_tokens = self._info.max_prompt_tokens
         self._most_tokens = self._info.max_total_tokens
         self._samplings = SamplingCache(self._vocab_size)
+        if self._weight_device is not None:
+            try:
+                await self.connect_weights(device=self._weight_device)
+            except BaseException:
+                await self.close()
+                raise
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -112,6 +132,7 @@ class Client:
     async def close(self) -> None:
         """End every call with ``Closed`` and every worker; safe to call again."""
         await self._pool.close()
+        self._weights.close()
 
     # --- what there is ----------------------------------------------------------------------------
 
@@ -145,6 +166,136 @@ class Client:
     async def _broadcast(self, name: str) -> list[Any]:
         caller = BroadcastCaller(self._running(), self._controls[name], None)
         return await caller(timeout=self._timeout)
+
+    # --- weights ----------------------------------------------------------------------------------
+
+    @property
+    def weight_version(self) -> int:
+        """Policy version of the workers' weights: 0 as loaded, then that of the last update."""
+        return self._pool.weights.version
+
+    @property
+    def weights_address(self) -> str:
+        """For ``sglrl.weights.Sender.connect`` in a trainer's process. It holds a secret."""
+        self._running()
+        return self._pool.weights.address
+
+    async def update_weights(
+        self,
+        weights: Any,
+        *,
+        version: int | None = None,
+        inflight: str = "continue",
+        mode: str = "auto",
+        partial: bool = False,
+        bucket_bytes: int = BUCKET_BYTES,
+        timeout: float = 60.0,
+        drain_timeout: float = 600.0,
+        wait: bool = True,
+        device: Any = None,
+        host: str = "127.0.0.1",
+    ) -> UpdateReport:
+        """Give all workers new weights, while they go on generating.
+
+        Either every worker has all of them when this returns, or it raises and every worker that
+        serves has what it had. Tokens sampled before and after are told apart by
+        ``Completion.versions``; KV cache is not shared between versions.
+
+        Args:
+            weights: a ``torch.nn.Module``, a mapping or TensorDict, or an iterable of (name,
+                tensor), with Hugging Face names; on any device, in any float dtype. They are cast
+                to the engine's dtype and DTensors are gathered here, on the sender. They must not
+                change until this returns.
+            version: a larger number than ``weight_version``; None: one more.
+            inflight: what happens to running requests when the new weights become live:
+                "continue": they go on, on the KV cache they have; "retract": they go on, and their
+                KV cache is computed again with the new weights; "abort": they return what they
+                have, with finish_reason "abort"; "drain": they are awaited first.
+            mode: "full": staged beside the live weights, which takes as much GPU memory again;
+                "bucketed": received piece by piece with the engine paused; "auto": "full" where
+                there is room.
+            partial: tensors that are not given keep their values.
+            bucket_bytes: tensors are sent in buckets of so many bytes.
+            timeout: seconds that a worker may take for any phase before it is given up.
+            drain_timeout: seconds that "drain" may take.
+            wait: behind an update that is running; False: raise ``UpdateInProgress`` instead.
+            device: the GPU (or "cpu") that sends; None: where the tensors are, else the current
+                one.
+            host: address of this process that the workers can reach.
+
+        Raises:
+            InvalidWeights: names, shapes or dtypes do not fit the model, or there is no room.
+            SettingsMismatch, UpdateInProgress, UsageError: see ``sglrl.errors``.
+            WeightUpdateError: it was given up.
+            WorkerLost: no worker is left.
+        """
+        self._running()
+        request = UpdateRequest(
+            specs=[],
+            version=version,
+            inflight=inflight,
+            mode=mode,
+            partial=partial,
+            bucket_bytes=bucket_bytes,
+            timeout=timeout,
+            drain_timeout=drain_timeout,
+            wait=wait,
+        )
+        return await self._weights.update(weights, request, device=device, host=host)
+
+    async def update_weights_from_disk(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        version: int | None = None,
+        inflight: str = "continue",
+        partial: bool = False,
+        timeout: float = 300.0,
+        drain_timeout: float = 600.0,
+        wait: bool = True,
+    ) -> UpdateReport:
+        """As ``update_weights``, from a folder of safetensors files that every worker reads itself.
+
+        Raises:
+            ModelError: there are no such files.
+        """
+        self._running()
+        request = UpdateRequest(
+            specs=[],
+            version=version,
+            inflight=inflight,
+            partial=partial,
+            timeout=timeout,
+            drain_timeout=drain_timeout,
+            wait=wait,
+        )
+        return await self._weights.update_from_disk(path, request)
+
+    async def connect_weights(
+        self, *, device: Any = None, host: str = "127.0.0.1", timeout: float = 60.0
+    ) -> float:
+        """Form the group of this process and the workers now, so that the first update does not pay
+        for it. Milliseconds that it took. ``launch(weight_device=...)`` does it at the start."""
+        self._running()
+        return await self._weights.connect(device, host, timeout)
+
+    async def model_metadata(self, *, timeout: float = 60.0) -> dict[str, TensorMetadata]:
+        """dtype and shape of every tensor that the loaded model takes, by Hugging Face name. The
+        dtype is the one that the engine keeps it in."""
+        self._running()
+        found = await self._pool.weights.describe(timeout)
+        return {spec.name: TensorMetadata(spec.dtype, spec.shape) for spec in found.tensors}
+
+    async def verify_weights(self, weights: Any, *, timeout: float = 300.0) -> list[str]:
+        """Names of those of the given tensors whose live values differ, on whatever worker, in any
+        bit after the cast to the engine's dtype: [] when all is well. Compares checksums; no
+        weights are sent.
+
+        Raises:
+            InvalidWeights: names or shapes do not fit the model.
+        """
+        self._running()
+        return await self._weights.verify(weights, timeout)
 
     # --- generate ---------------------------------------------------------------------------------
 
@@ -238,7 +389,7 @@ class Client:
                 deadline,
                 priority,
                 worker,
-                Route(ids, 0, session),
+                Route(ids, self._pool.weights.version, session),
                 True,
             )
             driver.submit(call)
@@ -252,7 +403,7 @@ class Client:
         futures: list[asyncio.Future[Completion]] = []
         for ids in prompts:
             max_new = self._max_new_tokens(prepared, len(ids) // 4)
-            route = Route(ids, session=session)
+            route = Route(ids, self._pool.weights.version, session)
             seed = prepared.params.seed
             args: Raw | None = None
             for i in range(n):
@@ -346,7 +497,7 @@ class Client:
             deadline=deadline,
             priority=a["priority"],
             pinned=a["worker"],
-            route=Route(ids, session=a["session"]),
+            route=Route(ids, self._pool.weights.version, a["session"]),
             idempotent=True,
             stream=True,
         )
@@ -425,7 +576,7 @@ class Client:
                     deadline=deadline,
                     priority=priority,
                     pinned=worker,
-                    route=Route(ids),
+                    route=Route(ids, self._pool.weights.version),
                     idempotent=True,
                 )
             )

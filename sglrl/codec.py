@@ -19,13 +19,15 @@ import msgspec
 import numpy as np
 
 from .errors import ProtocolError, UsageError
-from .messages import ToDriver, ToWorker
+from .messages import FromRank, ToDriver, ToRank, ToWorker
 
 Buffer = bytes | bytearray | memoryview
 
 encoder: Final = msgspec.msgpack.Encoder()
 _to_worker: Final[msgspec.msgpack.Decoder[ToWorker]] = msgspec.msgpack.Decoder(ToWorker)
 _to_driver: Final[msgspec.msgpack.Decoder[ToDriver]] = msgspec.msgpack.Decoder(ToDriver)
+_to_rank: Final[msgspec.msgpack.Decoder[ToRank]] = msgspec.msgpack.Decoder(ToRank)
+_from_rank: Final[msgspec.msgpack.Decoder[FromRank]] = msgspec.msgpack.Decoder(FromRank)
 
 _MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What msgspec raises for bytes that are not the message wanted; text that is not UTF-8 and too
@@ -60,6 +62,23 @@ def decode_to_driver(frame: Buffer) -> ToDriver:
         return _to_driver.decode(frame)
     except _MALFORMED as error:
         raise ProtocolError(f"not a message for a driver: {error}") from None
+
+
+def decode_to_rank(frame: Buffer) -> ToRank:
+    """Raises ``ProtocolError`` on anything that is not a message of the weight channel to a
+    rank."""
+    try:
+        return _to_rank.decode(frame)
+    except _MALFORMED as error:
+        raise ProtocolError(f"not a message for a rank: {error}") from None
+
+
+def decode_from_rank(frame: Buffer) -> FromRank:
+    """Raises ``ProtocolError`` on anything that is not a message of the weight channel from one."""
+    try:
+        return _from_rank.decode(frame)
+    except _MALFORMED as error:
+        raise ProtocolError(f"not a message from a rank: {error}") from None
 
 
 class Blob:

@@ -84,3 +84,28 @@ def visible_cuda_devices() -> list[str] | None:
     if value is None:
         return None
     return [part.strip() for part in value.split(",") if part.strip()]
+
+
+_NCCL_MUST_AGREE = (
+    "NCCL_ALGO",
+    "NCCL_COLLNET_ENABLE",
+    "NCCL_CUMEM_ENABLE",
+    "NCCL_CUMEM_HOST_ENABLE",
+    "NCCL_IB_DISABLE",
+    "NCCL_MAX_CTAS",
+    "NCCL_MAX_NCHANNELS",
+    "NCCL_MIN_CTAS",
+    "NCCL_MIN_NCHANNELS",
+    "NCCL_NET",
+    "NCCL_NVLS_ENABLE",
+    "NCCL_P2P_DISABLE",
+    "NCCL_P2P_LEVEL",
+    "NCCL_PROTO",
+    "NCCL_SHM_DISABLE",
+    "NCCL_SOCKET_FAMILY",
+)
+
+
+def nccl_environment() -> dict[str, str]:
+    """The variables of NCCL that are set here and must be equal in all processes of a group."""
+    return {name: os.environ[name] for name in _NCCL_MUST_AGREE if name in os.environ}

@@ -56,7 +56,9 @@ class Driver:
     """Joins a ``Fabric`` to a transport on the running event loop.
 
     ``on_starting(index, stage)``, ``on_ready(index, Ready)`` and ``on_gone(index, reason)`` tell
-    the owner of the worker processes what the workers say of themselves.
+    the owner of the worker processes what the workers say of themselves. ``on_lost(index)`` and
+    ``on_peer(identity, frame)`` are for the weight channel: a worker was lost; a peer that is no
+    worker sent a message (False: it is unknown, so the message is dropped).
     """
 
     def __init__(
@@ -72,6 +74,8 @@ class Driver:
         self.on_starting: Callable[[int, str], None] = lambda index, stage: None
         self.on_ready: Callable[[int, Ready], None] = lambda index, ready: None
         self.on_gone: Callable[[int, str], None] = lambda index, reason: None
+        self.on_lost: Callable[[int], None] = lambda index: None
+        self.on_peer: Callable[[bytes, bytes], bool] = lambda identity, frame: False
         self._raw: dict[int, list[bytes]] = {}
         self._identities: dict[int, bytes] = {}
         self._members: dict[bytes, Member] = {}
@@ -92,6 +96,14 @@ class Driver:
     def worker_lost(self, index: int, reason: str) -> None:
         self.fabric.member_lost(index, reason, now())
         self._flush()
+        self.on_lost(index)
+
+    def send_to_peer(self, identity: bytes, frame: bytes) -> bool:
+        """To a peer of ``on_peer``. False if it is not connected."""
+        try:
+            return self.transport.send(identity, [frame])
+        except Closed:
+            return False
 
     def shut_down_worker(self, index: int) -> None:
         self.transport.send(self._identities[index], [encode(Shutdown())])
@@ -126,7 +138,8 @@ class Driver:
     def _on_message(self, identity: bytes, frames: list[bytes]) -> None:
         member = self._members.get(identity)
         if member is None or member.state is LOST:
-            self.dropped += 1
+            if member is not None or not (frames and self.on_peer(identity, frames[0])):
+                self.dropped += 1
             return
         try:
             message = decode_to_driver(frames[0])

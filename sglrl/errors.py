@@ -8,11 +8,15 @@
     │   ├── UnknownEndpoint            the actor declares no endpoint of that name
     │   ├── MessageTooLarge            the arguments do not fit in one message
     │   ├── ModelError                 the model folder is missing or unreadable
-    │   └── NotEnoughDevices           fewer GPUs than replicas * tp_size
+    │   ├── NotEnoughDevices           fewer GPUs than replicas * tp_size
+    │   └── InvalidWeights             names, shapes or dtypes do not fit the model, or no room
     ├── Overloaded                     the driver's queue is full; try again later
     ├── DeadlineExceeded (TimeoutError)
     ├── RemoteError                    an exception inside the actor, with its traceback
     ├── EngineError                    the engine gave up on a request that was well formed
+    ├── WeightUpdateError              an update was given up; every worker has its old weights
+    │   ├── SettingsMismatch           sender and worker could not form a group: a setting differs
+    │   └── UpdateInProgress           another update is running and this one was not to wait
     ├── WorkerError
     │   ├── WorkerStartError           a worker died, or said no, before it was ready
     │   └── WorkerLost                 a worker died while it held the call
@@ -32,15 +36,19 @@ __all__ = [
     "DeadlineExceeded",
     "EngineError",
     "InvalidRequest",
+    "InvalidWeights",
     "MessageTooLarge",
     "ModelError",
     "NotEnoughDevices",
     "Overloaded",
     "ProtocolError",
     "RemoteError",
+    "SettingsMismatch",
     "SglrlError",
     "UnknownEndpoint",
+    "UpdateInProgress",
     "UsageError",
+    "WeightUpdateError",
     "WorkerError",
     "WorkerLost",
     "WorkerStartError",
@@ -90,6 +98,24 @@ class ModelError(UsageError):
 
 class NotEnoughDevices(UsageError):
     """Fewer GPUs are visible than ``replicas * tp_size`` asks for."""
+
+
+class InvalidWeights(UsageError):
+    """An update does not fit the loaded model (unknown, missing, mis-shaped or mis-typed tensors),
+    or there is no room for it. Nothing has changed."""
+
+
+class WeightUpdateError(SglrlError):
+    """A weight update was given up. Every worker that serves has the weights it had before."""
+
+
+class SettingsMismatch(WeightUpdateError):
+    """Two processes that are to exchange weights differ in something that must agree: a version of
+    torch or NCCL, or a variable of NCCL. Collectives between them would fail or hang."""
+
+
+class UpdateInProgress(WeightUpdateError):
+    """Another update is running, and this one was asked not to wait for it."""
 
 
 class Overloaded(SglrlError):
@@ -173,7 +199,17 @@ class Closed(SglrlError):
 
 WIRE_ERRORS: Final[dict[str, type[SglrlError]]] = {
     cls.__name__: cls
-    for cls in (InvalidRequest, UnknownEndpoint, MessageTooLarge, EngineError, UsageError)
+    for cls in (
+        InvalidRequest,
+        UnknownEndpoint,
+        MessageTooLarge,
+        EngineError,
+        UsageError,
+        InvalidWeights,
+        SettingsMismatch,
+        UpdateInProgress,
+        WeightUpdateError,
+    )
 }
 """Errors a worker may answer with by name; anything else arrives as ``RemoteError``."""
 

@@ -64,6 +64,7 @@ def launch(
     start_timeout: float = 600.0,
     max_message_bytes: int = 256 << 20,
     env: Mapping[str, str] | None = None,
+    weight_device: Any = None,
     engine: str = "sglang",
     **engine_args: Any,
 ) -> Client:
@@ -86,6 +87,8 @@ def launch(
         start_timeout: seconds until all workers must be ready.
         max_message_bytes: largest message either side accepts.
         env: environment variables of the workers, beside the driver's own.
+        weight_device: the device that this process will send weights from ("cuda:0", "cpu"): the
+            group for weight updates is then formed at the start and not with the first update.
         engine: "sglang", or "fake": deterministic, without torch, for tests.
         **engine_args: fields of SGLang's ``ServerArgs`` (``mem_fraction_static``,
             ``max_running_requests``, ...), checked by name.
@@ -133,7 +136,13 @@ def launch(
         on_progress=progress,
     )
     pool.progress = progress
-    return Client(pool, model=path, timeout=timeout, max_message=max_message_bytes)
+    return Client(
+        pool,
+        model=path,
+        timeout=timeout,
+        max_message=max_message_bytes,
+        weight_device=weight_device,
+    )
 
 
 def _preload(engine: str, groups: list[list[str] | None]) -> str:

@@ -5,7 +5,7 @@ arguments (numpy arrays, bytes) of its calls or items, in order; ``frames`` of e
 says how many are its own.
 
 Rules: append fields with defaults, never retype; hot structs are ``array_like`` and ``gc=False``;
-this module holds structs only.
+this module holds structs (and how ranks are addressed) only.
 """
 
 from __future__ import annotations
@@ -152,14 +152,14 @@ class GenerateArgs(msgspec.Struct, array_like=True, gc=False, frozen=True):
     top_logprobs: int = 0
     stream: bool = False
     priority: int = 0
-    version: int = 0
 
 
 class TokenChunk(msgspec.Struct, array_like=True, gc=False, frozen=True):
     """New tokens of one call since its last chunk.
 
     ids: int32 [t]. logprobs: float32 [t] or empty. top_ids, top_logprobs: int32, float32 [t, k].
-    ``finish`` is empty until the last chunk, then "stop", "length" or "abort".
+    ``version``: of the weights that all of them were sampled with. ``finish`` is empty until the
+    last chunk, then "stop", "length" or "abort".
     """
 
     ids: bytes
@@ -177,7 +177,6 @@ class ScoreArgs(msgspec.Struct, array_like=True, gc=False, frozen=True):
 
     input_ids: bytes
     start: int = 0
-    version: int = 0
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -205,6 +204,199 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     def cache_hit_rate(self) -> float:
         """Prompt tokens served from the prefix cache, as a share of all prompt tokens."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+
+# --- weight updates: driver <-> every rank of every worker, and a sender in another process -------
+
+
+class TensorSpec(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """One tensor by its Hugging Face name. ``dtype`` as torch prints it, without "torch."."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What one process has, of which some must agree before they may form a group.
+
+    device: "cpu" or "cuda". uuid: of the GPU, "" on CPU. host: where its group's store can be
+    reached. port: of that store; 0 in a worker, which has none. environment: NCCL's own variables.
+    """
+
+    device: str
+    uuid: str
+    torch: str
+    nccl: str
+    environment: dict[str, str]
+    host: str = ""
+    port: int = 0
+
+
+class Describe(msgspec.Struct, array_like=True, frozen=True, tag=20):
+    """Ask a rank for its ``ModelDescription``."""
+
+    id: int
+
+
+class Join(msgspec.Struct, array_like=True, frozen=True, tag=21):
+    """Form group ``group`` over the store at ``host:port``.
+
+    A member on the sender's own GPU is no rank (``rank`` is -1) but one of ``readers`` that read
+    the sender's memory, as number ``reader``.
+    """
+
+    id: int
+    group: int
+    host: str
+    port: int
+    rank: int
+    size: int
+    reader: int
+    readers: int
+    timeout: float
+
+
+class Prepare(msgspec.Struct, array_like=True, frozen=True, tag=22):
+    """Check the manifest and make room. ``source``: a folder of safetensors files instead of the
+    group, or "". ``mode``: "auto", "full" or "bucketed"."""
+
+    id: int
+    version: int
+    tensors: list[TensorSpec]
+    bucket_bytes: int
+    mode: str
+    inflight: str
+    partial: bool
+    source: str
+
+
+class Stage(msgspec.Struct, array_like=True, frozen=True, tag=23):
+    """Send, or receive, the buckets."""
+
+    id: int
+
+
+class Commit(msgspec.Struct, array_like=True, frozen=True, tag=24):
+    """Every rank of every worker has all of it: make it live between two steps."""
+
+    id: int
+
+
+class Abort(msgspec.Struct, array_like=True, frozen=True, tag=25):
+    """Forget the update, and leave the group if it may be broken."""
+
+    id: int
+    leave: bool
+
+
+class Checksums(msgspec.Struct, array_like=True, frozen=True, tag=26):
+    """Ask for the checksums of these tensors' live pieces (all of them if empty)."""
+
+    id: int
+    names: list[str]
+
+
+class Proposed(msgspec.Struct, array_like=True, frozen=True, tag=27):
+    """To a sender in another process: its update ended. ``report`` is msgpack of the report."""
+
+    id: int
+    error: ErrorBody | None
+    report: msgspec.Raw = msgspec.Raw(b"\xc0")
+
+
+class Welcome(msgspec.Struct, array_like=True, frozen=True, tag=28):
+    """To a sender in another process: what the engines take, and the version they have."""
+
+    version: int
+    tensors: list[TensorSpec]
+    ignored: list[str]
+
+
+ToRank = Describe | Join | Prepare | Stage | Commit | Abort | Checksums | Proposed | Welcome
+
+
+class RankHello(msgspec.Struct, array_like=True, frozen=True, tag=40):
+    """The first message of a rank, or of a sender in another process."""
+
+    settings: RankSettings
+
+
+class RankAnswer(msgspec.Struct, array_like=True, frozen=True, tag=41):
+    """The end of what message ``id`` asked for in ``phase``. ``body``: msgpack, by phase."""
+
+    id: int
+    phase: str
+    error: ErrorBody | None = None
+    body: msgspec.Raw = msgspec.Raw(b"\xc0")
+
+
+class Propose(msgspec.Struct, array_like=True, frozen=True, tag=42):
+    """A sender in another process wants to update every worker."""
+
+    id: int
+    tensors: list[TensorSpec]
+    version: int | None
+    inflight: str
+    mode: str
+    partial: bool
+    bucket_bytes: int
+    timeout: float
+    wait: bool
+
+
+class Withdraw(msgspec.Struct, array_like=True, frozen=True, tag=43):
+    """That sender no longer wants its update."""
+
+    id: int
+
+
+FromRank = RankHello | RankAnswer | Propose | Withdraw
+
+
+def rank_identity(worker: bytes, rank: int) -> bytes:
+    """Under which a rank's end of the weight channel is known to the driver's router."""
+    return worker + b"/%d" % rank
+
+
+class ModelDescription(msgspec.Struct, array_like=True, frozen=True):
+    """Every tensor that the loaded model takes, with the dtype it is kept in; and names that belong
+    to the architecture and are not kept (tied to others)."""
+
+    tensors: list[TensorSpec]
+    ignored: list[str]
+
+
+class Prepared(msgspec.Struct, array_like=True, frozen=True):
+    """mode: "full" or "bucketed". room: bytes that were free for staging."""
+
+    mode: str
+    room: int
+
+
+class SentStage(msgspec.Struct, array_like=True, frozen=True):
+    """Of the sender: milliseconds of gathering and casting, and from the first bucket's broadcast
+    to the last one's end."""
+
+    gather_ms: float
+    broadcast_ms: float
+
+
+class Committed(msgspec.Struct, array_like=True, frozen=True):
+    """pause_ms: for how long no step could run."""
+
+    pause_ms: float
+
+
+class Piece(msgspec.Struct, array_like=True, frozen=True):
+    """A part of a named tensor that one rank keeps: in elements, as ``torch.as_strided`` takes it,
+    of the whole contiguous tensor."""
+
+    name: str
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    checksum: int
 
 
 # --- starting workers: driver <-> fork server, over a private unix socket -------------------------

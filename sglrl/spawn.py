@@ -31,8 +31,9 @@ from .core.members import LOST
 from .driver import Driver
 from .errors import Closed, UsageError, WorkerStartError
 from .forkserver import ForkConnection, fork_server, tail
-from .messages import ActorSpec, EngineSpec, Fork, Kill, Ready, WorkerSpec
+from .messages import ActorSpec, EngineSpec, Fork, Kill, Ready, WorkerSpec, rank_identity
 from .net.zmq import ZmqRouter
+from .weights.coordinator import WeightChannel
 
 logger = logging.getLogger("sglrl.spawn")
 
@@ -106,7 +107,7 @@ class Pool:
         self._folder: Path | None = None
         self._connection: ForkConnection | None = None
         self._driver: Driver | None = None
-        self._kill_timers: list[asyncio.TimerHandle] = []
+        self.weights = WeightChannel(self.expel)
 
     @property
     def driver(self) -> Driver:
@@ -125,7 +126,7 @@ class Pool:
                     id=worker.index,
                     pid=ready.pid if ready else worker.pids.get(0, 0),
                     state=member.state,
-                    weight_version=0,
+                    weight_version=self.weights.versions.get(worker.index, 0),
                     device=ready.device if ready else "",
                     load=member.load,
                     window=member.window,
@@ -172,6 +173,7 @@ class Pool:
         driver.on_ready = self._on_ready
         driver.on_starting = self._on_starting
         driver.on_gone = self._on_gone
+        self.weights.attach(driver, router.address)
         driver.start()
         if self._preload != "plain":
             self._progress("importing SGLang (once per program)")
@@ -190,6 +192,8 @@ class Pool:
         self._workers[index] = worker
         self.driver.add_worker(index, identity)
         for rank, body in enumerate(birth.bodies):
+            if isinstance(body, EngineSpec) and body.engine == "sglang":
+                self.weights.add_rank(index, rank, rank_identity(identity, rank))
             spec = WorkerSpec(
                 index=index,
                 identity=identity,
@@ -225,6 +229,7 @@ class Pool:
             return
         self._closing = True
         try:
+            await self.weights.close()
             if self._driver is not None:
                 self._driver.close()
                 for worker in self._workers.values():
@@ -257,6 +262,16 @@ class Pool:
                     worker.ready.cancel()
                 elif not worker.ready.cancelled():
                     worker.ready.exception()
+
+    def expel(self, index: int, reason: str) -> None:
+        """End a worker that must not serve any more; its calls go on as when it is lost."""
+        worker = self._workers[index]
+        if self._closing or not worker.running:
+            return
+        logger.error("worker %d is ended: %s", index, reason)
+        worker.farewell = reason
+        self._kill(worker)
+        self.driver.worker_lost(index, reason)
 
     # --- events -----------------------------------------------------------------------------------
 

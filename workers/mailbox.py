@@ -90,6 +90,10 @@ class Mailbox:
         if not self.stopped:
             self._dealer.wait(seconds)
 
+    def wake(self) -> None:
+        """End the wait under way. The one method for other threads."""
+        self._dealer.wake()
+
     def put(self, id_: int, kind: ItemKind, chunk: TokenChunk | None = None) -> None:
         """An answer, or a part of one; leaves with the next ``flush``."""
         if chunk is None:

@@ -10,6 +10,8 @@ no message can be lost between two owners.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 from collections.abc import Sequence
 from ipaddress import ip_address
 from math import ceil
@@ -193,6 +195,15 @@ class ZmqPolledDealer:
         self._socket = _socket(zmq.DEALER, max_message_bytes)
         self._socket.setsockopt(zmq.IDENTITY, identity)
         self._socket.connect(address)
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._wakeup, zmq.POLLIN)
+
+    def wake(self) -> None:
+        """End the ``wait`` under way, or the next one. The one method for other threads."""
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self._wakeup, 1)
 
     def receive(self) -> list[bytes] | None:
         """The next message if one is here, else None; never waits."""
@@ -202,8 +213,13 @@ class ZmqPolledDealer:
             return None
 
     def wait(self, timeout: float) -> bool:
-        """Block until a message is here or ``timeout`` seconds have passed; True if one is."""
-        return bool(self._socket.poll(ceil(timeout * 1000), zmq.POLLIN))
+        """Block until a message is here, ``wake`` is called, or ``timeout`` seconds have passed.
+        True if a message is here."""
+        events = dict(self._poller.poll(ceil(timeout * 1000)))
+        if self._wakeup in events:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._wakeup)
+        return self._socket in events
 
     def send(self, frames: Sequence[Frame]) -> None:
         _send(self._socket, frames)
@@ -211,3 +227,4 @@ class ZmqPolledDealer:
     def close(self, linger: float = 0.0) -> None:
         """``linger``: seconds that unsent messages may take to leave."""
         self._socket.close(int(linger * 1000))
+        os.close(self._wakeup)

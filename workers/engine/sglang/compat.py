@@ -54,3 +54,17 @@ def channels(sink: Any, control: Any) -> SchedulerIpcChannels:
 def field_values(instance: Any) -> dict[str, Any]:
     """The fields of a slots dataclass, to build a subclass with."""
     return {f.name: getattr(instance, f.name) for f in fields(instance)}
+
+
+def begin_weight_update(runner: Any) -> None:
+    """From 0.5.21 on, what quantized layers want before their weights are written."""
+    updater: Any = getattr(runner, "weight_updater", None)
+    if hasattr(updater, "begin_weight_update"):
+        updater.begin_weight_update()
+
+
+def end_weight_update(runner: Any) -> None:
+    """From 0.5.21 on, what layers want after it."""
+    updater: Any = getattr(runner, "weight_updater", None)
+    if hasattr(updater, "end_weight_update"):
+        updater.end_weight_update(run_post_load=False)

@@ -118,8 +118,6 @@ def _request(
         token_type_ids=None,
         sampling_params=params,
         token_ids_logprob=None,
-        # KV computed under one policy version is never reused under another.
-        extra_key=str(args.version),
         **fields,
     )
 
@@ -129,25 +127,38 @@ def _matrix(rows: list[Any], k: int, dtype: str) -> bytes:
     return np.array([row[:k] for row in rows], dtype=dtype).tobytes()
 
 
-def token_chunk(output: BatchTokenIDOutput, i: int, version: int, top: int) -> TokenChunk:
-    """Request ``i`` of one step's output. ``top``: how many top logprobs it asked for."""
+def token_chunks(
+    output: BatchTokenIDOutput, i: int, top: int, parts: list[tuple[int, int]]
+) -> list[TokenChunk]:
+    """Request ``i`` of one step's output. ``top``: how many top logprobs it asked for. ``parts``:
+    (number of tokens, version) in order, one chunk each; the last takes what remains."""
     finished = output.finished_reasons[i]
+    ids = np.asarray(output.output_ids[i], dtype="<i4")
     logprobs = output.output_token_logprobs_val
-    values = logprobs[i] if logprobs else None
-    top_ids = top_values = b""
-    if top and values:
-        top_ids = _matrix(output.output_top_logprobs_idx[i], top, "<i4")
-        top_values = _matrix(output.output_top_logprobs_val[i], top, "<f4")
-    return TokenChunk(
-        np.asarray(output.output_ids[i], dtype="<i4").tobytes(),
-        np.array(values, dtype="<f4").tobytes() if values else b"",
-        finished["type"] if finished else "",
-        output.cached_tokens[i],
-        version,
-        top_ids,
-        top_values,
-        finished.get("matched") if finished else None,
-    )
+    values = np.array(logprobs[i], dtype="<f4") if logprobs and logprobs[i] else None
+    chunks = []
+    at = 0
+    for part, (count, version) in enumerate(parts):
+        last = part == len(parts) - 1
+        span = slice(at, None if last else at + count)
+        at += count
+        top_ids = top_values = b""
+        if top and values is not None:
+            top_ids = _matrix(output.output_top_logprobs_idx[i][span], top, "<i4")
+            top_values = _matrix(output.output_top_logprobs_val[i][span], top, "<f4")
+        chunks.append(
+            TokenChunk(
+                ids[span].tobytes(),
+                values[span].tobytes() if values is not None else b"",
+                finished["type"] if finished and last else "",
+                output.cached_tokens[i],
+                version,
+                top_ids,
+                top_values,
+                finished.get("matched") if finished and last else None,
+            )
+        )
+    return chunks
 
 
 def score_chunk(output: BatchTokenIDOutput, i: int, start: int) -> TokenChunk:
@@ -156,6 +167,11 @@ def score_chunk(output: BatchTokenIDOutput, i: int, start: int) -> TokenChunk:
     if start:
         del values[0]
     return TokenChunk(b"", np.array(values, dtype="<f4").tobytes(), "stop", output.cached_tokens[i])
+
+
+def aborted_chunk(version: int) -> TokenChunk:
+    """The end of a request that was returned with what it had."""
+    return TokenChunk(b"", b"", "abort", 0, version)
 
 
 def end_of(finished: dict[str, Any] | None) -> tuple[ItemKind, str, str]:

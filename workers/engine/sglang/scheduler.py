@@ -10,17 +10,20 @@ With ``tp_size > 1`` only rank 0 has a mailbox; SGLang broadcasts what it pulled
 
 from __future__ import annotations
 
+import collections
 import logging
 import os
 import time
 from typing import Any
 
+import torch
 from sglang.srt.managers.io_struct import (
     AbortReq,
     BatchTokenIDOutput,
     FlushCacheReqInput,
     FlushCacheReqOutput,
     ShutdownReq,
+    TokenizedGenerateReqInput,
 )
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_components.request_receiver import SchedulerRequestReceiver
@@ -38,21 +41,47 @@ from sglrl.messages import (
 )
 
 from ...mailbox import Mailbox
+from ...weights import RankWeights
 from ..loop import IDLE_WAIT
 from . import compat, convert, seeds
+from .weights import SglangWeights, WeightCommand
 
 logger = logging.getLogger("sglrl.worker")
 
 
 class _Request:
-    """What the adapter remembers of a request while SGLang has it."""
+    """What the adapter remembers of a request while SGLang has it.
 
-    __slots__ = ("score_start", "top", "version")
+    ``sent``: tokens reported so far. ``version``: of the next one. ``changes``: (position,
+    version), in order, where it changes later.
+    """
+
+    __slots__ = ("changes", "score_start", "sent", "top", "version")
 
     def __init__(self, version: int, top: int, score_start: int) -> None:
         self.version = version
         self.top = top
         self.score_start = score_start
+        self.sent = 0
+        self.changes: list[tuple[int, int]] = []
+
+    def take(self, count: int) -> list[tuple[int, int]]:
+        """The next ``count`` tokens as (number, version), never empty."""
+        if not self.changes:
+            self.sent += count
+            return [(count, self.version)]
+        end = self.sent + count
+        parts = []
+        while self.changes and self.changes[0][0] <= end:
+            at, version = self.changes.pop(0)
+            if at > self.sent:
+                parts.append((at - self.sent, self.version))
+                self.sent = at
+            self.version = version
+        if end > self.sent or not parts:
+            parts.append((end - self.sent, self.version))
+            self.sent = end
+        return parts
 
 
 class Adapter:
@@ -68,7 +97,11 @@ class Adapter:
         self.cached_tokens = 0
         self.generated_tokens = 0
         self.cancelled: set[int] = set()
+        self.returned: set[int] = set()
         self.flushes: list[int] = []
+        self.commands: collections.deque[WeightCommand] = collections.deque()
+        self.draining: WeightCommand | None = None
+        self.held_back: list[Any] = []
 
     # --- from the driver --------------------------------------------------------------------------
 
@@ -82,7 +115,7 @@ class Adapter:
         )
         priority = args.priority if scheduler.enable_priority_scheduling else None
         self.incoming.append(convert.generate_request(id_, args, params, priority))
-        self.requests[id_] = _Request(args.version, args.top_logprobs, -1)
+        self.requests[id_] = _Request(scheduler.sglrl_version, args.top_logprobs, -1)
 
     def score(self, id_: int, args: ScoreArgs) -> None:
         count = len(args.input_ids) // 4
@@ -90,10 +123,16 @@ class Adapter:
             raise InvalidRequest(f"start={args.start} is not within the {count} tokens given")
         params = convert.score_params()
         self.incoming.append(convert.score_request(id_, args, params))
-        self.requests[id_] = _Request(args.version, 0, args.start)
+        self.requests[id_] = _Request(self.scheduler.sglrl_version, 0, args.start)
 
     def abort(self, id_: int) -> None:
         if id_ in self.requests:
+            rid = convert.request_id(id_)
+            if any(request.rid == rid for request in self.held_back):
+                self.held_back = [r for r in self.held_back if r.rid != rid]
+                del self.requests[id_]
+                self.mailbox.put(id_, ItemKind.CANCELLED)
+                return
             self.cancelled.add(id_)
             self.incoming.append(AbortReq(rid=convert.request_id(id_)))
 
@@ -147,10 +186,53 @@ class Adapter:
         if self.flushes:
             self._pull_flush()
         self.mailbox.flush()
-        if self.mailbox.stopped:
-            self.incoming.append(ShutdownReq())
         incoming, self.incoming = self.incoming, []
+        if self.commands or self.draining is not None:
+            incoming = self._with_commands(incoming)
+        version = str(self.scheduler.sglrl_version)
+        for request in incoming:
+            if isinstance(request, TokenizedGenerateReqInput):
+                # KV computed under one policy version is never reused under another.
+                request.extra_key = version
+        if self.mailbox.stopped:
+            incoming.append(ShutdownReq())
         return incoming
+
+    def weight_command(self, command: WeightCommand) -> None:
+        """Between the next two steps, or when what runs has ended. From any thread."""
+        self.commands.append(command)
+        self.mailbox.wake()
+
+    @property
+    def pending(self) -> bool:
+        """There is something to do also when nothing runs."""
+        return bool(self.flushes or self.commands or self.draining is not None)
+
+    def _with_commands(self, incoming: list[Any]) -> list[Any]:
+        """Put the next command behind the requests, at once or when what runs has ended: then new
+        requests are kept back until it is done."""
+        if self.draining is None:
+            command = self.commands.popleft()
+            if command.inflight in ("continue", "retract"):
+                return [*incoming, command]
+            self.draining = command
+            if command.inflight == "abort":
+                known = [id_ for id_ in self.requests if id_ not in self.cancelled]
+                fresh = {r.rid for r in incoming if isinstance(r, TokenizedGenerateReqInput)}
+                for id_ in known:
+                    rid = convert.request_id(id_)
+                    if rid not in fresh:
+                        self.returned.add(id_)
+                        incoming.append(AbortReq(rid=rid))
+        kept = [r for r in incoming if isinstance(r, TokenizedGenerateReqInput)]
+        self.held_back += kept
+        passed = [r for r in incoming if not isinstance(r, TokenizedGenerateReqInput)]
+        if passed or not self.scheduler.is_fully_idle():
+            return passed
+        command, self.draining = self.draining, None
+        back, self.held_back = self.held_back, []
+        # Behind the command they are prefilled with the new weights.
+        return [*back, command]
 
     def _pull_flush(self) -> None:
         """Like any request, so that every rank does it. A request that has just been answered still
@@ -174,11 +256,15 @@ class Adapter:
             if request is None:
                 continue
             kind, error, text = convert.end_of(output.finished_reasons[i])
+            count = len(output.output_ids[i])
             if kind == ItemKind.CHUNK:
-                chunk = convert.token_chunk(output, i, request.version, request.top)
-                if chunk.ids:
-                    mailbox.put(id_, kind, chunk)
+                if count:
+                    parts = request.take(count)
+                    for chunk in convert.token_chunks(output, i, request.top, parts):
+                        mailbox.put(id_, kind, chunk)
                 continue
+            if id_ in self.returned and kind == ItemKind.ERROR:
+                kind = ItemKind.DONE
             del self.requests[id_]
             self.prompt_tokens += output.prompt_tokens[i]
             self.cached_tokens += output.cached_tokens[i]
@@ -191,10 +277,20 @@ class Adapter:
             elif request.score_start >= 0:
                 mailbox.put(id_, kind, convert.score_chunk(output, i, request.score_start))
             else:
-                chunk = convert.token_chunk(output, i, request.version, request.top)
-                mailbox.put(id_, kind, chunk)
+                self.returned.discard(id_)
+                *chunks, last = convert.token_chunks(output, i, request.top, request.take(count))
+                for chunk in chunks:
+                    mailbox.put(id_, ItemKind.CHUNK, chunk)
+                mailbox.put(id_, kind, last)
         used, capacity = self.scheduler.kv_tokens()
         mailbox.flush(used / capacity if capacity else -1.0)
+
+    def version_changed(self, version: int, produced: dict[str, int]) -> None:
+        """The next result is the first of ``version``. ``produced``: tokens that each request
+        has."""
+        for id_, request in self.requests.items():
+            at = produced.get(convert.request_id(id_), 0)
+            request.changes.append((at, version))
 
     def control(self, output: Any) -> None:
         """What SGLang tells its tokenizer manager: of interest are requests that it aborted, and
@@ -205,11 +301,15 @@ class Adapter:
         if not isinstance(output, AbortReq) or not output.rid:
             return
         id_ = convert.call_id(output.rid)
-        if self.requests.pop(id_, None) is None:
+        request = self.requests.pop(id_, None)
+        if request is None:
             return
         if id_ in self.cancelled:
             self.cancelled.discard(id_)
             self.mailbox.put(id_, ItemKind.CANCELLED)
+        elif id_ in self.returned:
+            self.returned.discard(id_)
+            self.mailbox.put(id_, ItemKind.DONE, convert.aborted_chunk(request.version))
         else:
             reason: Any = output.finished_reason or {}
             self.mailbox.put_error(
@@ -244,6 +344,9 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
     def __init__(self, adapter: Adapter | None, gpu_id: int, *args: Any) -> None:
         self.sglrl_adapter = adapter
         self.sglrl_gpu = gpu_id
+        self.sglrl_weights: SglangWeights | None = None
+        self.sglrl_version = 0
+        self._sglrl_processed = 0
         super().__init__(*args)
 
     def init_ipc_channels(self, port_args: PortArgs) -> None:
@@ -270,8 +373,37 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
 
     def maybe_sleep_on_idle(self) -> None:
         """Called when nothing is running or waiting, in every turn of the loop."""
-        if self.sglrl_adapter is not None and not self.sglrl_adapter.flushes:
+        if self.sglrl_adapter is not None and not self.sglrl_adapter.pending:
             self.sglrl_adapter.mailbox.wait(IDLE_WAIT)
+
+    def process_input_requests(self, recv_reqs: list[Any]) -> None:
+        commands = [r for r in recv_reqs if isinstance(r, WeightCommand)]
+        if not commands:
+            super().process_input_requests(recv_reqs)
+            return
+        super().process_input_requests([r for r in recv_reqs if not isinstance(r, WeightCommand)])
+        assert self.sglrl_weights is not None
+        for command in commands:
+            self.sglrl_weights.execute(command)
+
+    def run_batch(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        result = super().run_batch(batch, *args, **kwargs)
+        result.sglrl_version = self.sglrl_version
+        return result
+
+    def process_batch_result(self, batch: Any, result: Any, *args: Any, **kwargs: Any) -> Any:
+        version = result.sglrl_version
+        if version != self._sglrl_processed:
+            # Results are processed in the order in which their batches were launched.
+            self._sglrl_processed = version
+            if self.sglrl_adapter is not None:
+                live = [*batch.reqs, *self.running_batch.reqs, *self.waiting_queue]
+                if self.chunked_req is not None:
+                    live.append(self.chunked_req)
+                self.sglrl_adapter.version_changed(
+                    version, {r.rid: len(r.output_ids) for r in live}
+                )
+        return super().process_batch_result(batch, result, *args, **kwargs)
 
     def kv_tokens(self) -> tuple[int, int]:
         """Tokens of KV cache held by running requests, and capacity. What the prefix cache could
@@ -316,6 +448,13 @@ def run_scheduler(spec: WorkerSpec, body: EngineSpec) -> None:
         body.gpu_id,
         *compat.scheduler_arguments(server_args, port_args, body.rank, body.gpu_id),
     )
+    device = (
+        torch.device(body.device, torch.cuda.current_device())
+        if body.device == "cuda"
+        else torch.device("cpu")
+    )
+    weights = scheduler.sglrl_weights = SglangWeights(scheduler, device, body.rank)
+    weights.channel = RankWeights(spec, body.rank, weights)
     if adapter is not None and mailbox is not None:
         adapter.scheduler = scheduler
         adapter.begun = time.monotonic()

@@ -1,0 +1,141 @@
+"""What an update carries, whether it fits the engine, and how it is cut into buckets.
+
+Sender and workers compute the same buckets from the same manifest, so nothing but the manifest and
+``bucket_bytes`` need be agreed on. A tensor is never split: one larger than a bucket is a bucket
+of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+from typing import Final, NamedTuple
+
+from ..errors import InvalidWeights
+from ..messages import ModelDescription, TensorSpec
+
+ALIGNMENT: Final = 256
+"""Bytes. Tensors begin at multiples of it, as those that CUDA's allocator gives out do."""
+
+FLOAT_BYTES: Final = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+}
+"""The dtypes that weights may have."""
+
+_SHOWN = 8
+
+
+def tensor_bytes(spec: TensorSpec) -> int:
+    """Size of the tensor. Raises ``InvalidWeights`` for a dtype that weights cannot have."""
+    size = FLOAT_BYTES.get(spec.dtype)
+    if size is None:
+        raise InvalidWeights(
+            f"{spec.name} is {spec.dtype}; weights are one of {', '.join(FLOAT_BYTES)}"
+        )
+    return prod(spec.shape) * size
+
+
+def total_bytes(specs: Iterable[TensorSpec]) -> int:
+    return sum(map(tensor_bytes, specs))
+
+
+def check_manifest(
+    wanted: ModelDescription, given: Sequence[TensorSpec], *, partial: bool = False
+) -> None:
+    """Raise ``InvalidWeights``, naming everything that is wrong, unless ``given`` fits the model.
+
+    Args:
+        partial: the tensors left out keep their values.
+    """
+    known = {spec.name: spec for spec in wanted.tensors}
+    problems: list[str] = []
+    seen: set[str] = set()
+    unknown = []
+    for spec in given:
+        if spec.name in seen:
+            problems.append(f"{spec.name} is given twice")
+        seen.add(spec.name)
+        expected = known.get(spec.name)
+        if expected is None:
+            unknown.append(spec.name)
+        elif expected.shape != spec.shape:
+            problems.append(
+                f"{spec.name} has shape {list(spec.shape)}, the model's is {list(expected.shape)}"
+            )
+        elif expected.dtype != spec.dtype:
+            problems.append(f"{spec.name} is {spec.dtype}, the model's is {expected.dtype}")
+    if unknown:
+        problems.append(f"unknown: {_some(unknown)}")
+    missing = [] if partial else [name for name in known if name not in seen]
+    if missing:
+        problems.append(f"missing: {_some(missing)} (partial=True would leave them as they are)")
+    if not given:
+        problems.append("no tensors are given")
+    if problems:
+        raise InvalidWeights("the weights do not fit the model: " + "; ".join(_few(problems)))
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def _few(problems: Sequence[str]) -> list[str]:
+    more = [f"and {len(problems) - _SHOWN} more problems"] if len(problems) > _SHOWN else []
+    return [*problems[:_SHOWN], *more]
+
+
+class Place(NamedTuple):
+    """Where a tensor lies: bytes ``offset`` to ``offset + nbytes`` of bucket ``bucket``."""
+
+    bucket: int
+    offset: int
+    nbytes: int
+
+
+class Layout(NamedTuple):
+    """places: of the manifest's tensors, in its order. sizes: bytes of every bucket."""
+
+    places: list[Place]
+    sizes: list[int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.sizes)
+
+
+def lay_out(specs: Sequence[TensorSpec], bucket_bytes: int) -> Layout:
+    """Fill buckets with the tensors, in order. Raises ``InvalidWeights`` as ``tensor_bytes``."""
+    places: list[Place] = []
+    sizes: list[int] = []
+    for spec in specs:
+        nbytes = tensor_bytes(spec)
+        space = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        if not sizes or sizes[-1] + space > bucket_bytes:
+            sizes.append(0)
+        places.append(Place(len(sizes) - 1, sizes[-1], nbytes))
+        sizes[-1] += space
+    return Layout(places, sizes)
+
+
+def by_bucket(layout: Layout) -> list[list[int]]:
+    """The indices of the tensors in each bucket."""
+    found: list[list[int]] = [[] for _ in layout.sizes]
+    for index, place in enumerate(layout.places):
+        found[place.bucket].append(index)
+    return found
+
+
+def differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
+    """What differs between two sets of settings, by name; what is unset counts as ""."""
+    names = sorted({*ours, *theirs})
+    return [
+        f"{name} is {ours.get(name, '')!r} here and {theirs.get(name, '')!r} there"
+        for name in names
+        if ours.get(name, "") != theirs.get(name, "")
+    ]

@@ -1,0 +1,27 @@
+"""The weight channel: new weights for running engines, from tensors to the last rank.
+
+``client.update_weights(...)`` is all that a trainer in the driver's own process needs; ``Sender``
+is for a trainer in another process. The rest of this package is what both are made of.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .remote import Sender
+    from .report import UpdateReport
+    from .source import gather
+
+__all__ = ["Sender", "UpdateReport", "gather"]
+
+_HOME = {"Sender": "remote", "UpdateReport": "report", "gather": "source"}
+
+
+def __getattr__(name: str) -> Any:
+    """Names are imported when first used: torch takes seconds."""
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{home}", __name__), name)

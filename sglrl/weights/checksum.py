@@ -1,0 +1,30 @@
+"""Checksums that a sender and an engine compute of the same tensor, on whatever device it lies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BLOCK = 1 << 24
+_ODD = 0x9E3779B97F4A7C15 - (1 << 64)
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """Of the values' bits in row-major order: ``sum((bits + 1) * (position * odd | 1))`` modulo
+    2^64, so a changed, moved or swapped value changes it. Works in blocks, to bound memory."""
+    flat = tensor.detach().contiguous().view(-1).view(_BITS[tensor.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for start in range(0, flat.numel(), _BLOCK):
+        bits = flat[start : start + _BLOCK].to(torch.int64)
+        position = torch.arange(start, start + bits.numel(), device=flat.device)
+        total += ((bits + 1) * ((position * _ODD) | 1)).sum()
+    return int(total)
+
+
+def piece(
+    tensor: torch.Tensor, offset: int, size: Sequence[int], stride: Sequence[int]
+) -> torch.Tensor:
+    """A view of a contiguous tensor, by elements."""
+    return tensor.contiguous().as_strided(tuple(size), tuple(stride), offset)

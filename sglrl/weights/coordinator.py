@@ -1,0 +1,708 @@
+"""The driver's side of weight updates: asks, waits, and does what ``core.weights`` decides.
+
+One ``WeightChannel`` a pool. Its messages have sockets of their own in every rank, so neither a
+full window nor a long decode step delays them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from ..codec import decode_from_rank, encode
+from ..core.manifest import check_manifest, differences, tensor_bytes
+from ..core.weights import (
+    ABORT,
+    COMMIT,
+    DONE,
+    JOIN,
+    PREPARE,
+    SENDER,
+    STAGE,
+    Ask,
+    Ended,
+    Expel,
+    Limits,
+    Member,
+    WeightUpdate,
+)
+from ..driver import Driver
+from ..errors import (
+    Closed,
+    DeadlineExceeded,
+    ProtocolError,
+    SettingsMismatch,
+    SglrlError,
+    UpdateInProgress,
+    UsageError,
+    WeightUpdateError,
+    WorkerLost,
+    from_wire,
+)
+from ..messages import (
+    Abort,
+    Checksums,
+    Commit,
+    Committed,
+    Describe,
+    ErrorBody,
+    Join,
+    ModelDescription,
+    Piece,
+    Prepare,
+    Prepared,
+    Propose,
+    Proposed,
+    RankAnswer,
+    RankHello,
+    RankSettings,
+    SentStage,
+    Stage,
+    TensorSpec,
+    ToRank,
+    Welcome,
+    Withdraw,
+)
+from .report import UpdateReport
+
+logger = logging.getLogger("sglrl.weights")
+
+INFLIGHT = ("continue", "retract", "abort", "drain")
+MODES = ("auto", "full", "bucketed")
+BUCKET_BYTES = 256 << 20
+ABORT_SECONDS = 5.0
+
+_described = msgspec.msgpack.Decoder(ModelDescription)
+_prepared = msgspec.msgpack.Decoder(Prepared)
+_sent = msgspec.msgpack.Decoder(SentStage)
+_committed = msgspec.msgpack.Decoder(Committed)
+_pieces = msgspec.msgpack.Decoder(list[Piece])
+
+
+class Source(Protocol):
+    """Where the tensors of an update come from: the sender, rank 0 of the group."""
+
+    @property
+    def settings(self) -> RankSettings: ...
+
+    def ask(self, message: ToRank) -> None:
+        """Begin; a ``RankAnswer`` comes to ``WeightChannel.sender_answered``."""
+
+
+class UpdateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One update as its caller wants it. ``folder``: read from there by the workers themselves."""
+
+    specs: Sequence[TensorSpec]
+    version: int | None = None
+    inflight: str = "continue"
+    mode: str = "auto"
+    partial: bool = False
+    bucket_bytes: int = BUCKET_BYTES
+    timeout: float = 60.0
+    drain_timeout: float = 600.0
+    wait: bool = True
+    folder: str = ""
+
+    def check(self, current: int) -> int:
+        """The new version. Raises ``UsageError`` for what can be seen to be wrong from here."""
+        for name, value, known in (
+            ("inflight", self.inflight, INFLIGHT),
+            ("mode", self.mode, MODES),
+        ):
+            if value not in known:
+                raise UsageError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+        if not self.timeout > 0:
+            raise UsageError(f"timeout must be more than 0 seconds, got {self.timeout}")
+        if self.bucket_bytes < 1:
+            raise UsageError(f"bucket_bytes must be at least 1, got {self.bucket_bytes}")
+        version = current + 1 if self.version is None else self.version
+        if isinstance(version, bool) or not isinstance(version, int) or version <= current:
+            raise UsageError(
+                f"version must be an integer above {current}, the one that the workers have; "
+                f"got {version!r}"
+            )
+        return version
+
+
+class _Run:
+    """One update under way."""
+
+    def __init__(self, id_: int, request: UpdateRequest, version: int, source: Source | None):
+        self.id = id_
+        self.request = request
+        self.version = version
+        self.source = source
+        self.machine: WeightUpdate
+        self.ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
+        self.phase = ""
+        self.began: dict[str, float] = {}
+        self.bodies: dict[tuple[Member, str], msgspec.Raw] = {}
+        self.group: dict[Member, Join] = {}
+
+
+class WeightChannel:
+    """Weight updates of one pool.
+
+    ``expel(worker, reason)`` ends a worker's processes. ``versions``: of every worker.
+    """
+
+    def __init__(self, expel: Callable[[int, str], None]) -> None:
+        self._expel = expel
+        self.version = 0
+        self.versions: dict[int, int] = {}
+        self.on_version: Callable[[int], None] = lambda version: None
+        self._driver: Driver | None = None
+        self._address = ""
+        self._token = secrets.token_hex(16)
+        self._ranks: dict[bytes, Member] = {}
+        self._identities: dict[Member, bytes] = {}
+        self._hellos: dict[Member, asyncio.Future[RankSettings]] = {}
+        self._lock = asyncio.Lock()
+        self._run: _Run | None = None
+        self._next_id = 0
+        self._next_group = 0
+        self._joined: tuple[Source, frozenset[Member]] | None = None
+        self._asked: dict[tuple[int, Member], asyncio.Future[RankAnswer]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._senders: dict[bytes, _RemoteSource] = {}
+        self._description: ModelDescription | None = None
+
+    # --- for the pool -----------------------------------------------------------------------------
+
+    def attach(self, driver: Driver, address: str) -> None:
+        self._driver = driver
+        self._address = address
+        driver.on_peer = self._on_peer
+        driver.on_lost = self._on_lost
+
+    def add_rank(self, worker: int, rank: int, identity: bytes) -> None:
+        member = (worker, rank)
+        self._ranks[identity] = member
+        self._identities[member] = identity
+        self._hellos[member] = asyncio.get_running_loop().create_future()
+        self.versions[worker] = 0
+
+    async def close(self) -> None:
+        """Give up what is under way."""
+        senders, self._senders = self._senders, {}
+        for sender in senders.values():
+            sender.cancel()
+        if self._run is not None:
+            self._run.machine.cancel(time.monotonic())
+            if not self._run.ended.done():
+                self._run.ended.set_exception(Closed("the client was closed"))
+                self._run.ended.exception()
+        for asked in self._asked.values():
+            asked.cancel()
+        for hello in self._hellos.values():
+            hello.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    @property
+    def address(self) -> str:
+        """What ``sglrl.weights.Sender.connect`` takes. It holds a secret."""
+        return f"{self._address}#{self._token}"
+
+    @property
+    def members(self) -> list[Member]:
+        """Every rank of every live worker."""
+        return sorted(self._identities)
+
+    # --- questions --------------------------------------------------------------------------------
+
+    async def describe(self, timeout: float) -> ModelDescription:
+        """What the engines take. Asked once: it does not change."""
+        if self._description is None:
+            (member, *_) = await self._greeted(timeout)
+            answer = await self._question(member, Describe, timeout)
+            self._description = _described.decode(answer.body)
+        return self._description
+
+    async def checksums(self, names: list[str], timeout: float) -> dict[Member, list[Piece]]:
+        """Of the live tensors' pieces, by rank."""
+        members = await self._greeted(timeout)
+        answers = await asyncio.gather(
+            *(
+                self._question(member, lambda id_: Checksums(id_, names), timeout)
+                for member in members
+            )
+        )
+        return {m: _pieces.decode(a.body) for m, a in zip(members, answers, strict=True)}
+
+    async def settings(self, timeout: float) -> RankSettings:
+        """Of the first rank."""
+        (member, *_) = await self._greeted(timeout)
+        return self._hellos[member].result()
+
+    async def _greeted(self, timeout: float) -> list[Member]:
+        """All members, once each has said who it is."""
+        if not self._hellos:
+            raise UsageError("this engine has no weights that could be updated")
+        members = self.members
+        if not members:
+            raise WorkerLost("no worker is left")
+        waiting = [self._hellos[m] for m in members if not self._hellos[m].done()]
+        if waiting:
+            await asyncio.wait(waiting, timeout=timeout)
+            if any(not future.done() for future in waiting):
+                raise WeightUpdateError(f"not every rank was there within {timeout:g} s")
+        return [m for m in members if m in self._identities]
+
+    async def _question(
+        self, member: Member, make: Callable[[int], ToRank], timeout: float
+    ) -> RankAnswer:
+        self._next_id += 1
+        key = (self._next_id, member)
+        future = self._asked[key] = asyncio.get_running_loop().create_future()
+        try:
+            self._send(member, make(key[0]))
+            async with asyncio.timeout(timeout):
+                answer: RankAnswer = await future
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"worker {member[0]} did not answer within {timeout:g} s"
+            ) from None
+        finally:
+            del self._asked[key]
+        if answer.error is not None:
+            raise _error(answer.error)
+        return answer
+
+    # --- updates ----------------------------------------------------------------------------------
+
+    async def update(
+        self,
+        request: UpdateRequest,
+        source: Source | None,
+        load: Callable[[], None] = lambda: None,
+    ) -> UpdateReport:
+        """Run one update to its end, after those before it.
+
+        Cancelling gives it up, unless it is being committed: then it is finished first.
+
+        Args:
+            load: called when it is this update's turn.
+
+        Raises:
+            UpdateInProgress, UsageError, InvalidWeights, SettingsMismatch: nothing was begun.
+            WeightUpdateError, WorkerLost: it was given up; the live workers have the old version.
+        """
+        begun = time.perf_counter()
+        request.check(self.version)
+        if self._lock.locked() and not request.wait:
+            raise UpdateInProgress("another weight update is running")
+        async with self._lock:
+            version = request.check(self.version)
+            members = await self._greeted(request.timeout)
+            if not request.folder:
+                check_manifest(
+                    await self.describe(request.timeout), request.specs, partial=request.partial
+                )
+            if source is not None:
+                self._check_settings(source.settings, members)
+            load()
+            run = self._new_run(request, version, source, members)
+            ended = await self._until_ended(run)
+            return self._finish(run, ended, begun)
+
+    async def join(self, source: Source, timeout: float) -> float:
+        """Form the group with ``source`` ahead of the first update. Milliseconds that it took.
+
+        Raises what ``update`` raises.
+        """
+        begun = time.perf_counter()
+        async with self._lock:
+            members = await self._greeted(timeout)
+            if self._joined != (source, frozenset(members)):
+                self._check_settings(source.settings, members)
+                request = UpdateRequest(specs=[], timeout=timeout)
+                run = self._new_run(request, self.version, source, members, join_only=True)
+                ended = await self._until_ended(run)
+                self._joined_after(run)
+                if ended.state != DONE:
+                    raise _failure(ended)
+        return (time.perf_counter() - begun) * 1e3
+
+    def _new_run(
+        self,
+        request: UpdateRequest,
+        version: int,
+        source: Source | None,
+        members: list[Member],
+        *,
+        join_only: bool = False,
+    ) -> _Run:
+        self._next_id += 1
+        run = _Run(self._next_id, request, version, source)
+        commit = request.drain_timeout if request.inflight == "drain" else request.timeout
+        run.machine = WeightUpdate(
+            members,
+            joined=source is not None and self._joined == (source, frozenset(members)),
+            sender=source is not None,
+            limits=Limits(request.timeout, commit, ABORT_SECONDS),
+            now=time.monotonic(),
+            join_only=join_only,
+        )
+        return run
+
+    async def _until_ended(self, run: _Run) -> Ended:
+        """Let it run. Cancelled, it is given up (or finished, if it is too late for that) first."""
+        self._run = run
+        cancelled: asyncio.CancelledError | None = None
+        try:
+            self._execute()
+            while not run.ended.done():
+                try:
+                    await asyncio.shield(run.ended)
+                except asyncio.CancelledError as error:
+                    cancelled = error
+                    run.machine.cancel(time.monotonic())
+                    self._execute()
+            ended = run.ended.result()
+        finally:
+            self._run = None
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+        if cancelled is None:
+            return ended
+        if ended.state == DONE and not run.machine.join_only:
+            self._record(run)
+        else:
+            self._joined_after(run)
+        raise cancelled
+
+    def _finish(self, run: _Run, ended: Ended, begun: float) -> UpdateReport:
+        if ended.state != DONE:
+            self._joined_after(run)
+            raise _failure(ended)
+        self._record(run)
+        machine = run.machine
+        end = time.perf_counter()
+        at = run.began
+
+        def body(member: Member, phase: str, decoder: Any) -> Any:
+            return decoder.decode(run.bodies[member, phase])
+
+        modes = {body(m, PREPARE, _prepared).mode for m in machine.members}
+        pauses = {
+            w: max(body(m, COMMIT, _committed).pause_ms for m in machine.members if m[0] == w)
+            for w in sorted(machine.workers)
+        }
+        sent = body(SENDER, STAGE, _sent) if run.source is not None else SentStage(0.0, 0.0)
+        report = UpdateReport(
+            version=run.version,
+            bytes=sum(map(tensor_bytes, run.request.specs)),
+            workers=sorted(machine.workers),
+            mode="disk" if run.request.folder else "bucketed" if "bucketed" in modes else "full",
+            join_ms=(at[PREPARE] - at[JOIN]) * 1e3 if JOIN in at else 0.0,
+            prepare_ms=(at[STAGE] - at[PREPARE]) * 1e3,
+            gather_ms=sent.gather_ms,
+            broadcast_ms=sent.broadcast_ms,
+            stage_ms=(at[COMMIT] - at[STAGE]) * 1e3,
+            commit_ms=(end - at[COMMIT]) * 1e3,
+            total_ms=(end - begun) * 1e3,
+            pause_ms=list(pauses.values()),
+            attempts=machine.attempts,
+        )
+        logger.info("%s", report)
+        return report
+
+    def _record(self, run: _Run) -> None:
+        """The update is done: what follows is of the new version."""
+        self.version = run.version
+        for worker in run.machine.workers:
+            self.versions[worker] = run.version
+        self._joined_after(run)
+        self.on_version(run.version)
+
+    def _joined_after(self, run: _Run) -> None:
+        if run.source is None:
+            return
+        members = frozenset(run.machine.members)
+        same = not run.group or members == frozenset(run.group) - {SENDER}
+        if run.machine.joined and same:
+            self._joined = (run.source, members)
+        elif self._joined is not None and self._joined[0] is run.source:
+            self._joined = None
+
+    def forget(self, source: Source) -> None:
+        """The source is closed."""
+        if self._joined is not None and self._joined[0] is source:
+            self._joined = None
+
+    def sender_answered(self, source: Source, answer: RankAnswer) -> None:
+        run = self._run
+        if run is not None and run.source is source:
+            self._answered(SENDER, answer)
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _check_settings(self, ours: RankSettings, members: Sequence[Member]) -> None:
+        for member in members:
+            theirs = self._hellos[member].result()
+            found = differences(
+                {"device": ours.device, "torch": ours.torch, "NCCL": ours.nccl} | ours.environment,
+                {"device": theirs.device, "torch": theirs.torch, "NCCL": theirs.nccl}
+                | theirs.environment,
+            )
+            if found:
+                raise SettingsMismatch(
+                    f"the sender and worker {member[0]} cannot form a group: {'; '.join(found)} "
+                    "(here is the sender, there the worker); set them alike in both"
+                )
+
+    def _execute(self) -> None:
+        run = self._run
+        if run is None:
+            return
+        machine = run.machine
+        # An effect may add others.
+        while machine.outbox:
+            effects, machine.outbox = machine.outbox, []
+            for effect in effects:
+                match effect:
+                    case Ask(phase=phase, member=member):
+                        self._ask(run, phase, member)
+                    case Expel(worker=worker, reason=reason):
+                        self._expel(worker, reason)
+                    case Ended():
+                        if not run.ended.done():
+                            run.ended.set_result(effect)
+        if not machine.ended:
+            if self._timer is not None:
+                self._timer.cancel()
+            wait = max(0.0, machine.deadline - time.monotonic())
+            self._timer = asyncio.get_running_loop().call_later(wait, self._on_timer)
+
+    def _on_timer(self) -> None:
+        if self._run is not None:
+            self._run.machine.tick(time.monotonic())
+            self._execute()
+
+    def _ask(self, run: _Run, phase: str, member: Member) -> None:
+        if phase != run.phase:
+            run.phase = phase
+            run.began[phase] = time.perf_counter()
+            if phase == JOIN:
+                run.group = self._form(run)
+        message: ToRank
+        if phase == JOIN:
+            message = run.group[member]
+        elif phase == PREPARE:
+            r = run.request
+            message = Prepare(
+                run.id,
+                run.version,
+                list(r.specs),
+                r.bucket_bytes,
+                r.mode,
+                r.inflight,
+                r.partial,
+                r.folder,
+            )
+        elif phase == STAGE:
+            message = Stage(run.id)
+        elif phase == COMMIT:
+            message = Commit(run.id)
+        else:
+            assert phase == ABORT
+            message = Abort(run.id, run.machine.leave)
+        if member != SENDER:
+            self._send(member, message)
+        elif run.source is not None:
+            run.source.ask(message)
+
+    def _form(self, run: _Run) -> dict[Member, Join]:
+        """Who is which rank. Members on the sender's own GPU read its memory instead."""
+        assert run.source is not None
+        ours = run.source.settings
+        self._next_group += 1
+        uuids = {m: self._hellos[m].result().uuid for m in sorted(run.machine.members)}
+        readers = [m for m, uuid in uuids.items() if uuid and uuid == ours.uuid]
+        ranks = [m for m in uuids if m not in readers]
+
+        def join(rank: int, reader: int) -> Join:
+            return Join(
+                run.id,
+                self._next_group,
+                ours.host,
+                ours.port,
+                rank,
+                len(ranks) + 1,
+                reader,
+                len(readers),
+                run.request.timeout,
+            )
+
+        group = {SENDER: join(0, -1)}
+        group |= {m: join(rank, -1) for rank, m in enumerate(ranks, 1)}
+        group |= {m: join(-1, reader) for reader, m in enumerate(readers)}
+        return group
+
+    def _send(self, member: Member, message: ToRank) -> None:
+        identity = self._identities.get(member)
+        if identity is not None and self._driver is not None:
+            self._driver.send_to_peer(identity, encode(message))
+
+    def _on_peer(self, identity: bytes, frame: bytes) -> bool:
+        member = self._ranks.get(identity)
+        sender = self._senders.get(identity)
+        if member is None and sender is None and not self._is_sender(identity):
+            return False
+        try:
+            message = decode_from_rank(frame)
+        except ProtocolError as error:
+            logger.warning("dropped a message of the weight channel: %s", error)
+            return False
+        match message:
+            case RankHello(settings=settings) if member is not None:
+                hello = self._hellos[member]
+                if not hello.done():
+                    hello.set_result(settings)
+            case RankAnswer() if member is not None:
+                waiting = self._asked.get((message.id, member))
+                if waiting is None:
+                    self._answered(member, message)
+                elif not waiting.done():
+                    waiting.set_result(message)
+            case RankHello(settings=settings):
+                if sender is not None:
+                    sender.cancel()
+                    self.forget(sender)
+                self._senders[identity] = _RemoteSource(self, identity, settings)
+                self._senders[identity].welcome()
+            case _ if sender is not None:
+                sender.receive(message)
+            case _:
+                return False
+        return True
+
+    def _is_sender(self, identity: bytes) -> bool:
+        kind, _, rest = identity.partition(b"/")
+        token, _, _ = rest.partition(b"/")
+        return kind == b"sender" and hmac.compare_digest(token, self._token.encode())
+
+    def _answered(self, member: Member, answer: RankAnswer) -> None:
+        run = self._run
+        if run is None or answer.id != run.id:
+            return
+        run.bodies[member, answer.phase] = answer.body
+        dirty = answer.phase == ABORT and bytes(answer.body) == b"\xc3"
+        error = None if answer.error is None else _error(answer.error, member)
+        run.machine.answered(member, answer.phase, error, time.monotonic(), dirty)
+        self._execute()
+
+    def _on_lost(self, worker: int) -> None:
+        for member in [m for m in self._identities if m[0] == worker]:
+            del self._ranks[self._identities.pop(member)]
+            self._hellos[member].cancel()
+            error = WorkerLost(f"worker {worker} was lost", worker=worker)
+            for (_, asked), future in list(self._asked.items()):
+                if asked == member and not future.done():
+                    future.set_exception(error)
+        if self._run is not None:
+            self._run.machine.lost(worker, time.monotonic())
+            self._execute()
+
+
+class _RemoteSource:
+    """A sender in another process, and the task of its update."""
+
+    def __init__(self, channel: WeightChannel, identity: bytes, settings: RankSettings) -> None:
+        self._channel = channel
+        self._identity = identity
+        self.settings = settings
+        self._task: asyncio.Task[None] | None = None
+        self._id = 0
+
+    def ask(self, message: ToRank) -> None:
+        driver = self._channel._driver
+        if driver is None or not driver.send_to_peer(self._identity, encode(message)):
+            run = self._channel._run
+            if run is not None:
+                error = WeightUpdateError("the sender is gone")
+                run.machine.lost_sender(error, time.monotonic())
+
+    def welcome(self) -> None:
+        self._start(self._welcome())
+
+    async def _welcome(self) -> None:
+        try:
+            description = await self._channel.describe(60.0)
+        except SglrlError as error:
+            self.ask(Proposed(0, ErrorBody(type(error).__name__, error.message)))
+            return
+        self.ask(Welcome(self._channel.version, description.tensors, description.ignored))
+
+    def receive(self, message: Any) -> None:
+        match message:
+            case RankAnswer():
+                self._channel.sender_answered(self, message)
+            case Propose():
+                self._start(self._propose(message))
+            case Withdraw() if self._task is not None and message.id == self._id:
+                self._task.cancel()
+
+    def cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    def _start(self, work: Any) -> None:
+        """One thing at a time: a sender that proposes again has given up what it proposed
+        before."""
+        before = self._task
+        self.cancel()
+        self._task = asyncio.get_running_loop().create_task(self._after(before, work))
+
+    async def _after(self, before: asyncio.Task[None] | None, work: Any) -> None:
+        try:
+            if before is not None:
+                await asyncio.wait([before])
+        except asyncio.CancelledError:
+            work.close()
+            raise
+        await work
+
+    async def _propose(self, proposal: Propose) -> None:
+        self._id = proposal.id
+        request = UpdateRequest(
+            specs=proposal.tensors,
+            version=proposal.version,
+            inflight=proposal.inflight,
+            mode=proposal.mode,
+            partial=proposal.partial,
+            bucket_bytes=proposal.bucket_bytes,
+            timeout=proposal.timeout,
+            wait=proposal.wait,
+        )
+        try:
+            report = await self._channel.update(request, self)
+        except SglrlError as error:
+            self.ask(Proposed(proposal.id, ErrorBody(type(error).__name__, error.message)))
+        else:
+            self.ask(Proposed(proposal.id, None, msgspec.Raw(encode(report))))
+
+
+def _error(body: ErrorBody, member: Member | None = None) -> SglrlError:
+    who = f"worker {member[0]}: " if member is not None and member != SENDER else ""
+    return from_wire(body.kind, who + body.message, body.traceback)
+
+
+def _failure(ended: Ended) -> SglrlError:
+    """What the caller is told of an update that was given up."""
+    refusals = [error for _, error in ended.errors]
+    if ended.why == "refused":
+        return refusals[0]
+    text = "; ".join(dict.fromkeys(str(e) for e in refusals)) or ended.why
+    if ended.why == "lost" and not ended.errors:
+        return WorkerLost("no worker is left to update")
+    return WeightUpdateError(f"the weight update was given up: {text}")

@@ -1,0 +1,182 @@
+"""Weight updates from the driver's own process: what ``Client``'s methods are made of."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..core.manifest import FLOAT_BYTES, check_manifest
+from ..core.weights import Member
+from ..errors import InvalidWeights, ModelError
+from ..messages import Piece, TensorSpec
+from .coordinator import UpdateRequest, WeightChannel
+from .report import UpdateReport
+
+_SAFETENSORS_DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+}
+
+
+class TensorMetadata(msgspec.Struct, frozen=True):
+    """dtype as torch prints it, without "torch."."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class LocalSender:
+    """Sends from this process; the sending end is made when it is first needed, and kept."""
+
+    def __init__(self, channel: WeightChannel) -> None:
+        self._channel = channel
+        self._end: Any = None
+
+    def close(self) -> None:
+        if self._end is not None:
+            self._channel.forget(self._end)
+            self._end.close()
+            self._end = None
+
+    async def connect(self, device: Any, host: str, timeout: float) -> float:
+        """Form the group now. Milliseconds that it took."""
+        end = await self._ending(device, host, [], timeout)
+        return await self._channel.join(end, timeout)
+
+    async def update(
+        self,
+        weights: Any,
+        request: UpdateRequest,
+        *,
+        device: Any = None,
+        host: str = "127.0.0.1",
+    ) -> UpdateReport:
+        """``request.specs`` follow from ``weights``."""
+        from .sender import Cargo
+        from .source import named_tensors, specs_for
+
+        request.check(self._channel.version)
+        named = named_tensors(weights)
+        wanted = await self._channel.describe(request.timeout)
+        tensors, specs = specs_for(named, wanted.tensors, wanted.ignored)
+        check_manifest(wanted, specs, partial=request.partial)
+        end = await self._ending(device, host, tensors, request.timeout)
+        cargo = Cargo(tensors, specs, request.bucket_bytes)
+        request = msgspec.structs.replace(request, specs=specs)
+        return await self._channel.update(request, end, lambda: end.load(cargo))
+
+    async def update_from_disk(self, path: Any, request: UpdateRequest) -> UpdateReport:
+        """The workers read the folder's safetensors files themselves."""
+        wanted = await self._channel.describe(request.timeout)
+        loop = asyncio.get_running_loop()
+        folder, given = await loop.run_in_executor(None, safetensors_specs, path)
+        dtypes = {spec.name: spec.dtype for spec in wanted.tensors}
+        specs = [
+            TensorSpec(s.name, dtypes.get(s.name, s.dtype), s.shape)
+            for s in given
+            if s.name in dtypes or s.name not in wanted.ignored
+        ]
+        check_manifest(wanted, specs, partial=request.partial)
+        request = msgspec.structs.replace(request, specs=specs, folder=str(folder))
+        return await self._channel.update(request, None)
+
+    async def verify(self, weights: Any, timeout: float) -> list[str]:
+        """Names whose live values differ, in the order given."""
+        from .source import named_tensors, specs_for
+
+        named = named_tensors(weights)
+        wanted = await self._channel.describe(timeout)
+        tensors, specs = specs_for(named, wanted.tensors, wanted.ignored)
+        check_manifest(wanted, specs, partial=True)
+        found = await self._channel.checksums([spec.name for spec in specs], timeout)
+        return await asyncio.get_running_loop().run_in_executor(
+            None, _differing, tensors, specs, found
+        )
+
+    async def _ending(self, device: Any, host: str, tensors: Any, timeout: float) -> Any:
+        from .sender import SendingEnd, sending_device
+
+        backend = (await self._channel.settings(timeout)).device
+        if self._end is not None and device is None:
+            return self._end
+        found = sending_device(device, tensors, backend)
+        if self._end is None or self._end.device != found or self._end.host != host:
+            self.close()
+            end: Any = None
+
+            def answer(message: Any) -> None:
+                self._channel.sender_answered(end, message)
+
+            end = SendingEnd(found, host, answer)
+            self._end = end
+        return self._end
+
+
+def safetensors_specs(path: Any) -> tuple[Path, list[TensorSpec]]:
+    """The absolute folder; and names, dtypes and shapes in the headers of its files, in order.
+
+    The format: eight bytes with the header's length, then the header as JSON
+    (https://github.com/huggingface/safetensors#format).
+
+    Raises:
+        ModelError: there is no such folder, or a file in it is no safetensors file.
+        InvalidWeights: a tensor is not of floating-point numbers.
+    """
+    folder = Path(path).expanduser().resolve()
+    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+    if not files:
+        raise ModelError(f"{folder} holds no *.safetensors files")
+    specs = []
+    for found in files:
+        try:
+            with found.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                if length > found.stat().st_size:
+                    raise ValueError("its header is longer than the file")
+                header = msgspec.json.decode(file.read(length))
+            for name, entry in header.items():
+                if name == "__metadata__":
+                    continue
+                dtype = _SAFETENSORS_DTYPES.get(entry["dtype"])
+                if dtype not in FLOAT_BYTES:
+                    raise InvalidWeights(f"{name} in {found} holds {entry['dtype']}, not floats")
+                specs.append(TensorSpec(name, dtype, tuple(entry["shape"])))
+        except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+            if isinstance(error, InvalidWeights):
+                raise
+            raise ModelError(f"{found} is no safetensors file: {error}") from None
+    return folder, specs
+
+
+def _differing(
+    tensors: Any, specs: list[TensorSpec], found: dict[Member, list[Piece]]
+) -> list[str]:
+    import torch
+
+    from .checksum import checksum, piece
+    from .source import whole
+
+    by_name: dict[str, list[Piece]] = {}
+    for pieces in found.values():
+        for one in pieces:
+            by_name.setdefault(one.name, []).append(one)
+    differing = []
+    with torch.no_grad():
+        for (name, tensor), spec in zip(tensors, specs, strict=True):
+            sent = whole(tensor).to(getattr(torch, spec.dtype))
+            known: dict[Any, int] = {}
+            for one in by_name.get(name, []):
+                key = (one.offset, one.size, one.stride)
+                if key not in known:
+                    known[key] = checksum(piece(sent, *key))
+                if known[key] != one.checksum:
+                    differing.append(name)
+                    break
+    return differing

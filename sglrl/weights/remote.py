@@ -1,0 +1,228 @@
+"""``Sender``: a trainer in another process than the one that runs the rollouts."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from typing import Any, Self
+
+import msgspec
+
+from ..codec import decode_to_rank, encode
+from ..errors import Closed, ProtocolError, UsageError, WeightUpdateError, from_wire
+from ..messages import (
+    Abort,
+    Join,
+    Propose,
+    Proposed,
+    RankAnswer,
+    RankHello,
+    Stage,
+    ToRank,
+    Welcome,
+    Withdraw,
+)
+from ..net.zmq import ZmqDealer
+from .coordinator import BUCKET_BYTES
+from .report import UpdateReport
+
+logger = logging.getLogger("sglrl.weights")
+
+_report = msgspec.msgpack.Decoder(UpdateReport)
+
+
+class Sender:
+    """Sends weights to the workers of a client in another process. An async context manager.
+
+    ::
+
+        # in the process that runs the rollouts: pass client.weights_address to the trainer
+        # in the trainer:
+        async with await sglrl.weights.Sender.connect(address) as sender:
+            sender.register_model(model)
+            report = await sender.update()
+
+    Of a trainer with several ranks, one sends; the others call ``sglrl.weights.gather`` when
+    DTensors are to be gathered. The trainer's own process groups are not touched.
+    """
+
+    def __init__(self, dealer: ZmqDealer, device: Any, host: str) -> None:
+        self._dealer = dealer
+        self._device = device
+        self._host = host
+        self._end: Any = None
+        self._model: Any = None
+        self._next_id = 0
+        self._proposal: tuple[int, asyncio.Future[UpdateReport]] | None = None
+        self._lock = asyncio.Lock()
+        self._welcome: asyncio.Future[Welcome] = asyncio.get_running_loop().create_future()
+        self._version = 0
+
+    @classmethod
+    async def connect(
+        cls,
+        address: str,
+        *,
+        device: Any = None,
+        host: str = "127.0.0.1",
+        timeout: float = 60.0,
+        max_message_bytes: int = 256 << 20,
+    ) -> Self:
+        """Connect to a client's ``weights_address``.
+
+        Args:
+            device: the GPU (or "cpu") that sends; None: the current CUDA device if there is one.
+            host: address of this process that the workers can reach.
+            timeout: seconds until the client must have answered.
+
+        Raises:
+            UsageError: this is no such address.
+            WeightUpdateError: nobody answers there, or the engines have no weights to update.
+        """
+        import torch
+
+        from .sender import SendingEnd
+
+        url, mark, token = address.partition("#")
+        if not mark or not token:
+            raise UsageError(
+                f"{address!r} is no address of a weight channel; pass client.weights_address"
+            )
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = torch.device(device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        identity = f"sender/{token}/{secrets.token_hex(8)}".encode()
+        dealer = ZmqDealer(url, identity, max_message_bytes=max_message_bytes)
+        sender = cls(dealer, device, host)
+        sender._end = SendingEnd(device, host, sender._answer)
+        dealer.start(sender._on_message)
+        sender._send(RankHello(sender._end.settings))
+        try:
+            async with asyncio.timeout(timeout):
+                welcome = await asyncio.shield(sender._welcome)
+        except TimeoutError:
+            await sender.close()
+            raise WeightUpdateError(f"nobody answered at {url} within {timeout:g} s") from None
+        except BaseException:
+            await sender.close()
+            raise
+        sender._version = welcome.version
+        return sender
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Leave the group and disconnect; an update under way is given up. Safe to call again."""
+        if self._proposal is not None:
+            self._send(Withdraw(self._proposal[0]))
+            if not self._proposal[1].done():
+                self._proposal[1].set_exception(Closed("the sender was closed"))
+        if not self._welcome.done():
+            self._welcome.cancel()
+        self._end.close()
+        self._dealer.close()
+
+    @property
+    def weight_version(self) -> int:
+        """Of this sender's last update, or what the workers had when it connected."""
+        return self._version
+
+    def register_model(self, model: Any) -> None:
+        """What ``update()`` sends from now on: a module, mapping, TensorDict or iterable of pairs,
+        read anew each time."""
+        self._model = model
+
+    async def update(
+        self,
+        weights: Any = None,
+        *,
+        version: int | None = None,
+        inflight: str = "continue",
+        mode: str = "auto",
+        partial: bool = False,
+        bucket_bytes: int = BUCKET_BYTES,
+        timeout: float = 60.0,
+        wait: bool = True,
+    ) -> UpdateReport:
+        """As ``Client.update_weights``; without ``weights`` the registered model is sent."""
+        from .sender import Cargo
+        from .source import named_tensors, specs_for
+
+        if weights is None:
+            weights = self._model
+            if weights is None:
+                raise UsageError("pass weights, or call register_model first")
+        async with self._lock:
+            welcome = self._welcome.result()
+            tensors, specs = specs_for(named_tensors(weights), welcome.tensors, welcome.ignored)
+            self._end.load(Cargo(tensors, specs, bucket_bytes))
+            self._next_id += 1
+            future: asyncio.Future[UpdateReport] = asyncio.get_running_loop().create_future()
+            self._proposal = (self._next_id, future)
+            self._send(
+                Propose(
+                    self._next_id,
+                    specs,
+                    version,
+                    inflight,
+                    mode,
+                    partial,
+                    bucket_bytes,
+                    timeout,
+                    wait,
+                )
+            )
+            try:
+                report = await future
+            except asyncio.CancelledError:
+                self._send(Withdraw(self._next_id))
+                raise
+            finally:
+                self._proposal = None
+            self._version = report.version
+            return report
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _send(self, message: Any) -> None:
+        if not self._dealer.closed:
+            self._dealer.send([encode(message)])
+
+    def _answer(self, answer: RankAnswer) -> None:
+        self._send(answer)
+
+    def _on_message(self, frames: list[bytes]) -> None:
+        try:
+            message: ToRank = decode_to_rank(frames[0])
+        except (ProtocolError, IndexError) as error:
+            logger.warning("dropped a message of the weight channel: %s", error)
+            return
+        match message:
+            case Welcome() if not self._welcome.done():
+                self._welcome.set_result(message)
+            case Proposed():
+                self._proposed(message)
+            case Join() | Stage() | Abort():
+                self._end.ask(message)
+
+    def _proposed(self, message: Proposed) -> None:
+        error = message.error
+        failure = None if error is None else from_wire(error.kind, error.message, error.traceback)
+        if not self._welcome.done():
+            if failure is not None:
+                self._welcome.set_exception(failure)
+        elif self._proposal is not None and self._proposal[0] == message.id:
+            future = self._proposal[1]
+            if future.done():
+                return
+            if failure is None:
+                future.set_result(_report.decode(message.report))
+            else:
+                future.set_exception(failure)

@@ -1,0 +1,92 @@
+"""What a caller gives as weights, as named tensors; and their way into buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from ..errors import InvalidWeights, UsageError
+from ..messages import TensorSpec
+
+Named = list[tuple[str, torch.Tensor]]
+
+
+def named_tensors(weights: Any) -> Named:
+    """(name, tensor) pairs of an ``nn.Module``, a mapping, a TensorDict (nested keys joined by
+    dots) or an iterable of pairs.
+
+    A module's tied parameters come once, as they do in its checkpoints.
+
+    Raises:
+        UsageError: it is none of these.
+        InvalidWeights: something in it is not a tensor.
+    """
+    pairs: Iterable[Any]
+    if isinstance(weights, torch.nn.Module):
+        pairs = [*weights.named_parameters(), *_persistent_buffers(weights)]
+    elif hasattr(weights, "flatten_keys") and hasattr(weights, "batch_size"):
+        pairs = weights.flatten_keys(".").items()
+    elif isinstance(weights, Mapping):
+        pairs = weights.items()
+    elif isinstance(weights, (str, bytes)) or not isinstance(weights, Iterable):
+        raise UsageError(
+            "weights are a torch.nn.Module, a TensorDict, a mapping of names to tensors or an "
+            f"iterable of (name, tensor), not {type(weights).__name__}; for files use "
+            "update_weights_from_disk"
+        )
+    else:
+        pairs = weights
+    found: Named = []
+    for pair in pairs:
+        try:
+            name, tensor = pair
+        except (TypeError, ValueError):
+            raise InvalidWeights(f"expected (name, tensor), got {type(pair).__name__}") from None
+        if not isinstance(name, str):
+            raise InvalidWeights(f"a tensor's name is {name!r}, which is no text")
+        if not isinstance(tensor, torch.Tensor):
+            raise InvalidWeights(f"{name} is no tensor but {type(tensor).__name__}")
+        found.append((name, tensor.detach()))
+    return found
+
+
+def _persistent_buffers(module: torch.nn.Module) -> Named:
+    saved = module.state_dict(keep_vars=True).keys()
+    return [(name, buffer) for name, buffer in module.named_buffers() if name in saved]
+
+
+def specs_for(named: Named, wanted: Iterable[TensorSpec], ignored: Iterable[str]) -> list[Any]:
+    """``(tensors to send, their specs)``: without what the model keeps no copy of, and in the dtype
+    that the engine keeps.
+
+    Raises:
+        InvalidWeights: a tensor does not hold floating-point numbers.
+    """
+    dtypes = {spec.name: spec.dtype for spec in wanted}
+    skip = set(ignored)
+    sent: Named = []
+    specs: list[TensorSpec] = []
+    for name, tensor in named:
+        if name in skip and name not in dtypes:
+            continue
+        if not tensor.dtype.is_floating_point:
+            raise InvalidWeights(f"{name} holds {tensor.dtype}; weights are floating-point numbers")
+        dtype = dtypes.get(name) or str(tensor.dtype).removeprefix("torch.")
+        sent.append((name, tensor))
+        specs.append(TensorSpec(name, dtype, tuple(tensor.shape)))
+    return [sent, specs]
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A DTensor's full value, which is a collective of its mesh; any other tensor as it is."""
+    full = getattr(tensor, "full_tensor", None)
+    return full() if full is not None else tensor
+
+
+def gather(weights: Any) -> None:
+    """For the ranks of a trainer that do not send: take part in the gathering of DTensors, in the
+    order in which the sending rank asks for them."""
+    for _, tensor in named_tensors(weights):
+        whole(tensor)

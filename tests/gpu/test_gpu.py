@@ -1,0 +1,132 @@
+"""The engine's promises on CUDA devices: overlap scheduling, CUDA graphs, tensor parallelism.
+
+``pytest tests/gpu`` on a host with a GPU; what needs two is skipped where there is one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+from engine.reference import Reference
+from engine.test_sampling import chi_square
+
+import sglrl
+from sglrl.demo.tiny import make_model
+
+pytestmark = [pytest.mark.gpu, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
+
+# Kernels that every CUDA device has, and no minute of graph capture for prefill.
+ARGUMENTS = {
+    "attention_backend": "triton",
+    "sampling_backend": "pytorch",
+    "disable_prefill_cuda_graph": True,
+}
+PROMPTS = [[3 + (7 * i + 11 * j * j) % 500 for j in range(3 + 9 * i)] for i in range(6)]
+# SGLang's attention kernel multiplies float32 in TF32, which has 10 bits of mantissa.
+TOLERANCE = 2e-2
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session", params=[1, 2], ids=["tp1", "tp2"])
+async def gpu(
+    request: pytest.FixtureRequest, gpu_model: Path
+) -> AsyncIterator[tuple[sglrl.Client, Reference]]:
+    if torch.cuda.device_count() < request.param:
+        pytest.skip(f"needs {request.param} CUDA devices")
+    async with sglrl.launch(gpu_model, device="cuda", tp_size=request.param, **ARGUMENTS) as client:
+        yield client, Reference(gpu_model)
+
+
+@pytest.fixture(scope="module")
+def gpu_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("gpu") / "qwen3", hidden_size=256, seed=1)
+
+
+async def test_greedy_tokens_and_their_logprobs(gpu: tuple[sglrl.Client, Reference]) -> None:
+    client, reference = gpu
+    assert client.info.device.startswith("cuda")
+    completions = await client.generate(
+        input_ids=PROMPTS, max_new_tokens=24, temperature=0, logprobs=True, ignore_eos=True
+    )
+    worst = 0.0
+    for prompt, completion in zip(PROMPTS, completions, strict=True):
+        assert len(completion.output_ids) == 24
+        expected = reference.logprobs([*prompt, *completion.output_ids])[len(prompt) - 1 : -1]
+        chosen = expected[np.arange(24), completion.output_ids]
+        worst = max(worst, float(np.abs(completion.logprobs - chosen).max()))
+        assert (chosen >= expected.max(axis=1) - 2 * TOLERANCE).all()
+    print(f"largest difference of a logprob: {worst:.2e}")
+    assert worst < TOLERANCE
+
+
+async def test_sampled_logprobs_and_scores(gpu: tuple[sglrl.Client, Reference]) -> None:
+    client, reference = gpu
+    (made, _) = await client.generate(
+        input_ids=PROMPTS[2], n=2, max_new_tokens=100, logprobs=True, ignore_eos=True
+    )
+    expected = reference.logprobs_of(PROMPTS[2], made.output_ids)
+    np.testing.assert_allclose(made.logprobs, expected, atol=TOLERANCE, rtol=0)
+    scores = await client.score([*PROMPTS[2], *made.output_ids.tolist()])
+    np.testing.assert_allclose(scores[len(PROMPTS[2]) :], made.logprobs, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+async def test_temperature_1_follows_the_distribution(
+    gpu: tuple[sglrl.Client, Reference], seed: int | None
+) -> None:
+    client, reference = gpu
+    n = 4000
+    samples = await client.generate(input_ids=PROMPTS[1], n=n, max_new_tokens=1, seed=seed)
+    counts = np.bincount([int(s.output_ids[0]) for s in samples], minlength=512)
+    expected = n * np.exp(reference.logprobs(PROMPTS[1])[-1].astype(np.float64))
+    assert chi_square(counts, expected) < 4
+
+
+async def test_a_seed_repeats(gpu: tuple[sglrl.Client, Reference]) -> None:
+    client, _ = gpu
+
+    async def draw(**values: object) -> list[list[int]]:
+        made = await client.generate(
+            input_ids=PROMPTS[3], n=4, max_new_tokens=32, ignore_eos=True, **values
+        )
+        return [c.output_ids.tolist() for c in made]
+
+    seeded = await draw(seed=3)
+    assert len(set(map(tuple, seeded))) == 4
+    assert await draw(seed=3) == seeded
+    assert await draw(seed=4) != seeded
+    assert await draw() != await draw()
+
+
+async def test_a_stream_is_the_same_and_a_cancelled_call_ends(
+    gpu: tuple[sglrl.Client, Reference],
+) -> None:
+    client, _ = gpu
+    wanted = {"max_new_tokens": 40, "temperature": 0, "logprobs": True, "ignore_eos": True}
+    whole = await client.generate(input_ids=PROMPTS[4], **wanted)
+    stream = client.stream(input_ids=PROMPTS[4], **wanted)
+    chunks = [chunk async for chunk in stream]
+    assert len(chunks) > 1
+    np.testing.assert_allclose(stream.completion.logprobs, whole.logprobs, atol=TOLERANCE)
+    endless = asyncio.ensure_future(
+        client.generate(input_ids=PROMPTS[4], max_new_tokens=2000, ignore_eos=True)
+    )
+    endless_stream = client.stream(input_ids=PROMPTS[4], max_new_tokens=2000, ignore_eos=True)
+    async for _chunk in endless_stream:
+        break
+    await endless_stream.aclose()
+    endless.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await endless
+    # The engine is idle, on every rank, when it agrees to empty its cache.
+    async with asyncio.timeout(60):
+        while not await client.flush_cache():
+            await client.generate(input_ids=PROMPTS[0], max_new_tokens=1)
+    again = await client.generate(input_ids=PROMPTS[4], **wanted)
+    assert again.cached_tokens == 0
+    np.testing.assert_allclose(again.logprobs, whole.logprobs, atol=TOLERANCE)

@@ -1,0 +1,354 @@
+"""New weights into a running SGLang model: where each tensor goes, and when it is put there.
+
+Where: the model's own ``load_weights`` knows (fused and sharded parameters, renamed ones). It is
+run once with tensors that have no data, and the copies that it would have made are written down. So
+a manifest is checked without touching a weight, and an update is those copies and nothing else.
+
+When: between two steps, on the scheduler's thread, on every rank of a replica at the same place in
+its loop: rank 0 puts a ``WeightCommand`` among the requests that SGLang hands to all ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.managers.io_struct import PauseGenerationReqInput
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sglrl.errors import EngineError
+from sglrl.messages import ModelDescription, Piece, TensorSpec
+from sglrl.weights.checksum import checksum
+
+from ..loop import IDLE_WAIT
+from . import compat
+
+if TYPE_CHECKING:
+    from ...weights import RankWeights
+    from .scheduler import SglrlScheduler
+
+logger = logging.getLogger("sglrl.worker")
+
+_SMALL = 4 << 20
+"""Bytes. Smaller copies are put together into one kernel."""
+
+
+@dataclass(frozen=True)
+class WeightCommand:
+    """Travels through SGLang's own broadcast to all ranks of a replica, like a request."""
+
+    update: int
+    version: int
+    inflight: str
+    hold: bool
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Part of a named tensor, by elements, and the live view that it is copied to."""
+
+    target: torch.Tensor
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class Plan:
+    """``copies``: of every tensor that the model keeps, by its Hugging Face name."""
+
+    def __init__(self, copies: dict[str, list[Copy]], description: ModelDescription) -> None:
+        self.copies = copies
+        self.description = description
+
+
+_PADDING = {torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default}
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[misc]
+    """Writes down copies into ``live`` storages instead of making them."""
+
+    def __init__(self, live: set[int], names: dict[int, str]) -> None:
+        super().__init__()
+        self.live = live
+        self.names = names
+        self.copies: dict[str, list[Copy]] = {}
+        self.other: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        if not any(_storage(t) in self.live for t in tensors):
+            return func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.copy_.default:
+            target, source = args[0], args[1]
+            name = self.names.get(_storage(source))
+            if name is not None and _storage(target) in self.live:
+                copy = Copy(
+                    target.detach(),
+                    source.storage_offset(),
+                    tuple(source.expand(target.shape).shape),
+                    source.expand(target.shape).stride(),
+                )
+                self.copies.setdefault(name, []).append(copy)
+                return target
+        if func in _PADDING:
+            # The rest of a padded vocabulary, which an update leaves as it is.
+            return args[0]
+        if (
+            not any(r.alias_info is not None for r in func._schema.returns)
+            or func._schema.is_mutable
+        ):
+            # Something is computed from a live weight, or written to it by other means.
+            self.other.add(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def make_plan(model: Any, named: Iterable[tuple[str, tuple[int, ...]]], skipped: set[str]) -> Plan:
+    """Find out where the model's loader puts each tensor.
+
+    Raises:
+        EngineError: the loader does more than copy, so that an update would not be all of it.
+    """
+    dtype = next(model.parameters()).dtype
+    sources = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in named}
+    names = {_storage(tensor): name for name, tensor in sources.items()}
+    live = {_storage(t) for t in (*model.parameters(), *model.buffers())}
+    recorder = _Recorder(live, names)
+    try:
+        with torch.no_grad(), recorder:
+            model.load_weights(iter(sources.items()))
+    except Exception as error:
+        raise EngineError(f"the model's loader does not take its own tensors: {error}") from error
+    if recorder.other:
+        raise EngineError(
+            "this model's weights cannot be updated while it runs: its loader does more than copy "
+            f"({', '.join(sorted(recorder.other))})"
+        )
+    tensors = [
+        TensorSpec(name, _dtype(recorder.copies[name][0].target), tuple(source.shape))
+        for name, source in sources.items()
+        if name in recorder.copies
+    ]
+    ignored = sorted(skipped | (sources.keys() - recorder.copies.keys()))
+    return Plan(recorder.copies, ModelDescription(tensors, ignored))
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def checkpoint_tensors(
+    path: str, config: Any
+) -> tuple[list[tuple[str, tuple[int, ...]]], set[str]]:
+    """Names and shapes of the tensors in a model's checkpoint, and names that are tied to others.
+
+    From the headers of its files; without files (made-up weights) from the architecture in
+    transformers, built without memory.
+    """
+    tied = {"lm_head.weight"} if getattr(config, "tie_word_embeddings", False) else set()
+    found: list[tuple[str, tuple[int, ...]]] = []
+    files = sorted(Path(path).glob("*.safetensors")) if Path(path).is_dir() else []
+    if files:
+        from safetensors import safe_open
+
+        for file in files:
+            with safe_open(file, framework="pt", device="cpu") as opened:
+                found += [(n, tuple(opened.get_slice(n).get_shape())) for n in opened.keys()]  # noqa: SIM118
+        names = {name for name, _ in found}
+        return found, tied - names
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    found = [(name, tuple(p.shape)) for name, p in model.named_parameters()]
+    names = {name for name, _ in found}
+    return found, (tied | set(model.state_dict())) - names
+
+
+class SglangWeights:
+    """Implements ``workers.weights.WeightEngine`` for one rank's scheduler."""
+
+    def __init__(self, scheduler: SglrlScheduler, device: torch.device, rank: int) -> None:
+        self.device = device
+        self.channel: RankWeights
+        self._scheduler = scheduler
+        self._rank = rank
+        self._plan: Plan | None = None
+        self._ready: tuple[int, Any] | None = None
+        self._held = threading.Event()
+        self._released = threading.Event()
+        self._version: int | None = None
+        self._held_at = 0.0
+
+    # --- on the channel's threads -----------------------------------------------------------------
+
+    def describe(self) -> ModelDescription:
+        if self._plan is None:
+            config = self._scheduler.model_config
+            if config.quantization is not None:
+                raise EngineError(
+                    f"weights quantized with {config.quantization} cannot be updated while they run"
+                )
+            path = self._scheduler.server_args.model_path
+            self._plan = make_plan(self._model, *checkpoint_tensors(path, config.hf_config))
+        return self._plan.description
+
+    @property
+    def _model(self) -> Any:
+        return self._scheduler.tp_worker.model_runner.model
+
+    def checksums(self, names: Sequence[str]) -> list[Piece]:
+        assert self._plan is not None
+        self._synchronize()
+        return [
+            Piece(name, copy.offset, copy.size, copy.stride, checksum(copy.target))
+            for name in names or self._plan.copies
+            for copy in self._plan.copies.get(name, ())
+        ]
+
+    def bind(self, staged: dict[str, torch.Tensor]) -> Any:
+        assert self._plan is not None
+        return [
+            (
+                copy.target,
+                tensor.as_strided(copy.size, copy.stride, tensor.storage_offset() + copy.offset),
+            )
+            for name, tensor in staged.items()
+            for copy in self._plan.copies[name]
+        ]
+
+    def copy(self, bound: Any) -> None:
+        if self.device.type == "cpu":
+            for target, source in bound:
+                target.copy_(source)
+            return
+        small: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for target, source in bound:
+            if target.numel() * target.element_size() >= _SMALL:
+                target.copy_(source, non_blocking=True)
+            else:
+                targets, sources = small.setdefault(target.dtype, ([], []))
+                targets.append(target)
+                sources.append(source)
+        for targets, sources in small.values():
+            torch._foreach_copy_(targets, sources)
+
+    def staged(self, update: int, bound: Any) -> None:
+        self._ready = (update, bound)
+
+    def forget(self) -> None:
+        self._ready = None
+
+    def commit(self, update: int, version: int, inflight: str) -> None:
+        self._command(WeightCommand(update, version, inflight, hold=False))
+
+    def hold(self, update: int, inflight: str) -> None:
+        self._held.clear()
+        self._released.clear()
+        self._command(WeightCommand(update, 0, inflight, hold=True))
+
+    def held(self, timeout: float) -> bool:
+        return self._held.wait(timeout)
+
+    def release(self, version: int | None) -> float:
+        self._version = version
+        self._released.set()
+        return (time.perf_counter() - self._held_at) * 1e3
+
+    def _command(self, command: WeightCommand) -> None:
+        adapter = self._scheduler.sglrl_adapter
+        if adapter is not None:
+            adapter.weight_command(command)
+
+    # --- on the scheduler's thread ----------------------------------------------------------------
+
+    def execute(self, command: WeightCommand) -> None:
+        """Between two steps."""
+        if command.inflight == "retract":
+            self._retract()
+        if command.hold:
+            self._hold()
+        else:
+            self._apply(command)
+
+    def _apply(self, command: WeightCommand) -> None:
+        ready, self._ready = self._ready, None
+        if ready is None or ready[0] != command.update:
+            self.channel.committed(command.update, lambda: 0.0, "nothing is staged for this update")
+            return
+        runner = self._scheduler.tp_worker.model_runner
+        begun = time.perf_counter()
+        if self.device.type == "cuda":
+            stream = self._stream()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            with torch.no_grad(), torch.cuda.stream(stream):
+                start.record()
+                compat.begin_weight_update(runner)
+                self.copy(ready[1])
+                compat.end_weight_update(runner)
+                end.record()
+
+            def pause() -> float:
+                end.synchronize()
+                return float(start.elapsed_time(end))
+
+        else:
+            with torch.no_grad():
+                compat.begin_weight_update(runner)
+                self.copy(ready[1])
+                compat.end_weight_update(runner)
+            took = (time.perf_counter() - begun) * 1e3
+
+            def pause() -> float:
+                return took
+
+        self._switch(command.version)
+        # The staged memory must outlive the copies: it is dropped after the wait.
+        self.channel.committed(command.update, pause)
+
+    def _hold(self) -> None:
+        self._synchronize()
+        self._held_at = time.perf_counter()
+        self._held.set()
+        while not self._released.wait(IDLE_WAIT):
+            logger.warning(
+                "held for a weight update since %.0f s", time.perf_counter() - self._held_at
+            )
+        if self._version is not None:
+            runner = self._scheduler.tp_worker.model_runner
+            compat.begin_weight_update(runner)
+            compat.end_weight_update(runner)
+            self._switch(self._version)
+
+    def _switch(self, version: int) -> None:
+        """From the next step on. What has not been prefilled yet shall not find older KV."""
+        scheduler = self._scheduler
+        scheduler.sglrl_version = version
+        for request in scheduler.waiting_queue:
+            request.extra_key = str(version)
+
+    def _retract(self) -> None:
+        """Running requests go back to the queue; their KV is computed again with the new
+        weights."""
+        scheduler = self._scheduler
+        scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
+        scheduler._engine_paused = False
+
+    def _stream(self) -> Any:
+        """The one that the model's kernels run on."""
+        if self._scheduler.enable_overlap:
+            return self._scheduler.forward_stream
+        return torch.cuda.current_stream(self.device)
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            self._stream().synchronize()

@@ -1,0 +1,426 @@
+"""One rank's end of the weight channel: its socket, its thread, and the buckets it receives.
+
+The socket's thread only listens and answers; what takes time or waits for others runs on the link's
+thread; what touches live weights runs on the scheduler's, between two steps (``WeightEngine``).
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import torch
+
+from sglrl.codec import decode_to_rank, encode
+from sglrl.core.manifest import Layout, by_bucket, check_manifest, lay_out
+from sglrl.core.weights import ABORT, COMMIT, JOIN, PREPARE, STAGE
+from sglrl.errors import InvalidWeights, ProtocolError, WeightUpdateError
+from sglrl.messages import (
+    Abort,
+    Checksums,
+    Commit,
+    Committed,
+    Describe,
+    ErrorBody,
+    Join,
+    ModelDescription,
+    Piece,
+    Prepare,
+    Prepared,
+    RankAnswer,
+    RankHello,
+    Stage,
+    WorkerSpec,
+    rank_identity,
+)
+from sglrl.net.zmq import ZmqPolledDealer
+from sglrl.weights.group import Group, connect_store, settings
+from sglrl.weights.link import Link
+from sglrl.weights.sender import perform
+from sglrl.weights.shared import SharedReader
+
+from .engine.loop import IDLE_WAIT
+
+logger = logging.getLogger("sglrl.worker")
+
+RING = 3
+"""Buckets of a worker that has no room for all."""
+SPARE_BYTES = 1 << 30
+"""Of a GPU's free memory, which staging leaves to the engine."""
+
+Staged = dict[str, torch.Tensor]
+
+
+class WeightEngine(Protocol):
+    """What an engine does for weight updates. ``commit`` and ``hold`` are asked for from the
+    channel's threads and done on the scheduler's, on all ranks between the same two steps."""
+
+    device: torch.device
+
+    def describe(self) -> ModelDescription:
+        """May take seconds; called on the link's thread."""
+        ...
+
+    def checksums(self, names: Sequence[str]) -> list[Piece]: ...
+
+    def bind(self, staged: Staged) -> Any:
+        """Where every part of these tensors goes: for ``copy`` and ``commit``."""
+        ...
+
+    def copy(self, bound: Any) -> None:
+        """Into the live weights, now. Only while the engine is held."""
+        ...
+
+    def staged(self, update: int, bound: Any) -> None:
+        """All of it is here; keep it for ``commit``."""
+        ...
+
+    def forget(self) -> None:
+        """What was staged is not wanted any more."""
+        ...
+
+    def commit(self, update: int, version: int, inflight: str) -> None:
+        """Make it live between two steps, then call ``RankWeights.committed``. Where a replica has
+        several ranks, the first one's call is for all of them."""
+        ...
+
+    def hold(self, update: int, inflight: str) -> None:
+        """Stop between two steps, and stay there until ``release``."""
+        ...
+
+    def held(self, timeout: float) -> bool:
+        """Wait until the engine is held; False after ``timeout`` seconds."""
+        ...
+
+    def release(self, version: int | None) -> float:
+        """Go on, with ``version`` from now on (None: as before). Milliseconds that it was held."""
+        ...
+
+
+class _Update:
+    """What a rank knows of the update under way."""
+
+    def __init__(self, message: Prepare, layout: Layout, mode: str) -> None:
+        self.id = message.id
+        self.message = message
+        self.layout = layout
+        self.mode = mode
+        self.bound: Any = None
+        """Into the staged memory: what the engine needs to copy it."""
+        self.memory: list[torch.Tensor] = []
+
+
+class RankWeights:
+    """Serves one rank's weight channel until ``close``."""
+
+    def __init__(self, spec: WorkerSpec, rank: int, engine: WeightEngine) -> None:
+        self._spec = spec
+        self._engine = engine
+        self._device = engine.device
+        self._identity = rank_identity(spec.identity, rank)
+        self._link = Link()
+        self._update: _Update | None = None
+        self._timeout = 60.0
+        self._dirty = False
+        self._description: ModelDescription | None = None
+        self._answers: collections.deque[RankAnswer] = collections.deque()
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self._closed = False
+        self._hello = encode(RankHello(settings(self._device)))
+        self._dealer: ZmqPolledDealer | None = None
+        self._thread = threading.Thread(
+            target=self._serve, name="sglrl-weight-channel", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closed = True
+        self._wake()
+
+    def committed(self, update: int, pause: Callable[[], float], error: str = "") -> None:
+        """From the engine: the update is live, or could not be made so. ``pause`` waits until it
+        is, and returns for how many milliseconds no step could run."""
+
+        def finish() -> Committed:
+            if error:
+                raise WeightUpdateError(error)
+            pause_ms = pause()
+            self._update = None
+            return Committed(pause_ms)
+
+        self._run(update, COMMIT, finish)
+
+    # --- the channel's thread ---------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        dealer = ZmqPolledDealer(
+            self._spec.address, self._identity, max_message_bytes=self._spec.max_message_bytes
+        )
+        self._dealer = dealer
+        dealer.send([self._hello])
+        while not self._closed:
+            while self._answers:
+                dealer.send([encode(self._answers.popleft())])
+            frames = dealer.receive()
+            if frames is None:
+                dealer.wait(IDLE_WAIT)
+                continue
+            try:
+                self._handle(decode_to_rank(frames[0]))
+            except ProtocolError as error:
+                logger.warning("dropped a message of the weight channel: %s", error)
+            except Exception:
+                logger.exception("a message of the weight channel failed")
+        dealer.close()
+
+    def _wake(self) -> None:
+        if self._dealer is not None:
+            self._dealer.wake()
+
+    def _answer(self, answer: RankAnswer) -> None:
+        self._answers.append(answer)
+        self._wake()
+
+    def _handle(self, message: Any) -> None:
+        match message:
+            case Describe():
+                self._run(message.id, "describe", self._describe)
+            case Checksums():
+                self._run(message.id, "checksums", lambda: self._checksums(message.names))
+            case Join():
+                self._link.abandon()
+                link = self._link = Link()
+                self._timeout = message.timeout
+                self._run(message.id, JOIN, lambda: self._join(link, message))
+            case Prepare():
+                self._run(message.id, PREPARE, lambda: self._prepare(message))
+            case Stage():
+                link = self._link
+                self._run(message.id, STAGE, lambda: self._stage(link, message.id))
+            case Commit():
+                self._commit(message.id)
+            case Abort():
+                self._abort(message)
+
+    def _run(self, id_: int, phase: str, work: Callable[[], Any]) -> None:
+        self._link.submit(lambda: self._answer(perform(id_, phase, work)))
+
+    def _commit(self, id_: int) -> None:
+        update = self._update
+        if update is None or update.id != id_:
+            self._answer(
+                RankAnswer(id_, COMMIT, ErrorBody("WeightUpdateError", "there is no such update"))
+            )
+        elif update.mode == "bucketed":
+            self._dirty = False
+            held_ms = self._engine.release(update.message.version)
+            self.committed(id_, lambda: held_ms)
+        else:
+            self._engine.commit(id_, update.message.version, update.message.inflight)
+
+    def _abort(self, message: Abort) -> None:
+        """Answered at once, whatever the link's thread waits in."""
+        if message.leave:
+            self._link.abandon()
+            self._link = Link()
+        update, self._update = self._update, None
+        self._engine.forget()
+        if update is not None and update.mode == "bucketed" and not self._dirty:
+            self._engine.release(None)
+        # While half of the weights are new the engine stays held: for another try, or its end.
+        self._answer(RankAnswer(message.id, ABORT, None, msgspec.Raw(encode(self._dirty))))
+
+    # --- the link's thread ------------------------------------------------------------------------
+
+    def _describe(self) -> ModelDescription:
+        if self._description is None:
+            self._description = self._engine.describe()
+        return self._description
+
+    def _checksums(self, names: list[str]) -> list[Piece]:
+        self._describe()
+        with self._on_stream():
+            return self._engine.checksums(names)
+
+    def _join(self, link: Link, join: Join) -> None:
+        store = connect_store(join.host, join.port, join.timeout)
+        prefix = f"sglrl/{join.group}"
+        if join.reader >= 0:
+            link.reader = SharedReader(store, prefix, join.reader, self._device, join.timeout)
+        else:
+            link.group = Group(
+                store, prefix, join.rank, join.size, self._device, join.host, join.timeout
+            )
+            link.group.begin()
+        link.check()
+
+    def _prepare(self, message: Prepare) -> Prepared:
+        description = self._describe()
+        if not message.source:
+            check_manifest(description, message.tensors, partial=message.partial)
+        layout = lay_out(message.tensors, message.bucket_bytes)
+        room = self._room()
+        mode = self._mode(message.mode, layout, room)
+        update = _Update(message, layout, mode)
+        with self._on_stream():
+            if mode == "full":
+                sizes = layout.sizes
+            else:
+                sizes = [max(layout.sizes)] * min(RING, len(layout.sizes))
+            update.memory = [
+                torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes
+            ]
+        self._update = update
+        return Prepared(mode, room)
+
+    def _mode(self, wanted: str, layout: Layout, room: int) -> str:
+        needed = {
+            "full": layout.total,
+            "bucketed": max(layout.sizes) * min(RING, len(layout.sizes)),
+        }
+        for mode in needed if wanted == "auto" else [wanted]:
+            if needed[mode] <= room or (mode == "bucketed" and self._dirty):
+                return mode
+        least = needed[wanted] if wanted != "auto" else needed["bucketed"]
+        raise InvalidWeights(
+            f"no room to stage the weights: {least / 1e9:.2f} GB are needed and "
+            f"{room / 1e9:.2f} GB are free; lower mem_fraction_static, or bucket_bytes"
+        )
+
+    def _room(self) -> int:
+        """Bytes that staging may take."""
+        if self._device.type == "cpu":
+            meminfo = Path("/proc/meminfo").read_text()
+            (line,) = [text for text in meminfo.splitlines() if text.startswith("MemAvailable")]
+            return int(line.split()[1]) * 1024
+        free: int = torch.cuda.mem_get_info(self._device)[0]
+        cached: int = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(
+            self._device
+        )
+        return max(0, free + cached - SPARE_BYTES)
+
+    def _stage(self, link: Link, id_: int) -> None:
+        update = self._update
+        if update is None or update.id != id_:
+            raise WeightUpdateError("there is no such update")
+        with self._on_stream():
+            if update.message.source:
+                self._read_files(update)
+            elif update.mode == "full":
+                self._stage_full(link, update)
+            else:
+                self._stage_bucketed(link, update)
+        link.check()
+        if update.mode == "full":
+            self._engine.staged(id_, update.bound)
+
+    def _stage_full(self, link: Link, update: _Update) -> None:
+        """Everything into memory of its own, while the scheduler goes on."""
+        group = link.group
+        memory = update.memory
+        if group is not None:
+            with group.deadline():
+                works = []
+                for data in memory:
+                    link.check()
+                    works.append(group.broadcast(data))
+                    if self._device.type == "cpu":
+                        works[-1].wait()
+                update.bound = self._bind(update, range(len(memory)), memory)
+                works[-1].wait()
+                group.synchronize()
+        else:
+            assert link.reader is not None
+            for bucket, data in enumerate(memory):
+                link.reader.receive(update.id, bucket, data.copy_)
+            update.bound = self._bind(update, range(len(memory)), memory)
+
+    def _stage_bucketed(self, link: Link, update: _Update) -> None:
+        """Through a ring, straight into the live weights, with the scheduler held."""
+        engine, group = self._engine, link.group
+        if not self._dirty:
+            engine.hold(update.id, update.message.inflight)
+        buckets = len(update.layout.sizes)
+        ring = len(update.memory)
+
+        def apply(bucket: int) -> None:
+            if not self._dirty:
+                if not engine.held(self._timeout):
+                    raise WeightUpdateError("the engine did not come to rest in time")
+                link.check()
+                self._dirty = True
+            slots = {bucket: update.memory[bucket % ring]}
+            engine.copy(self._bind(update, [bucket], slots))
+
+        with group.deadline() if group is not None else contextlib.nullcontext():
+            works: dict[int, Any] = {}
+            for bucket in range(buckets + ring):
+                done = bucket - ring
+                if done >= 0 and group is not None:
+                    works.pop(done).wait()
+                    apply(done)
+                if bucket >= buckets:
+                    continue
+                link.check()
+                data = update.memory[bucket % ring][: update.layout.sizes[bucket]]
+                if group is not None:
+                    works[bucket] = group.broadcast(data)
+                else:
+                    assert link.reader is not None
+                    link.reader.receive(update.id, bucket, data.copy_)
+                    apply(bucket)
+            if group is not None:
+                group.synchronize()
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _bind(self, update: _Update, buckets: Sequence[int], memory: Any) -> Any:
+        layout = update.layout
+        specs = update.message.tensors
+        staged: Staged = {}
+        within = by_bucket(layout)
+        for bucket in buckets:
+            for index in within[bucket]:
+                place, spec = layout.places[index], specs[index]
+                flat = memory[bucket][place.offset : place.offset + place.nbytes]
+                staged[spec.name] = flat.view(getattr(torch, spec.dtype)).view(spec.shape)
+        return self._engine.bind(staged)
+
+    def _read_files(self, update: _Update) -> None:
+        """From a folder of safetensors files, cast to what the engine keeps."""
+        from safetensors import safe_open
+
+        if update.mode != "full":
+            raise InvalidWeights("weights from files need room for all of them")
+        memory, layout = update.memory, update.layout
+        wanted = {spec.name: index for index, spec in enumerate(update.message.tensors)}
+        for path in sorted(Path(update.message.source).glob("*.safetensors")):
+            with safe_open(path, framework="pt", device="cpu") as file:
+                for name in file.keys():  # noqa: SIM118
+                    index = wanted.pop(name, None)
+                    if index is None:
+                        continue
+                    place, spec = layout.places[index], update.message.tensors[index]
+                    flat = memory[place.bucket][place.offset : place.offset + place.nbytes]
+                    view = flat.view(getattr(torch, spec.dtype)).view(spec.shape)
+                    view.copy_(file.get_tensor(name))
+        if wanted:
+            raise WeightUpdateError(f"the files no longer hold {', '.join(sorted(wanted)[:8])}")
+        update.bound = self._bind(update, range(len(memory)), memory)
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    @contextlib.contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        with torch.no_grad():
+            if self._stream is None:
+                yield
+            else:
+                with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+                    yield
