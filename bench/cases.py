@@ -49,6 +49,14 @@ _SHAPES: dict[str, dict[str, Any]] = {
         "max_window_layers": 36,
         "tie_word_embeddings": False,
     },
+    "qwen3-32b": {
+        "hidden_size": 5120,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 64,
+        "intermediate_size": 25_600,
+        "max_window_layers": 64,
+        "tie_word_embeddings": False,
+    },
 }
 _RECIPE = 1
 """Changes whenever what is written changes, so that an old folder is not used."""

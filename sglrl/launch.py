@@ -8,7 +8,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from difflib import get_close_matches
 from functools import lru_cache
@@ -64,6 +64,7 @@ def launch(
     start_timeout: float = 600.0,
     max_message_bytes: int = 256 << 20,
     env: Mapping[str, str] | None = None,
+    gpus: Sequence[int] | None = None,
     weight_device: Any = None,
     engine: str = "sglang",
     **engine_args: Any,
@@ -87,6 +88,8 @@ def launch(
         start_timeout: seconds until all workers must be ready.
         max_message_bytes: largest message either side accepts.
         env: environment variables of the workers, beside the driver's own.
+        gpus: which of the visible GPUs the workers use, by index; None: all, from the first on. A
+            trainer on GPU 0 leaves the others to them with ``gpus=[1, 2, 3]``.
         weight_device: the device that this process will send weights from ("cuda:0", "cpu"): the
             group for weight updates is then formed at the start and not with the first update.
         engine: "sglang", or "fake": deterministic, without torch, for tests.
@@ -117,7 +120,7 @@ def launch(
             dtype = _own_dtype(path)
         if dtype is not None:
             engine_args["dtype"] = dtype
-        groups = _place(device, replicas, tp_size)
+        groups = _place(device, replicas, tp_size, gpus)
     else:
         groups = [None] * replicas
         engine_args.setdefault("vocab_size", 1 << 17)
@@ -186,11 +189,23 @@ def _birth(
     return Birth(bodies=bodies, env=worker_env)
 
 
-def _place(device: str, replicas: int, tp_size: int) -> list[list[str] | None]:
+def _place(
+    device: str, replicas: int, tp_size: int, gpus: Sequence[int] | None
+) -> list[list[str] | None]:
     """The GPUs of each replica, or None for each on CPU."""
     if device not in ("auto", "cuda", "cpu"):
         raise UsageError(f"device must be 'auto', 'cuda' or 'cpu', got {device!r}")
     found = [] if device == "cpu" else cuda_devices()
+    if gpus is not None:
+        if device == "cpu":
+            raise UsageError("gpus= is for workers on GPUs, and device is 'cpu'")
+        wrong = [g for g in gpus if isinstance(g, bool) or g not in range(len(found))]
+        if wrong or len(set(gpus)) != len(gpus):
+            raise NotEnoughDevices(
+                f"gpus={list(gpus)!r} must name different ones of the {len(found)} visible GPUs, "
+                "from 0 on"
+            )
+        found = [found[g] for g in gpus]
     if device == "cpu" or (device == "auto" and not found):
         if tp_size > 1:
             raise NotEnoughDevices(
@@ -202,7 +217,7 @@ def _place(device: str, replicas: int, tp_size: int) -> list[list[str] | None]:
     if len(found) < needed:
         raise NotEnoughDevices(
             f"replicas={replicas} with tp_size={tp_size} need {needed} GPUs; "
-            f"{len(found)} are visible (CUDA_VISIBLE_DEVICES limits them)"
+            f"{len(found)} are there (CUDA_VISIBLE_DEVICES and gpus= limit them)"
         )
     return [found[i : i + tp_size] for i in range(0, needed, tp_size)]
 

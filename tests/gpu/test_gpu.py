@@ -17,19 +17,12 @@ from engine.reference import Reference
 from engine.test_sampling import chi_square
 
 import sglrl
-from sglrl.demo.tiny import make_model
+
+from .conftest import ARGUMENTS, TOLERANCE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
 
-# Kernels that every CUDA device has, and no minute of graph capture for prefill.
-ARGUMENTS = {
-    "attention_backend": "triton",
-    "sampling_backend": "pytorch",
-    "disable_prefill_cuda_graph": True,
-}
 PROMPTS = [[3 + (7 * i + 11 * j * j) % 500 for j in range(3 + 9 * i)] for i in range(6)]
-# SGLang's attention kernel multiplies float32 in TF32, which has 10 bits of mantissa.
-TOLERANCE = 2e-2
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session", params=[1, 2], ids=["tp1", "tp2"])
@@ -40,11 +33,6 @@ async def gpu(
         pytest.skip(f"needs {request.param} CUDA devices")
     async with sglrl.launch(gpu_model, device="cuda", tp_size=request.param, **ARGUMENTS) as client:
         yield client, Reference(gpu_model)
-
-
-@pytest.fixture(scope="module")
-def gpu_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("gpu") / "qwen3", hidden_size=256, seed=1)
 
 
 async def test_greedy_tokens_and_their_logprobs(gpu: tuple[sglrl.Client, Reference]) -> None:

@@ -1,0 +1,340 @@
+"""The systems that ``bench.weights`` measures, each in a process of its own (see ``parts``).
+
+The sender is on GPU 0 and the engines on the others (on a CPU: everything is on it). All send the
+same tensors: those that the model takes, filled with small random numbers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .parts import ROOT, Note, serve_part
+from .weight_cases import WeightCase
+
+BUCKET = 256 << 20
+
+
+def _case(options: Mapping[str, Any]) -> WeightCase:
+    return WeightCase(*options["case"])
+
+
+def _tensors(specs: Mapping[str, Any], device: str) -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    return {
+        name: torch.randn(tuple(s[1]), device=device).mul_(0.02).to(getattr(torch, s[0]))
+        for name, s in specs.items()
+    }
+
+
+def _synchronize(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
+# --- ours -----------------------------------------------------------------------------------------
+
+
+def _sglrl(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
+    import uvloop
+
+    return uvloop.run(_measure_sglrl(options, note))
+
+
+async def _measure_sglrl(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
+    import sglrl
+
+    case = _case(options)
+    gpus = {"gpus": options["gpus"]} if case.device == "cuda" else {}
+    device = "cuda:0" if case.device == "cuda" else "cpu"
+    note("starting")
+    client = sglrl.launch(
+        case.folder,
+        device=case.device,
+        replicas=options["replicas"],
+        tp_size=options["tp_size"],
+        **gpus,
+        **case.arguments(),
+    )
+    result: dict[str, Any] = {"modes": {}}
+    async with client:
+        begun = time.perf_counter()
+        metadata = await client.model_metadata()
+        result["metadata_ms"] = (time.perf_counter() - begun) * 1e3
+        result["metadata"] = {name: [m.dtype, list(m.shape)] for name, m in metadata.items()}
+        weights = _tensors(result["metadata"], device)
+        result["bytes"] = sum(t.numel() * t.element_size() for t in weights.values())
+        note("forming the group")
+        result["join_ms"] = await client.connect_weights(device=device)
+        first = await client.update_weights(weights)
+        result["first_ms"] = first.total_ms
+        for name, mode, load in (
+            ("decoding", "full", True),
+            ("idle", "full", False),
+            ("paused", "bucketed", True),
+        ):
+            if name not in options["modes"]:
+                continue
+            note(f"{name}: warming up")
+            async with _decoding(client, case, options["replicas"] if load else 0) as steps:
+                await client.update_weights(weights, mode=mode)
+                reports = []
+                for _ in range(case.updates):
+                    # At another place in a step each time.
+                    await asyncio.sleep(0.1 + random.random() * 0.05)
+                    begun = time.perf_counter()
+                    reports.append(await client.update_weights(weights, mode=mode))
+                    last = (begun, time.perf_counter())
+            note(f"{name}: {reports[-1]}")
+            result["modes"][name] = _summary(reports)
+            if load:
+                result["modes"][name]["timeline"] = _timeline(steps, *last, reports[-1])
+        note("verifying")
+        wrong = await client.verify_weights(weights)
+        if wrong:
+            raise ValueError(f"{len(wrong)} tensors are not what was sent: {wrong[:4]}")
+    return result
+
+
+@contextlib.asynccontextmanager
+async def _decoding(client: Any, case: WeightCase, replicas: int) -> AsyncIterator[list[float]]:
+    """Keep every engine busy. Yields the times at which tokens of one request of worker 0 arrived,
+    one a decode step."""
+    steps: list[float] = []
+    warm = asyncio.Event()
+
+    async def request(worker: int, seed: int, watched: bool) -> None:
+        draw = random.Random(seed)
+        while True:
+            prompt = [draw.randrange(3, 500) for _ in range(case.prompt)]
+            wanted = {"max_new_tokens": case.new, "ignore_eos": True, "worker": worker}
+            if not watched:
+                await client.generate(input_ids=prompt, **wanted)
+                continue
+            async for _ in client.stream(input_ids=prompt, **wanted):
+                steps.append(time.perf_counter())
+                if len(steps) > 20:
+                    warm.set()
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [
+            group.create_task(request(worker, i, watched=i == 0 and worker == 0))
+            for worker in range(replicas)
+            for i in range(case.in_flight)
+        ]
+        try:
+            if tasks:
+                async with asyncio.timeout(120):
+                    await warm.wait()
+            yield steps
+        finally:
+            for task in tasks:
+                task.cancel()
+
+
+def _summary(reports: list[Any]) -> dict[str, Any]:
+    def median(values: Any) -> float:
+        return statistics.median(values)
+
+    names = ("prepare_ms", "gather_ms", "broadcast_ms", "stage_ms", "commit_ms", "total_ms")
+    found = {name: median(getattr(r, name) for r in reports) for name in names}
+    return found | {
+        "pause_ms": median(max(r.pause_ms) for r in reports),
+        "worst_pause_ms": max(max(r.pause_ms) for r in reports),
+        "all_total_ms": [r.total_ms for r in reports],
+        "updates": len(reports),
+        "mode": reports[0].mode,
+    }
+
+
+def _timeline(steps: list[float], begun: float, ended: float, report: Any) -> dict[str, Any]:
+    """Milliseconds from the update's begin, of the tokens around it."""
+    near = [s for s in steps if begun - 0.15 < s < ended + 0.15]
+    at = 0.0
+    phases = []
+    for name in ("prepare_ms", "stage_ms", "commit_ms"):
+        took = getattr(report, name)
+        phases.append([name.removesuffix("_ms"), at, at + took])
+        at += took
+    return {"tokens_ms": [(s - begun) * 1e3 for s in near], "phases": phases}
+
+
+# --- the least that it can take -------------------------------------------------------------------
+
+
+def _bare(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
+    """The same bytes in a broadcast between processes that do nothing else."""
+    case = _case(options)
+    receivers = options["receivers"]
+    total = options["bytes"]
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-m", "bench.weights_parts", "receive", case.device, str(rank),
+             str(receivers + 1), str(port), str(total), str(case.updates)],
+            cwd=ROOT,
+        )
+        for rank in range(1, receivers + 1)
+    ]  # fmt: skip
+    note("broadcasting")
+    try:
+        times = _broadcast(case.device, 0, receivers + 1, port, total, case.updates)
+    finally:
+        for child in children:
+            try:
+                child.wait(20)
+            except subprocess.TimeoutExpired:
+                child.kill()
+    return {"total_ms": statistics.median(times), "all_total_ms": times}
+
+
+def _broadcast(device: str, rank: int, size: int, port: int, total: int, count: int) -> list[float]:
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(
+        backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size
+    )
+    sizes = [BUCKET] * (total // BUCKET) + [total % BUCKET]
+    buckets = [torch.zeros(max(1, s), dtype=torch.uint8, device=device) for s in sizes]
+    times = []
+    for _ in range(count + 2):
+        dist.barrier()
+        _synchronize(device)
+        begun = time.perf_counter()
+        works = [dist.broadcast(b, 0, async_op=True) for b in buckets]
+        for work in works:
+            work.wait()
+        _synchronize(device)
+        times.append((time.perf_counter() - begun) * 1e3)
+    dist.destroy_process_group()
+    return times[2:]
+
+
+# --- SGLang's own way -----------------------------------------------------------------------------
+
+
+def _sglang(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
+    """``Engine.update_weights_from_distributed`` with generation stopped: all names in one request,
+    in flattened buckets, and one request a parameter. Without load: its users pause the engine."""
+    import sglang
+    from sglang.srt.utils import init_custom_process_group
+
+    case = _case(options)
+    specs = options["metadata"]
+    note("starting")
+    engine = sglang.Engine(
+        model_path=case.folder,
+        dtype="bfloat16",
+        skip_tokenizer_init=True,
+        base_gpu_id=1,
+        log_level="error",
+        **case.arguments(),
+    )
+    result: dict[str, Any] = {}
+    try:
+        weights = list(_tensors(specs, "cuda:0").items())
+        torch.cuda.set_device(0)
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        joined: list[Any] = []
+
+        def join() -> None:
+            joined.append(
+                init_custom_process_group(
+                    backend="nccl",
+                    init_method=f"tcp://127.0.0.1:{port}",
+                    world_size=2,
+                    rank=0,
+                    group_name="bench",
+                )
+            )
+
+        thread = threading.Thread(target=join)
+        thread.start()
+        engine.init_weights_update_group("127.0.0.1", port, 1, 2, "bench", backend="nccl")
+        thread.join()
+        (group,) = joined
+
+        def update(part: list[tuple[str, torch.Tensor]], load_format: str | None) -> None:
+            """One request, and the broadcasts that it waits for."""
+            names = [name for name, _ in part]
+            dtypes = [str(t.dtype).removeprefix("torch.") for _, t in part]
+            shapes = [list(t.shape) for _, t in part]
+
+            def send() -> None:
+                torch.cuda.set_device(0)
+                if load_format is None:
+                    works = [dist.broadcast(t, 0, group=group, async_op=True) for _, t in part]
+                    for work in works:
+                        work.wait()
+                else:
+                    flat = torch.cat([t.reshape(-1).view(torch.uint8) for _, t in part])
+                    dist.broadcast(flat, 0, group=group)
+                torch.cuda.synchronize()
+
+            sender = threading.Thread(target=send)
+            sender.start()
+            engine.update_weights_from_distributed(
+                names, dtypes, shapes, group_name="bench", flush_cache=False,
+                load_format=load_format,
+            )  # fmt: skip
+            sender.join()
+
+        ways: dict[str, Callable[[], None]] = {
+            "one request": lambda: update(weights, None),
+            "flattened 512 MB": lambda: [  # type: ignore[func-returns-value]
+                update(part, "flattened_bucket") for part in _parts(weights, 512 << 20)
+            ],
+            "per parameter": lambda: [update([pair], None) for pair in weights],  # type: ignore[func-returns-value]
+        }
+        for name in options["ways"]:
+            note(name)
+            times = []
+            count = 2 if name == "per parameter" else 4
+            for _ in range(count + 1):
+                begun = time.perf_counter()
+                ways[name]()
+                times.append((time.perf_counter() - begun) * 1e3)
+            result[name] = {"total_ms": statistics.median(times[1:]), "all_total_ms": times[1:]}
+    finally:
+        engine.shutdown()
+    return result
+
+
+def _parts(
+    weights: list[tuple[str, torch.Tensor]], limit: int
+) -> list[list[tuple[str, torch.Tensor]]]:
+    parts: list[list[tuple[str, torch.Tensor]]] = []
+    room = 0
+    for name, tensor in weights:
+        size = tensor.numel() * tensor.element_size()
+        if not parts or size > room:
+            parts.append([])
+            room = limit
+        parts[-1].append((name, tensor))
+        room -= size
+    return parts
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "receive":
+        _, _, device, rank, size, port, total, count = sys.argv
+        _broadcast(device, int(rank), int(size), int(port), int(total), int(count))
+        sys.stdout.flush()
+        os._exit(0)
+    serve_part({"sglrl": _sglrl, "bare": _bare, "sglang": _sglang})

@@ -1,0 +1,39 @@
+"""Models for tests on CUDA devices, and arguments that every such device can serve them with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from sglrl.demo.tiny import make_model
+
+# Kernels that every CUDA device has, and no minute of graph capture for prefill.
+ARGUMENTS = {
+    "attention_backend": "triton",
+    "sampling_backend": "pytorch",
+    "disable_prefill_cuda_graph": True,
+    "mem_fraction_static": 0.3,
+}
+# SGLang's kernels for CUDA know 16-bit floats only, and so does the reference for such a model.
+TOLERANCE = 5e-2
+
+
+def make_gpu_model(folder: Path, seed: int) -> Path:
+    """bfloat16, with logits so small that rounding them is less than the tolerance."""
+    make_model(folder, dtype="bfloat16", hidden_size=256, seed=seed)
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] /= 8
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="session")
+def gpu_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_gpu_model(tmp_path_factory.mktemp("gpu") / "qwen3", seed=1)
+
+
+@pytest.fixture(scope="session")
+def other_gpu_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_gpu_model(tmp_path_factory.mktemp("gpu") / "other", seed=2)
