@@ -16,6 +16,9 @@ expelled has one and the same version: the new one if it is DONE, else the old o
 
 A member is ``(worker, rank)``; the sender of the weights is ``SENDER``. With ``sender=False``
 (weights from files) there is no group, so no JOIN and no sender.
+
+An answer says which phase it is of, not which attempt: what still comes of an attempt that was
+given up is for the caller to drop, by the ids of its messages.
 """
 
 from __future__ import annotations
@@ -79,7 +82,8 @@ class WeightUpdate:
 
     Args:
         members: every rank of every worker that takes part.
-        joined: the sender and exactly these members already form a group.
+        joined: the sender and exactly these members already form a group. Afterwards the attribute
+            says so of the sender and the members that are left.
         sender: there is one.
         join_only: form the group ahead of time, and no more.
     """
@@ -103,7 +107,7 @@ class WeightUpdate:
         self.errors: list[tuple[Member, SglrlError]] = []
         self.dirty: set[int] = set()
         self.attempts = 0
-        self.joined = joined
+        self.joined = joined and sender
         self.cancelled = False
         self.sender_lost = False
         self.refused = False
@@ -111,7 +115,12 @@ class WeightUpdate:
         self._lost_some = False
         self.state = ""
         self.deadline = now
-        self._begin(now)
+        if not self.members:
+            self._enter(FAILED, now)
+        elif join_only and (joined or not sender):
+            self._enter(DONE, now)
+        else:
+            self._begin(now)
 
     @property
     def workers(self) -> set[int]:
@@ -140,13 +149,16 @@ class WeightUpdate:
             self.dirty.add(member[0])
         if error is not None:
             self.errors.append((member, error))
-            if phase == COMMIT:
-                self._expel(member[0], f"it could not commit: {error}")
+            if member == SENDER and phase == ABORT:
+                self._without_sender()
+            elif phase in (COMMIT, ABORT):
+                # What it has now is not known.
+                self._expel(member[0], f"it could not {phase}: {error}")
             elif phase == PREPARE:
                 self.refused = True
             elif phase in (JOIN, STAGE):
                 # The others wait in a collective for what will not come.
-                self._abort(now)
+                self._enter(ABORT, now)
                 return
         self._advance(now)
 
@@ -158,26 +170,26 @@ class WeightUpdate:
         if self.state in (ABORT, COMMIT):
             self._advance(now)
         else:
-            self._abort(now)
+            self._enter(ABORT, now)
 
     def lost_sender(self, error: SglrlError, now: float) -> None:
         if self.ended or not self.sender or self.sender_lost:
             return
-        self.sender_lost = True
+        self._without_sender()
         self.errors.append((SENDER, error))
-        self.waiting.discard(SENDER)
         if self.state in (ABORT, COMMIT):
             self._advance(now)
         else:
-            self._abort(now)
+            self._enter(ABORT, now)
 
     def cancel(self, now: float) -> bool:
-        """The caller no longer wants it. False when it is too late: it will be DONE."""
+        """The caller no longer wants it. False when it is too late: it has ended, or will be DONE
+        if a worker is left."""
         if self.state == COMMIT or self.ended:
             return False
         self.cancelled = True
         if self.state != ABORT:
-            self._abort(now)
+            self._enter(ABORT, now)
         return True
 
     def tick(self, now: float) -> None:
@@ -187,18 +199,15 @@ class WeightUpdate:
         if self.ended or now < self.deadline:
             return
         if self.state not in (ABORT, COMMIT):
-            late = ", ".join("the sender" if m == SENDER else f"{m}" for m in sorted(self.waiting))
-            error = WeightUpdateError(
-                f"no answer to {self.state!r} within the time-out from {late}"
-            )
+            late = ", ".join(map(_name, sorted(self.waiting)))
+            error = WeightUpdateError(f"no answer to {self.state!r} within the time-out from {late}")
             self.errors.append((min(self.waiting), error))
-            self._abort(now)
+            self._enter(ABORT, now)
             return
         for worker in sorted({worker for worker, _ in self.waiting if worker >= 0}):
             self._expel(worker, f"it did not answer to {self.state!r} of a weight update in time")
         if SENDER in self.waiting:
-            self.waiting.discard(SENDER)
-            self.sender_lost = True
+            self._without_sender()
             self.errors.append((SENDER, WeightUpdateError("the sender does not answer")))
         self._advance(now)
 
@@ -237,7 +246,7 @@ class WeightUpdate:
         elif self.state == COMMIT:
             self._enter(DONE if self.members else FAILED, now)
         elif self.refused or not self.members:
-            self._abort(now)
+            self._enter(ABORT, now)
         else:
             if self.state == JOIN:
                 self.joined = True
@@ -246,17 +255,10 @@ class WeightUpdate:
                     return
             self._enter(_NEXT[self.state], now)
 
-    def _abort(self, now: float) -> None:
-        if self.state == PREPARE and self._lost_some:
-            # The group has a member that is gone.
-            self.joined = False
-        self._enter(ABORT, now)
-
     def _aborted(self, now: float) -> None:
         again = self._lost_some and not (self.cancelled or self.sender_lost or self.refused)
         if again and self.members:
             self.errors.clear()
-            self.joined = False
             self._begin(now)
             return
         for worker in sorted(self.dirty & self.workers):
@@ -274,8 +276,19 @@ class WeightUpdate:
         self.outbox.append(Expel(worker, reason))
         self._remove(worker)
 
+    def _without_sender(self) -> None:
+        self.sender_lost = True
+        self.joined = False
+        self.waiting.discard(SENDER)
+
     def _remove(self, worker: int) -> None:
         self._lost_some = True
+        # Its ranks were in the group.
+        self.joined = False
         gone = {member for member in self.members if member[0] == worker}
         self.members -= gone
         self.waiting -= gone
+
+
+def _name(member: Member) -> str:
+    return "the sender" if member == SENDER else f"rank {member[1]} of worker {member[0]}"

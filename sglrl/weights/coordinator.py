@@ -132,7 +132,8 @@ class UpdateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Run:
-    """One update under way."""
+    """One update under way. ``id``: of its messages. Every attempt has one of its own, so that what
+    still comes of an attempt that was given up is not taken for an answer to the next one."""
 
     def __init__(self, id_: int, request: UpdateRequest, version: int, source: Source | None):
         self.id = id_
@@ -141,6 +142,7 @@ class _Run:
         self.source = source
         self.machine: WeightUpdate
         self.ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
+        self.attempt = 1
         self.phase = ""
         self.began: dict[str, float] = {}
         self.bodies: dict[tuple[Member, str], msgspec.Raw] = {}
@@ -427,11 +429,10 @@ class WeightChannel:
     def _joined_after(self, run: _Run) -> None:
         if run.source is None:
             return
-        members = frozenset(run.machine.members)
-        same = not run.group or members == frozenset(run.group) - {SENDER}
-        if run.machine.joined and same:
-            self._joined = (run.source, members)
-        elif self._joined is not None and self._joined[0] is run.source:
+        if run.machine.joined:
+            self._joined = (run.source, frozenset(run.machine.members))
+        elif run.group or (self._joined is not None and self._joined[0] is run.source):
+            # A rank that joins a group has left the one before, whoever's it was.
             self._joined = None
 
     def forget(self, source: Source) -> None:
@@ -489,6 +490,10 @@ class WeightChannel:
             self._execute()
 
     def _ask(self, run: _Run, phase: str, member: Member) -> None:
+        if run.attempt != run.machine.attempts:
+            run.attempt = run.machine.attempts
+            self._next_id += 1
+            run.id = self._next_id
         if phase != run.phase:
             run.phase = phase
             run.began[phase] = time.perf_counter()
