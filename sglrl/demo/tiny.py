@@ -68,6 +68,7 @@ def make_model(
     hidden_size: int = 64,
     layers: int = 2,
     context_length: int = 2048,
+    tied: bool = False,
     seed: int = 0,
 ) -> Path:
     """Write a random model and its tokenizer into ``folder``.
@@ -75,6 +76,7 @@ def make_model(
     Args:
         architecture: "qwen3" or "llama".
         dtype: of the saved weights: "float32" or "bfloat16".
+        tied: the output layer has no weights of its own but the embedding's.
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
@@ -89,7 +91,7 @@ def make_model(
         "num_key_value_heads": 2,
         "head_dim": hidden_size // 4,
         "max_position_embeddings": context_length,
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": tied,
         "bos_token_id": None,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,

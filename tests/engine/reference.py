@@ -14,16 +14,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 class Reference:
-    """A model in transformers, in the dtype it was saved in."""
+    """A model in transformers. dtype: "auto" is the one it was saved in."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, dtype: str = "auto") -> None:
         self.folder = folder
+        self.dtype = dtype
 
     @cached_property
     def model(self) -> Any:
         # The worker needs the other cores.
         torch.set_num_threads(1)
-        return AutoModelForCausalLM.from_pretrained(self.folder, dtype="auto").eval()
+        return AutoModelForCausalLM.from_pretrained(self.folder, dtype=self.dtype).eval()
 
     @cached_property
     def tokenizer(self) -> Any:

@@ -1,0 +1,214 @@
+"""Policies: models of one shape that differ in their weights; and an engine that goes through them.
+
+What is compared are logprobs, with Hugging Face transformers, given the KV cache that a request
+really had when each of its tokens was sampled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
+from transformers import DynamicCache
+
+import sglrl
+from sglrl.demo.tiny import make_model
+from sglrl.weights import UpdateReport
+
+from .reference import Reference
+
+TOLERANCE = 1e-4
+PROMPTS = [[3 + (5 * i + 13 * j * j) % 500 for j in range(4 + 11 * i)] for i in range(4)]
+
+
+def flatten(folder: Path) -> None:
+    """Make the logits a quarter as large. The random model's are so large that rounding them to 16
+    bits, which both sides do, is by itself as much as the tolerance."""
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] /= 4
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+class Policies:
+    """``policies[k]`` was made with seed k, when first asked for. ``dtype``: what the reference
+    computes in; ``options`` as for ``make_model``."""
+
+    def __init__(
+        self, folder: Path, *, dtype: str = "auto", flat: bool = False, **options: Any
+    ) -> None:
+        self._folder = folder
+        self._dtype = dtype
+        self._flat = flat
+        self._options = options
+        self._made: dict[int, Reference] = {}
+
+    def __getitem__(self, seed: int) -> Reference:
+        if seed not in self._made:
+            folder = make_model(self._folder / f"seed-{seed}", seed=seed, **self._options)
+            if self._flat:
+                flatten(folder)
+            self._made[seed] = Reference(folder, self._dtype)
+        return self._made[seed]
+
+
+class Lab:
+    """A client whose engines began with ``policies[0]``, and which policy each version is."""
+
+    def __init__(
+        self, client: sglrl.Client, policies: Policies, tolerance: float = TOLERANCE
+    ) -> None:
+        self.client = client
+        self.policies = policies
+        self.tolerance = tolerance
+        self.by_version = {0: policies[0]}
+
+    @property
+    def current(self) -> Reference:
+        return self.by_version[self.client.weight_version]
+
+    async def update(self, seed: int, weights: Any = None, **options: Any) -> UpdateReport:
+        """To policy ``seed``, given as ``weights`` if not as its module."""
+        policy = self.policies[seed]
+        report = await self.client.update_weights(
+            policy.model if weights is None else weights, **options
+        )
+        self.by_version[report.version] = policy
+        assert self.client.weight_version == report.version
+        return report
+
+    async def other(self, **options: Any) -> UpdateReport:
+        """To another policy than the current one."""
+        return await self.update(1 if self.current is not self.policies[1] else 2, **options)
+
+    async def check(self, prompts: Sequence[list[int]] = PROMPTS, count: int = 12) -> None:
+        """Every worker has the current policy: bit for bit, and in what it answers."""
+        client = self.client
+        live = [w for w in client.workers if w.state == "ready"]
+        assert live
+        assert {w.weight_version for w in live} == {client.weight_version}
+        assert await client.verify_weights(self.current.model) == []
+        made = await asyncio.gather(
+            *(
+                client.generate(
+                    input_ids=prompt,
+                    max_new_tokens=count,
+                    temperature=0,
+                    logprobs=True,
+                    ignore_eos=True,
+                    worker=worker.id,
+                )
+                for prompt in prompts
+                for worker in live
+            )
+        )
+        for completion in made:
+            assert completion.versions == ((0, count, client.weight_version),)
+            ids = np.concatenate([completion.prompt_ids, completion.output_ids])
+            rows = self.current.logprobs(ids)[len(completion.prompt_ids) - 1 : -1]
+            chosen = rows[np.arange(count), completion.output_ids]
+            np.testing.assert_allclose(
+                completion.logprobs, chosen, atol=self.tolerance, rtol=0, equal_nan=False
+            )
+            # In 16 bits two tokens may be so close that the order of summation decides.
+            slack = 0 if self.tolerance == TOLERANCE else 2 * self.tolerance
+            assert (chosen >= rows.max(axis=1) - slack).all()
+
+    def expected(self, completion: sglrl.Completion, *, again: bool) -> NDArray[np.float32]:
+        """float32 [t]: logprobs of the output, each by the policy of its token's version.
+
+        The step that samples a token computes the KV of the tokens before it that have none yet,
+        and leaves what older policies computed as it is; with ``again`` it is all computed anew
+        where the version changes.
+        """
+        prompt, output = completion.prompt_ids.tolist(), completion.output_ids.tolist()
+        ids = [*prompt, *output]
+        cache, held = DynamicCache(), 0
+        rows = []
+        for start, stop, version in completion.versions:
+            if again:
+                cache, held = DynamicCache(), 0
+            tokens = ids[held : len(prompt) + stop - 1]
+            with torch.inference_mode():
+                logits = (
+                    self.by_version[version]
+                    .model(torch.tensor([tokens]), past_key_values=cache, use_cache=True)
+                    .logits[0, start - stop :]
+                )
+            held += len(tokens)
+            rows.append(torch.log_softmax(logits.float(), dim=-1).numpy())
+        return np.concatenate(rows)[np.arange(len(output)), output]  # type: ignore[no-any-return]
+
+    def check_history(self, completion: sglrl.Completion, *, again: bool = False) -> None:
+        """Its spans are contiguous and ascending, and each one's logprobs are its version's."""
+        spans = completion.versions
+        assert spans[0].start == 0
+        assert spans[-1].stop == len(completion.output_ids)
+        for before, after in zip(spans, spans[1:], strict=False):
+            assert before.stop == after.start
+            assert before.version < after.version
+        np.testing.assert_allclose(
+            completion.logprobs,
+            self.expected(completion, again=again),
+            atol=self.tolerance,
+            rtol=0,
+        )
+
+
+def on_phase(
+    monkeypatch: pytest.MonkeyPatch, client: sglrl.Client, act: Callable[[str, tuple[int, int]], None]
+) -> None:
+    """Call ``act(phase, member)`` right before a member of an update is asked for a phase."""
+    channel = client._pool.weights
+    ask = channel._ask
+
+    def observed(run: Any, phase: str, member: tuple[int, int]) -> None:
+        act(phase, member)
+        ask(run, phase, member)
+
+    monkeypatch.setattr(channel, "_ask", observed)
+
+
+def phase_event(
+    monkeypatch: pytest.MonkeyPatch, client: sglrl.Client, wanted: str
+) -> asyncio.Event:
+    """Set when the next update reaches that phase."""
+    event = asyncio.Event()
+    on_phase(monkeypatch, client, lambda phase, member: event.set() if phase == wanted else None)
+    return event
+
+
+class Gate:
+    """A tensor whose gathering waits, as that of a sharded one does for the other ranks."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        reached, opened = self._reached, self._opened = threading.Event(), threading.Event()
+
+        class Gated(torch.Tensor):
+            def full_tensor(self) -> torch.Tensor:
+                reached.set()
+                assert opened.wait(100)
+                return tensor
+
+        self.tensor = torch.Tensor._make_subclass(Gated, tensor.detach())
+
+    async def reached(self) -> None:
+        """Until the sender wants it."""
+        assert await asyncio.get_running_loop().run_in_executor(None, self._reached.wait, 100)
+
+    def open(self) -> None:
+        self._opened.set()
+
+
+def gated(weights: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], Gate]:
+    """The same with a gate in place of the last tensor."""
+    *others, last = weights
+    gate = Gate(weights[last])
+    return {**{name: weights[name] for name in others}, last: gate.tensor}, gate
