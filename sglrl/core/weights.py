@@ -200,7 +200,9 @@ class WeightUpdate:
             return
         if self.state not in (ABORT, COMMIT):
             late = ", ".join(map(_name, sorted(self.waiting)))
-            error = WeightUpdateError(f"no answer to {self.state!r} within the time-out from {late}")
+            error = WeightUpdateError(
+                f"no answer to {self.state!r} within the time-out from {late}"
+            )
             self.errors.append((min(self.waiting), error))
             self._enter(ABORT, now)
             return

@@ -40,11 +40,17 @@ class Link:
 
     def abandon(self) -> None:
         """End what can be ended. From any thread; returns at once."""
+        if self.abandoned:
+            return
         self.abandoned = True
+        self._jobs.put(None)
+        # Taking a communicator down may take its time.
+        threading.Thread(target=self._abort, name="sglrl-weights-abort", daemon=True).start()
+
+    def _abort(self) -> None:
         for part in (self.group, self.sender, self.reader):
             if part is not None:
                 part.abort()
-        self._jobs.put(None)
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:

@@ -70,7 +70,10 @@ class LocalSender:
         end = await self._ending(device, host, tensors, request.timeout)
         cargo = Cargo(tensors, specs, request.bucket_bytes)
         request = msgspec.structs.replace(request, specs=specs)
-        return await self._channel.update(request, end, lambda: end.load(cargo))
+        try:
+            return await self._channel.update(request, end, lambda: end.load(cargo))
+        finally:
+            end.unload()
 
     async def update_from_disk(self, path: Any, request: UpdateRequest) -> UpdateReport:
         """The workers read the folder's safetensors files themselves."""

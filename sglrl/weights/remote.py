@@ -186,6 +186,7 @@ class Sender:
                 raise
             finally:
                 self._proposal = None
+                self._end.unload()
             self._version = report.version
             return report
 

@@ -70,7 +70,7 @@ class SendingEnd:
         self._store = Store(host)
         self._link = Link()
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
-        self._ring: list[torch.Tensor] = []
+        self._ring: dict[int, torch.Tensor] = {}
         self._cargo: Cargo | None = None
         self._ready: torch.cuda.Event | None = None
 
@@ -85,6 +85,10 @@ class SendingEnd:
         if self.device.type == "cuda":
             self._ready = torch.cuda.Event()
             self._ready.record(torch.cuda.current_stream(self.device))
+
+    def unload(self) -> None:
+        """The update has ended: the tensors are the caller's again."""
+        self._cargo = None
 
     def ask(self, message: ToRank) -> None:
         """Begin what the message wants; the answer comes later."""
@@ -129,7 +133,7 @@ class SendingEnd:
         link.check()
 
     def _stage(self, link: Link, update: int) -> SentStage:
-        cargo, self._cargo = self._cargo, None
+        cargo = self._cargo
         if cargo is None:
             raise WeightUpdateError("the update was withdrawn")
         layout = lay_out(cargo.specs, cargo.bucket_bytes)
@@ -197,12 +201,11 @@ class SendingEnd:
         return data
 
     def _slot(self, bucket: int, layout: Layout) -> torch.Tensor:
-        if not self._ring or self._ring[0].numel() < max(layout.sizes):
-            self._ring.clear()
-        if len(self._ring) <= bucket % RING:
+        memory = self._ring.get(bucket % RING)
+        if memory is None or memory.numel() < max(layout.sizes):
             memory = torch.empty(max(layout.sizes), dtype=torch.uint8, device=self.device)
-            self._ring.append(memory)
-        return self._ring[bucket % RING]
+            self._ring[bucket % RING] = memory
+        return memory
 
     @contextlib.contextmanager
     def _on_stream(self) -> Iterator[None]:

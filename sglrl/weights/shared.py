@@ -43,8 +43,11 @@ _ABORTED = b"-"
 class _Signals:
     """Keys in the store that one side sets and the other waits for."""
 
-    def __init__(self, store: dist.Store, prefix: str, timeout: float) -> None:
-        self._store = dist.PrefixStore(f"{prefix}/shared", store)
+    def __init__(self, store: dist.TCPStore, prefix: str, timeout: float) -> None:
+        prefix = f"{prefix}/shared"
+        self._store = dist.PrefixStore(prefix, store.clone())
+        # A connection that waits does nothing else meanwhile.
+        self._other = dist.PrefixStore(prefix, store.clone())
         self._timeout = timedelta(seconds=timeout)
         self._lock = threading.Lock()
         self._awaited: str | None = None
@@ -74,14 +77,14 @@ class _Signals:
         with self._lock:
             self.aborted = True
             if self._awaited is not None:
-                self._store.set(self._awaited, _ABORTED)
+                self._other.set(self._awaited, _ABORTED)
 
 
 class SharedSender:
     """``readers`` workers on this GPU. ``ring``: buckets that may be on their way at a time."""
 
     def __init__(
-        self, store: dist.Store, prefix: str, readers: int, ring: int, timeout: float
+        self, store: dist.TCPStore, prefix: str, readers: int, ring: int, timeout: float
     ) -> None:
         self.readers = readers
         self._ring = ring
@@ -134,7 +137,7 @@ class SharedReader:
     """A worker's end on the same GPU."""
 
     def __init__(
-        self, store: dist.Store, prefix: str, reader: int, device: torch.device, timeout: float
+        self, store: dist.TCPStore, prefix: str, reader: int, device: torch.device, timeout: float
     ) -> None:
         self._signals = _Signals(store, prefix, timeout)
         self._reader = reader
