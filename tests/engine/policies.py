@@ -7,6 +7,7 @@ really had when each of its tokens was sampled.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,32 +30,45 @@ TOLERANCE = 1e-4
 PROMPTS = [[3 + (5 * i + 13 * j * j) % 500 for j in range(4 + 11 * i)] for i in range(4)]
 
 
-def flatten(folder: Path) -> None:
-    """Make the logits a quarter as large. The random model's are so large that rounding them to 16
-    bits, which both sides do, is by itself as much as the tolerance."""
+def finish(folder: Path, seed: int, *, flat: bool) -> None:
+    """Give the norms weights of their own, which in a new model are all ones.
+
+    flat: make the logits a quarter as large. The random model's are so large that rounding them to
+    16 bits, which both sides do, is by itself as much as the tolerance.
+    """
     weights = load_file(folder / "model.safetensors")
-    weights["lm_head.weight"] /= 4
+    random = torch.Generator().manual_seed(seed)
+    for tensor in weights.values():
+        if tensor.dim() == 1:
+            tensor *= 0.5 + torch.rand(tensor.shape, generator=random)
+    if flat:
+        weights["lm_head.weight"] /= 4
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 class Policies:
-    """``policies[k]`` was made with seed k, when first asked for. ``dtype``: what the reference
-    computes in; ``options`` as for ``make_model``."""
+    """``policies[k]`` was made with seed k, when first asked for. ``saved``: the dtype of its file;
+    ``dtype``: what the reference computes in; ``options`` as for ``make_model``."""
 
     def __init__(
-        self, folder: Path, *, dtype: str = "auto", flat: bool = False, **options: Any
+        self,
+        folder: Path,
+        *,
+        saved: str = "float32",
+        dtype: str = "auto",
+        flat: bool = False,
+        **options: Any,
     ) -> None:
         self._folder = folder
         self._dtype = dtype
         self._flat = flat
-        self._options = options
+        self._options = {**options, "dtype": saved}
         self._made: dict[int, Reference] = {}
 
     def __getitem__(self, seed: int) -> Reference:
         if seed not in self._made:
             folder = make_model(self._folder / f"seed-{seed}", seed=seed, **self._options)
-            if self._flat:
-                flatten(folder)
+            finish(folder, seed, flat=self._flat)
             self._made[seed] = Reference(folder, self._dtype)
         return self._made[seed]
 
@@ -151,7 +165,7 @@ class Lab:
         spans = completion.versions
         assert spans[0].start == 0
         assert spans[-1].stop == len(completion.output_ids)
-        for before, after in zip(spans, spans[1:], strict=False):
+        for before, after in itertools.pairwise(spans):
             assert before.stop == after.start
             assert before.version < after.version
         np.testing.assert_allclose(
@@ -163,7 +177,9 @@ class Lab:
 
 
 def on_phase(
-    monkeypatch: pytest.MonkeyPatch, client: sglrl.Client, act: Callable[[str, tuple[int, int]], None]
+    monkeypatch: pytest.MonkeyPatch,
+    client: sglrl.Client,
+    act: Callable[[str, tuple[int, int]], None],
 ) -> None:
     """Call ``act(phase, member)`` right before a member of an update is asked for a phase."""
     channel = client._pool.weights
@@ -183,6 +199,19 @@ def phase_event(
     event = asyncio.Event()
     on_phase(monkeypatch, client, lambda phase, member: event.set() if phase == wanted else None)
     return event
+
+
+async def until_running(client: sglrl.Client, count: int) -> None:
+    """Every answer to ``stats`` comes between two scheduler steps, so this waits by calls."""
+    while sum(s.engine.running for s in await client.stats()) < count:
+        pass
+
+
+async def collect(stream: sglrl.Stream) -> sglrl.Completion:
+    """Read it to its end."""
+    async for _ in stream:
+        pass
+    return stream.completion
 
 
 class Gate:
