@@ -218,12 +218,16 @@ class Gate:
     """A tensor whose gathering waits, as that of a sharded one does for the other ranks."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        reached, opened = self._reached, self._opened = threading.Event(), threading.Event()
+        self._reached, self._opened = threading.Event(), threading.Event()
+        self._failed = False
+        gate = self
 
         class Gated(torch.Tensor):
             def full_tensor(self) -> torch.Tensor:
-                reached.set()
-                assert opened.wait(100)
+                gate._reached.set()
+                assert gate._opened.wait(100)
+                if gate._failed:
+                    raise RuntimeError("the trainer's mesh is gone")
                 return tensor
 
         self.tensor = torch.Tensor._make_subclass(Gated, tensor.detach())
@@ -233,6 +237,11 @@ class Gate:
         assert await asyncio.get_running_loop().run_in_executor(None, self._reached.wait, 100)
 
     def open(self) -> None:
+        self._opened.set()
+
+    def fail(self) -> None:
+        """Open it, to an error."""
+        self._failed = True
         self._opened.set()
 
 
