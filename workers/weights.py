@@ -9,7 +9,9 @@ from __future__ import annotations
 import collections
 import contextlib
 import logging
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -49,8 +51,10 @@ from .engine.loop import IDLE_WAIT
 
 logger = logging.getLogger("sglrl.worker")
 
-RING = 3
-"""Buckets of a worker that has no room for all."""
+RING = 24
+"""Buckets of a worker that takes no second copy of everything: enough for what arrives until the
+engine has come to rest. Where there is little room fewer do, but not less than ``LEAST_RING``."""
+LEAST_RING = 2
 SPARE_BYTES = 1 << 30
 """Of a GPU's free memory, which staging leaves to the engine."""
 
@@ -81,8 +85,16 @@ class WeightEngine(Protocol):
         """All of it is here; keep it for ``commit``."""
         ...
 
+    def nearly_staged(self) -> None:
+        """``commit`` will come within about a step."""
+        ...
+
+    def step_seconds(self) -> float:
+        """What a step takes at present."""
+        ...
+
     def forget(self) -> None:
-        """What was staged is not wanted any more."""
+        """What was staged, or nearly, is not wanted any more."""
         ...
 
     def commit(self, update: int, version: int, inflight: str) -> None:
@@ -116,6 +128,43 @@ class _Update:
         self.memory: list[torch.Tensor] = []
 
 
+class _Nothing:
+    """Stands for a broadcast that is over."""
+
+    @staticmethod
+    def wait() -> None:
+        pass
+
+
+class _Slots:
+    """Memory of a bucketed update: slots in turn, and one for what is larger than a slot. A slot is
+    taken again only behind what its bucket's copies put on the stream."""
+
+    def __init__(self, update: _Update) -> None:
+        self._layout = update.layout
+        slot = update.layout.ring_slot
+        self._large = [m for m in update.memory if m.numel() > slot]
+        self._small = [m for m in update.memory if m.numel() <= slot]
+        self._used: dict[int, tuple[list[torch.Tensor], torch.Tensor]] = {}
+
+    def _pool(self, bucket: int) -> list[torch.Tensor]:
+        large = self._layout.sizes[bucket] > self._layout.ring_slot
+        return self._large if large else self._small
+
+    def has_room(self, bucket: int) -> bool:
+        return bool(self._pool(bucket))
+
+    def take(self, bucket: int) -> torch.Tensor:
+        pool = self._pool(bucket)
+        memory = pool.pop(0)
+        self._used[bucket] = (pool, memory)
+        return memory
+
+    def free(self, bucket: int) -> None:
+        pool, memory = self._used.pop(bucket)
+        pool.append(memory)
+
+
 class RankWeights:
     """Serves one rank's weight channel until ``close``."""
 
@@ -128,10 +177,15 @@ class RankWeights:
         self._update: _Update | None = None
         self._timeout = 60.0
         self._dirty = False
+        self._writing = threading.Lock()
+        """Held while live weights are written from here, and to decide that they no longer are."""
         self._description: ModelDescription | None = None
         self._answers: collections.deque[RankAnswer] = collections.deque()
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._closed = False
+        # The scheduler computes in Python for milliseconds at a time; the default would let it keep
+        # an update's messages waiting for five.
+        sys.setswitchinterval(5e-4)
         self._hello = encode(RankHello(settings(self._device)))
         self._dealer: ZmqPolledDealer | None = None
         self._thread = threading.Thread(
@@ -227,7 +281,8 @@ class RankWeights:
     def _abort(self, message: Abort) -> None:
         """Answered at once, whatever the link's thread waits in."""
         if message.leave:
-            self._link.abandon()
+            with self._writing:
+                self._link.abandon()
             self._link = Link()
         update, self._update = self._update, None
         self._engine.forget()
@@ -266,28 +321,27 @@ class RankWeights:
             check_manifest(description, message.tensors, partial=message.partial)
         layout = lay_out(message.tensors, message.bucket_bytes)
         room = self._room()
-        mode = self._mode(message.mode, layout, room)
+        mode, memory = self._choose(message.mode, layout, room)
         update = _Update(message, layout, mode)
         with self._on_stream():
-            if mode == "full":
-                sizes = layout.sizes
-            else:
-                sizes = [max(layout.sizes)] * min(RING, len(layout.sizes))
             update.memory = [
-                torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes
+                torch.empty(size, dtype=torch.uint8, device=self._device) for size in memory
             ]
         self._update = update
         return Prepared(mode, room)
 
-    def _mode(self, wanted: str, layout: Layout, room: int) -> str:
-        needed = {
-            "full": layout.total,
-            "bucketed": max(layout.sizes) * min(RING, len(layout.sizes)),
-        }
-        for mode in needed if wanted == "auto" else [wanted]:
-            if needed[mode] <= room or (mode == "bucketed" and self._dirty):
-                return mode
-        least = needed[wanted] if wanted != "auto" else needed["bucketed"]
+    def _choose(self, wanted: str, layout: Layout, room: int) -> tuple[str, list[int]]:
+        """The mode, and the sizes of the memory it takes: of every bucket, or of a ring's slots and
+        behind them of one for the buckets that are larger than a slot."""
+        if wanted in ("auto", "full") and layout.total <= room:
+            return "full", layout.sizes
+        slot = layout.ring_slot
+        large = max((size for size in layout.sizes if size > slot), default=0)
+        ring = max(LEAST_RING, min(RING, len(layout.sizes), (room - large) // max(1, slot)))
+        needed = ring * slot + large
+        if wanted != "full" and (needed <= room or self._dirty):
+            return "bucketed", [slot] * ring + ([large] if large else [])
+        least = layout.total if wanted == "full" else needed
         raise InvalidWeights(
             f"no room to stage the weights: {least / 1e9:.2f} GB are needed and "
             f"{room / 1e9:.2f} GB are free; lower mem_fraction_static, or bucket_bytes"
@@ -300,8 +354,10 @@ class RankWeights:
             (line,) = [text for text in meminfo.splitlines() if text.startswith("MemAvailable")]
             return int(line.split()[1]) * 1024
         free: int = torch.cuda.mem_get_info(self._device)[0]
-        cached: int = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(
-            self._device
+        # Not memory_reserved() and the like: they take a millisecond to make a dict of everything.
+        stats = torch._C._cuda_memoryStats(self._device.index)
+        cached: int = (
+            stats["reserved_bytes"]["all"]["current"] - stats["allocated_bytes"]["all"]["current"]
         )
         return max(0, free + cached - SPARE_BYTES)
 
@@ -332,8 +388,10 @@ class RankWeights:
                     works.append(group.broadcast(data))
                     if self._device.type == "cpu":
                         works[-1].wait()
+                arrivals = self._arrivals(works)
                 update.bound = self._bind(update, range(len(memory)), memory)
-                works[-1].wait()
+                if arrivals:
+                    self._watch(link, update, arrivals)
                 group.synchronize()
         else:
             assert link.reader is not None
@@ -341,40 +399,68 @@ class RankWeights:
                 link.reader.receive(update.id, bucket, data.copy_)
             update.bound = self._bind(update, range(len(memory)), memory)
 
+    def _arrivals(self, works: list[Any]) -> list[torch.cuda.Event]:
+        """One event for each bucket of a broadcast between GPUs."""
+        events = []
+        for work in works if self._device.type == "cuda" else []:
+            work.wait()
+            events.append(torch.cuda.Event())
+            events[-1].record()
+        return events
+
+    def _watch(self, link: Link, update: _Update, arrivals: list[torch.cuda.Event]) -> None:
+        """Tell the engine when about a step's time is left until everything is here."""
+        sizes = update.layout.sizes
+        middle = len(arrivals) // 2
+        arrivals[0].synchronize()
+        begun = time.perf_counter()
+        arrivals[middle].synchronize()
+        rate = sum(sizes[1 : middle + 1]) / max(1e-6, time.perf_counter() - begun)
+        ahead = self._engine.step_seconds() * rate
+        near = middle
+        while near < len(sizes) - 1 and sum(sizes[near + 1 :]) > ahead:
+            near += 1
+        arrivals[near].synchronize()
+        link.check()
+        self._engine.nearly_staged()
+
     def _stage_bucketed(self, link: Link, update: _Update) -> None:
         """Through a ring, straight into the live weights, with the scheduler held."""
-        engine, group = self._engine, link.group
+        engine, group, layout = self._engine, link.group, update.layout
         if not self._dirty:
             engine.hold(update.id, update.message.inflight)
-        buckets = len(update.layout.sizes)
-        ring = len(update.memory)
+        slots = _Slots(update)
+        waiting: collections.deque[tuple[int, Any, torch.Tensor]] = collections.deque()
 
-        def apply(bucket: int) -> None:
+        def apply_oldest() -> None:
+            bucket, work, data = waiting.popleft()
+            work.wait()
             if not self._dirty:
                 if not engine.held(self._timeout):
                     raise WeightUpdateError("the engine did not come to rest in time")
                 link.check()
                 self._dirty = True
-            slots = {bucket: update.memory[bucket % ring]}
-            engine.copy(self._bind(update, [bucket], slots))
+            engine.copy(self._bind(update, [bucket], {bucket: data}))
+            slots.free(bucket)
 
         with group.deadline() if group is not None else contextlib.nullcontext():
-            works: dict[int, Any] = {}
-            for bucket in range(buckets + ring):
-                done = bucket - ring
-                if done >= 0 and group is not None:
-                    works.pop(done).wait()
-                    apply(done)
-                if bucket >= buckets:
-                    continue
+            for bucket, size in enumerate(layout.sizes):
                 link.check()
-                data = update.memory[bucket % ring][: update.layout.sizes[bucket]]
+                while not slots.has_room(bucket):
+                    apply_oldest()
+                data = slots.take(bucket)[:size]
+                work: Any = _Nothing
                 if group is not None:
-                    works[bucket] = group.broadcast(data)
+                    work = group.broadcast(data)
                 else:
                     assert link.reader is not None
                     link.reader.receive(update.id, bucket, data.copy_)
-                    apply(bucket)
+                waiting.append((bucket, work, data))
+                if self._dirty or engine.held(0):
+                    # It rests already: nothing need wait.
+                    apply_oldest()
+            while waiting:
+                apply_oldest()
             if group is not None:
                 group.synchronize()
         if self._stream is not None:

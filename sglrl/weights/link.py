@@ -10,6 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from typing import Any
 
 from ..errors import WeightUpdateError
 from .group import Group
@@ -17,12 +18,17 @@ from .shared import SharedReader, SharedSender
 
 
 class Link:
-    """Jobs run in order, one at a time. ``group``, ``sender`` and ``reader`` are set by jobs."""
+    """Jobs run in order, one at a time. ``group``, ``sender`` and ``reader`` are set by jobs.
+
+    ``ring``: the sender's buckets. A job that was abandoned may still write to them, so another
+    link has its own.
+    """
 
     def __init__(self) -> None:
         self.group: Group | None = None
         self.sender: SharedSender | None = None
         self.reader: SharedReader | None = None
+        self.ring: dict[int, Any] = {}
         self.abandoned = False
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         # A daemon: a program that ends does not wait for a peer that hangs.

@@ -70,7 +70,6 @@ class SendingEnd:
         self._store = Store(host)
         self._link = Link()
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
-        self._ring: dict[int, torch.Tensor] = {}
         self._cargo: Cargo | None = None
         self._ready: torch.cuda.Event | None = None
 
@@ -109,7 +108,7 @@ class SendingEnd:
     def close(self) -> None:
         """Leave the group and free everything, without waiting."""
         self._link.abandon()
-        self._ring.clear()
+        self._link.ring = {}
         self._cargo = None
 
     # --- on the link's thread ---------------------------------------------------------------------
@@ -124,7 +123,8 @@ class SendingEnd:
 
     def _join(self, link: Link, join: Join) -> None:
         prefix = f"sglrl/{join.group}"
-        store = self._store.store
+        # A connection of its own: one that waits for a rank that does not come is held meanwhile.
+        store = self._store.store.clone()
         if join.size > 1:
             link.group = Group(store, prefix, 0, join.size, self.device, self.host, join.timeout)
             link.group.begin()
@@ -156,7 +156,7 @@ class SendingEnd:
                     works[bucket - RING].wait()
                 if neighbour is not None:
                     neighbour.before(bucket)
-                data = self._pack(cargo, layout, bucket, indices, copy=neighbour is not None)
+                data = self._pack(link, cargo, layout, bucket, indices, neighbour is not None)
                 now = time.perf_counter()
                 gather += now - start
                 begun = begun or now
@@ -173,7 +173,13 @@ class SendingEnd:
         return SentStage(gather * 1e3, (time.perf_counter() - begun) * 1e3)
 
     def _pack(
-        self, cargo: Cargo, layout: Layout, bucket: int, indices: list[int], *, copy: bool
+        self,
+        link: Link,
+        cargo: Cargo,
+        layout: Layout,
+        bucket: int,
+        indices: list[int],
+        copy: bool,
     ) -> torch.Tensor:
         """The bucket's bytes: a copy in the ring, or a single tensor itself where it can be sent as
         it is."""
@@ -184,7 +190,7 @@ class SendingEnd:
             fits = place.nbytes == layout.sizes[bucket] and tensor.is_contiguous()
             if fits and tensor.device == self.device and _name(tensor) == cargo.specs[index].dtype:
                 return tensor.view(-1).view(torch.uint8)
-        data = self._slot(bucket, layout)[: layout.sizes[bucket]]
+        data = self._slot(link, bucket, layout)[: layout.sizes[bucket]]
         views = []
         tensors = []
         for index in indices:
@@ -200,11 +206,11 @@ class SendingEnd:
                     view.copy_(tensor, non_blocking=True)
         return data
 
-    def _slot(self, bucket: int, layout: Layout) -> torch.Tensor:
-        memory = self._ring.get(bucket % RING)
+    def _slot(self, link: Link, bucket: int, layout: Layout) -> torch.Tensor:
+        memory: torch.Tensor | None = link.ring.get(bucket % RING)
         if memory is None or memory.numel() < max(layout.sizes):
             memory = torch.empty(max(layout.sizes), dtype=torch.uint8, device=self.device)
-            self._ring[bucket % RING] = memory
+            link.ring[bucket % RING] = memory
         return memory
 
     @contextlib.contextmanager
