@@ -47,47 +47,45 @@ def total_bytes(specs: Iterable[TensorSpec]) -> int:
 def check_manifest(
     wanted: ModelDescription, given: Sequence[TensorSpec], *, partial: bool = False
 ) -> None:
-    """Raise ``InvalidWeights``, naming everything that is wrong, unless ``given`` fits the model.
+    """Raise ``InvalidWeights`` unless ``given`` fits the model. It says all that is wrong; of what
+    is wrong with many tensors, it names the first.
 
     Args:
         partial: the tensors left out keep their values.
     """
     known = {spec.name: spec for spec in wanted.tensors}
-    problems: list[str] = []
+    wrong: list[str] = []
     seen: set[str] = set()
     unknown = []
     for spec in given:
         if spec.name in seen:
-            problems.append(f"{spec.name} is given twice")
+            wrong.append(f"{spec.name} is given twice")
         seen.add(spec.name)
         expected = known.get(spec.name)
         if expected is None:
             unknown.append(spec.name)
         elif expected.shape != spec.shape:
-            problems.append(
+            wrong.append(
                 f"{spec.name} has shape {list(spec.shape)}, the model's is {list(expected.shape)}"
             )
         elif expected.dtype != spec.dtype:
-            problems.append(f"{spec.name} is {spec.dtype}, the model's is {expected.dtype}")
+            wrong.append(f"{spec.name} is {spec.dtype}, the model's is {expected.dtype}")
+    problems = [] if given else ["no tensors are given"]
     if unknown:
         problems.append(f"unknown: {_some(unknown)}")
     missing = [] if partial else [name for name in known if name not in seen]
     if missing:
         problems.append(f"missing: {_some(missing)} (partial=True would leave them as they are)")
-    if not given:
-        problems.append("no tensors are given")
+    problems += wrong[:_SHOWN]
+    if len(wrong) > _SHOWN:
+        problems.append(f"and {len(wrong) - _SHOWN} more that do not fit")
     if problems:
-        raise InvalidWeights("the weights do not fit the model: " + "; ".join(_few(problems)))
+        raise InvalidWeights("the weights do not fit the model: " + "; ".join(problems))
 
 
 def _some(names: Sequence[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
-
-
-def _few(problems: Sequence[str]) -> list[str]:
-    more = [f"and {len(problems) - _SHOWN} more problems"] if len(problems) > _SHOWN else []
-    return [*problems[:_SHOWN], *more]
 
 
 class Place(NamedTuple):
@@ -99,10 +97,12 @@ class Place(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """places: of the manifest's tensors, in its order. sizes: bytes of every bucket."""
+    """places: of the manifest's tensors, in its order. sizes: bytes of every bucket. ring_slot: of
+    the largest bucket that is no single large tensor."""
 
     places: list[Place]
     sizes: list[int]
+    ring_slot: int
 
     @property
     def total(self) -> int:
@@ -120,7 +120,8 @@ def lay_out(specs: Sequence[TensorSpec], bucket_bytes: int) -> Layout:
             sizes.append(0)
         places.append(Place(len(sizes) - 1, sizes[-1], nbytes))
         sizes[-1] += space
-    return Layout(places, sizes)
+    fitting = [size for size in sizes if size <= bucket_bytes]
+    return Layout(places, sizes, max(fitting, default=max(sizes, default=0)))
 
 
 def by_bucket(layout: Layout) -> list[list[int]]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import collections
 import logging
 import os
+import threading
 import time
 from typing import Any
 
@@ -47,6 +48,9 @@ from . import compat, convert, seeds
 from .weights import SglangWeights, WeightCommand
 
 logger = logging.getLogger("sglrl.worker")
+
+_LAUNCH_SECONDS = 0.003
+"""More than it takes to put a step on the GPU."""
 
 
 class _Request:
@@ -100,6 +104,8 @@ class Adapter:
         self.returned: set[int] = set()
         self.flushes: list[int] = []
         self.commands: collections.deque[WeightCommand] = collections.deque()
+        self.expected = threading.Event()
+        self.arrived = threading.Event()
         self.draining: WeightCommand | None = None
         self.held_back: list[Any] = []
 
@@ -182,6 +188,8 @@ class Adapter:
 
     def pull(self) -> list[Any]:
         """What arrived since the last scheduler step, as SGLang's requests."""
+        if self.expected.is_set():
+            self._linger()
         self.mailbox.receive(self)
         if self.flushes:
             self._pull_flush()
@@ -201,7 +209,23 @@ class Adapter:
     def weight_command(self, command: WeightCommand) -> None:
         """Between the next two steps, or when what runs has ended. From any thread."""
         self.commands.append(command)
+        self.arrived.set()
         self.mailbox.wake()
+
+    def expect_command(self) -> None:
+        """One will come within about a step. From any thread."""
+        self.arrived.clear()
+        self.expected.set()
+
+    def _linger(self) -> None:
+        """With overlap the scheduler launches a step while the GPU is still at the one before, and
+        new weights can only come after what was launched. So while an update is about to come,
+        the next step is launched as late as the GPU allows."""
+        scheduler = self.scheduler
+        if scheduler.enable_overlap and scheduler.last_batch is not None:
+            self.arrived.wait(max(0.0, scheduler.sglrl_step_seconds - _LAUNCH_SECONDS))
+        if self.arrived.is_set():
+            self.expected.clear()
 
     @property
     def pending(self) -> bool:
@@ -346,6 +370,8 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
         self.sglrl_gpu = gpu_id
         self.sglrl_weights: SglangWeights | None = None
         self.sglrl_version = 0
+        self.sglrl_step_seconds = 0.0
+        self._sglrl_launched = 0.0
         self._sglrl_processed = 0
         super().__init__(*args)
 
@@ -387,6 +413,11 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
             self.sglrl_weights.execute(command)
 
     def run_batch(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        now = time.monotonic()
+        took = now - self._sglrl_launched
+        self._sglrl_launched = now
+        if took < 1.0:
+            self.sglrl_step_seconds += 0.2 * (took - self.sglrl_step_seconds)
         result = super().run_batch(batch, *args, **kwargs)
         result.sglrl_version = self.sglrl_version
         return result

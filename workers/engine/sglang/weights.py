@@ -245,8 +245,17 @@ class SglangWeights:
     def staged(self, update: int, bound: Any) -> None:
         self._ready = (update, bound)
 
+    def nearly_staged(self) -> None:
+        if self._scheduler.sglrl_adapter is not None:
+            self._scheduler.sglrl_adapter.expect_command()
+
+    def step_seconds(self) -> float:
+        return self._scheduler.sglrl_step_seconds
+
     def forget(self) -> None:
         self._ready = None
+        if self._scheduler.sglrl_adapter is not None:
+            self._scheduler.sglrl_adapter.expected.clear()
 
     def commit(self, update: int, version: int, inflight: str) -> None:
         self._command(WeightCommand(update, version, inflight, hold=False))
