@@ -84,6 +84,25 @@ def test_text_includes_what_the_worker_said() -> None:
     assert make(WorkerLost).worker == 3  # type: ignore[attr-defined]
 
 
+def test_an_update_that_was_given_up_can_be_caught_as_such() -> None:
+    """All that left every worker with its old weights, except what the caller has to put right."""
+    assert issubclass(errors.SettingsMismatch, errors.WeightUpdateError)
+    assert issubclass(errors.UpdateInProgress, errors.WeightUpdateError)
+    assert not issubclass(errors.WeightUpdateError, UsageError)
+    assert issubclass(errors.InvalidWeights, UsageError)
+    assert not issubclass(errors.InvalidWeights, errors.WeightUpdateError)
+
+
+def test_what_ranks_and_coordinators_say_of_weights_has_its_type_at_the_other_end() -> None:
+    assert {
+        "InvalidWeights",
+        "SettingsMismatch",
+        "UpdateInProgress",
+        "UsageError",
+        "WeightUpdateError",
+    } <= set(errors.WIRE_ERRORS)
+
+
 @pytest.mark.parametrize("kind", sorted(errors.WIRE_ERRORS))
 def test_known_kinds_come_back_as_themselves(kind: str) -> None:
     error = from_wire(kind, "what to do", "Traceback ...")

@@ -10,20 +10,45 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglrl.codec import decode_to_driver, decode_to_worker, encode
+from sglrl.codec import (
+    decode_from_rank,
+    decode_to_driver,
+    decode_to_rank,
+    decode_to_worker,
+    encode,
+)
 from sglrl.errors import ProtocolError
 from sglrl.messages import (
+    Abort,
     CallMessage,
     Cancel,
+    Checksums,
+    Commit,
+    Describe,
     EngineInfo,
+    ErrorBody,
+    FromRank,
     Item,
+    Join,
+    Prepare,
+    Propose,
+    Proposed,
+    RankAnswer,
+    RankHello,
+    RankSettings,
     Ready,
     Results,
     Shutdown,
+    Stage,
     Starting,
     Submit,
+    TensorSpec,
     ToDriver,
+    ToRank,
     ToWorker,
+    Welcome,
+    Withdraw,
+    rank_identity,
 )
 
 ids = st.integers(-(1 << 63), (1 << 64) - 1)
@@ -74,6 +99,68 @@ to_driver = st.one_of(
         engine=st.none() | infos,
     ),
 )
+tensors = st.lists(
+    st.builds(TensorSpec, texts, texts, st.lists(ids, max_size=3).map(tuple)), max_size=5
+)
+seconds = st.floats(0, 1e6)
+errors = st.builds(ErrorBody, texts, texts, texts)
+to_rank = st.one_of(
+    st.builds(Describe, ids),
+    st.builds(
+        Join,
+        id=ids,
+        group=ids,
+        host=texts,
+        port=ids,
+        rank=ids,
+        size=ids,
+        reader=ids,
+        readers=ids,
+        timeout=seconds,
+    ),
+    st.builds(
+        Prepare,
+        id=ids,
+        version=ids,
+        tensors=tensors,
+        bucket_bytes=ids,
+        mode=texts,
+        inflight=texts,
+        partial=st.booleans(),
+        source=texts,
+    ),
+    st.builds(Stage, ids),
+    st.builds(Commit, ids),
+    st.builds(Abort, ids, st.booleans()),
+    st.builds(Checksums, ids, st.lists(texts)),
+    st.builds(Proposed, ids, st.none() | errors, raws),
+    st.builds(Welcome, ids, tensors, st.lists(texts)),
+)
+rank_settings = st.builds(
+    RankSettings,
+    **dict.fromkeys(("device", "uuid", "torch", "nccl", "host"), texts),
+    environment=st.dictionaries(texts, texts),
+    port=ids,
+)
+from_rank = st.one_of(
+    st.builds(RankHello, rank_settings),
+    st.builds(RankAnswer, ids, texts, st.none() | errors, raws),
+    st.builds(
+        Propose,
+        id=ids,
+        tensors=tensors,
+        version=st.none() | ids,
+        inflight=texts,
+        mode=texts,
+        partial=st.booleans(),
+        bucket_bytes=ids,
+        timeout=seconds,
+        wait=st.booleans(),
+    ),
+    st.builds(Withdraw, ids),
+)
+
+DECODERS = (decode_to_worker, decode_to_driver, decode_to_rank, decode_from_rank)
 
 
 @given(message=to_worker)
@@ -90,24 +177,51 @@ def test_round_trip_to_driver(message: ToDriver) -> None:
     assert again == message
 
 
+@given(message=to_rank)
+def test_round_trip_to_rank(message: ToRank) -> None:
+    again = decode_to_rank(encode(message))
+    assert type(again) is type(message)
+    assert again == message
+
+
+@given(message=from_rank)
+def test_round_trip_from_rank(message: FromRank) -> None:
+    again = decode_from_rank(encode(message))
+    assert type(again) is type(message)
+    assert again == message
+
+
 def test_the_strategies_make_every_message() -> None:
     assert set(get_args(ToWorker)) == {Submit, Cancel, Shutdown}
     assert set(get_args(ToDriver)) == {Results, Starting, Ready}
+    assert set(get_args(ToRank)) == {
+        Describe,
+        Join,
+        Prepare,
+        Stage,
+        Commit,
+        Abort,
+        Checksums,
+        Proposed,
+        Welcome,
+    }
+    assert set(get_args(FromRank)) == {RankHello, RankAnswer, Propose, Withdraw}
 
 
 def test_no_tag_is_used_twice() -> None:
-    tags = [cls.__struct_config__.tag for cls in (*get_args(ToWorker), *get_args(ToDriver))]
+    unions = (ToWorker, ToDriver, ToRank, FromRank)
+    tags = [cls.__struct_config__.tag for union in unions for cls in get_args(union)]
     assert len(tags) == len(set(tags))
 
 
 @given(data=st.binary())
 def test_random_bytes(data: bytes) -> None:
-    for decode in (decode_to_worker, decode_to_driver):
+    for decode in DECODERS:
         with contextlib.suppress(ProtocolError):
             decode(data)
 
 
-@given(message=to_worker | to_driver, data=st.data())
+@given(message=to_worker | to_driver | to_rank | from_rank, data=st.data())
 def test_damaged_bytes(message: Any, data: st.DataObject) -> None:
     """One byte changed, some cut off, some added: a message or ``ProtocolError``."""
     whole = bytearray(encode(message))
@@ -116,7 +230,7 @@ def test_damaged_bytes(message: Any, data: st.DataObject) -> None:
     damaged = bytes(whole[: data.draw(st.integers(0, len(whole)))]) + data.draw(
         st.binary(max_size=3)
     )
-    for decode in (decode_to_worker, decode_to_driver):
+    for decode in DECODERS:
         with contextlib.suppress(ProtocolError):
             decode(damaged)
 
@@ -127,6 +241,26 @@ def test_truncated(message: ToWorker, data: st.DataObject) -> None:
     cut = data.draw(st.integers(0, len(whole) - 1))
     with pytest.raises(ProtocolError):
         decode_to_worker(whole[:cut])
+
+
+@given(messages=st.tuples(to_rank, from_rank), data=st.data())
+def test_truncated_on_the_weight_channel(
+    messages: tuple[ToRank, FromRank], data: st.DataObject
+) -> None:
+    for message, decode in zip(messages, (decode_to_rank, decode_from_rank), strict=True):
+        whole = encode(message)
+        cut = data.draw(st.integers(0, len(whole) - 1))
+        with pytest.raises(ProtocolError):
+            decode(whole[:cut])
+
+
+@given(messages=st.tuples(to_worker, to_driver, to_rank, from_rank))
+def test_every_direction_refuses_the_others_messages(messages: tuple[Any, ...]) -> None:
+    for message, its_own in zip(messages, DECODERS, strict=True):
+        for decode in DECODERS:
+            if decode is not its_own:
+                with pytest.raises(ProtocolError, match="not a message"):
+                    decode(encode(message))
 
 
 @pytest.mark.parametrize(
@@ -144,11 +278,22 @@ def test_truncated(message: ToWorker, data: st.DataObject) -> None:
         pytest.param(b"\x92\x0b\xdd\xff\xff\xff\xff", id="four thousand million items"),
         pytest.param(b"\x92\x0b\x91\x93\x01\x01" + b"\x91" * 100_000, id="nested too deeply"),
         pytest.param(encode([11, [[2**64 - 1, "one"]]]), id="a kind that is no number"),
+        pytest.param(encode([24]), id="a commit of nothing"),
+        pytest.param(encode([25, 1, 1]), id="an abort that leaves 1"),
+        pytest.param(encode([26, 1, [b"name"]]), id="a name that is no text"),
+        pytest.param(b"\x93\x1a\x01\x91\xa1\xff", id="a tensor's name that is not UTF-8"),
+        pytest.param(encode([28, 1, [["w", "float32", [2, "x"]]], []]), id="a shape with an x"),
+        pytest.param(encode([28, 1, [["w", "float32"]], []]), id="a tensor without a shape"),
+        pytest.param(encode([40, ["cpu", ""]]), id="settings without names"),
+        pytest.param(encode([40, {"device": "cpu"}]), id="settings without most"),
+        pytest.param(encode([41, 1]), id="an answer to no phase"),
+        pytest.param(encode([41, "1", "join"]), id="an answer to text"),
+        pytest.param(encode([41, 1.5, "join"]), id="an answer to a half"),
     ],
 )
 def test_not_a_message(frame: bytes) -> None:
-    for decode in (decode_to_worker, decode_to_driver):
-        with pytest.raises(ProtocolError, match="not a message for a"):
+    for decode in DECODERS:
+        with pytest.raises(ProtocolError, match="not a message f"):
             decode(frame)
 
 
@@ -157,8 +302,20 @@ def test_a_message_for_the_other_side() -> None:
         decode_to_driver(encode(Shutdown()))
     with pytest.raises(ProtocolError, match="not a message for a worker"):
         decode_to_worker(encode(Starting("loading")))
+    with pytest.raises(ProtocolError, match="not a message for a rank"):
+        decode_to_rank(encode(RankAnswer(1, "join")))
+    with pytest.raises(ProtocolError, match="not a message from a rank"):
+        decode_from_rank(encode(Stage(1)))
 
 
 def test_fields_of_a_newer_peer_are_ignored() -> None:
     assert decode_to_driver(encode([12, "loading", "and more"])) == Starting("loading")
     assert decode_to_driver(encode([11, []])) == Results([], -1.0)
+    assert decode_to_rank(encode([23, 7, "and more"])) == Stage(7)
+    assert decode_from_rank(encode([41, 7, "join"])) == RankAnswer(7, "join")
+
+
+def test_ranks_have_identities_of_their_own() -> None:
+    known = {rank_identity(worker, rank) for worker in (b"w1", b"w11") for rank in (0, 1, 11)}
+    assert len(known) == 6
+    assert rank_identity(b"w1", 0) == b"w1/0"
