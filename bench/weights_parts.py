@@ -98,6 +98,8 @@ async def _measure_sglrl(options: Mapping[str, Any], note: Note) -> dict[str, An
                     begun = time.perf_counter()
                     reports.append(await client.update_weights(weights, mode=mode))
                     last = (begun, time.perf_counter())
+                # What comes after the last one belongs on the picture.
+                await asyncio.sleep(0.15)
             note(f"{name}: {reports[-1]}")
             result["modes"][name] = _summary(reports)
             if load:

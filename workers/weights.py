@@ -177,6 +177,7 @@ class RankWeights:
         self._update: _Update | None = None
         self._timeout = 60.0
         self._dirty = False
+        self._given_up = 0
         self._writing = threading.Lock()
         """Held while live weights are written from here, and to decide that they no longer are."""
         self._description: ModelDescription | None = None
@@ -284,7 +285,9 @@ class RankWeights:
             with self._writing:
                 self._link.abandon()
             self._link = Link()
-        update, self._update = self._update, None
+        with self._writing:
+            self._given_up = message.id
+            update, self._update = self._update, None
         self._engine.forget()
         if update is not None and update.mode == "bucketed" and not self._dirty:
             self._engine.release(None)
@@ -327,7 +330,10 @@ class RankWeights:
             update.memory = [
                 torch.empty(size, dtype=torch.uint8, device=self._device) for size in memory
             ]
-        self._update = update
+        with self._writing:
+            if message.id <= self._given_up:
+                raise WeightUpdateError("the update was given up")
+            self._update = update
         return Prepared(mode, room)
 
     def _choose(self, wanted: str, layout: Layout, room: int) -> tuple[str, list[int]]:
@@ -438,9 +444,10 @@ class RankWeights:
             if not self._dirty:
                 if not engine.held(self._timeout):
                     raise WeightUpdateError("the engine did not come to rest in time")
+            with self._writing:
                 link.check()
                 self._dirty = True
-            engine.copy(self._bind(update, [bucket], {bucket: data}))
+                engine.copy(self._bind(update, [bucket], {bucket: data}))
             slots.free(bucket)
 
         with group.deadline() if group is not None else contextlib.nullcontext():
