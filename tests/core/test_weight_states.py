@@ -92,29 +92,32 @@ class UpdateStates(RuleBasedStateMachine):
             self.answer(member)
 
     @precondition(lambda self: self.running)
-    @rule(n=pick, dirty=rarely)
+    @rule(n=pick, dirty=st.booleans())
     def one_answers(self, n: int, dirty: bool) -> None:
         waiting = sorted(self.model.unanswered)
         self.answer(waiting[n % len(waiting)], dirty=dirty)
 
     @precondition(lambda self: self.running)
     @rule(n=pick, left_out=st.sampled_from([0, 0, 0, 1, 2]))
-    def most_answer(self, n: int, left_out: int) -> None:
+    def phase_goes_well(self, n: int, left_out: int) -> None:
+        """For all, or nearly all."""
         waiting = sorted(self.model.unanswered)
         at = n % len(waiting)
         for member in (waiting[at:] + waiting[:at])[left_out:]:
             self.answer(member)
 
     @precondition(lambda self: self.running)
-    @rule(n=pick, really=rarely, dirty=rarely)
+    @rule(n=pick, really=rarely, dirty=st.booleans())
     def one_cannot(self, n: int, really: bool, dirty: bool) -> None:
         if really:
             waiting = sorted(self.model.unanswered)
             self.answer(waiting[n % len(waiting)], error=True, dirty=dirty)
 
     @precondition(lambda self: self.running)
-    @rule()
-    def all_goes_well(self) -> None:
+    @rule(really=rarely)
+    def all_goes_well(self, really: bool) -> None:
+        if not really:
+            return
         phases = 0
         while self.running:
             self.all_answer()
@@ -165,7 +168,7 @@ class UpdateStates(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(really=rarely)
     def cancel(self, really: bool) -> None:
-        if really:
+        if really or self.model.phase == COMMIT:
             wanted = self.model.cancel()
             if wanted:
                 self.witness.cancelled()

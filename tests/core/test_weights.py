@@ -137,7 +137,7 @@ def test_who_is_joined_is_not_asked_to_join() -> None:
     assert update.machine.joined
 
 
-def test_without_a_sender_nobody_joins_and_nobody_leaves() -> None:
+def test_without_a_sender_nobody_joins() -> None:
     update = Update(sender=False)
     assert update.finish() == [
         ask(PREPARE, *RANKS),
@@ -146,11 +146,16 @@ def test_without_a_sender_nobody_joins_and_nobody_leaves() -> None:
         end(DONE),
     ]
     assert not update.machine.joined
-    aborted = Update(sender=False, joined=True, until=STAGE)
-    assert aborted.answer(A0, error=NO) == [ask(ABORT, *RANKS)]
-    assert not aborted.machine.leave
-    assert aborted.finish() == [end(FAILED, "broken")]
-    assert not aborted.machine.joined
+
+
+@pytest.mark.parametrize("phase", [PREPARE, STAGE])
+def test_without_a_sender_there_is_no_group_to_leave(phase: str) -> None:
+    update = Update(sender=False, joined=True, until=phase)
+    update.machine.cancel(update.now)
+    assert update.effects() == [ask(ABORT, *RANKS)]
+    assert not update.machine.leave
+    assert update.finish() == [end(FAILED, "cancelled")]
+    assert not update.machine.joined
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -342,6 +347,15 @@ def test_the_only_worker_is_lost() -> None:
     alone = Update([A0], sender=False)
     assert alone.effects() == [ask(PREPARE, A0)]
     assert alone.lose(0) == [end(FAILED, "lost")]
+
+
+def test_another_attempt_has_to_have_a_reason_of_its_own() -> None:
+    update = Update(until=STAGE)
+    update.lose(1)
+    assert update.answer(SENDER, A0, A1) == [ask(JOIN, SENDER, A0, A1)]
+    assert update.answer(A0, error=NO) == [ask(ABORT, SENDER, A0, A1)]
+    assert update.finish() == [end(FAILED, "broken")]
+    assert update.machine.attempts == 2
 
 
 def test_workers_are_lost_one_attempt_after_the_other() -> None:

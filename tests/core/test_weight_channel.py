@@ -1,0 +1,225 @@
+"""The coordinator of weight updates, with ranks and senders that a test plays by hand."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, cast
+
+import msgspec
+import pytest
+
+from sglrl.codec import decode_to_rank, encode
+from sglrl.core.weights import COMMIT, JOIN, PREPARE, STAGE
+from sglrl.errors import InvalidWeights, WeightUpdateError
+from sglrl.messages import (
+    Abort,
+    Commit,
+    Committed,
+    Describe,
+    ErrorBody,
+    Join,
+    ModelDescription,
+    Prepare,
+    Prepared,
+    RankAnswer,
+    RankHello,
+    RankSettings,
+    SentStage,
+    Stage,
+    TensorSpec,
+    ToRank,
+    rank_identity,
+)
+from sglrl.weights.coordinator import UpdateRequest, WeightChannel
+
+SPECS = [TensorSpec("w", "float32", (4,))]
+SETTINGS = RankSettings(device="cpu", uuid="", torch="2", nccl="", environment={}, host="h", port=1)
+PHASE_OF = {Join: JOIN, Prepare: PREPARE, Stage: STAGE, Commit: COMMIT, Abort: "abort"}
+NO = ErrorBody("WeightUpdateError", "no")
+
+
+class Sender:
+    """One that is asked, and answers when the pool's ranks do."""
+
+    settings = SETTINGS
+
+    def __init__(self, pool: Pool, name: str) -> None:
+        self._pool = pool
+        self.name = name
+
+    def ask(self, message: ToRank) -> None:
+        self._pool.asked.put_nowait((self.name, message))
+
+
+class Pool:
+    """Workers of one rank each. ``asked``: (who, message), in order."""
+
+    def __init__(self, workers: int) -> None:
+        self.asked: asyncio.Queue[tuple[int | str, ToRank]] = asyncio.Queue()
+        self.expelled: list[int] = []
+        self.channel = WeightChannel(lambda worker, _: self.expelled.append(worker))
+        self.on_peer: Callable[[bytes, bytes], bool]
+        self.on_lost: Callable[[int], None]
+        self.channel.attach(cast(Any, self), "inproc://none")
+        self.identities = {rank_identity(b"w%d" % w, 0): w for w in range(workers)}
+        for identity, worker in self.identities.items():
+            self.channel.add_rank(worker, 0, identity)
+            self.on_peer(identity, encode(RankHello(SETTINGS)))
+
+    def send_to_peer(self, identity: bytes, frame: bytes) -> bool:
+        self.asked.put_nowait((self.identities[identity], decode_to_rank(frame)))
+        return True
+
+    def say(self, who: int | str, answer: RankAnswer, sender: Sender | None = None) -> None:
+        if sender is not None:
+            self.channel.sender_answered(sender, answer)
+        else:
+            assert isinstance(who, int)
+            self.on_peer(rank_identity(b"w%d" % who, 0), encode(answer))
+
+    async def next(self, who: int | str, kind: type[Any]) -> Any:
+        """The next message, which must be that one."""
+        asked, message = await self.asked.get()
+        assert (asked, type(message)) == (who, kind)
+        return message
+
+    async def goes_well(self, sender: Sender, workers: list[int], *kinds: type[Any]) -> list[Any]:
+        """All are asked these things, and do them. The last message of each kind."""
+        last = []
+        for kind in kinds:
+            asked: list[int | str] = [*workers]
+            if kind in (Join, Stage, Abort):
+                asked.insert(0, sender.name)
+            messages = [await self.next(who, kind) for who in asked]
+            for who, message in zip(asked, messages, strict=True):
+                self.say(who, answer(message), sender if who == sender.name else None)
+            last.append(messages[-1])
+        return last
+
+    async def describes_itself(self) -> None:
+        message = await self.next(0, Describe)
+        self.say(0, RankAnswer(message.id, "describe", None, raw(ModelDescription(SPECS, []))))
+
+
+def raw(value: Any) -> msgspec.Raw:
+    return msgspec.Raw(encode(value))
+
+
+def answer(message: Any, error: ErrorBody | None = None) -> RankAnswer:
+    bodies = {
+        Prepare: Prepared("full", 1 << 30),
+        Stage: SentStage(1.0, 2.0),
+        Commit: Committed(0.5),
+        Abort: False,
+    }
+    return RankAnswer(message.id, PHASE_OF[type(message)], error, raw(bodies.get(type(message))))
+
+
+def played(test: Callable[[Pool], Awaitable[None]]) -> Callable[[], None]:
+    async def play() -> None:
+        pool = Pool(2)
+        await test(pool)
+        assert pool.asked.empty()
+        await pool.channel.close()
+
+    def run() -> None:
+        asyncio.run(play())
+
+    run.__name__ = test.__name__
+    run.__doc__ = test.__doc__
+    return run
+
+
+@played
+async def test_late_answers_are_not_those_of_the_next_attempt(pool: Pool) -> None:
+    sender = Sender(pool, "a")
+    update = asyncio.create_task(pool.channel.update(UpdateRequest(specs=SPECS), sender))
+    await pool.describes_itself()
+    await pool.goes_well(sender, [0, 1], Join, Prepare)
+    stages = [await pool.next(who, Stage) for who in ("a", 0, 1)]
+    pool.on_lost(1)
+    (abort,) = await pool.goes_well(sender, [0], Abort)
+    assert abort.leave
+    assert abort.id == stages[0].id
+
+    joins = [await pool.next(who, Join) for who in ("a", 0)]
+    assert joins[0].id == joins[1].id != abort.id
+    assert joins[1].size == 2
+    # What the threads of the group that was left come to say at last.
+    late = RankAnswer(abort.id, JOIN, NO)
+    pool.say(0, late)
+    pool.say("a", late, sender)
+    pool.say("a", answer(joins[0]), sender)
+    pool.say(0, answer(joins[1]))
+    await pool.goes_well(sender, [0], Prepare)
+    for who in ("a", 0):
+        message = await pool.next(who, Stage)
+        pool.say(who, RankAnswer(abort.id, STAGE), sender if who == "a" else None)
+    assert pool.asked.empty(), "nobody has staged in this attempt"
+    pool.say("a", answer(message), sender)
+    pool.say(0, answer(message))
+    await pool.goes_well(sender, [0], Commit)
+    report = await update
+    assert report.attempts == 2
+    assert report.workers == [0]
+    assert pool.channel.version == 1
+
+
+@played
+async def test_a_group_is_used_again(pool: Pool) -> None:
+    sender = Sender(pool, "a")
+    join = asyncio.create_task(pool.channel.join(sender, 5.0))
+    await pool.goes_well(sender, [0, 1], Join)
+    await join
+    await pool.channel.join(sender, 5.0)
+    for version in (1, 2):
+        update = asyncio.create_task(pool.channel.update(UpdateRequest(specs=SPECS), sender))
+        if version == 1:
+            await pool.describes_itself()
+        await pool.goes_well(sender, [0, 1], Prepare, Stage, Commit)
+        assert (await update).version == version
+
+
+@played
+async def test_joining_another_sender_ends_the_group_before(pool: Pool) -> None:
+    """Also if it fails: the ranks have left."""
+    first, second = Sender(pool, "a"), Sender(pool, "b")
+    join = asyncio.create_task(pool.channel.join(first, 5.0))
+    await pool.goes_well(first, [0, 1], Join)
+    await join
+    join = asyncio.create_task(pool.channel.join(second, 5.0))
+    for who in ("b", 0, 1):
+        message = await pool.next(who, Join)
+    pool.say(1, answer(message, NO))
+    await pool.goes_well(second, [0, 1], Abort)
+    with pytest.raises(WeightUpdateError, match="worker 1: no"):
+        await join
+    join = asyncio.create_task(pool.channel.join(first, 5.0))
+    await pool.goes_well(first, [0, 1], Join)
+    await join
+
+
+@played
+async def test_a_group_that_lost_a_member_after_a_refusal_is_formed_again(pool: Pool) -> None:
+    sender = Sender(pool, "a")
+    join = asyncio.create_task(pool.channel.join(sender, 5.0))
+    await pool.goes_well(sender, [0, 1], Join)
+    await join
+    update = asyncio.create_task(pool.channel.update(UpdateRequest(specs=SPECS), sender))
+    await pool.describes_itself()
+    for who in (0, 1):
+        message = await pool.next(who, Prepare)
+        pool.say(who, answer(message, ErrorBody("InvalidWeights", "no room")))
+    for who in ("a", 0, 1):
+        message = await pool.next(who, Abort)
+        assert not message.leave
+    pool.say("a", answer(message), sender)
+    pool.say(0, answer(message))
+    pool.on_lost(1)
+    with pytest.raises(InvalidWeights, match="worker 0: no room"):
+        await update
+    update = asyncio.create_task(pool.channel.update(UpdateRequest(specs=SPECS), sender))
+    await pool.goes_well(sender, [0], Join, Prepare, Stage, Commit)
+    assert (await update).version == 1
+    assert pool.expelled == []
