@@ -330,7 +330,7 @@ class WeightChannel:
                 ended = await self._until_ended(run)
                 self._joined_after(run)
                 if ended.state != DONE:
-                    raise _failure(ended)
+                    raise _failure(ended, run.machine)
         return (time.perf_counter() - begun) * 1e3
 
     def _new_run(
@@ -385,7 +385,7 @@ class WeightChannel:
     def _finish(self, run: _Run, ended: Ended, begun: float) -> UpdateReport:
         if ended.state != DONE:
             self._joined_after(run)
-            raise _failure(ended)
+            raise _failure(ended, run.machine)
         self._record(run)
         machine = run.machine
         end = time.perf_counter()
@@ -702,12 +702,12 @@ def _error(body: ErrorBody, member: Member | None = None) -> SglrlError:
     return from_wire(body.kind, who + body.message, body.traceback)
 
 
-def _failure(ended: Ended) -> SglrlError:
+def _failure(ended: Ended, machine: WeightUpdate) -> SglrlError:
     """What the caller is told of an update that was given up."""
     refusals = [error for _, error in ended.errors]
     if ended.why == "refused":
         return refusals[0]
     text = "; ".join(dict.fromkeys(str(e) for e in refusals)) or ended.why
-    if ended.why == "lost" and not ended.errors:
-        return WorkerLost("no worker is left to update")
+    if not machine.members:
+        return WorkerLost("no worker is left to update" + (f": {text}" if refusals else ""))
     return WeightUpdateError(f"the weight update was given up: {text}")

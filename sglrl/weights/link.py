@@ -7,14 +7,20 @@ up or its time-out passes), sees that it was abandoned, and the thread ends.
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
+import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 from ..errors import WeightUpdateError
 from .group import Group
 from .shared import SharedReader, SharedSender
+
+END_SECONDS = 2.0
+_live: weakref.WeakSet[Link] = weakref.WeakSet()
 
 
 class Link:
@@ -31,9 +37,10 @@ class Link:
         self.ring: dict[int, Any] = {}
         self.abandoned = False
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        # A daemon: a program that ends does not wait for a peer that hangs.
-        self._thread = threading.Thread(target=self._run, name="sglrl-weights", daemon=True)
-        self._thread.start()
+        # Daemons: a program that ends does not wait for a peer that hangs, or not long (``_end``).
+        self._threads = [threading.Thread(target=self._run, name="sglrl-weights", daemon=True)]
+        _live.add(self)
+        self._threads[0].start()
 
     def submit(self, job: Callable[[], None]) -> None:
         """``job`` must not raise."""
@@ -51,7 +58,9 @@ class Link:
         self.abandoned = True
         self._jobs.put(None)
         # Taking a communicator down may take its time.
-        threading.Thread(target=self._abort, name="sglrl-weights-abort", daemon=True).start()
+        aborting = threading.Thread(target=self._abort, name="sglrl-weights-abort", daemon=True)
+        self._threads.append(aborting)
+        aborting.start()
 
     def _abort(self) -> None:
         for part in (self.group, self.sender, self.reader):
@@ -64,3 +73,21 @@ class Link:
                 job()
         if self.group is not None:
             self.group.close()
+
+    def join(self, seconds: float) -> None:
+        """Wait for the end of an abandoned link's threads, but no longer than that."""
+        end = time.monotonic() + seconds
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
+
+
+@atexit.register
+def _end() -> None:
+    """A thread that comes back from gloo or NCCL while the interpreter ends would take the process
+    down with SIGABRT."""
+    links = list(_live)
+    for link in links:
+        link.abandon()
+    end = time.monotonic() + END_SECONDS
+    for link in links:
+        link.join(max(0.0, end - time.monotonic()))

@@ -10,7 +10,16 @@ from typing import Any, Self
 import msgspec
 
 from ..codec import decode_to_rank, encode
-from ..errors import Closed, ProtocolError, UsageError, WeightUpdateError, from_wire
+from ..errors import (
+    Closed,
+    DeadlineExceeded,
+    ProtocolError,
+    SglrlError,
+    UsageError,
+    WeightUpdateError,
+    WorkerLost,
+    from_wire,
+)
 from ..messages import (
     Abort,
     Join,
@@ -30,6 +39,8 @@ from .report import UpdateReport
 logger = logging.getLogger("sglrl.weights")
 
 _report = msgspec.msgpack.Decoder(UpdateReport)
+_OF_THE_CLIENT = {cls.__name__: cls for cls in (Closed, DeadlineExceeded, WorkerLost)}
+"""Errors that no worker answers with, but the client that the workers belong to."""
 
 
 class Sender:
@@ -215,7 +226,14 @@ class Sender:
 
     def _proposed(self, message: Proposed) -> None:
         error = message.error
-        failure = None if error is None else from_wire(error.kind, error.message, error.traceback)
+        failure: SglrlError | None = None
+        if error is not None:
+            own = _OF_THE_CLIENT.get(error.kind)
+            failure = (
+                own(error.message)
+                if own is not None
+                else from_wire(error.kind, error.message, error.traceback)
+            )
         if not self._welcome.done():
             if failure is not None:
                 self._welcome.set_exception(failure)

@@ -1,0 +1,140 @@
+"""A worker is killed, or stops, in each phase of a weight update: the others all get the new
+weights or all keep the old ones, soon, and no call is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+import sglrl
+from sglrl.weights import coordinator
+
+from .policies import PROMPTS, Lab, Policies, gated, on_phase, phase_event
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+SECONDS = 2.0
+WANTED = {"max_new_tokens": 150, "logprobs": True, "ignore_eos": True}
+VICTIM = 1
+
+
+@pytest.fixture(scope="module")
+def policies(models: Path) -> Policies:
+    return Policies(models / "policies")
+
+
+@pytest.mark.parametrize(
+    ("phase", "mode"),
+    [
+        ("join", "full"),
+        ("prepare", "full"),
+        ("stage", "full"),
+        ("stage", "bucketed"),
+        ("commit", "full"),
+        ("commit", "bucketed"),
+    ],
+)
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+async def test_a_worker_fails_in_an_update(
+    policies: Policies,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: signal.Signals,
+    phase: str,
+    mode: str,
+) -> None:
+    async with sglrl.launch(policies[0].folder, device="cpu", replicas=2) as client:
+        lab = Lab(client, policies)
+        # How long a live process may take to say that it has given up.
+        monkeypatch.setattr(coordinator, "ABORT_SECONDS", SECONDS)
+        pid = client.workers[VICTIM].pid
+        if phase != "join":
+            await lab.update(1, mode=mode)
+        before = client.weight_version
+        done = False
+
+        def strike(asked: str, member: tuple[int, int]) -> None:
+            nonlocal done
+            if asked == phase and member[0] == VICTIM and not done:
+                done = True
+                os.kill(pid, fault)
+
+        on_phase(monkeypatch, client, strike)
+        calls = [
+            asyncio.ensure_future(client.generate(input_ids=[*PROMPTS[1], i], **WANTED))
+            for i in range(6)
+        ]
+        while sorted(s.engine.running for s in await client.stats()) < [1, 1]:
+            pass
+        # In every phase a deadline of its own; a lost worker costs one attempt more.
+        async with asyncio.timeout(8 * SECONDS + 10):
+            report = await lab.update(2, mode=mode, bucket_bytes=1 << 16, timeout=SECONDS)
+        assert report.workers == [0]
+        assert report.version == before + 1
+        assert done
+        for completion in await asyncio.gather(*calls):
+            assert completion.finish_reason == "length"
+            assert len(completion.output_ids) == WANTED["max_new_tokens"]
+            assert completion.worker == 0
+            lab.check_history(completion)
+        assert [w.state for w in client.workers] == ["ready", "lost"]
+        await lab.check(PROMPTS[:1], 4)
+        after = await lab.update(1, mode=mode, timeout=SECONDS)
+        assert after.workers == [0]
+        await lab.check(PROMPTS[:1], 4)
+    assert not alive(pid)
+
+
+async def test_a_worker_is_lost_when_the_other_has_half_of_the_new_weights(
+    policies: Policies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It cannot go back, so it stays held until it has the rest."""
+    async with sglrl.launch(policies[0].folder, device="cpu", replicas=2) as client:
+        lab = Lab(client, policies)
+        pid = client.workers[VICTIM].pid
+        calls = [
+            asyncio.ensure_future(client.generate(input_ids=[*PROMPTS[1], i], **WANTED))
+            for i in range(4)
+        ]
+        while sorted(s.engine.running for s in await client.stats()) < [1, 1]:
+            pass
+        weights, gate = gated(policies[1].model.state_dict())
+        update = asyncio.ensure_future(lab.update(1, weights, mode="bucketed", bucket_bytes=1))
+        await gate.reached()
+        again = phase_event(monkeypatch, client, "join")
+        os.kill(pid, signal.SIGKILL)
+        await again.wait()
+        gate.open()
+        report = await update
+        assert (report.workers, report.attempts) == ([0], 2)
+        for completion in await asyncio.gather(*calls):
+            assert len(completion.output_ids) == WANTED["max_new_tokens"]
+            lab.check_history(completion)
+        await lab.check(PROMPTS[:1], 4)
+
+
+async def test_the_only_worker_is_lost(policies: Policies, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with sglrl.launch(policies[0].folder, device="cpu") as client:
+        pid = client.workers[0].pid
+        on_phase(
+            monkeypatch,
+            client,
+            lambda phase, member: (
+                os.kill(pid, signal.SIGKILL) if phase == "stage" and member[0] == 0 else None
+            ),
+        )
+        for _ in range(2):
+            with pytest.raises(sglrl.WorkerLost, match="no worker is left"):
+                await client.update_weights(policies[1].model)
+        assert client.weight_version == 0
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

@@ -1,0 +1,222 @@
+"""A trainer in another process than the rollouts' sends the weights; and what becomes of an update
+whose sender is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+import sglrl
+from sglrl.weights import Sender, coordinator
+
+from .policies import PROMPTS, Lab, Policies, phase_event
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+PROGRAM = Path(__file__).with_name("trainer_program.py")
+WANTED = {"max_new_tokens": 40, "logprobs": True, "ignore_eos": True}
+
+
+class Trainer:
+    """The process of ``trainer_program.py``."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+
+    async def says(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = await self.process.stdout.readline()
+        assert line, "the trainer has ended"
+        return json.loads(line)  # type: ignore[no-any-return]
+
+    def tell(self, **command: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(command).encode() + b"\n")
+
+    async def ask(self, **command: Any) -> dict[str, Any]:
+        self.tell(**command)
+        return await self.says()
+
+    async def kill(self) -> None:
+        self.process.kill()
+        await self.process.wait()
+
+
+@asynccontextmanager
+async def trainer(client: sglrl.Client) -> AsyncIterator[Trainer]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        str(PROGRAM),
+        client.weights_address,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    try:
+        yield Trainer(process)
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+        process._transport.close()  # type: ignore[attr-defined]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def lab(models: Path) -> AsyncIterator[Lab]:
+    policies = Policies(models / "policies")
+    async with sglrl.launch(policies[0].folder, device="cpu", replicas=2) as client:
+        yield Lab(client, policies)
+
+
+def folder(lab: Lab, seed: int) -> str:
+    return str(lab.policies[seed].folder)
+
+
+async def test_a_trainer_in_another_process(lab: Lab) -> None:
+    client = lab.client
+    await lab.update(1)
+    async with trainer(client) as other:
+        assert await other.says() == {"result": "connected", "version": 1}
+        assert (await other.ask(group=0))["total"] == 3
+        for version, seed, options in (
+            (2, 2, {}),
+            (3, 3, {"inflight": "retract", "mode": "bucketed", "bucket_bytes": 1 << 16}),
+        ):
+            calls = [
+                asyncio.ensure_future(client.generate(input_ids=prompt, **WANTED))
+                for prompt in PROMPTS
+            ]
+            done = await other.ask(update=folder(lab, seed), **options)
+            assert done["result"] == "updated"
+            assert (done["version"], done["known"]) == (version, version)
+            assert done["workers"] == [0, 1]
+            assert f"v{version}" in done["repr"]
+            lab.by_version[version] = lab.policies[seed]
+            assert client.weight_version == version
+            await lab.check(PROMPTS[:2], 4)
+            for completion in await asyncio.gather(*calls):
+                lab.check_history(completion, again="inflight" in options)
+        refused = await other.ask(update=folder(lab, 1), version=3)
+        assert (refused["result"], refused["error"]) == ("error", "UsageError")
+        assert "above 3" in refused["says"]
+        refused = await other.ask(update=folder(lab, 1), mode="half")
+        assert refused["error"] == "UsageError"
+        await lab.check(PROMPTS[:1], 4)
+        # The two can take turns.
+        await lab.update(2)
+        done = await other.ask(update=folder(lab, 1))
+        assert (done["result"], done["version"]) == ("updated", 5)
+        lab.by_version[5] = lab.policies[1]
+        await lab.check(PROMPTS[:1], 4)
+        # The process's own group was not touched.
+        assert await other.ask(group=0) == {"result": "group", "ranks": 1, "total": 3}
+        assert other.process.stdin is not None
+        other.process.stdin.close()
+        assert await other.says() == {"result": "closed"}
+        assert await other.process.wait() == 0
+    await lab.update(2)
+    await lab.check(PROMPTS[:1], 4)
+
+
+async def test_senders_are_refused_as_the_client_is(lab: Lab, models: Path) -> None:
+    """The sender needs no process of its own."""
+    before = lab.client.weight_version
+    weights = lab.policies[3].model.state_dict()
+    async with await Sender.connect(lab.client.weights_address) as sender:
+        assert sender.weight_version == before
+        with pytest.raises(sglrl.UsageError, match="register_model"):
+            await sender.update()
+        with pytest.raises(sglrl.InvalidWeights, match="unknown: nonsense"):
+            await sender.update({**weights, "nonsense": weights["lm_head.weight"]})
+        with pytest.raises(sglrl.InvalidWeights, match="missing"):
+            await sender.update(list(weights.items())[1:])
+        with pytest.raises(sglrl.UsageError, match="not int"):
+            await sender.update(3)
+        with pytest.raises(sglrl.UsageError, match="above"):
+            await sender.update(weights, version=before)
+        assert sender.weight_version == before
+        await lab.check(PROMPTS[:1], 4)
+        sender.register_model(weights)
+        report = await sender.update()
+        lab.by_version[report.version] = lab.policies[3]
+        assert sender.weight_version == report.version == before + 1
+        await lab.check(PROMPTS[:1], 4)
+        # Cancelled before it begins: behind another, which goes on.
+        one, two = (asyncio.ensure_future(sender.update(weights)) for _ in range(2))
+        await asyncio.wait([two], timeout=0.001)
+        two.cancel()
+        report = await one
+        lab.by_version[report.version] = lab.policies[3]
+        with pytest.raises(asyncio.CancelledError):
+            await two
+    assert lab.client.weight_version == before + 2
+    await lab.check(PROMPTS[:1], 4)
+
+
+@pytest.mark.parametrize("phase", ["join", "prepare", "stage"])
+async def test_a_sender_gives_up(lab: Lab, monkeypatch: pytest.MonkeyPatch, phase: str) -> None:
+    before = lab.client.weight_version
+    async with await Sender.connect(lab.client.weights_address) as sender:
+        reached = phase_event(monkeypatch, lab.client, phase)
+        update = asyncio.ensure_future(sender.update(lab.policies[0].model))
+        await reached.wait()
+        update.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await update
+        # It may have been too late.
+        report = await sender.update(lab.policies[1].model, timeout=10)
+        lab.by_version[report.version] = lab.policies[1]
+        assert before < report.version <= before + 2
+        await lab.check(PROMPTS[:1], 4)
+
+
+async def test_a_wrong_address(lab: Lab) -> None:
+    address = lab.client.weights_address
+    before = lab.client.weight_version
+    url, _, token = address.partition("#")
+    wrong = ("0" if token[0] != "0" else "1") + token[1:]
+    with pytest.raises(sglrl.WeightUpdateError, match=r"nobody answered.*within 0\.5 s"):
+        await Sender.connect(f"{url}#{wrong}", timeout=0.5)
+    with pytest.raises(sglrl.WeightUpdateError, match="nobody answered"):
+        await Sender.connect(f"{url}x#{token}", timeout=0.2)
+    for bad in (url, f"{url}#", ""):
+        with pytest.raises(sglrl.UsageError, match="weights_address"):
+            await Sender.connect(bad)
+    assert lab.client.weight_version == before
+    await lab.check(PROMPTS[:1], 4)
+
+
+async def test_killed_senders(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One before its first update, one in the middle of a broadcast; a third is not hindered."""
+    client = lab.client
+    monkeypatch.setattr(coordinator, "ABORT_SECONDS", 1.0)
+    before = client.weight_version
+    async with trainer(client) as first, trainer(client) as second, trainer(client) as third:
+        for one in (first, second, third):
+            assert (await one.says())["result"] == "connected"
+        await first.kill()
+        await lab.other()
+        call = asyncio.ensure_future(client.generate(input_ids=PROMPTS[0], **WANTED))
+        staging = phase_event(monkeypatch, client, "stage")
+        second.tell(block=folder(lab, 3))
+        await staging.wait()
+        assert (await second.says())["result"] == "blocked"
+        # Another one waits its turn.
+        behind = asyncio.ensure_future(third.ask(update=folder(lab, 3)))
+        await second.kill()
+        done = await behind
+        assert done["result"] == "updated", done
+        assert done["version"] == before + 2
+        assert done["workers"] == [0, 1]
+        lab.by_version[before + 2] = lab.policies[3]
+        await lab.check(PROMPTS[:1], 4)
+        lab.check_history(await call)
+    await lab.other()
+    await lab.check(PROMPTS[:1], 4)
