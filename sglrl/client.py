@@ -29,7 +29,7 @@ from .replies import ChunkReply, GenerationReply, ScoreReply
 from .sampling import DEFAULT_MAX_NEW_TOKENS, Prepared, SamplingCache, SamplingParams
 from .spawn import Pool, WorkerInfo
 from .tokens import TokenIds, TokenizerBox, check_ids
-from .weights.coordinator import BUCKET_BYTES, UpdateRequest
+from .weights.coordinator import UpdateRequest
 from .weights.local import LocalSender, TensorMetadata
 from .weights.report import UpdateReport
 
@@ -188,7 +188,7 @@ class Client:
         inflight: str = "continue",
         mode: str = "auto",
         partial: bool = False,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         timeout: float = 60.0,
         drain_timeout: float = 600.0,
         wait: bool = True,
@@ -215,7 +215,8 @@ class Client:
                 "bucketed": received piece by piece with the engine paused; "auto": "full" where
                 there is room.
             partial: tensors that are not given keep their values.
-            bucket_bytes: tensors are sent in buckets of so many bytes.
+            bucket_bytes: tensors are sent in buckets of so many bytes, of which the sender holds
+                two; None: 256 MB to 1 GB, by the size of the model.
             timeout: seconds that a worker may take for any phase before it is given up.
             drain_timeout: seconds that "drain" may take.
             wait: behind an update that is running; False: raise ``UpdateInProgress`` instead.

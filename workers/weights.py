@@ -51,10 +51,13 @@ from .engine.loop import IDLE_WAIT
 
 logger = logging.getLogger("sglrl.worker")
 
-RING = 24
-"""Buckets of a worker that takes no second copy of everything: enough for what arrives until the
-engine has come to rest. Where there is little room fewer do, but not less than ``LEAST_RING``."""
+RING_BYTES = 6 << 30
+"""Of the buckets of a worker that takes no second copy of everything: what arrives until the engine
+has come to rest. Where there is little room less does, but not less than ``LEAST_RING`` buckets."""
 LEAST_RING = 2
+KEPT_BYTES = 2 << 30
+"""Staging memory up to this size is kept from one update to the next, with all that was made to
+copy it: for a small model that takes longer than its weights do."""
 SPARE_BYTES = 1 << 30
 """Of a GPU's free memory, which staging leaves to the engine."""
 
@@ -110,22 +113,41 @@ class WeightEngine(Protocol):
         """Wait until the engine is held; False after ``timeout`` seconds."""
         ...
 
-    def release(self, version: int | None) -> float:
-        """Go on, with ``version`` from now on (None: as before). Milliseconds that it was held."""
+    def release(self, update: int, version: int | None) -> float:
+        """Go on, with ``version`` from now on (None: as before); a hold of this update or of an
+        earlier one that has not begun will not. Milliseconds that it was held."""
         ...
 
 
 class _Update:
     """What a rank knows of the update under way."""
 
-    def __init__(self, message: Prepare, layout: Layout, mode: str) -> None:
+    def __init__(self, message: Prepare, layout: Layout, mode: str, room: int) -> None:
         self.id = message.id
         self.message = message
         self.layout = layout
         self.mode = mode
+        self.room = room
         self.bound: Any = None
         """Into the staged memory: what the engine needs to copy it."""
         self.memory: list[torch.Tensor] = []
+
+    def serves(self, message: Prepare) -> bool:
+        """The next update wants what this one has."""
+        mine = self.message
+        return (
+            message.mode in ("auto", self.mode)
+            and message.bucket_bytes == mine.bucket_bytes
+            and not message.source
+            and message.partial == mine.partial
+            and message.tensors == mine.tensors
+        )
+
+    def again(self, message: Prepare) -> _Update:
+        """For the next update, with the memory of this one."""
+        update = _Update(message, self.layout, self.mode, self.room)
+        update.memory, update.bound = self.memory, self.bound
+        return update
 
 
 class _Nothing:
@@ -175,6 +197,7 @@ class RankWeights:
         self._identity = rank_identity(spec.identity, rank)
         self._link = Link()
         self._update: _Update | None = None
+        self._kept: _Update | None = None
         self._timeout = 60.0
         self._dirty = False
         self._given_up = 0
@@ -206,7 +229,9 @@ class RankWeights:
             if error:
                 raise WeightUpdateError(error)
             pause_ms = pause()
-            self._update = None
+            done, self._update = self._update, None
+            if done is not None and done.mode == "full" and done.layout.total <= KEPT_BYTES:
+                self._kept = done
             return Committed(pause_ms)
 
         self._run(update, COMMIT, finish)
@@ -274,7 +299,7 @@ class RankWeights:
             )
         elif update.mode == "bucketed":
             self._dirty = False
-            held_ms = self._engine.release(update.message.version)
+            held_ms = self._engine.release(id_, update.message.version)
             self.committed(id_, lambda: held_ms)
         else:
             self._engine.commit(id_, update.message.version, update.message.inflight)
@@ -290,7 +315,7 @@ class RankWeights:
             update, self._update = self._update, None
         self._engine.forget()
         if update is not None and update.mode == "bucketed" and not self._dirty:
-            self._engine.release(None)
+            self._engine.release(update.id, None)
         # While half of the weights are new the engine stays held: for another try, or its end.
         self._answer(RankAnswer(message.id, ABORT, None, msgspec.Raw(encode(self._dirty))))
 
@@ -319,22 +344,37 @@ class RankWeights:
         link.check()
 
     def _prepare(self, message: Prepare) -> Prepared:
-        description = self._describe()
-        if not message.source:
-            check_manifest(description, message.tensors, partial=message.partial)
-        layout = lay_out(message.tensors, message.bucket_bytes)
-        room = self._room()
-        mode, memory = self._choose(message.mode, layout, room)
-        update = _Update(message, layout, mode)
-        with self._on_stream():
-            update.memory = [
-                torch.empty(size, dtype=torch.uint8, device=self._device) for size in memory
-            ]
+        kept, self._kept = self._kept, None
+        if kept is not None and kept.serves(message):
+            update = kept.again(message)
+        else:
+            update = self._first(message)
         with self._writing:
             if message.id <= self._given_up:
                 raise WeightUpdateError("the update was given up")
             self._update = update
-        return Prepared(mode, room)
+        if update.mode == "bucketed" and message.inflight == "drain" and not self._dirty:
+            # Now, because what is awaited has more time than a collective has.
+            self._engine.hold(message.id, message.inflight)
+            while not self._engine.held(0.1):
+                if message.id <= self._given_up:
+                    raise WeightUpdateError("the update was given up")
+        return Prepared(update.mode, update.room)
+
+    def _first(self, message: Prepare) -> _Update:
+        """Check the manifest, and make room."""
+        description = self._describe()
+        if not message.source:
+            check_manifest(description, message.tensors, partial=message.partial)
+        layout = lay_out(message.tensors, message.bucket_bytes)
+        room = self._room(layout.total)
+        mode, memory = self._choose(message.mode, layout, room)
+        update = _Update(message, layout, mode, room)
+        with self._on_stream():
+            update.memory = [
+                torch.empty(size, dtype=torch.uint8, device=self._device) for size in memory
+            ]
+        return update
 
     def _choose(self, wanted: str, layout: Layout, room: int) -> tuple[str, list[int]]:
         """The mode, and the sizes of the memory it takes: of every bucket, or of a ring's slots and
@@ -343,7 +383,8 @@ class RankWeights:
             return "full", layout.sizes
         slot = layout.ring_slot
         large = max((size for size in layout.sizes if size > slot), default=0)
-        ring = max(LEAST_RING, min(RING, len(layout.sizes), (room - large) // max(1, slot)))
+        wanted_slots = -(-RING_BYTES // slot)
+        ring = max(LEAST_RING, min(wanted_slots, len(layout.sizes), (room - large) // slot))
         needed = ring * slot + large
         if wanted != "full" and (needed <= room or self._dirty):
             return "bucketed", [slot] * ring + ([large] if large else [])
@@ -353,18 +394,21 @@ class RankWeights:
             f"{room / 1e9:.2f} GB are free; lower mem_fraction_static, or bucket_bytes"
         )
 
-    def _room(self) -> int:
-        """Bytes that staging may take."""
+    def _room(self, wanted: int) -> int:
+        """Bytes that staging may take, or that there are at least ``wanted``."""
         if self._device.type == "cpu":
             meminfo = Path("/proc/meminfo").read_text()
             (line,) = [text for text in meminfo.splitlines() if text.startswith("MemAvailable")]
             return int(line.split()[1]) * 1024
-        free: int = torch.cuda.mem_get_info(self._device)[0]
         # Not memory_reserved() and the like: they take a millisecond to make a dict of everything.
         stats = torch._C._cuda_memoryStats(self._device.index)
         cached: int = (
             stats["reserved_bytes"]["all"]["current"] - stats["allocated_bytes"]["all"]["current"]
         )
+        if cached >= wanted + SPARE_BYTES:
+            # Asking the driver can take a millisecond.
+            return cached - SPARE_BYTES
+        free: int = torch.cuda.mem_get_info(self._device)[0]
         return max(0, free + cached - SPARE_BYTES)
 
     def _stage(self, link: Link, id_: int) -> None:
@@ -395,7 +439,8 @@ class RankWeights:
                     if self._device.type == "cpu":
                         works[-1].wait()
                 arrivals = self._arrivals(works)
-                update.bound = self._bind(update, range(len(memory)), memory)
+                if update.bound is None:
+                    update.bound = self._bind(update, range(len(memory)), memory)
                 if arrivals:
                     self._watch(link, update, arrivals)
                 group.synchronize()
@@ -403,7 +448,8 @@ class RankWeights:
             assert link.reader is not None
             for bucket, data in enumerate(memory):
                 link.reader.receive(update.id, bucket, data.copy_)
-            update.bound = self._bind(update, range(len(memory)), memory)
+            if update.bound is None:
+                update.bound = self._bind(update, range(len(memory)), memory)
 
     def _arrivals(self, works: list[Any]) -> list[torch.cuda.Event]:
         """One event for each bucket of a broadcast between GPUs."""
@@ -433,7 +479,7 @@ class RankWeights:
     def _stage_bucketed(self, link: Link, update: _Update) -> None:
         """Through a ring, straight into the live weights, with the scheduler held."""
         engine, group, layout = self._engine, link.group, update.layout
-        if not self._dirty:
+        if not self._dirty and update.message.inflight != "drain":
             engine.hold(update.id, update.message.inflight)
         slots = _Slots(update)
         waiting: collections.deque[tuple[int, Any, torch.Tensor]] = collections.deque()
@@ -441,9 +487,8 @@ class RankWeights:
         def apply_oldest() -> None:
             bucket, work, data = waiting.popleft()
             work.wait()
-            if not self._dirty:
-                if not engine.held(self._timeout):
-                    raise WeightUpdateError("the engine did not come to rest in time")
+            if not self._dirty and not engine.held(self._timeout):
+                raise WeightUpdateError("the engine did not come to rest in time")
             with self._writing:
                 link.check()
                 self._dirty = True

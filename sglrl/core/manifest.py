@@ -115,13 +115,20 @@ def lay_out(specs: Sequence[TensorSpec], bucket_bytes: int) -> Layout:
     sizes: list[int] = []
     for spec in specs:
         nbytes = tensor_bytes(spec)
-        space = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        # Also an empty tensor takes some: there are no empty buckets.
+        space = -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
         if not sizes or sizes[-1] + space > bucket_bytes:
             sizes.append(0)
         places.append(Place(len(sizes) - 1, sizes[-1], nbytes))
         sizes[-1] += space
     fitting = [size for size in sizes if size <= bucket_bytes]
     return Layout(places, sizes, max(fitting, default=max(sizes, default=0)))
+
+
+def default_bucket_bytes(total: int) -> int:
+    """Larger for larger models: each bucket of a broadcast costs some 30 us beside its bytes, and
+    the first one is packed before anything can be sent."""
+    return min(max(256 << 20, total // 16), 1 << 30)
 
 
 def by_bucket(layout: Layout) -> list[list[int]]:

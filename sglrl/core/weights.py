@@ -69,12 +69,13 @@ Effect = Ask | Expel | Ended
 
 
 class Limits(NamedTuple):
-    """Seconds that any member may take: for JOIN, PREPARE and STAGE; for COMMIT, which may await
-    running requests; and for ABORT."""
+    """Seconds that any member may take: for JOIN, STAGE and, if ``prepare`` is None, PREPARE; for
+    COMMIT; and for ABORT. PREPARE and COMMIT may await running requests."""
 
     phase: float
     commit: float
     abort: float
+    prepare: float | None = None
 
 
 class WeightUpdate:
@@ -234,8 +235,9 @@ class WeightUpdate:
         elif state == COMMIT:
             self.joined = self.sender
         self.waiting = set(asked)
-        limit = {COMMIT: self.limits.commit, ABORT: self.limits.abort}.get(state, self.limits.phase)
-        self.deadline = now + limit
+        limits = self.limits
+        limit = {COMMIT: limits.commit, ABORT: limits.abort, PREPARE: limits.prepare}.get(state)
+        self.deadline = now + (limits.phase if limit is None else limit)
         self.outbox.extend(Ask(state, member) for member in asked)
         if not asked:
             self._advance(now)

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import msgspec
 
 from ..codec import decode_from_rank, encode
-from ..core.manifest import check_manifest, differences, tensor_bytes
+from ..core.manifest import check_manifest, default_bucket_bytes, differences, total_bytes
 from ..core.weights import (
     ABORT,
     COMMIT,
@@ -76,7 +76,6 @@ logger = logging.getLogger("sglrl.weights")
 
 INFLIGHT = ("continue", "retract", "abort", "drain")
 MODES = ("auto", "full", "bucketed")
-BUCKET_BYTES = 256 << 20
 ABORT_SECONDS = 5.0
 
 _described = msgspec.msgpack.Decoder(ModelDescription)
@@ -97,18 +96,24 @@ class Source(Protocol):
 
 
 class UpdateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One update as its caller wants it. ``folder``: read from there by the workers themselves."""
+    """One update as its caller wants it. ``bucket_bytes``: None for a size that suits the model.
+    ``folder``: read from there by the workers themselves."""
 
     specs: Sequence[TensorSpec]
     version: int | None = None
     inflight: str = "continue"
     mode: str = "auto"
     partial: bool = False
-    bucket_bytes: int = BUCKET_BYTES
+    bucket_bytes: int | None = None
     timeout: float = 60.0
     drain_timeout: float = 600.0
     wait: bool = True
     folder: str = ""
+
+    @property
+    def bucket(self) -> int:
+        """Bytes of a bucket."""
+        return self.bucket_bytes or default_bucket_bytes(total_bytes(self.specs))
 
     def check(self, current: int) -> int:
         """The new version. Raises ``UsageError`` for what can be seen to be wrong from here."""
@@ -120,7 +125,7 @@ class UpdateRequest(msgspec.Struct, frozen=True, kw_only=True):
                 raise UsageError(f"{name} must be one of {', '.join(known)}, got {value!r}")
         if not self.timeout > 0:
             raise UsageError(f"timeout must be more than 0 seconds, got {self.timeout}")
-        if self.bucket_bytes < 1:
+        if self.bucket_bytes is not None and self.bucket_bytes < 1:
             raise UsageError(f"bucket_bytes must be at least 1, got {self.bucket_bytes}")
         version = current + 1 if self.version is None else self.version
         if isinstance(version, bool) or not isinstance(version, int) or version <= current:
@@ -349,7 +354,7 @@ class WeightChannel:
             members,
             joined=source is not None and self._joined == (source, frozenset(members)),
             sender=source is not None,
-            limits=Limits(request.timeout, commit, ABORT_SECONDS),
+            limits=Limits(request.timeout, commit, ABORT_SECONDS, prepare=commit),
             now=time.monotonic(),
             join_only=join_only,
         )
@@ -402,7 +407,7 @@ class WeightChannel:
         sent = body(SENDER, STAGE, _sent) if run.source is not None else SentStage(0.0, 0.0)
         report = UpdateReport(
             version=run.version,
-            bytes=sum(map(tensor_bytes, run.request.specs)),
+            bytes=total_bytes(run.request.specs),
             workers=sorted(machine.workers),
             mode="disk" if run.request.folder else "bucketed" if "bucketed" in modes else "full",
             join_ms=(at[PREPARE] - at[JOIN]) * 1e3 if JOIN in at else 0.0,
@@ -508,7 +513,7 @@ class WeightChannel:
                 run.id,
                 run.version,
                 list(r.specs),
-                r.bucket_bytes,
+                r.bucket,
                 r.mode,
                 r.inflight,
                 r.partial,

@@ -34,7 +34,7 @@ class Link:
         self.group: Group | None = None
         self.sender: SharedSender | None = None
         self.reader: SharedReader | None = None
-        self.ring: dict[int, Any] = {}
+        self.packing: Any = None
         self.abandoned = False
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         # Daemons: a program that ends does not wait for a peer that hangs, or not long (``_end``).

@@ -68,8 +68,8 @@ class LocalSender:
         tensors, specs = specs_for(named, wanted.tensors, wanted.ignored)
         check_manifest(wanted, specs, partial=request.partial)
         end = await self._ending(device, host, tensors, request.timeout)
-        cargo = Cargo(tensors, specs, request.bucket_bytes)
         request = msgspec.structs.replace(request, specs=specs)
+        cargo = Cargo(tensors, specs, request.bucket)
         try:
             return await self._channel.update(request, end, lambda: end.load(cargo))
         finally:

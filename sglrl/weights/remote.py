@@ -10,6 +10,7 @@ from typing import Any, Self
 import msgspec
 
 from ..codec import decode_to_rank, encode
+from ..core.manifest import default_bucket_bytes, total_bytes
 from ..errors import (
     Closed,
     DeadlineExceeded,
@@ -33,7 +34,6 @@ from ..messages import (
     Withdraw,
 )
 from ..net.zmq import ZmqDealer
-from .coordinator import BUCKET_BYTES
 from .report import UpdateReport
 
 logger = logging.getLogger("sglrl.weights")
@@ -158,7 +158,7 @@ class Sender:
         inflight: str = "continue",
         mode: str = "auto",
         partial: bool = False,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         timeout: float = 60.0,
         wait: bool = True,
     ) -> UpdateReport:
@@ -173,6 +173,8 @@ class Sender:
         async with self._lock:
             welcome = self._welcome.result()
             tensors, specs = specs_for(named_tensors(weights), welcome.tensors, welcome.ignored)
+            if bucket_bytes is None:
+                bucket_bytes = default_bucket_bytes(total_bytes(specs))
             self._end.load(Cargo(tensors, specs, bucket_bytes))
             self._next_id += 1
             future: asyncio.Future[UpdateReport] = asyncio.get_running_loop().create_future()

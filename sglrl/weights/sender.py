@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Final
@@ -39,8 +40,8 @@ from .source import Named, whole
 
 logger = logging.getLogger("sglrl.weights")
 
-RING: Final = 3
-"""Buckets in the making, on their way, and about to be free again."""
+RING: Final = 2
+"""Buckets in memory of their own: one is packed while the one before is on its way."""
 
 
 class Cargo(msgspec.Struct, frozen=True):
@@ -49,6 +50,42 @@ class Cargo(msgspec.Struct, frozen=True):
     tensors: Named
     specs: list[TensorSpec]
     bucket_bytes: int
+
+
+class _Packing:
+    """How tensors of these specs are packed. Kept from one update to the next: a trainer sends the
+    same names each time, and making a few hundred views takes milliseconds."""
+
+    def __init__(self, specs: list[TensorSpec], bucket_bytes: int) -> None:
+        self.specs = specs
+        self.bucket_bytes = bucket_bytes
+        self.layout: Layout = lay_out(specs, bucket_bytes)
+        self.buckets = by_bucket(self.layout)
+        self.ring: dict[int, torch.Tensor] = {}
+        self._views: dict[int, list[torch.Tensor]] = {}
+
+    def memory(self, bucket: int, device: torch.device) -> torch.Tensor:
+        """Where the bucket is packed."""
+        slot = bucket % RING
+        size = self.layout.sizes[bucket]
+        memory = self.ring.get(slot)
+        if memory is None or memory.numel() < size:
+            size = max(size, self.layout.ring_slot)
+            memory = self.ring[slot] = torch.empty(size, dtype=torch.uint8, device=device)
+            for other in [b for b in self._views if b % RING == slot]:
+                del self._views[other]
+        return memory[: self.layout.sizes[bucket]]
+
+    def views(self, bucket: int, memory: torch.Tensor) -> list[torch.Tensor]:
+        """The bucket's memory as its tensors."""
+        found = self._views.get(bucket)
+        if found is None:
+            found = self._views[bucket] = []
+            for index in self.buckets[bucket]:
+                place, spec = self.layout.places[index], self.specs[index]
+                flat = memory[place.offset : place.offset + place.nbytes]
+                found.append(flat.view(getattr(torch, spec.dtype)).view(spec.shape))
+        return found
 
 
 class SendingEnd:
@@ -81,6 +118,9 @@ class SendingEnd:
         """What the next ``Stage`` sends. Call it on the thread and stream that made the tensors:
         what that stream holds is awaited before they are read."""
         self._cargo = cargo
+        # Meanwhile the workers prepare.
+        link = self._link
+        link.submit(lambda: self._plan(link, cargo))
         if self.device.type == "cuda":
             self._ready = torch.cuda.Event()
             self._ready.record(torch.cuda.current_stream(self.device))
@@ -108,7 +148,7 @@ class SendingEnd:
     def close(self) -> None:
         """Leave the group and free everything, without waiting."""
         self._link.abandon()
-        self._link.ring = {}
+        self._link.packing = None
         self._cargo = None
 
     # --- on the link's thread ---------------------------------------------------------------------
@@ -136,27 +176,44 @@ class SendingEnd:
         cargo = self._cargo
         if cargo is None:
             raise WeightUpdateError("the update was withdrawn")
-        layout = lay_out(cargo.specs, cargo.bucket_bytes)
-        with self._on_stream():
+        packing = self._packing_for(link, cargo)
+        with self._on_stream(), _frequent_switches():
             if self._ready is not None:
                 torch.cuda.current_stream(self.device).wait_event(self._ready)
-            return self._send(link, update, cargo, layout)
+            return self._send(link, update, cargo, packing)
 
-    def _send(self, link: Link, update: int, cargo: Cargo, layout: Layout) -> SentStage:
+    def _plan(self, link: Link, cargo: Cargo) -> None:
+        # What is wrong with it is said by the stage.
+        with contextlib.suppress(SglrlError):
+            self._packing_for(link, cargo)
+
+    def _packing_for(self, link: Link, cargo: Cargo) -> _Packing:
+        packing: _Packing | None = link.packing
+        if (
+            packing is None
+            or packing.bucket_bytes != cargo.bucket_bytes
+            or packing.specs != cargo.specs
+        ):
+            packing = link.packing = _Packing(cargo.specs, cargo.bucket_bytes)
+        return packing
+
+    def _send(self, link: Link, update: int, cargo: Cargo, packing: _Packing) -> SentStage:
         group, neighbour = link.group, link.sender
         gather = begun = 0.0
         works: list[Any] = []
         if neighbour is not None:
             neighbour.begin(update)
         with group.deadline() if group is not None else contextlib.nullcontext():
-            for bucket, indices in enumerate(by_bucket(layout)):
+            for bucket in range(len(packing.buckets)):
                 link.check()
                 start = time.perf_counter()
                 if group is not None and bucket >= RING:
                     works[bucket - RING].wait()
                 if neighbour is not None:
                     neighbour.before(bucket)
-                data = self._pack(link, cargo, layout, bucket, indices, neighbour is not None)
+                data = None if neighbour is not None else self._as_it_is(cargo, packing, bucket)
+                if data is None:
+                    data = self._packed(cargo, packing, bucket)
                 now = time.perf_counter()
                 gather += now - start
                 begun = begun or now
@@ -169,35 +226,26 @@ class SendingEnd:
             if group is not None:
                 group.synchronize()
         if neighbour is not None:
-            neighbour.finish(len(layout.sizes))
+            neighbour.finish(len(packing.buckets))
         return SentStage(gather * 1e3, (time.perf_counter() - begun) * 1e3)
 
-    def _pack(
-        self,
-        link: Link,
-        cargo: Cargo,
-        layout: Layout,
-        bucket: int,
-        indices: list[int],
-        copy: bool,
-    ) -> torch.Tensor:
-        """The bucket's bytes: a copy in the ring, or a single tensor itself where it can be sent as
-        it is."""
-        if len(indices) == 1 and not copy:
-            (index,) = indices
-            tensor = whole(cargo.tensors[index][1])
-            place = layout.places[index]
-            fits = place.nbytes == layout.sizes[bucket] and tensor.is_contiguous()
-            if fits and tensor.device == self.device and _name(tensor) == cargo.specs[index].dtype:
-                return tensor.view(-1).view(torch.uint8)
-        data = self._slot(link, bucket, layout)[: layout.sizes[bucket]]
-        views = []
-        tensors = []
-        for index in indices:
-            place, spec = layout.places[index], cargo.specs[index]
-            flat = data[place.offset : place.offset + place.nbytes]
-            views.append(flat.view(getattr(torch, spec.dtype)).view(spec.shape))
-            tensors.append(whole(cargo.tensors[index][1]))
+    def _as_it_is(self, cargo: Cargo, packing: _Packing, bucket: int) -> torch.Tensor | None:
+        """The bytes of a single tensor that needs no packing."""
+        if len(packing.buckets[bucket]) != 1:
+            return None
+        (index,) = packing.buckets[bucket]
+        tensor = cargo.tensors[index][1]
+        if tensor.device != self.device or _name(tensor) != cargo.specs[index].dtype:
+            return None
+        fits = packing.layout.places[index].nbytes == packing.layout.sizes[bucket]
+        if not fits or not tensor.is_contiguous() or hasattr(tensor, "full_tensor"):
+            return None
+        return tensor.view(-1).view(torch.uint8)
+
+    def _packed(self, cargo: Cargo, packing: _Packing, bucket: int) -> torch.Tensor:
+        data = packing.memory(bucket, self.device)
+        views = packing.views(bucket, data)
+        tensors = [whole(cargo.tensors[index][1]) for index in packing.buckets[bucket]]
         with torch.no_grad():
             if all(t.device == self.device for t in tensors):
                 torch._foreach_copy_(views, tensors)
@@ -206,13 +254,6 @@ class SendingEnd:
                     view.copy_(tensor, non_blocking=True)
         return data
 
-    def _slot(self, link: Link, bucket: int, layout: Layout) -> torch.Tensor:
-        memory: torch.Tensor | None = link.ring.get(bucket % RING)
-        if memory is None or memory.numel() < max(layout.sizes):
-            memory = torch.empty(max(layout.sizes), dtype=torch.uint8, device=self.device)
-            link.ring[bucket % RING] = memory
-        return memory
-
     @contextlib.contextmanager
     def _on_stream(self) -> Iterator[None]:
         if self._stream is None:
@@ -220,6 +261,18 @@ class SendingEnd:
         else:
             with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
                 yield
+
+
+@contextlib.contextmanager
+def _frequent_switches() -> Iterator[None]:
+    """While weights are sent the event loop gives the sending thread its turn sooner than after
+    Python's five milliseconds, in which a small model would have been sent."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(min(before, 5e-4))
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 def sending_device(wanted: str | torch.device | None, tensors: Named, backend: str) -> torch.device:

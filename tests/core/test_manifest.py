@@ -14,6 +14,7 @@ from sglrl.core.manifest import (
     FLOAT_BYTES,
     by_bucket,
     check_manifest,
+    default_bucket_bytes,
     differences,
     lay_out,
     tensor_bytes,
@@ -194,7 +195,8 @@ def test_every_tensor_has_a_place_of_its_own(specs: list[TensorSpec], bucket_byt
             bucket, end = place.bucket, 0
         assert place.offset % ALIGNMENT == 0
         assert end <= place.offset < end + ALIGNMENT, "no more between two than alignment wants"
-        end = place.offset + place.nbytes
+        # An empty tensor has a place too.
+        end = place.offset + max(1, place.nbytes)
         assert end <= layout.sizes[bucket]
     assert len(layout.sizes) == (places[-1].bucket + 1 if places else 0)
 
@@ -204,7 +206,7 @@ def test_buckets_are_full_and_not_too_large(specs: list[TensorSpec], bucket_byte
     layout = lay_out(specs, bucket_bytes)
     within = by_bucket(layout)
     assert layout.total == sum(layout.sizes)
-    room = [-(-place.nbytes // ALIGNMENT) * ALIGNMENT for place in layout.places]
+    room = [-(-max(1, place.nbytes) // ALIGNMENT) * ALIGNMENT for place in layout.places]
     for bucket, size in enumerate(layout.sizes):
         assert size == sum(room[index] for index in within[bucket])
         several = sum(room[index] > 0 for index in within[bucket]) > 1
@@ -232,6 +234,23 @@ def test_a_layout() -> None:
     assert layout.sizes == [1024, 4096, 256]
     assert layout.total == 5376
     assert by_bucket(layout) == [[0, 1, 2], [3], [4]]
+
+
+@given(specs=specs, bucket_bytes=st.integers(1, 20_000))
+def test_a_slot_of_the_ring_holds_every_bucket_that_is_not_too_large(
+    specs: list[TensorSpec], bucket_bytes: int
+) -> None:
+    layout = lay_out(specs, bucket_bytes)
+    small = [size for size in layout.sizes if size <= bucket_bytes]
+    assert layout.ring_slot == max(small or layout.sizes or [0])
+    assert 0 not in layout.sizes
+
+
+@given(total=st.integers(0, 1 << 40))
+def test_buckets_grow_with_the_model(total: int) -> None:
+    size = default_bucket_bytes(total)
+    assert 256 << 20 <= size <= 1 << 30
+    assert size in (256 << 20, 1 << 30) or size == total // 16
 
 
 def test_nothing_to_lay_out() -> None:

@@ -14,8 +14,9 @@ from sglrl.errors import InvalidRequest
 from sglrl.messages import GenerateArgs, ItemKind, Sampling, ScoreArgs, TokenChunk
 
 _sampling = msgspec.msgpack.Decoder(Sampling)
-PROGRESS_TOKENS = 16
-"""A call that is not streamed still reports so often, in tokens."""
+PROGRESS_TOKENS = 64
+"""A call that is not streamed still reports so often, in tokens: what a lost worker's call loses at
+most. Each report costs the scheduler's thread as much as several tokens."""
 
 
 def request_id(id_: int) -> str:

@@ -49,7 +49,7 @@ from .weights import SglangWeights, WeightCommand
 
 logger = logging.getLogger("sglrl.worker")
 
-_LAUNCH_SECONDS = 0.003
+_LAUNCH_SECONDS = 0.0015
 """More than it takes to put a step on the GPU."""
 
 
@@ -235,8 +235,16 @@ class Adapter:
     def _with_commands(self, incoming: list[Any]) -> list[Any]:
         """Put the next command behind the requests, at once or when what runs has ended: then new
         requests are kept back until it is done."""
+        weights = self.scheduler.sglrl_weights
+        assert weights is not None
+        if self.draining is not None and weights.given_up(self.draining):
+            self.draining = None
+            back, self.held_back = self.held_back, []
+            return [*back, *incoming]
         if self.draining is None:
             command = self.commands.popleft()
+            if weights.given_up(command):
+                return incoming
             if command.inflight in ("continue", "retract"):
                 return [*incoming, command]
             self.draining = command

@@ -59,6 +59,17 @@ class Copy:
     stride: tuple[int, ...]
 
 
+class _Hold:
+    """The engine at rest for one update."""
+
+    def __init__(self, update: int) -> None:
+        self.update = update
+        self.held = threading.Event()
+        self.released = threading.Event()
+        self.version: int | None = None
+        self.begun = 0.0
+
+
 class Plan:
     """``copies``: of every tensor that the model keeps, by its Hugging Face name."""
 
@@ -184,10 +195,9 @@ class SglangWeights:
         self._rank = rank
         self._plan: Plan | None = None
         self._ready: tuple[int, Any] | None = None
-        self._held = threading.Event()
-        self._released = threading.Event()
-        self._version: int | None = None
-        self._held_at = 0.0
+        self._lock = threading.Lock()
+        self._current = _Hold(-1)
+        self._over = -1
 
     # --- on the channel's threads -----------------------------------------------------------------
 
@@ -261,17 +271,33 @@ class SglangWeights:
         self._command(WeightCommand(update, version, inflight, hold=False))
 
     def hold(self, update: int, inflight: str) -> None:
-        self._held.clear()
-        self._released.clear()
+        self._hold_of(update)
         self._command(WeightCommand(update, 0, inflight, hold=True))
 
     def held(self, timeout: float) -> bool:
-        return self._held.wait(timeout)
+        return self._current.held.wait(timeout)
 
-    def release(self, version: int | None) -> float:
-        self._version = version
-        self._released.set()
-        return (time.perf_counter() - self._held_at) * 1e3
+    def release(self, update: int, version: int | None) -> float:
+        with self._lock:
+            self._over = max(self._over, update)
+            hold = self._current
+        hold.version = version
+        hold.released.set()
+        return (time.perf_counter() - hold.begun) * 1e3 if hold.held.is_set() else 0.0
+
+    def given_up(self, command: WeightCommand) -> bool:
+        """Nobody waits for this hold any more."""
+        return command.hold and command.update <= self._over
+
+    def _hold_of(self, update: int) -> _Hold | None:
+        """None when it is over. Another rank of the replica may be ahead: the scheduler's thread
+        may be told to hold before this rank's channel is."""
+        with self._lock:
+            if update <= self._over:
+                return None
+            if self._current.update < update:
+                self._current = _Hold(update)
+            return self._current
 
     def _command(self, command: WeightCommand) -> None:
         adapter = self._scheduler.sglrl_adapter
@@ -282,10 +308,12 @@ class SglangWeights:
 
     def execute(self, command: WeightCommand) -> None:
         """Between two steps."""
+        if self.given_up(command):
+            return
         if command.inflight == "retract":
             self._retract()
         if command.hold:
-            self._hold()
+            self._hold(command)
         else:
             self._apply(command)
 
@@ -324,19 +352,22 @@ class SglangWeights:
         # The staged memory must outlive the copies: it is dropped after the wait.
         self.channel.committed(command.update, pause)
 
-    def _hold(self) -> None:
+    def _hold(self, command: WeightCommand) -> None:
+        hold = self._hold_of(command.update)
+        if hold is None:
+            return
         self._synchronize()
-        self._held_at = time.perf_counter()
-        self._held.set()
-        while not self._released.wait(IDLE_WAIT):
+        hold.begun = time.perf_counter()
+        hold.held.set()
+        while not hold.released.wait(IDLE_WAIT):
             logger.warning(
-                "held for a weight update since %.0f s", time.perf_counter() - self._held_at
+                "held for a weight update since %.0f s", time.perf_counter() - hold.begun
             )
-        if self._version is not None:
+        if hold.version is not None:
             runner = self._scheduler.tp_worker.model_runner
             compat.begin_weight_update(runner)
             compat.end_weight_update(runner)
-            self._switch(self._version)
+            self._switch(hold.version)
 
     def _switch(self, version: int) -> None:
         """From the next step on. What has not been prefilled yet shall not find older KV."""
