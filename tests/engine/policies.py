@@ -207,6 +207,12 @@ async def until_running(client: sglrl.Client, count: int) -> None:
         pass
 
 
+async def until_idle(client: sglrl.Client) -> None:
+    """A request that has been answered may still stand in the engine's batch for a step."""
+    while any(s.engine.running or s.engine.waiting for s in await client.stats()):
+        pass
+
+
 async def collect(stream: sglrl.Stream) -> sglrl.Completion:
     """Read it to its end."""
     async for _ in stream:

@@ -17,11 +17,11 @@ from safetensors.torch import load_file, save_file
 
 import sglrl
 
-from .policies import PROMPTS, Lab, Policies, collect, phase_event, until_running
+from .policies import PROMPTS, Lab, Policies, collect, phase_event, until_idle, until_running
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-LONG = {"max_new_tokens": 200, "logprobs": True, "ignore_eos": True}
+LONG: dict[str, Any] = {"max_new_tokens": 200, "logprobs": True, "ignore_eos": True}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -136,6 +136,7 @@ async def test_a_generation_through_three_updates(lab: Lab, inflight: str, mode:
 async def test_abort_returns_what_there_is(lab: Lab) -> None:
     client = lab.client
     old = client.weight_version
+    await until_idle(client)
     streamed = asyncio.ensure_future(collect(client.stream(input_ids=PROMPTS[1], **LONG)))
     await until_running(client, 1)
     # Three more run, two wait in the engine.
@@ -160,21 +161,25 @@ async def test_abort_returns_what_there_is(lab: Lab) -> None:
     await lab.check()
 
 
-async def test_drain_lets_them_end(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("mode", "phase"), [("full", "commit"), ("bucketed", "prepare")])
+async def test_drain_lets_them_end(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, mode: str, phase: str
+) -> None:
     client = lab.client
     old = client.weight_version
     running = [
         asyncio.ensure_future(client.generate(input_ids=prompt, **LONG)) for prompt in PROMPTS[:2]
     ]
     stream = client.stream(input_ids=PROMPTS[2], **LONG)
-    committing = phase_event(monkeypatch, client, "commit")
+    draining = phase_event(monkeypatch, client, phase)
     update = meanwhile = cancelled = None
     since = 0
     async for chunk in stream:
         if update is None:
-            update = asyncio.ensure_future(lab.other(inflight="drain"))
+            # Draining has a time-out of its own.
+            update = asyncio.ensure_future(lab.other(inflight="drain", mode=mode, timeout=0.4))
         # By then the worker has been told, too.
-        if committing.is_set() and (since := since + len(chunk.output_ids)) > 20 and not meanwhile:
+        if draining.is_set() and (since := since + len(chunk.output_ids)) > 20 and not meanwhile:
             meanwhile = asyncio.ensure_future(
                 client.generate(input_ids=PROMPTS[3], max_new_tokens=20, logprobs=True)
             )
@@ -197,6 +202,38 @@ async def test_drain_lets_them_end(lab: Lab, monkeypatch: pytest.MonkeyPatch) ->
     lab.check_history(late)
     await lab.check()
     assert (await client.stats())[0].engine.running == 0
+
+
+async def test_a_drain_that_is_given_up_lets_new_calls_run(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = lab.client
+    old = client.weight_version
+    stream = client.stream(input_ids=PROMPTS[2], **LONG)
+    draining = phase_event(monkeypatch, client, "prepare")
+    update = meanwhile = late = None
+    since = 0
+    async for chunk in stream:
+        if update is None:
+            update = asyncio.ensure_future(lab.other(inflight="drain", mode="bucketed"))
+        if draining.is_set() and (since := since + len(chunk.output_ids)) > 20 and not meanwhile:
+            meanwhile = asyncio.ensure_future(
+                client.generate(input_ids=PROMPTS[3], max_new_tokens=4, logprobs=True)
+            )
+        elif since > 40 and late is None:
+            assert not meanwhile.done()
+            update.cancel()
+            late = await asyncio.wait_for(meanwhile, 100)
+            # The long one still runs.
+            assert (await client.stats())[0].engine.running > 0
+    assert update is not None
+    with pytest.raises(asyncio.CancelledError):
+        await update
+    assert late.versions[0].version == old
+    lab.check_history(late)
+    assert stream.completion.versions == ((0, LONG["max_new_tokens"], old),)
+    await lab.other(inflight="drain", mode="bucketed")
+    await lab.check()
 
 
 # --- KV cache -------------------------------------------------------------------------------------
@@ -224,6 +261,7 @@ async def test_requests_that_waited_in_the_engine_use_no_old_kv(lab: Lab, inflig
     old = client.weight_version
     warm = await client.generate(input_ids=prompt, max_new_tokens=4)
     assert warm.versions[0].version == old
+    await until_idle(client)
     running = [
         asyncio.ensure_future(client.generate(input_ids=[5, 6, 7, i], **LONG)) for i in range(4)
     ]
@@ -393,6 +431,7 @@ async def test_weights_from_files(lab: Lab) -> None:
     client = lab.client
     for seed in (3, 1):
         policy = lab.policies[seed]
+        await until_idle(client)
         call = asyncio.ensure_future(client.generate(input_ids=PROMPTS[0], **LONG))
         await until_running(client, 1)
         report = await client.update_weights_from_disk(policy.folder)
