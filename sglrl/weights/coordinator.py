@@ -104,16 +104,22 @@ class UpdateRequest(msgspec.Struct, frozen=True, kw_only=True):
     inflight: str = "continue"
     mode: str = "auto"
     partial: bool = False
+    total: int = 0
     bucket_bytes: int | None = None
     timeout: float = 60.0
     drain_timeout: float = 600.0
     wait: bool = True
     folder: str = ""
 
-    @property
-    def bucket(self) -> int:
-        """Bytes of a bucket."""
-        return self.bucket_bytes or default_bucket_bytes(total_bytes(self.specs))
+    def with_specs(self, specs: Sequence[TensorSpec]) -> UpdateRequest:
+        """Of these tensors, in buckets that suit them. ``InvalidWeights`` if they are no floats."""
+        total = total_bytes(specs)
+        return msgspec.structs.replace(
+            self,
+            specs=specs,
+            total=total,
+            bucket_bytes=self.bucket_bytes or default_bucket_bytes(total),
+        )
 
     def check(self, current: int) -> int:
         """The new version. Raises ``UsageError`` for what can be seen to be wrong from here."""
@@ -309,10 +315,8 @@ class WeightChannel:
         async with self._lock:
             version = request.check(self.version)
             members = await self._greeted(request.timeout)
-            if not request.folder:
-                check_manifest(
-                    await self.describe(request.timeout), request.specs, partial=request.partial
-                )
+            wanted = await self.describe(request.timeout)
+            check_manifest(wanted, request.specs, partial=request.partial)
             if source is not None:
                 self._check_settings(source.settings, members)
             load()
@@ -407,7 +411,7 @@ class WeightChannel:
         sent = body(SENDER, STAGE, _sent) if run.source is not None else SentStage(0.0, 0.0)
         report = UpdateReport(
             version=run.version,
-            bytes=total_bytes(run.request.specs),
+            bytes=run.request.total,
             workers=sorted(machine.workers),
             mode="disk" if run.request.folder else "bucketed" if "bucketed" in modes else "full",
             join_ms=(at[PREPARE] - at[JOIN]) * 1e3 if JOIN in at else 0.0,
@@ -513,7 +517,7 @@ class WeightChannel:
                 run.id,
                 run.version,
                 list(r.specs),
-                r.bucket,
+                r.bucket_bytes or 0,
                 r.mode,
                 r.inflight,
                 r.partial,
@@ -685,7 +689,7 @@ class _RemoteSource:
     async def _propose(self, proposal: Propose) -> None:
         self._id = proposal.id
         request = UpdateRequest(
-            specs=proposal.tensors,
+            specs=[],
             version=proposal.version,
             inflight=proposal.inflight,
             mode=proposal.mode,
@@ -695,7 +699,7 @@ class _RemoteSource:
             wait=proposal.wait,
         )
         try:
-            report = await self._channel.update(request, self)
+            report = await self._channel.update(request.with_specs(proposal.tensors), self)
         except SglrlError as error:
             self.ask(Proposed(proposal.id, ErrorBody(type(error).__name__, error.message)))
         else:

@@ -66,10 +66,10 @@ class LocalSender:
         named = named_tensors(weights)
         wanted = await self._channel.describe(request.timeout)
         tensors, specs = specs_for(named, wanted.tensors, wanted.ignored)
-        check_manifest(wanted, specs, partial=request.partial)
         end = await self._ending(device, host, tensors, request.timeout)
-        request = msgspec.structs.replace(request, specs=specs)
-        cargo = Cargo(tensors, specs, request.bucket)
+        request = request.with_specs(specs)
+        assert request.bucket_bytes is not None
+        cargo = Cargo(tensors, specs, request.bucket_bytes)
         try:
             return await self._channel.update(request, end, lambda: end.load(cargo))
         finally:
@@ -86,8 +86,7 @@ class LocalSender:
             for s in given
             if s.name in dtypes or s.name not in wanted.ignored
         ]
-        check_manifest(wanted, specs, partial=request.partial)
-        request = msgspec.structs.replace(request, specs=specs, folder=str(folder))
+        request = msgspec.structs.replace(request.with_specs(specs), folder=str(folder))
         return await self._channel.update(request, None)
 
     async def verify(self, weights: Any, timeout: float) -> list[str]:
