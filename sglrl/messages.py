@@ -1,4 +1,5 @@
-"""Every struct that crosses a process boundary, in two unions: ``ToWorker`` and ``ToDriver``.
+"""Every struct that crosses a process boundary, in a union for each direction: ``ToWorker`` and
+``ToDriver``; of weight updates ``ToRank`` and ``FromRank``; ``ToForkServer``, ``FromForkServer``.
 
 A message is one msgpack frame, optionally followed by raw frames that hold the large binary
 arguments (numpy arrays, bytes) of its calls or items, in order; ``frames`` of each call or item

@@ -159,6 +159,15 @@ class _Run:
         self.bodies: dict[tuple[Member, str], msgspec.Raw] = {}
         self.group: dict[Member, Join] = {}
 
+    @property
+    def overwriting(self) -> bool:
+        """Some worker without room for a second copy may have half of the new weights, and could
+        only be ended if it did not get the rest."""
+        return self.phase == STAGE and any(
+            _prepared.decode(self.bodies[member, PREPARE]).mode == "bucketed"
+            for member in self.machine.members
+        )
+
 
 class WeightChannel:
     """Weight updates of one pool.
@@ -299,7 +308,8 @@ class WeightChannel:
     ) -> UpdateReport:
         """Run one update to its end, after those before it.
 
-        Cancelling gives it up, unless it is being committed: then it is finished first.
+        Cancelling gives it up, unless live weights are being overwritten (in the commit; in mode
+        "bucketed" from the stage on): then it is finished first.
 
         Args:
             load: called when it is this update's turn.
@@ -375,8 +385,9 @@ class WeightChannel:
                     await asyncio.shield(run.ended)
                 except asyncio.CancelledError as error:
                     cancelled = error
-                    run.machine.cancel(time.monotonic())
-                    self._execute()
+                    if not run.overwriting:
+                        run.machine.cancel(time.monotonic())
+                        self._execute()
             ended = run.ended.result()
         finally:
             self._run = None

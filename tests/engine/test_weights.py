@@ -3,7 +3,9 @@ says of them, token by token, whatever ran meanwhile."""
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import re
 from collections.abc import AsyncIterator, Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -510,4 +512,21 @@ async def test_files_that_are_refused(lab: Lab, case: str, tmp_path: Path) -> No
 async def test_a_folder_that_is_not_there(lab: Lab, tmp_path: Path) -> None:
     with pytest.raises(sglrl.ModelError, match="holds no"):
         await lab.client.update_weights_from_disk(tmp_path / "nowhere")
+    await lab.check(PROMPTS[:1], 4)
+
+
+async def test_what_the_readme_shows(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
+    readme = Path(__file__).parents[2] / "README.md"
+    _, code = re.findall(r"```python\n(.*?)```", readme.read_text(), re.DOTALL)
+    policy = lab.policies[2 if lab.current is not lab.policies[2] else 1]
+    names: dict[str, Any] = {
+        "client": lab.client,
+        "model": policy.model,
+        "messages": [{"role": "user", "content": "2 + 2?"}],
+    }
+    await eval(compile(code, "README.md", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), names)
+    version = lab.client.weight_version
+    lab.by_version[version] = policy
+    assert f"weights v{version}: " in capsys.readouterr().out
+    assert [span.version for span in names["completion"].versions] == [version]
     await lab.check(PROMPTS[:1], 4)
