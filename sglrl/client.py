@@ -212,8 +212,9 @@ class Client:
                 KV cache is computed again with the new weights; "abort": they return what they
                 have, with finish_reason "abort"; "drain": they are awaited first.
             mode: "full": staged beside the live weights, which takes as much GPU memory again;
-                "bucketed": received piece by piece with the engine paused; "auto": "full" where
-                there is room.
+                "bucketed": received piece by piece with the engine paused, into the live weights,
+                so a worker that does not get all of it is ended; "auto": "full" where there is
+                room.
             partial: tensors that are not given keep their values.
             bucket_bytes: tensors are sent in buckets of so many bytes, of which the sender holds
                 two; None: 256 MB to 1 GB, by the size of the model.
