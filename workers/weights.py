@@ -196,6 +196,7 @@ class RankWeights:
         self._device = engine.device
         self._identity = rank_identity(spec.identity, rank)
         self._link = Link()
+        self._questions = Link()
         self._update: _Update | None = None
         self._kept: _Update | None = None
         self._timeout = 60.0
@@ -204,6 +205,7 @@ class RankWeights:
         self._writing = threading.Lock()
         """Held while live weights are written from here, and to decide that they no longer are."""
         self._description: ModelDescription | None = None
+        self._describing = threading.Lock()
         self._answers: collections.deque[RankAnswer] = collections.deque()
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._closed = False
@@ -270,9 +272,9 @@ class RankWeights:
     def _handle(self, message: Any) -> None:
         match message:
             case Describe():
-                self._run(message.id, "describe", self._describe)
+                self._ask(message.id, "describe", self._describe)
             case Checksums():
-                self._run(message.id, "checksums", lambda: self._checksums(message.names))
+                self._ask(message.id, "checksums", lambda: self._checksums(message.names))
             case Join():
                 self._link.abandon()
                 link = self._link = Link()
@@ -290,6 +292,10 @@ class RankWeights:
 
     def _run(self, id_: int, phase: str, work: Callable[[], Any]) -> None:
         self._link.submit(lambda: self._answer(perform(id_, phase, work)))
+
+    def _ask(self, id_: int, phase: str, work: Callable[[], Any]) -> None:
+        """A question is no part of an update, and is not given up with one."""
+        self._questions.submit(lambda: self._answer(perform(id_, phase, work)))
 
     def _commit(self, id_: int) -> None:
         update = self._update
@@ -322,9 +328,10 @@ class RankWeights:
     # --- the link's thread ------------------------------------------------------------------------
 
     def _describe(self) -> ModelDescription:
-        if self._description is None:
-            self._description = self._engine.describe()
-        return self._description
+        with self._describing:
+            if self._description is None:
+                self._description = self._engine.describe()
+            return self._description
 
     def _checksums(self, names: list[str]) -> list[Piece]:
         self._describe()
