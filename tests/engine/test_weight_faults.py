@@ -17,8 +17,8 @@ from .policies import PROMPTS, Lab, Policies, gated, on_phase, phase_event
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-SECONDS = 2.0
-WANTED = {"max_new_tokens": 150, "logprobs": True, "ignore_eos": True}
+SECONDS = 1.5
+WANTED = {"max_new_tokens": 100, "logprobs": True, "ignore_eos": True}
 VICTIM = 1
 
 

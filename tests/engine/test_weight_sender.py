@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -220,3 +221,38 @@ async def test_killed_senders(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None
         lab.check_history(await call)
     await lab.other()
     await lab.check(PROMPTS[:1], 4)
+
+
+async def test_a_sharded_trainer(lab: Lab) -> None:
+    """DTensors are gathered by both ranks of the trainer, and sent by one."""
+    client = lab.client
+    program = str(PROGRAM.with_name("sharded_trainer_program.py"))
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    before = client.weight_version
+    seed = 1 if lab.current is lab.policies[2] else 2
+    ranks = [
+        await asyncio.create_subprocess_exec(
+            *(
+                sys.executable,
+                program,
+                client.weights_address,
+                folder(lab, seed),
+                str(r),
+                str(port),
+            ),
+            stdout=asyncio.subprocess.PIPE,
+        )
+        for r in range(2)
+    ]
+    try:
+        said = await asyncio.gather(*(rank.communicate() for rank in ranks))
+    finally:
+        for rank in ranks:
+            if rank.returncode is None:
+                rank.kill()
+                await rank.wait()
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert int(said[0][0]) == client.weight_version == before + 1
+    lab.by_version[before + 1] = lab.policies[seed]
+    await lab.check(PROMPTS[:2])

@@ -1,5 +1,5 @@
-"""New weights in a running engine: what it answers afterwards is what Hugging Face transformers
-says of them, token by token, whatever ran meanwhile."""
+"""New weights, in every form: what an engine answers afterwards is what Hugging Face transformers
+says of them, and what does not fit is refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import pytest_asyncio
 import torch
@@ -19,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import sglrl
 
-from .policies import PROMPTS, Lab, Policies, collect, phase_event, until_idle, until_running
+from .policies import PROMPTS, Lab, Policies, until_idle, until_running
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -28,11 +27,8 @@ LONG: dict[str, Any] = {"max_new_tokens": 200, "logprobs": True, "ignore_eos": T
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def lab(models: Path) -> AsyncIterator[Lab]:
-    """One worker that runs four requests at a time, so that the fifth waits in the engine."""
     policies = Policies(models / "policies")
-    async with sglrl.launch(
-        policies[0].folder, device="cpu", max_running_requests=4, weight_device="cpu"
-    ) as client:
+    async with sglrl.launch(policies[0].folder, device="cpu", weight_device="cpu") as client:
         yield Lab(client, policies)
 
 
@@ -87,202 +83,6 @@ async def test_other_models(models: Path, kind: str) -> None:
         # A module gives tied tensors once.
         await lab.update(0, given[0].model)
         await lab.check()
-
-
-# --- what happens to requests that are running ----------------------------------------------------
-
-
-async def through_updates(lab: Lab, **options: Any) -> tuple[list[sglrl.Completion], int]:
-    """Long generations, the last of them streamed, that three updates come into; and the version
-    before."""
-    client = lab.client
-    first = client.weight_version
-    calls = [
-        asyncio.ensure_future(client.generate(input_ids=prompt, **LONG)) for prompt in PROMPTS[:3]
-    ]
-    stream = client.stream(input_ids=PROMPTS[3], **LONG)
-    seen = 0
-    ids: list[int] = []
-    versions: list[int] = []
-    async for chunk in stream:
-        ids += chunk.output_ids.tolist()
-        versions += [chunk.version] * len(chunk.output_ids)
-        if len(ids) >= 30 * (seen + 1) and seen < 3:
-            seen += 1
-            await lab.update(seen, **options)
-    streamed = stream.completion
-    assert streamed.output_ids.tolist() == ids
-    assert [v for s in streamed.versions for v in [s.version] * (s.stop - s.start)] == versions
-    return [*await asyncio.gather(*calls), streamed], first
-
-
-@pytest.mark.parametrize("mode", ["full", "bucketed"])
-@pytest.mark.parametrize("inflight", ["continue", "retract"])
-async def test_a_generation_through_three_updates(lab: Lab, inflight: str, mode: str) -> None:
-    await lab.update(0)
-    completions, first = await through_updates(
-        lab, inflight=inflight, mode=mode, bucket_bytes=1 << 16
-    )
-    again = inflight == "retract"
-    for completion in completions:
-        assert completion.finish_reason == "length"
-        assert len(completion.output_ids) == LONG["max_new_tokens"]
-        assert [s.version for s in completion.versions] == [first + i for i in range(4)]
-        lab.check_history(completion, again=again)
-        # The two ways differ, so the right one was found.
-        other = np.abs(lab.expected(completion, again=not again) - completion.logprobs)
-        assert other[completion.versions[1].start :].max() > 100 * lab.tolerance
-    await lab.check()
-
-
-async def test_abort_returns_what_there_is(lab: Lab) -> None:
-    client = lab.client
-    old = client.weight_version
-    await until_idle(client)
-    streamed = asyncio.ensure_future(collect(client.stream(input_ids=PROMPTS[1], **LONG)))
-    await until_running(client, 1)
-    # Three more run, two wait in the engine.
-    calls = [
-        asyncio.ensure_future(client.generate(input_ids=[*PROMPTS[2], i], **LONG)) for i in range(5)
-    ]
-    await until_running(client, 4)
-    while (await client.stats())[0].engine.waiting < 2:
-        pass
-    report = await lab.other(inflight="abort")
-    assert report.version == old + 1
-    *running, fifth, sixth = [await streamed, *await asyncio.gather(*calls)]
-    for completion in running:
-        assert completion.finish_reason == "abort"
-        assert 0 < len(completion.output_ids) < LONG["max_new_tokens"]
-        assert [s.version for s in completion.versions] == [old]
-        lab.check_history(completion)
-    for completion in (fifth, sixth):
-        assert completion.finish_reason == "abort"
-        assert len(completion.output_ids) == 0
-        assert completion.versions == ()
-    await lab.check()
-
-
-@pytest.mark.parametrize(("mode", "phase"), [("full", "commit"), ("bucketed", "prepare")])
-async def test_drain_lets_them_end(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch, mode: str, phase: str
-) -> None:
-    client = lab.client
-    old = client.weight_version
-    running = [
-        asyncio.ensure_future(client.generate(input_ids=prompt, **LONG)) for prompt in PROMPTS[:2]
-    ]
-    stream = client.stream(input_ids=PROMPTS[2], **LONG)
-    draining = phase_event(monkeypatch, client, phase)
-    update = meanwhile = cancelled = None
-    since = 0
-    async for chunk in stream:
-        if update is None:
-            # Draining has a time-out of its own.
-            update = asyncio.ensure_future(lab.other(inflight="drain", mode=mode, timeout=0.4))
-        # By then the worker has been told, too.
-        if draining.is_set() and (since := since + len(chunk.output_ids)) > 20 and not meanwhile:
-            meanwhile = asyncio.ensure_future(
-                client.generate(input_ids=PROMPTS[3], max_new_tokens=20, logprobs=True)
-            )
-            cancelled = asyncio.ensure_future(client.generate(input_ids=PROMPTS[3], **LONG))
-        elif cancelled is not None and since > 40:
-            cancelled.cancel()
-    assert update is not None
-    assert meanwhile is not None
-    assert cancelled is not None
-    with pytest.raises(asyncio.CancelledError):
-        await cancelled
-    report = await update
-    assert report.version == old + 1
-    for completion in [*await asyncio.gather(*running), stream.completion]:
-        assert completion.finish_reason == "length"
-        assert completion.versions == ((0, LONG["max_new_tokens"], old),)
-        lab.check_history(completion)
-    late = await meanwhile
-    assert [s.version for s in late.versions] == [old + 1]
-    lab.check_history(late)
-    await lab.check()
-    assert (await client.stats())[0].engine.running == 0
-
-
-async def test_a_drain_that_is_given_up_lets_new_calls_run(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    client = lab.client
-    old = client.weight_version
-    stream = client.stream(input_ids=PROMPTS[2], **LONG)
-    draining = phase_event(monkeypatch, client, "prepare")
-    update = meanwhile = late = None
-    since = 0
-    async for chunk in stream:
-        if update is None:
-            update = asyncio.ensure_future(lab.other(inflight="drain", mode="bucketed"))
-        if draining.is_set() and (since := since + len(chunk.output_ids)) > 20 and not meanwhile:
-            meanwhile = asyncio.ensure_future(
-                client.generate(input_ids=PROMPTS[3], max_new_tokens=4, logprobs=True)
-            )
-        elif since > 40 and late is None:
-            assert not meanwhile.done()
-            update.cancel()
-            late = await asyncio.wait_for(meanwhile, 100)
-            # The long one still runs.
-            assert (await client.stats())[0].engine.running > 0
-    assert update is not None
-    with pytest.raises(asyncio.CancelledError):
-        await update
-    assert late.versions[0].version == old
-    lab.check_history(late)
-    assert stream.completion.versions == ((0, LONG["max_new_tokens"], old),)
-    await lab.other(inflight="drain", mode="bucketed")
-    await lab.check()
-
-
-# --- KV cache -------------------------------------------------------------------------------------
-
-
-async def test_no_kv_of_other_versions_is_used(lab: Lab) -> None:
-    client = lab.client
-    prompt = [7 + (3 * i) % 400 for i in range(90)]
-    wanted = {"max_new_tokens": 8, "logprobs": True, "temperature": 0, "ignore_eos": True}
-    for expected in (0, 1):
-        made = await client.generate(input_ids=prompt, **wanted)
-        assert (made.cached_tokens > 0) == expected
-    for _ in range(2):
-        await lab.other()
-        for expected in (0, 1):
-            made = await client.generate(input_ids=prompt, **wanted)
-            assert (made.cached_tokens > 0) == expected
-            lab.check_history(made)
-
-
-@pytest.mark.parametrize("inflight", ["continue", "retract"])
-async def test_requests_that_waited_in_the_engine_use_no_old_kv(lab: Lab, inflight: str) -> None:
-    client = lab.client
-    prompt = [11 + (7 * i) % 300 for i in range(80)]
-    old = client.weight_version
-    warm = await client.generate(input_ids=prompt, max_new_tokens=4)
-    assert warm.versions[0].version == old
-    await until_idle(client)
-    running = [
-        asyncio.ensure_future(client.generate(input_ids=[5, 6, 7, i], **LONG)) for i in range(4)
-    ]
-    await until_running(client, 4)
-    waiting = [
-        asyncio.ensure_future(
-            client.generate(input_ids=prompt, max_new_tokens=8, logprobs=True, seed=i)
-        )
-        for i in range(3)
-    ]
-    while (await client.stats())[0].engine.waiting < 3:
-        pass
-    await lab.other(inflight=inflight)
-    for completion in await asyncio.gather(*running):
-        assert [s.version for s in completion.versions] == [old, old + 1]
-        lab.check_history(completion, again=inflight == "retract")
-    for completion in await asyncio.gather(*waiting):
-        assert [s.version for s in completion.versions] == [old + 1]
-        lab.check_history(completion)
 
 
 # --- refusals -------------------------------------------------------------------------------------
