@@ -1,5 +1,5 @@
 """What becomes of requests that run or wait when new weights come, token by token; in SGLang's
-normal loop and in its overlapping one, where a step begins before the last one's tokens are seen."""
+normal loop and in its overlapping one, where a step begins before the last one has been seen."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .policies import PROMPTS, Lab, Policies, collect, phase_event, until_idle, 
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-LONG: dict[str, Any] = {"max_new_tokens": 200, "logprobs": True, "ignore_eos": True}
+LONG: dict[str, Any] = {"max_new_tokens": 160, "logprobs": True, "ignore_eos": True}
 
 
 @pytest_asyncio.fixture(
