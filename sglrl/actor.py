@@ -178,7 +178,7 @@ class UnaryReply:
     def chunk(self, item: Item, frames: Sequence[Buffer]) -> None:
         """A unary endpoint sends none."""
 
-    def restart(self) -> None:
+    def restart(self, call: Call) -> None:
         """Nothing was received yet."""
 
     def end(self, call: Call, outcome: Item | SglrlError, frames: Sequence[Buffer]) -> None:
@@ -216,7 +216,7 @@ class StreamReply:
             self.done = True
         self._wake()
 
-    def restart(self) -> None:
+    def restart(self, call: Call) -> None:
         """Only before the first chunk."""
 
     def end(self, call: Call, outcome: Item | SglrlError, frames: Sequence[Buffer]) -> None:

@@ -24,7 +24,7 @@ from .core.calls import Call
 from .core.routing import Route
 from .driver import ENVELOPE_BYTES, Driver
 from .errors import Closed, InvalidRequest, MessageTooLarge, SglrlError
-from .messages import EngineInfo, EngineStats, GenerateArgs, ItemKind, ScoreArgs, TokenChunk
+from .messages import EngineInfo, EngineStats, GenerateArgs, ItemKind, ScoreArgs
 from .replies import ChunkReply, GenerationReply, ScoreReply
 from .sampling import DEFAULT_MAX_NEW_TOKENS, Prepared, SamplingCache, SamplingParams
 from .spawn import Pool, WorkerInfo
@@ -393,6 +393,8 @@ class Client:
                 worker,
                 Route(ids, self._pool.weights.version, session),
                 True,
+                False,
+                True,
             )
             driver.submit(call)
             try:
@@ -432,6 +434,7 @@ class Client:
                         pinned=worker,
                         route=route,
                         idempotent=True,
+                        resumable=True,
                     )
                 )
         results = await _submit_all(driver, calls, futures)
@@ -502,18 +505,17 @@ class Client:
             route=Route(ids, self._pool.weights.version, a["session"]),
             idempotent=True,
             stream=True,
+            resumable=True,
         )
         texts = StreamText(self._decode, prepared.stop_strings, prepared.params.skip_special_tokens)
-        chunks: list[TokenChunk] = []
         driver.submit(call)
         try:
             while True:
                 while reply.items:
                     items, reply.items = reply.items, []
                     for chunk in items:
-                        chunks.append(chunk)
                         if chunk.finish:
-                            stream._completion = generation.completion(call, chunks)
+                            stream._completion = generation.completion(call, reply.received)
                         yield Chunk(
                             chunk.finish or None,
                             chunk.version,

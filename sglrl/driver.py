@@ -48,8 +48,9 @@ class Reply(Protocol):
     def end(self, call: Call, outcome: Item | SglrlError, frames: Sequence[Buffer]) -> None:
         """The answer, or why there is none. Comes exactly once, and last."""
 
-    def restart(self) -> None:
-        """The call begins again on another worker: forget the chunks."""
+    def restart(self, call: Call) -> None:
+        """The call begins again on another worker: forget the chunks; or, if it is resumable, put
+        into ``call.args`` where it stands."""
 
 
 class Driver:
@@ -208,7 +209,7 @@ class Driver:
             elif kind == CANCEL:
                 cancels.setdefault(subject, []).append(detail)
             elif kind == RESTART:
-                subject.reply.restart()
+                subject.reply.restart(subject)
         for member, calls in submits.items():
             self._send_calls(member, calls)
         for member, ids in cancels.items():

@@ -145,7 +145,8 @@ class Sampling(msgspec.Struct, array_like=True, gc=False, frozen=True):
 
 class GenerateArgs(msgspec.Struct, array_like=True, gc=False, frozen=True):
     """``input_ids``: int32 little-endian. ``sampling``: msgpack of ``Sampling``, encoded once per
-    distinct value by the client."""
+    distinct value by the client. ``resume``: int32, what another worker has generated already; it
+    counts in every limit, and is not sent back."""
 
     input_ids: bytes
     sampling: msgspec.Raw
@@ -153,6 +154,7 @@ class GenerateArgs(msgspec.Struct, array_like=True, gc=False, frozen=True):
     top_logprobs: int = 0
     stream: bool = False
     priority: int = 0
+    resume: bytes = b""
 
 
 class TokenChunk(msgspec.Struct, array_like=True, gc=False, frozen=True):

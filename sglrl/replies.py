@@ -14,15 +14,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .actor import error_of
-from .codec import Buffer
+from .codec import Buffer, encode
 from .completion import Completion, Decode
 from .core.calls import Call
 from .driver import now
 from .errors import ProtocolError, SglrlError
-from .messages import Item, ItemKind, TokenChunk
+from .messages import GenerateArgs, Item, ItemKind, TokenChunk
 from .sampling import Prepared
 
 _decode_chunk = msgspec.msgpack.Decoder(TokenChunk).decode
+_decode_args = msgspec.msgpack.Decoder(GenerateArgs).decode
+
+
+def resume(call: Call, chunks: Sequence[TokenChunk]) -> None:
+    """The next worker goes on behind these chunks."""
+    args = _decode_args(call.args)
+    ids = b"".join(chunk.ids for chunk in chunks)
+    call.args = msgspec.Raw(encode(msgspec.structs.replace(args, resume=ids)))
 
 
 def _fail(future: asyncio.Future[Any], error: Exception) -> None:
@@ -63,8 +71,9 @@ class GenerationReply:
             self.chunks = []
         self.chunks.append(chunk)
 
-    def restart(self) -> None:
-        self.chunks = None
+    def restart(self, call: Call) -> None:
+        if self.chunks is not None:
+            resume(call, self.chunks)
 
     def end(self, call: Call, outcome: Item | SglrlError, frames: Sequence[Buffer]) -> None:
         future = self.future
@@ -114,7 +123,7 @@ class ScoreReply:
     def chunk(self, item: Item, frames: Sequence[Buffer]) -> None:
         """Scores come whole."""
 
-    def restart(self) -> None:
+    def restart(self, call: Call) -> None:
         """Nothing was received yet."""
 
     def end(self, call: Call, outcome: Item | SglrlError, frames: Sequence[Buffer]) -> None:
@@ -136,11 +145,12 @@ class ScoreReply:
 class ChunkReply:
     """Hands chunks to the one coroutine that reads them."""
 
-    __slots__ = ("call", "generation", "items", "outcome", "waiter")
+    __slots__ = ("call", "generation", "items", "outcome", "received", "waiter")
 
     def __init__(self, generation: GenerationReply) -> None:
         self.generation = generation
         self.items: list[TokenChunk] = []
+        self.received: list[TokenChunk] = []
         self.outcome: Item | SglrlError | None = None
         self.call: Call | None = None
         self.waiter: asyncio.Future[None] | None = None
@@ -155,12 +165,15 @@ class ChunkReply:
 
     def _add(self, item: Item) -> None:
         try:
-            self.items.append(_decode_chunk(item.body))
+            chunk = _decode_chunk(item.body)
         except msgspec.MsgspecError as error:
             self.outcome = ProtocolError(f"the worker sent a malformed answer: {error}")
+        else:
+            self.items.append(chunk)
+            self.received.append(chunk)
 
-    def restart(self) -> None:
-        """Only before the first chunk."""
+    def restart(self, call: Call) -> None:
+        resume(call, self.received)
 
     def end(self, call: Call, outcome: Item | SglrlError, frames: Sequence[Buffer]) -> None:
         if isinstance(outcome, Item) and outcome.kind == ItemKind.DONE:

@@ -57,7 +57,8 @@ class Call:
 
     ``reply`` is opaque to the core: it comes back in the effects. ``stream`` means that chunks
     are handed to the caller as they come, so a call that has begun cannot be repeated from the
-    start unnoticed.
+    start unnoticed. ``resumable``: another worker can go on from the chunks received so far.
+    ``losses``: workers lost while they held it, since it last received a chunk.
     """
 
     __slots__ = (
@@ -69,9 +70,11 @@ class Call:
         "frames",
         "id",
         "idempotent",
+        "losses",
         "pinned",
         "priority",
         "reply",
+        "resumable",
         "route",
         "sent_at",
         "state",
@@ -92,6 +95,7 @@ class Call:
         route: Route | None = None,
         idempotent: bool = False,
         stream: bool = False,
+        resumable: bool = False,
     ) -> None:
         self.id = -1
         self.endpoint = endpoint
@@ -104,6 +108,8 @@ class Call:
         self.route = route
         self.idempotent = idempotent
         self.stream = stream
+        self.resumable = resumable
+        self.losses = 0
         self.state = QUEUED
         self.worker: Member | None = None
         self.attempts = 0

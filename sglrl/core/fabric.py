@@ -33,7 +33,8 @@ CHUNK: Final = 2
 END: Final = 3
 """(END, call, item | SglrlError): the call's only end."""
 RESTART: Final = 4
-"""(RESTART, call, None): what was received so far no longer counts."""
+"""(RESTART, call, None): it begins again on another worker. A resumable call goes on from what was
+received so far; otherwise that no longer counts."""
 
 Effect = tuple[int, Any, Any]
 
@@ -85,7 +86,8 @@ class Fabric:
 
     def member_lost(self, index: int, reason: str, now: float) -> None:
         """The worker is gone. Its idempotent calls are queued again, ahead of younger ones; the
-        others end with ``WorkerLost``."""
+        others end with ``WorkerLost``, and so does a call that loses ``max_attempts`` workers
+        without a chunk between them: it may be what kills them."""
         member = self.members[index]
         if member.state is LOST:
             return
@@ -99,15 +101,17 @@ class Fabric:
             if call.state == CANCELLING:
                 call.move(ENDED)
                 continue
-            begun = call.stream and call.state == RUNNING
-            if call.idempotent and not begun and call.attempts < self.config.max_attempts:
+            call.losses += 1
+            begun = call.stream and call.state == RUNNING and not call.resumable
+            if call.idempotent and not begun and call.losses < self.config.max_attempts:
                 call.move(QUEUED)
                 call.worker = None
-                call.first_at = 0.0
+                if not call.resumable:
+                    call.first_at = 0.0
                 self.outbox.append((RESTART, call, None))
                 self._enqueue(call)
             else:
-                why = "it had already streamed" if begun else f"attempt {call.attempts}"
+                why = "it had already streamed" if begun else f"loss {call.losses}"
                 self._end(
                     call,
                     WorkerLost(
@@ -182,7 +186,9 @@ class Fabric:
                 state = call.state
                 if state == SENT:
                     call.move(RUNNING)
-                    call.first_at = now
+                    call.first_at = call.first_at or now
+                    if call.resumable:
+                        call.losses = 0
                 elif state == CANCELLING:
                     continue
                 outbox.append((CHUNK, call, item))

@@ -34,6 +34,7 @@ class ModelCall:
     call: Call
     state: str = WAITING
     attempts: int = 0
+    losses: int = 0
     answers: int = 0
     cancelled: bool = False
 
@@ -96,6 +97,8 @@ class Model:
             call = self.calls[item.id]
             if item.kind == ItemKind.CHUNK:
                 if call.state != CANCELLING:
+                    if call.state == SENT and call.call.resumable:
+                        call.losses = 0
                     call.state = RUNNING
                     wanted.append((CHUNK, item.id, id(item)))
                 continue
@@ -145,8 +148,9 @@ class Model:
             if call.state == CANCELLING:
                 call.state = ENDED
                 continue
-            begun = call.call.stream and call.state == RUNNING
-            if call.call.idempotent and not begun and call.attempts < self.max_attempts:
+            call.losses += 1
+            begun = call.call.stream and call.state == RUNNING and not call.call.resumable
+            if call.call.idempotent and not begun and call.losses < self.max_attempts:
                 call.state = WAITING
                 wanted.append((RESTART, id_, None))
             else:
@@ -204,5 +208,6 @@ class Model:
         assert first is call, f"{first} should have gone before {call}"
         call.state = SENT
         call.attempts += 1
-        assert call.attempts <= self.max_attempts
+        assert call.losses < self.max_attempts
+        assert call.call.resumable or call.attempts <= self.max_attempts
         member.held.add(sent.id)

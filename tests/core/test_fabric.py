@@ -78,8 +78,26 @@ def test_an_idempotent_call_moves_until_its_attempts_are_used_up() -> None:
     assert kinds.count(END) == 1
     error = fabric.outbox[-1][2]
     assert isinstance(error, WorkerLost)
-    assert "attempt 3" in error.message
+    assert "loss 3" in error.message
     assert error.worker == worker_of(call)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_resumable_call_moves_as_long_as_it_comes_forward(stream: bool) -> None:
+    fabric = make_fabric(9, max_attempts=2)
+    call = submit(fabric, idempotent=True, stream=stream, resumable=True)
+    for n in range(7):
+        assert call.worker is not None
+        fabric.results(call.worker, [Item(call.id, ItemKind.CHUNK)], 1.0 + n)
+        fabric.member_lost(call.worker.index, "it was killed", 2.0)
+        assert call.first_at == 1.0, "its first chunk is its first chunk"
+    assert END not in [effect[0] for effect in fabric.outbox]
+    # Two losses in a row, and it may be what kills them.
+    assert call.worker is not None
+    fabric.member_lost(call.worker.index, "it was killed", 9.0)
+    kind, ended, error = fabric.outbox[-1]
+    assert (kind, ended) == (END, call)
+    assert isinstance(error, WorkerLost)
 
 
 def test_a_stream_that_has_begun_is_not_repeated() -> None:

@@ -33,6 +33,9 @@ routes = st.none() | st.builds(
 )
 
 
+RETRIES = ["never", "repeat", "resume"]
+
+
 class FabricStates(RuleBasedStateMachine):
     @initialize(
         max_queue=st.sampled_from([50, 3, 1, 0]),
@@ -124,7 +127,7 @@ class FabricStates(RuleBasedStateMachine):
         priority=st.integers(-1, 2),
         pinned=st.sampled_from([None, None, None, None, 0, 1, 2, 7]),
         deadline=st.none() | st.integers(-1, 9),
-        idempotent=st.booleans(),
+        retry=st.sampled_from(RETRIES),
         stream=st.booleans(),
         route=routes,
         copies=st.integers(1, 4),
@@ -134,25 +137,25 @@ class FabricStates(RuleBasedStateMachine):
         priority: int,
         pinned: int | None,
         deadline: int | None,
-        idempotent: bool,
+        retry: str,
         stream: bool,
         route: Route | None,
         copies: int,
     ) -> None:
         for _ in range(copies):
-            self.submit_one(priority, pinned, deadline, idempotent, stream, route)
+            self.submit_one(priority, pinned, deadline, retry, stream, route)
 
     @rule(
         settings=st.lists(
-            st.tuples(st.integers(0, 2), st.booleans(), st.booleans(), st.booleans()),
+            st.tuples(st.integers(0, 2), st.sampled_from(RETRIES), st.booleans(), st.booleans()),
             min_size=2,
             max_size=8,
         )
     )
-    def submit_several(self, settings: list[tuple[int, bool, bool, bool]]) -> None:
+    def submit_several(self, settings: list[tuple[int, str, bool, bool]]) -> None:
         """More work at once, for any worker: most histories begin with some to be interesting."""
-        for priority, idempotent, stream, timed in settings:
-            self.submit_one(priority, None, 4 if timed else None, idempotent, stream, None)
+        for priority, retry, stream, timed in settings:
+            self.submit_one(priority, None, 4 if timed else None, retry, stream, None)
 
     @rule(every=st.integers(1, 3))
     def progress(self, every: int) -> None:
@@ -168,7 +171,7 @@ class FabricStates(RuleBasedStateMachine):
         priority: int,
         pinned: int | None,
         deadline: int | None,
-        idempotent: bool,
+        retry: str,
         stream: bool,
         route: Route | None,
     ) -> None:
@@ -180,8 +183,9 @@ class FabricStates(RuleBasedStateMachine):
             priority=priority,
             pinned=pinned,
             route=route,
-            idempotent=idempotent,
+            idempotent=retry != "never",
             stream=stream,
+            resumable=retry == "resume",
         )
         refusal = self.model.refusal(call)
         if refusal is not None:

@@ -222,3 +222,34 @@ def test_blocking() -> None:
     with pytest.raises(sglrl.Closed):
         client.generate(input_ids=IDS)
     client.close()
+
+
+async def test_a_stream_goes_on_when_its_workers_are_killed_one_after_the_other() -> None:
+    """No token twice and none missing, however often."""
+    count = 400
+    async with sglrl.launch(
+        "fake", engine="fake", replicas=4, tokens_per_step=5, step_seconds=0.002, context_length=512
+    ) as client:
+        stream = client.stream(input_ids=IDS, max_new_tokens=count, logprobs=True)
+        call = asyncio.ensure_future(
+            client.generate(input_ids=IDS, max_new_tokens=count, logprobs=True)
+        )
+        chunks = []
+        killed = 0
+        async for chunk in stream:
+            chunks.append(chunk)
+            held = [w for w in client.workers if w.state == "ready" and w.load]
+            if killed < 3 and sum(len(c.output_ids) for c in chunks) > 80 * (killed + 1):
+                # Every worker that holds something, but the last one.
+                live = sum(w.state == "ready" for w in client.workers)
+                for worker in held[: live - 1]:
+                    os.kill(worker.pid, signal.SIGKILL)
+                    killed += 1
+        made = [await call, stream.completion]
+        assert killed == 3
+        assert sum(c.resumed for c in made) >= 3
+        for completion in made:
+            assert completion.output_ids.tolist() == (IDS * count)[:count]
+            np.testing.assert_allclose(completion.logprobs, -(np.arange(count) + 1) / 1024)
+            assert completion.timing.first_token <= completion.timing.total
+        assert np.concatenate([c.output_ids for c in chunks]).tolist() == (IDS * count)[:count]

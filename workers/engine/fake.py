@@ -73,8 +73,9 @@ class FakeEngine:
         if sampling is None:
             sampling = self.samplings[raw] = self.sampling.decode(raw)
         self.prompted += len(args.input_ids) // 4
+        done = len(args.resume) // 4
         self.requests[id_] = _Running(
-            args.input_ids, sampling.max_new_tokens, args.logprobs, args.stream
+            args.input_ids, sampling.max_new_tokens, args.logprobs, args.stream, done, done
         )
 
     def score(self, id_: int, args: ScoreArgs) -> None:

@@ -44,7 +44,8 @@ from sglrl.messages import (
 from ...mailbox import Mailbox
 from ...weights import RankWeights
 from ..loop import IDLE_WAIT
-from . import compat, convert, seeds
+from . import compat, convert, resume, seeds
+from .resume import Resume
 from .weights import SglangWeights, WeightCommand
 
 logger = logging.getLogger("sglrl.worker")
@@ -56,17 +57,18 @@ _LAUNCH_SECONDS = 0.0015
 class _Request:
     """What the adapter remembers of a request while SGLang has it.
 
-    ``sent``: tokens reported so far. ``version``: of the next one. ``changes``: (position,
-    version), in order, where it changes later.
+    ``sent``: tokens reported so far, the ``resumed`` ones of another worker included. ``version``:
+    of the next one. ``changes``: (position, version), in order, where it changes later.
     """
 
-    __slots__ = ("changes", "score_start", "sent", "top", "version")
+    __slots__ = ("changes", "resumed", "score_start", "sent", "top", "version")
 
     def __init__(self, version: int, top: int, score_start: int) -> None:
         self.version = version
         self.top = top
         self.score_start = score_start
         self.sent = 0
+        self.resumed = 0
         self.changes: list[tuple[int, int]] = []
 
     def take(self, count: int) -> list[tuple[int, int]]:
@@ -120,8 +122,13 @@ class Adapter:
             scheduler.model_config.vocab_size,
         )
         priority = args.priority if scheduler.enable_priority_scheduling else None
+        begun = convert.token_array(args.resume)
+        if begun:
+            self.incoming.append(Resume(convert.request_id(id_), begun))
         self.incoming.append(convert.generate_request(id_, args, params, priority))
-        self.requests[id_] = _Request(scheduler.sglrl_version, args.top_logprobs, -1)
+        request = _Request(scheduler.sglrl_version, args.top_logprobs, -1)
+        request.sent = request.resumed = len(begun)
+        self.requests[id_] = request
 
     def score(self, id_: int, args: ScoreArgs) -> None:
         count = len(args.input_ids) // 4
@@ -256,9 +263,9 @@ class Adapter:
                     if rid not in fresh:
                         self.returned.add(id_)
                         incoming.append(AbortReq(rid=rid))
-        kept = [r for r in incoming if isinstance(r, TokenizedGenerateReqInput)]
-        self.held_back += kept
-        passed = [r for r in incoming if not isinstance(r, TokenizedGenerateReqInput)]
+        requests = (TokenizedGenerateReqInput, Resume)
+        self.held_back += [r for r in incoming if isinstance(r, requests)]
+        passed = [r for r in incoming if not isinstance(r, requests)]
         if passed or not self.scheduler.is_fully_idle():
             return passed
         command, self.draining = self.draining, None
@@ -300,7 +307,7 @@ class Adapter:
             del self.requests[id_]
             self.prompt_tokens += output.prompt_tokens[i]
             self.cached_tokens += output.cached_tokens[i]
-            self.generated_tokens += output.completion_tokens[i]
+            self.generated_tokens += output.completion_tokens[i] - request.resumed
             if id_ in self.cancelled:
                 self.cancelled.discard(id_)
                 mailbox.put(id_, ItemKind.CANCELLED)
@@ -381,6 +388,8 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
         self.sglrl_step_seconds = 0.0
         self._sglrl_launched = 0.0
         self._sglrl_processed = 0
+        self._sglrl_resumes: dict[str, Resume] = {}
+        self._sglrl_entering: set[str] = set()
         super().__init__(*args)
 
     def init_ipc_channels(self, port_args: PortArgs) -> None:
@@ -411,14 +420,32 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
             self.sglrl_adapter.mailbox.wait(IDLE_WAIT)
 
     def process_input_requests(self, recv_reqs: list[Any]) -> None:
-        commands = [r for r in recv_reqs if isinstance(r, WeightCommand)]
-        if not commands:
+        ours = [r for r in recv_reqs if isinstance(r, (WeightCommand, Resume))]
+        if not ours:
             super().process_input_requests(recv_reqs)
             return
-        super().process_input_requests([r for r in recv_reqs if not isinstance(r, WeightCommand)])
-        assert self.sglrl_weights is not None
-        for command in commands:
-            self.sglrl_weights.execute(command)
+        self._sglrl_resumes |= {r.rid: r for r in ours if isinstance(r, Resume)}
+        theirs = [r for r in recv_reqs if not isinstance(r, (WeightCommand, Resume))]
+        super().process_input_requests(theirs)
+        for request in ours:
+            if isinstance(request, WeightCommand):
+                assert self.sglrl_weights is not None
+                self.sglrl_weights.execute(request)
+
+    def init_req_max_new_tokens(self, req: Any) -> None:
+        super().init_req_max_new_tokens(req)
+        # SGLang calls this for every request that it takes, before anything looks at its output.
+        begun = self._sglrl_resumes.pop(req.rid, None)
+        if begun is not None:
+            resume.begin(req, begun.ids)
+            self._sglrl_entering.add(req.rid)
+
+    def _add_request_to_queue(self, req: Any, *args: Any, **kwargs: Any) -> None:
+        if req.rid in self._sglrl_entering:
+            self._sglrl_entering.discard(req.rid)
+            if not req.finished():
+                resume.enter(req)
+        super()._add_request_to_queue(req, *args, **kwargs)
 
     def run_batch(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         now = time.monotonic()
@@ -480,6 +507,7 @@ def run_scheduler(spec: WorkerSpec, body: EngineSpec) -> None:
     port_args = PortArgs.init_new(server_args)
     port_args.nccl_port = body.dist_port
     seeds.install(server_args)
+    resume.install()
     adapter = Adapter(mailbox) if mailbox is not None else None
     compat.publish_arguments(server_args, body.rank, body.gpu_id)
     scheduler = SglrlScheduler(
