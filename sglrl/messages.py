@@ -275,9 +275,11 @@ class Prepare(msgspec.Struct, array_like=True, frozen=True, tag=22):
 
 
 class Stage(msgspec.Struct, array_like=True, frozen=True, tag=23):
-    """Send, or receive, the buckets."""
+    """Send, or receive, the buckets. ``mode``: of a worker, "full" or "bucketed": what all of its
+    ranks have room for."""
 
     id: int
+    mode: str = ""
 
 
 class Commit(msgspec.Struct, array_like=True, frozen=True, tag=24):
@@ -354,7 +356,11 @@ class Withdraw(msgspec.Struct, array_like=True, frozen=True, tag=43):
     id: int
 
 
-FromRank = RankHello | RankAnswer | Propose | Withdraw
+class Farewell(msgspec.Struct, array_like=True, frozen=True, tag=44):
+    """A sender in another process is closed."""
+
+
+FromRank = RankHello | RankAnswer | Propose | Withdraw | Farewell
 
 
 def rank_identity(worker: bytes, rank: int) -> bytes:

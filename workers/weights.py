@@ -284,7 +284,7 @@ class RankWeights:
                 self._run(message.id, PREPARE, lambda: self._prepare(message))
             case Stage():
                 link = self._link
-                self._run(message.id, STAGE, lambda: self._stage(link, message.id))
+                self._run(message.id, STAGE, lambda: self._stage(link, message))
             case Commit():
                 self._commit(message.id)
             case Abort():
@@ -378,24 +378,30 @@ class RankWeights:
         mode, memory = self._choose(message.mode, layout, room)
         update = _Update(message, layout, mode, room)
         with self._on_stream():
-            update.memory = [
-                torch.empty(size, dtype=torch.uint8, device=self._device) for size in memory
-            ]
+            update.memory = self._memory(memory)
         return update
 
-    def _choose(self, wanted: str, layout: Layout, room: int) -> tuple[str, list[int]]:
-        """The mode, and the sizes of the memory it takes: of every bucket, or of a ring's slots and
-        behind them of one for the buckets that are larger than a slot."""
-        if wanted in ("auto", "full") and layout.total <= room:
-            return "full", layout.sizes
+    def _memory(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        return [torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes]
+
+    @staticmethod
+    def _ring(layout: Layout, room: int) -> list[int]:
+        """Sizes of the slots that a bucketed update goes through, and of one for the buckets that
+        are larger than a slot."""
         slot = layout.ring_slot
         large = max((size for size in layout.sizes if size > slot), default=0)
-        wanted_slots = -(-RING_BYTES // slot)
-        ring = max(LEAST_RING, min(wanted_slots, len(layout.sizes), (room - large) // slot))
-        needed = ring * slot + large
-        if wanted != "full" and (needed <= room or self._dirty):
-            return "bucketed", [slot] * ring + ([large] if large else [])
-        least = layout.total if wanted == "full" else needed
+        wanted = -(-RING_BYTES // slot)
+        ring = max(LEAST_RING, min(wanted, len(layout.sizes), (room - large) // slot))
+        return [slot] * ring + ([large] if large else [])
+
+    def _choose(self, wanted: str, layout: Layout, room: int) -> tuple[str, list[int]]:
+        """The mode, and the sizes of the memory it takes: of every bucket, or of a ring's slots."""
+        if wanted in ("auto", "full") and layout.total <= room:
+            return "full", layout.sizes
+        ring = self._ring(layout, room)
+        if wanted != "full" and (sum(ring) <= room or self._dirty):
+            return "bucketed", ring
+        least = layout.total if wanted == "full" else sum(ring)
         raise InvalidWeights(
             f"no room to stage the weights: {least / 1e9:.2f} GB are needed and "
             f"{room / 1e9:.2f} GB are free; lower mem_fraction_static, or bucket_bytes"
@@ -418,11 +424,15 @@ class RankWeights:
         free: int = torch.cuda.mem_get_info(self._device)[0]
         return max(0, free + cached - SPARE_BYTES)
 
-    def _stage(self, link: Link, id_: int) -> None:
+    def _stage(self, link: Link, message: Stage) -> None:
         update = self._update
-        if update is None or update.id != id_:
+        if update is None or update.id != message.id:
             raise WeightUpdateError("there is no such update")
         with self._on_stream():
+            if message.mode == "bucketed" and update.mode == "full":
+                # Another rank of this replica has less room, and one pauses for all.
+                update.mode, update.memory, update.bound = "bucketed", [], None
+                update.memory = self._memory(self._ring(update.layout, update.layout.total))
             if update.message.source:
                 self._read_files(update)
             elif update.mode == "full":
@@ -431,7 +441,7 @@ class RankWeights:
                 self._stage_bucketed(link, update)
         link.check()
         if update.mode == "full":
-            self._engine.staged(id_, update.bound)
+            self._engine.staged(message.id, update.bound)
 
     def _stage_full(self, link: Link, update: _Update) -> None:
         """Everything into memory of its own, while the scheduler goes on."""

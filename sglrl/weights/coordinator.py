@@ -53,6 +53,7 @@ from ..messages import (
     Committed,
     Describe,
     ErrorBody,
+    Farewell,
     Join,
     ModelDescription,
     Piece,
@@ -414,7 +415,7 @@ class WeightChannel:
         def body(member: Member, phase: str, decoder: Any) -> Any:
             return decoder.decode(run.bodies[member, phase])
 
-        modes = {body(m, PREPARE, _prepared).mode for m in machine.members}
+        modes = {self._mode(run, member) for member in machine.members}
         pauses = {
             w: max(body(m, COMMIT, _committed).pause_ms for m in machine.members if m[0] == w)
             for w in sorted(machine.workers)
@@ -535,7 +536,7 @@ class WeightChannel:
                 r.folder,
             )
         elif phase == STAGE:
-            message = Stage(run.id)
+            message = Stage(run.id, self._mode(run, member))
         elif phase == COMMIT:
             message = Commit(run.id)
         else:
@@ -545,6 +546,17 @@ class WeightChannel:
             self._send(member, message)
         elif run.source is not None:
             run.source.ask(message)
+
+    def _mode(self, run: _Run, member: Member) -> str:
+        """All ranks of a replica pause, or none does."""
+        if member == SENDER:
+            return ""
+        found = {
+            _prepared.decode(run.bodies[rank, PREPARE]).mode
+            for rank in run.machine.members
+            if rank[0] == member[0]
+        }
+        return "bucketed" if "bucketed" in found else "full"
 
     def _form(self, run: _Run) -> dict[Member, Join]:
         """Who is which rank. Members on the sender's own GPU read its memory instead."""
@@ -599,6 +611,10 @@ class WeightChannel:
                     self._answered(member, message)
                 elif not waiting.done():
                     waiting.set_result(message)
+            case Farewell() if sender is not None:
+                sender.cancel()
+                self.forget(sender)
+                del self._senders[identity]
             case RankHello(settings=settings):
                 if sender is not None:
                     sender.cancel()

@@ -23,6 +23,7 @@ from ..errors import (
 )
 from ..messages import (
     Abort,
+    Farewell,
     Join,
     Propose,
     Proposed,
@@ -135,6 +136,7 @@ class Sender:
             self._send(Withdraw(self._proposal[0]))
             if not self._proposal[1].done():
                 self._proposal[1].set_exception(Closed("the sender was closed"))
+        self._send(Farewell())
         if not self._welcome.done():
             self._welcome.cancel()
         self._end.close()

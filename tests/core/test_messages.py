@@ -27,6 +27,7 @@ from sglrl.messages import (
     Describe,
     EngineInfo,
     ErrorBody,
+    Farewell,
     FromRank,
     Item,
     Join,
@@ -129,7 +130,7 @@ to_rank = st.one_of(
         partial=st.booleans(),
         source=texts,
     ),
-    st.builds(Stage, ids),
+    st.builds(Stage, ids, texts),
     st.builds(Commit, ids),
     st.builds(Abort, ids, st.booleans()),
     st.builds(Checksums, ids, st.lists(texts)),
@@ -158,6 +159,7 @@ from_rank = st.one_of(
         wait=st.booleans(),
     ),
     st.builds(Withdraw, ids),
+    st.builds(Farewell),
 )
 
 DECODERS = (decode_to_worker, decode_to_driver, decode_to_rank, decode_from_rank)
@@ -205,7 +207,7 @@ def test_the_strategies_make_every_message() -> None:
         Proposed,
         Welcome,
     }
-    assert set(get_args(FromRank)) == {RankHello, RankAnswer, Propose, Withdraw}
+    assert set(get_args(FromRank)) == {RankHello, RankAnswer, Propose, Withdraw, Farewell}
 
 
 def test_no_tag_is_used_twice() -> None:

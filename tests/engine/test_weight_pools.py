@@ -59,6 +59,25 @@ async def test_modes_and_buckets(lab: Lab, mode: str, bucket_bytes: int) -> None
     await lab.check(PROMPTS[:1], 4)
 
 
+async def test_a_worker_pauses_when_one_of_its_ranks_has_no_room(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever its other ranks have made room for; and other workers go on."""
+    channel = lab.client._pool.weights
+    mode = channel._mode
+    monkeypatch.setattr(channel, "_mode", lambda run, m: "bucketed" if m[0] == 0 else mode(run, m))
+    running = asyncio.gather(
+        *(lab.client.generate(input_ids=PROMPTS[0], **WANTED) for _ in range(8))
+    )
+    report = await lab.other(bucket_bytes=100_000)
+    assert report.mode == "bucketed"
+    assert len(await running) == 8
+    await lab.check(PROMPTS[:1], 4)
+    monkeypatch.undo()
+    assert (await lab.other(bucket_bytes=100_000)).mode == "full"
+    await lab.check(PROMPTS[:1], 4)
+
+
 @pytest.mark.parametrize("mode", ["full", "bucketed"])
 async def test_reports(lab: Lab, mode: str) -> None:
     r = await lab.other(mode=mode)
