@@ -313,7 +313,8 @@ def test_a_message_for_the_other_side() -> None:
 def test_fields_of_a_newer_peer_are_ignored() -> None:
     assert decode_to_driver(encode([12, "loading", "and more"])) == Starting("loading")
     assert decode_to_driver(encode([11, []])) == Results([], -1.0)
-    assert decode_to_rank(encode([23, 7, "and more"])) == Stage(7)
+    assert decode_to_rank(encode([24, 7, "and more"])) == Commit(7)
+    assert decode_to_rank(encode([23, 7])) == Stage(7, "")
     assert decode_from_rank(encode([41, 7, "join"])) == RankAnswer(7, "join")
 
 
