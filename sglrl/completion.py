@@ -48,6 +48,8 @@ class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False)
     Attributes:
         worker: index of the worker that finished it.
         resumed: how many workers were lost while they held it.
+        resumed_at: output positions at which another worker went on; it computed the KV cache of
+            everything before anew, with the weights that it had.
     """
 
     worker: int
@@ -62,10 +64,12 @@ class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False)
     _finished: float
     _decode: Decode
     _skip_special_tokens: bool
+    resumed_at: tuple[int, ...] = ()
 
     @property
     def finish_reason(self) -> str:
-        """ "stop" (end-of-sequence, a stop token or a stop string), or "length"."""
+        """ "stop" (end-of-sequence, a stop token or a stop string), "length", or "abort" (a weight
+        update with inflight="abort" returned it)."""
         return self._chunks[-1].finish
 
     @property

@@ -26,11 +26,12 @@ _decode_chunk = msgspec.msgpack.Decoder(TokenChunk).decode
 _decode_args = msgspec.msgpack.Decoder(GenerateArgs).decode
 
 
-def resume(call: Call, chunks: Sequence[TokenChunk]) -> None:
-    """The next worker goes on behind these chunks."""
+def resume(call: Call, chunks: Sequence[TokenChunk]) -> int:
+    """The next worker goes on behind these chunks: after how many tokens."""
     args = _decode_args(call.args)
     ids = b"".join(chunk.ids for chunk in chunks)
     call.args = msgspec.Raw(encode(msgspec.structs.replace(args, resume=ids)))
+    return len(ids) // 4
 
 
 def _fail(future: asyncio.Future[Any], error: Exception) -> None:
@@ -42,7 +43,16 @@ def _fail(future: asyncio.Future[Any], error: Exception) -> None:
 class GenerationReply:
     """Collects one call's chunks and resolves its future with a ``Completion``."""
 
-    __slots__ = ("chunks", "decode", "future", "logprobs", "prepared", "prompt", "top")
+    __slots__ = (
+        "chunks",
+        "decode",
+        "future",
+        "logprobs",
+        "prepared",
+        "prompt",
+        "resumed_at",
+        "top",
+    )
 
     def __init__(
         self,
@@ -60,6 +70,7 @@ class GenerationReply:
         self.logprobs = logprobs
         self.top = top
         self.chunks: list[TokenChunk] | None = None
+        self.resumed_at: tuple[int, ...] = ()
 
     def chunk(self, item: Item, frames: Sequence[Buffer]) -> None:
         try:
@@ -73,7 +84,7 @@ class GenerationReply:
 
     def restart(self, call: Call) -> None:
         if self.chunks is not None:
-            resume(call, self.chunks)
+            self.resumed_at += (resume(call, self.chunks),)
 
     def end(self, call: Call, outcome: Item | SglrlError, frames: Sequence[Buffer]) -> None:
         future = self.future
@@ -109,6 +120,7 @@ class GenerationReply:
             now(),
             self.decode,
             self.prepared.params.skip_special_tokens,
+            self.resumed_at,
         )
 
 
@@ -173,7 +185,8 @@ class ChunkReply:
             self.received.append(chunk)
 
     def restart(self, call: Call) -> None:
-        resume(call, self.received)
+        if self.received:
+            self.generation.resumed_at += (resume(call, self.received),)
 
     def end(self, call: Call, outcome: Item | SglrlError, frames: Sequence[Buffer]) -> None:
         if isinstance(outcome, Item) and outcome.kind == ItemKind.DONE:

@@ -136,11 +136,14 @@ async def test_requests_go_on_where_they_were(
         made = streamed[name]
         assert (made.resumed, made.worker, whole.resumed) == (1, 1, 0), name
         same(made, whole, name)
+        (at,) = made.resumed_at
+        assert SEEN <= at < len(made.output_ids), name
+        assert whole.resumed_at == ()
         # What was read piece by piece has no token twice and none missing.
         assert readers[name].ids == whole.output_ids.tolist(), name
         assert readers[name].text == whole.text, name
         if name in called:
-            assert called[name].resumed == 1, name
+            assert called[name].resumed == len(called[name].resumed_at) == 1, name
             same(called[name], whole, name)
             top, other = called[name].top_logprobs, whole.top_logprobs
             assert top is not None
