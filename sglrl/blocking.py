@@ -17,6 +17,8 @@ from .errors import Closed
 from .launch import launch
 from .messages import EngineInfo
 from .spawn import WorkerInfo
+from .weights.local import TensorMetadata
+from .weights.report import UpdateReport
 
 _T = TypeVar("_T")
 
@@ -78,6 +80,39 @@ class BlockingClient:
     def score(self, *args: Any, **kwargs: Any) -> Any:
         """See ``Client.score``."""
         return self._wait(self._client.score(*args, **kwargs))
+
+    def update_weights(self, weights: Any, **kwargs: Any) -> UpdateReport:
+        """See ``Client.update_weights``."""
+        from .weights.source import take
+
+        # Here, because what is awaited on a GPU is the calling thread's current stream.
+        return self._wait(self._client.update_weights(take(weights), **kwargs))
+
+    def update_weights_from_disk(self, path: str | os.PathLike[str], **kwargs: Any) -> UpdateReport:
+        """See ``Client.update_weights_from_disk``."""
+        return self._wait(self._client.update_weights_from_disk(path, **kwargs))
+
+    def connect_weights(self, **kwargs: Any) -> float:
+        """See ``Client.connect_weights``."""
+        return self._wait(self._client.connect_weights(**kwargs))
+
+    def verify_weights(self, weights: Any, **kwargs: Any) -> list[str]:
+        """See ``Client.verify_weights``."""
+        return self._wait(self._client.verify_weights(weights, **kwargs))
+
+    def model_metadata(self, **kwargs: Any) -> dict[str, TensorMetadata]:
+        """See ``Client.model_metadata``."""
+        return self._wait(self._client.model_metadata(**kwargs))
+
+    @property
+    def weight_version(self) -> int:
+        """See ``Client.weight_version``."""
+        return self._client.weight_version
+
+    @property
+    def weights_address(self) -> str:
+        """See ``Client.weights_address``."""
+        return self._client.weights_address
 
     def stats(self) -> list[WorkerStats]:
         """See ``Client.stats``."""

@@ -60,16 +60,16 @@ class LocalSender:
     ) -> UpdateReport:
         """``request.specs`` follow from ``weights``."""
         from .sender import Cargo
-        from .source import named_tensors, specs_for
+        from .source import specs_for, take
 
         request.check(self._channel.version)
-        named = named_tensors(weights)
+        named, ready = take(weights)
         wanted = await self._channel.describe(request.timeout)
         tensors, specs = specs_for(named, wanted.tensors, wanted.ignored)
         end = await self._ending(device, host, tensors, request.timeout)
         request = request.with_specs(specs)
         assert request.bucket_bytes is not None
-        cargo = Cargo(tensors, specs, request.bucket_bytes)
+        cargo = Cargo(tensors, ready, specs, request.bucket_bytes)
         try:
             return await self._channel.update(request, end, lambda: end.load(cargo))
         finally:

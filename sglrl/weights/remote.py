@@ -166,18 +166,19 @@ class Sender:
     ) -> UpdateReport:
         """As ``Client.update_weights``; without ``weights`` the registered model is sent."""
         from .sender import Cargo
-        from .source import named_tensors, specs_for
+        from .source import specs_for, take
 
         if weights is None:
             weights = self._model
             if weights is None:
                 raise UsageError("pass weights, or call register_model first")
+        named, ready = take(weights)
         async with self._lock:
             welcome = self._welcome.result()
-            tensors, specs = specs_for(named_tensors(weights), welcome.tensors, welcome.ignored)
+            tensors, specs = specs_for(named, welcome.tensors, welcome.ignored)
             if bucket_bytes is None:
                 bucket_bytes = default_bucket_bytes(total_bytes(specs))
-            self._end.load(Cargo(tensors, specs, bucket_bytes))
+            self._end.load(Cargo(tensors, ready, specs, bucket_bytes))
             self._next_id += 1
             future: asyncio.Future[UpdateReport] = asyncio.get_running_loop().create_future()
             self._proposal = (self._next_id, future)

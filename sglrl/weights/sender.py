@@ -45,9 +45,11 @@ RING: Final = 2
 
 
 class Cargo(msgspec.Struct, frozen=True):
-    """What one update sends: tensors with their specs, which say the dtype they are sent in."""
+    """What one update sends: tensors with their specs, which say the dtype they are sent in.
+    ``ready``: CUDA events that are awaited before the tensors are read."""
 
     tensors: Named
+    ready: list[Any]
     specs: list[TensorSpec]
     bucket_bytes: int
 
@@ -108,22 +110,17 @@ class SendingEnd:
         self._link = Link()
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self._cargo: Cargo | None = None
-        self._ready: torch.cuda.Event | None = None
 
     @property
     def settings(self) -> RankSettings:
         return settings(self.device, self.host, self._store.port)
 
     def load(self, cargo: Cargo) -> None:
-        """What the next ``Stage`` sends. Call it on the thread and stream that made the tensors:
-        what that stream holds is awaited before they are read."""
+        """What the next ``Stage`` sends."""
         self._cargo = cargo
         # Meanwhile the workers prepare.
         link = self._link
         link.submit(lambda: self._plan(link, cargo))
-        if self.device.type == "cuda":
-            self._ready = torch.cuda.Event()
-            self._ready.record(torch.cuda.current_stream(self.device))
 
     def unload(self) -> None:
         """The update has ended: the tensors are the caller's again."""
@@ -178,8 +175,11 @@ class SendingEnd:
             raise WeightUpdateError("the update was withdrawn")
         packing = self._packing_for(link, cargo)
         with self._on_stream(), _frequent_switches():
-            if self._ready is not None:
-                torch.cuda.current_stream(self.device).wait_event(self._ready)
+            for event in cargo.ready:
+                if self._stream is None:
+                    event.synchronize()
+                else:
+                    self._stream.wait_event(event)
             return self._send(link, update, cargo, packing)
 
     def _plan(self, link: Link, cargo: Cargo) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -11,6 +11,29 @@ from ..errors import InvalidWeights, UsageError
 from ..messages import TensorSpec
 
 Named = list[tuple[str, torch.Tensor]]
+
+
+class Taken(NamedTuple):
+    """Tensors as they will be when what their devices' streams held has been done."""
+
+    named: Named
+    ready: list[Any]
+
+
+def take(weights: Any) -> Taken:
+    """What a caller gave, at this moment: call it on the caller's thread, with its streams current.
+
+    Raises what ``named_tensors`` raises.
+    """
+    if isinstance(weights, Taken):
+        return weights
+    named = named_tensors(weights)
+    ready = []
+    for device in {t.device for _, t in named if t.device.type == "cuda"}:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(device))
+        ready.append(event)
+    return Taken(named, ready)
 
 
 def named_tensors(weights: Any) -> Named:
