@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from inspect import Parameter, Signature
-from typing import Any, Final, get_args, get_origin
+from typing import Any, Final, TypeVar, get_args, get_origin
 
 import msgspec
 import numpy as np
@@ -22,6 +22,7 @@ from .errors import ProtocolError, UsageError
 from .messages import FromRank, ToDriver, ToRank, ToWorker
 
 Buffer = bytes | bytearray | memoryview
+_M = TypeVar("_M")
 
 encoder: Final = msgspec.msgpack.Encoder()
 _to_worker: Final[msgspec.msgpack.Decoder[ToWorker]] = msgspec.msgpack.Decoder(ToWorker)
@@ -48,37 +49,31 @@ def readable(text: object) -> str:
     return str(text).encode(errors="replace").decode()
 
 
+def _decode(decoder: msgspec.msgpack.Decoder[_M], frame: Buffer, what: str) -> _M:
+    try:
+        return decoder.decode(frame)
+    except _MALFORMED as error:
+        raise ProtocolError(f"not a message {what}: {error}") from None
+
+
 def decode_to_worker(frame: Buffer) -> ToWorker:
     """Raises ``ProtocolError`` on anything that is not a message for a worker."""
-    try:
-        return _to_worker.decode(frame)
-    except _MALFORMED as error:
-        raise ProtocolError(f"not a message for a worker: {error}") from None
+    return _decode(_to_worker, frame, "for a worker")
 
 
 def decode_to_driver(frame: Buffer) -> ToDriver:
     """Raises ``ProtocolError`` on anything that is not a message for a driver."""
-    try:
-        return _to_driver.decode(frame)
-    except _MALFORMED as error:
-        raise ProtocolError(f"not a message for a driver: {error}") from None
+    return _decode(_to_driver, frame, "for a driver")
 
 
 def decode_to_rank(frame: Buffer) -> ToRank:
-    """Raises ``ProtocolError`` on anything that is not a message of the weight channel to a
-    rank."""
-    try:
-        return _to_rank.decode(frame)
-    except _MALFORMED as error:
-        raise ProtocolError(f"not a message for a rank: {error}") from None
+    """Raises ``ProtocolError`` on anything that is not of the weight channel, for a rank."""
+    return _decode(_to_rank, frame, "for a rank")
 
 
 def decode_from_rank(frame: Buffer) -> FromRank:
-    """Raises ``ProtocolError`` on anything that is not a message of the weight channel from one."""
-    try:
-        return _from_rank.decode(frame)
-    except _MALFORMED as error:
-        raise ProtocolError(f"not a message from a rank: {error}") from None
+    """Raises ``ProtocolError`` on anything that is not of the weight channel, from a rank."""
+    return _decode(_from_rank, frame, "from a rank")
 
 
 class Blob:
