@@ -355,6 +355,8 @@ class RankWeights:
         if kept is not None and kept.serves(message):
             update = kept.again(message)
         else:
+            # Its memory may be what the next one needs.
+            kept = None
             update = self._first(message)
         with self._writing:
             if message.id <= self._given_up:
