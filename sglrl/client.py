@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from .actor import Actor as _Actor
 from .actor import BroadcastCaller, EndpointSpec, deadline_from, endpoint, endpoints_of, error_of
 from .codec import encode
-from .completion import Chunk, Completion, StreamText
+from .completion import Chunk, Completion, Decode, StreamText
 from .core.calls import Call
 from .core.routing import Route
 from .driver import ENVELOPE_BYTES, Driver
@@ -108,6 +108,8 @@ class Client:
         self._controls: dict[str, EndpointSpec] = endpoints_of(_Engine)
         self._weights = LocalSender(pool.weights)
         self._encode = msgspec.msgpack.Encoder().encode
+        # Once, and not a bound method for every call that waits.
+        self._decode: Decode = self._decode_ids
 
     async def __aenter__(self) -> Self:
         await self._pool.__aenter__()
@@ -594,7 +596,7 @@ class Client:
             raise _not_started()
         return self._driver
 
-    def _decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+    def _decode_ids(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         return self._tokenizer_box.decode(ids, skip_special_tokens)
 
     def _generate_args(
