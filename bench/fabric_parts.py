@@ -241,8 +241,10 @@ class _MemoryPool:
             TokenChunk,
         )
         from sglrl.net.memory import MemoryRouter
+        from sglrl.weights.coordinator import WeightChannel
 
         router = MemoryRouter()
+        self.weights = WeightChannel(lambda worker, reason: None)
         self.workers: list[Any] = []
         self.echo_seconds = 0.0
         self.driver = Driver(router, FabricConfig(routing=routing))
