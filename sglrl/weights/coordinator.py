@@ -180,7 +180,6 @@ class WeightChannel:
         self._expel = expel
         self.version = 0
         self.versions: dict[int, int] = {}
-        self.on_version: Callable[[int], None] = lambda version: None
         self._driver: Driver | None = None
         self._address = ""
         self._token = secrets.token_hex(16)
@@ -445,7 +444,6 @@ class WeightChannel:
         for worker in run.machine.workers:
             self.versions[worker] = run.version
         self._joined_after(run)
-        self.on_version(run.version)
 
     def _joined_after(self, run: _Run) -> None:
         if run.source is None:

@@ -8,7 +8,6 @@ ends them (``ncclCommAbort``), and ``Group`` then says so. gloo's operations tim
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import socket
 import threading
@@ -22,8 +21,6 @@ import torch.distributed as dist
 from ..config import nccl_environment
 from ..errors import WeightUpdateError
 from ..messages import RankSettings
-
-logger = logging.getLogger("sglrl.weights")
 
 # What torch's NCCL backend does when an operation is late: by default it ends the whole process.
 _QUIET = {

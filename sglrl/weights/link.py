@@ -26,7 +26,7 @@ _live: weakref.WeakSet[Link] = weakref.WeakSet()
 class Link:
     """Jobs run in order, one at a time. ``group``, ``sender`` and ``reader`` are set by jobs.
 
-    ``ring``: the sender's buckets. A job that was abandoned may still write to them, so another
+    ``packing``: the sender's buckets. A job that was abandoned may still write to them, so another
     link has its own.
     """
 
