@@ -20,7 +20,7 @@ import msgspec
 import torch
 
 from sglrl.codec import decode_to_rank, encode
-from sglrl.core.manifest import Layout, by_bucket, check_manifest, lay_out
+from sglrl.core.manifest import Layout, by_bucket, check_manifest, in_pieces, lay_out
 from sglrl.core.weights import ABORT, COMMIT, JOIN, PREPARE, STAGE
 from sglrl.errors import InvalidWeights, ProtocolError, WeightUpdateError
 from sglrl.messages import (
@@ -88,8 +88,9 @@ class WeightEngine(Protocol):
         """All of it is here; keep it for ``commit``."""
         ...
 
-    def nearly_staged(self) -> None:
-        """``commit`` will come within about a step."""
+    def nearly_staged(self, commit_at: float) -> None:
+        """``commit`` will come at about that time (``time.perf_counter()``), within about a
+        step."""
         ...
 
     def step_seconds(self) -> float:
@@ -128,9 +129,25 @@ class _Update:
         self.layout = layout
         self.mode = mode
         self.room = room
-        self.bound: Any = None
-        """Into the staged memory: what the engine needs to copy it."""
         self.memory: list[torch.Tensor] = []
+        self.staged: list[Staged] = []
+        """The buckets in ``memory`` as their tensors."""
+        self.bound: Any = None
+        """What the engine needs to copy them."""
+        self.staged_at = 0.0
+        self._within = by_bucket(layout)
+
+    def in_pieces(self, bucket: int) -> bool:
+        return in_pieces(self.layout, self._within[bucket])
+
+    def views(self, bucket: int, memory: torch.Tensor) -> Staged:
+        """The bucket's memory as its tensors."""
+        found: Staged = {}
+        for index in self._within[bucket]:
+            place, spec = self.layout.places[index], self.message.tensors[index]
+            flat = memory[place.offset : place.offset + place.nbytes]
+            found[spec.name] = flat.view(getattr(torch, spec.dtype)).view(spec.shape)
+        return found
 
     def serves(self, message: Prepare) -> bool:
         """The next update wants what this one has."""
@@ -146,7 +163,7 @@ class _Update:
     def again(self, message: Prepare) -> _Update:
         """For the next update, with the memory of this one."""
         update = _Update(message, self.layout, self.mode, self.room)
-        update.memory, update.bound = self.memory, self.bound
+        update.memory, update.staged, update.bound = self.memory, self.staged, self.bound
         return update
 
 
@@ -199,6 +216,9 @@ class RankWeights:
         self._questions = Link()
         self._update: _Update | None = None
         self._kept: _Update | None = None
+        self._spent: _Update | None = None
+        self._turnaround = 1e-3
+        """Seconds from the end of a stage to the commit, in the last update."""
         self._timeout = 60.0
         self._dirty = False
         self._given_up = 0
@@ -237,9 +257,16 @@ class RankWeights:
             done, self._update = self._update, None
             if done is not None and done.mode == "full" and done.layout.total <= KEPT_BYTES:
                 self._kept = done
+            else:
+                self._spent = done
             return Committed(pause_ms)
 
         self._run(update, COMMIT, finish)
+        # Thousands of views take a while to free: not before the answer.
+        self._link.submit(self._free)
+
+    def _free(self) -> None:
+        self._spent = None
 
     # --- the channel's thread ---------------------------------------------------------------------
 
@@ -311,6 +338,7 @@ class RankWeights:
             held_ms = self._engine.release(id_, update.message.version)
             self.committed(id_, lambda: held_ms)
         else:
+            self._turnaround = time.perf_counter() - update.staged_at
             self._engine.commit(id_, update.message.version, update.message.inflight)
 
     def _abort(self, message: Abort) -> None:
@@ -322,6 +350,7 @@ class RankWeights:
         with self._writing:
             self._given_up = message.id
             update, self._update = self._update, None
+        self._free()
         self._engine.forget()
         if update is not None and update.mode == "bucketed" and not self._dirty:
             self._engine.release(update.id, None)
@@ -446,6 +475,7 @@ class RankWeights:
             if message.mode == "bucketed" and update.mode == "full":
                 # Another rank of this replica has less room, and one pauses for all.
                 update.mode, update.memory, update.bound = "bucketed", [], None
+                update.staged = []
                 update.memory = self._memory(self._ring(update.layout, update.layout.total))
             if update.message.source:
                 self._read_files(update)
@@ -456,31 +486,47 @@ class RankWeights:
         link.check()
         if update.mode == "full":
             self._engine.staged(message.id, update.bound)
+            update.staged_at = time.perf_counter()
 
     def _stage_full(self, link: Link, update: _Update) -> None:
         """Everything into memory of its own, while the scheduler goes on."""
         group = link.group
-        memory = update.memory
+        staged = update.staged
         if group is not None:
             with group.deadline():
                 works = []
-                for data in memory:
+                for bucket, data in enumerate(update.memory):
                     link.check()
-                    works.append(group.broadcast(data))
+                    if bucket == len(staged):
+                        staged.append(update.views(bucket, data))
+                    works.append(self._receive(group, update, bucket, data, staged[bucket]))
                     if self._device.type == "cpu":
                         works[-1].wait()
                 arrivals = self._arrivals(works)
-                if update.bound is None:
-                    update.bound = self._bind(update, range(len(memory)), memory)
+                self._bind(update)
                 if arrivals:
                     self._watch(link, update, arrivals)
                 group.synchronize()
         else:
             assert link.reader is not None
-            for bucket, data in enumerate(memory):
+            for bucket, data in enumerate(update.memory):
                 link.reader.receive(update.id, bucket, data.copy_)
-            if update.bound is None:
-                update.bound = self._bind(update, range(len(memory)), memory)
+            self._bind(update)
+
+    @staticmethod
+    def _receive(
+        group: Group, update: _Update, bucket: int, data: torch.Tensor, views: Staged
+    ) -> Any:
+        pieces = group.takes_pieces and update.in_pieces(bucket)
+        return group.broadcast(list(views.values()) if pieces else [data])
+
+    def _bind(self, update: _Update) -> None:
+        """All that was staged."""
+        if update.bound is None:
+            staged = update.staged
+            for bucket in range(len(staged), len(update.memory)):
+                staged.append(update.views(bucket, update.memory[bucket]))
+            update.bound = self._engine.bind({k: v for views in staged for k, v in views.items()})
 
     def _arrivals(self, works: list[Any]) -> list[torch.cuda.Event]:
         """One event for each bucket of a broadcast between GPUs."""
@@ -505,7 +551,8 @@ class RankWeights:
             near += 1
         arrivals[near].synchronize()
         link.check()
-        self._engine.nearly_staged()
+        left = sum(sizes[near + 1 :]) / rate
+        self._engine.nearly_staged(time.perf_counter() + left + self._turnaround)
 
     def _stage_bucketed(self, link: Link, update: _Update) -> None:
         """Through a ring, straight into the live weights, with the scheduler held."""
@@ -513,17 +560,17 @@ class RankWeights:
         if not self._dirty and update.message.inflight != "drain":
             engine.hold(update.id, update.message.inflight)
         slots = _Slots(update)
-        waiting: collections.deque[tuple[int, Any, torch.Tensor]] = collections.deque()
+        waiting: collections.deque[tuple[int, Any, Staged]] = collections.deque()
 
         def apply_oldest() -> None:
-            bucket, work, data = waiting.popleft()
+            bucket, work, views = waiting.popleft()
             work.wait()
             if not self._dirty and not engine.held(self._timeout):
                 raise WeightUpdateError("the engine did not come to rest in time")
             with self._writing:
                 link.check()
                 self._dirty = True
-                engine.copy(self._bind(update, [bucket], {bucket: data}))
+                engine.copy(engine.bind(views))
             slots.free(bucket)
 
         with group.deadline() if group is not None else contextlib.nullcontext():
@@ -532,13 +579,14 @@ class RankWeights:
                 while not slots.has_room(bucket):
                     apply_oldest()
                 data = slots.take(bucket)[:size]
+                views = update.views(bucket, data)
                 work: Any = _Nothing
                 if group is not None:
-                    work = group.broadcast(data)
+                    work = self._receive(group, update, bucket, data, views)
                 else:
                     assert link.reader is not None
                     link.reader.receive(update.id, bucket, data.copy_)
-                waiting.append((bucket, work, data))
+                waiting.append((bucket, work, views))
                 if self._dirty or engine.held(0):
                     # It rests already: nothing need wait.
                     apply_oldest()
@@ -548,18 +596,6 @@ class RankWeights:
                 group.synchronize()
         if self._stream is not None:
             self._stream.synchronize()
-
-    def _bind(self, update: _Update, buckets: Sequence[int], memory: Any) -> Any:
-        layout = update.layout
-        specs = update.message.tensors
-        staged: Staged = {}
-        within = by_bucket(layout)
-        for bucket in buckets:
-            for index in within[bucket]:
-                place, spec = layout.places[index], specs[index]
-                flat = memory[bucket][place.offset : place.offset + place.nbytes]
-                staged[spec.name] = flat.view(getattr(torch, spec.dtype)).view(spec.shape)
-        return self._engine.bind(staged)
 
     def _read_files(self, update: _Update) -> None:
         """From a folder of safetensors files, cast to what the engine keeps."""
@@ -581,7 +617,7 @@ class RankWeights:
                     view.copy_(file.get_tensor(name))
         if wanted:
             raise WeightUpdateError(f"the files no longer hold {', '.join(sorted(wanted)[:8])}")
-        update.bound = self._bind(update, range(len(memory)), memory)
+        self._bind(update)
         if self._stream is not None:
             self._stream.synchronize()
 

@@ -27,6 +27,8 @@ FLOAT_BYTES: Final = {
 }
 """The dtypes that weights may have."""
 
+PIECE_BYTES: Final = 8 << 20
+
 _SHOWN = 8
 
 
@@ -123,6 +125,13 @@ def lay_out(specs: Sequence[TensorSpec], bucket_bytes: int) -> Layout:
         sizes[-1] += space
     fitting = [size for size in sizes if size <= bucket_bytes]
     return Layout(places, sizes, max(fitting, default=max(sizes, default=0)))
+
+
+def in_pieces(layout: Layout, indices: Sequence[int]) -> bool:
+    """Whether a bucket of these tensors is broadcast tensor by tensor, from where they lie, rather
+    than packed into one: where a group takes pieces. Each costs a few microseconds, and packing
+    large ones slows the broadcast that is under way."""
+    return sum(layout.places[index].nbytes for index in indices) >= PIECE_BYTES * len(indices)
 
 
 def default_bucket_bytes(total: int) -> int:

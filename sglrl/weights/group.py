@@ -11,7 +11,7 @@ import contextlib
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -117,16 +117,27 @@ class Group:
         update."""
         first = torch.zeros(64, dtype=torch.uint8, device=self.device)
         with self.deadline():
-            self.broadcast(first).wait()
+            self.broadcast([first]).wait()
             self.synchronize()
 
-    def broadcast(self, tensor: torch.Tensor) -> Any:
-        """Send (rank 0) or receive contiguous bytes; returns torch's ``Work``. On CUDA it begins
-        after what the current stream holds, and ``wait()`` makes the stream wait, not the CPU;
-        until then the caller keeps the memory."""
+    @property
+    def takes_pieces(self) -> bool:
+        """Several tensors cost a broadcast no more than one of their size."""
+        return bool(self.device.type == "cuda")
+
+    def broadcast(self, pieces: Sequence[torch.Tensor]) -> Any:
+        """Send (rank 0) or receive contiguous tensors, of the same sizes on all ranks; returns
+        torch's ``Work``. On CUDA it begins after what the current stream holds, and ``wait()``
+        makes the stream wait, not the CPU; until then the caller keeps the memory. More than one
+        only if ``takes_pieces``: NCCL then moves them in one kernel."""
         if self.broken:
             raise WeightUpdateError("the group was taken down")
-        return self._backend.broadcast(tensor, 0)
+        if len(pieces) == 1:
+            return self._backend.broadcast(pieces[0], 0)
+        self._backend._start_coalescing()
+        for piece in pieces:
+            self._backend.broadcast(piece, 0)
+        return self._backend._end_coalescing()
 
     def synchronize(self) -> None:
         """Wait until the current stream has done all. Raises ``WeightUpdateError`` if the group was

@@ -19,7 +19,7 @@ import msgspec
 import torch
 
 from ..codec import encode
-from ..core.manifest import Layout, by_bucket, lay_out
+from ..core.manifest import Layout, by_bucket, in_pieces, lay_out
 from ..core.weights import ABORT, JOIN, STAGE
 from ..errors import SglrlError, UsageError, WeightUpdateError
 from ..messages import (
@@ -63,6 +63,8 @@ class _Packing:
         self.bucket_bytes = bucket_bytes
         self.layout: Layout = lay_out(specs, bucket_bytes)
         self.buckets = by_bucket(self.layout)
+        self.pieces = [in_pieces(self.layout, indices) for indices in self.buckets]
+        self.dtypes = [getattr(torch, spec.dtype) for spec in specs]
         self.ring: dict[int, torch.Tensor] = {}
         self._views: dict[int, list[torch.Tensor]] = {}
 
@@ -86,7 +88,7 @@ class _Packing:
             for index in self.buckets[bucket]:
                 place, spec = self.layout.places[index], self.specs[index]
                 flat = memory[place.offset : place.offset + place.nbytes]
-                found.append(flat.view(getattr(torch, spec.dtype)).view(spec.shape))
+                found.append(flat.view(self.dtypes[index]).view(spec.shape))
         return found
 
 
@@ -211,14 +213,18 @@ class SendingEnd:
                     works[bucket - RING].wait()
                 if neighbour is not None:
                     neighbour.before(bucket)
-                data = None if neighbour is not None else self._as_it_is(cargo, packing, bucket)
-                if data is None:
+                in_pieces = group is not None and group.takes_pieces and packing.pieces[bucket]
+                pieces = None
+                if in_pieces and neighbour is None:
+                    pieces = self._as_they_are(cargo, packing, bucket)
+                if pieces is None:
                     data = self._packed(cargo, packing, bucket)
+                    pieces = packing.views(bucket, data) if in_pieces else [data]
                 now = time.perf_counter()
                 gather += now - start
                 begun = begun or now
                 if group is not None:
-                    works.append(group.broadcast(data))
+                    works.append(group.broadcast(pieces))
                 if neighbour is not None:
                     neighbour.send(bucket, data)
             for work in works[-RING:]:
@@ -229,18 +235,19 @@ class SendingEnd:
             neighbour.finish(len(packing.buckets))
         return SentStage(gather * 1e3, (time.perf_counter() - begun) * 1e3)
 
-    def _as_it_is(self, cargo: Cargo, packing: _Packing, bucket: int) -> torch.Tensor | None:
-        """The bytes of a single tensor that needs no packing."""
-        if len(packing.buckets[bucket]) != 1:
-            return None
-        (index,) = packing.buckets[bucket]
-        tensor = cargo.tensors[index][1]
-        if tensor.device != self.device or _name(tensor) != cargo.specs[index].dtype:
-            return None
-        fits = packing.layout.places[index].nbytes == packing.layout.sizes[bucket]
-        if not fits or not tensor.is_contiguous() or hasattr(tensor, "full_tensor"):
-            return None
-        return tensor.view(-1).view(torch.uint8)
+    def _as_they_are(
+        self, cargo: Cargo, packing: _Packing, bucket: int
+    ) -> list[torch.Tensor] | None:
+        """The bucket's tensors, if they can be sent from where they lie."""
+        found = []
+        for index in packing.buckets[bucket]:
+            tensor = cargo.tensors[index][1]
+            if tensor.device != self.device or tensor.dtype != packing.dtypes[index]:
+                return None
+            if not tensor.is_contiguous() or hasattr(tensor, "full_tensor"):
+                return None
+            found.append(tensor)
+        return found
 
     def _packed(self, cargo: Cargo, packing: _Packing, bucket: int) -> torch.Tensor:
         data = packing.memory(bucket, self.device)

@@ -52,6 +52,10 @@ logger = logging.getLogger("sglrl.worker")
 
 _LAUNCH_SECONDS = 0.0015
 """More than it takes to put a step on the GPU."""
+_IDLE_SECONDS = 0.0015
+"""How long the GPU may wait for new weights rather than begin another step without them."""
+_LATE_SECONDS = 0.0015
+"""How long after their time they are waited for."""
 
 
 class _Request:
@@ -107,6 +111,9 @@ class Adapter:
         self.flushes: list[int] = []
         self.commands: collections.deque[WeightCommand] = collections.deque()
         self.expected = threading.Event()
+        self.expected_at = 0.0
+        self.idled = 0.0
+        """Seconds that the GPU waited for the command that comes next, as far as one can tell."""
         self.arrived = threading.Event()
         self.draining: WeightCommand | None = None
         self.held_back: list[Any] = []
@@ -219,18 +226,25 @@ class Adapter:
         self.arrived.set()
         self.mailbox.wake()
 
-    def expect_command(self) -> None:
-        """One will come within about a step. From any thread."""
+    def expect_command(self, at: float) -> None:
+        """One will come at about that time (``time.perf_counter()``). From any thread."""
         self.arrived.clear()
+        self.expected_at = at
         self.expected.set()
 
     def _linger(self) -> None:
         """With overlap the scheduler launches a step while the GPU is still at the one before, and
         new weights can only come after what was launched. So while an update is about to come,
-        the next step is launched as late as the GPU allows."""
+        the next step is launched as late as the GPU allows, or not before the update if the GPU
+        need not wait long for it."""
         scheduler = self.scheduler
         if scheduler.enable_overlap and scheduler.last_batch is not None:
-            self.arrived.wait(max(0.0, scheduler.sglrl_step_seconds - _LAUNCH_SECONDS))
+            begun = time.perf_counter()
+            step = scheduler.sglrl_step_seconds
+            until = self.expected_at - begun
+            wait = until + _LATE_SECONDS if until < step + _IDLE_SECONDS else step - _LAUNCH_SECONDS
+            self.arrived.wait(max(0.0, wait))
+            self.idled = max(0.0, time.perf_counter() - begun - step)
         if self.arrived.is_set():
             self.expected.clear()
 
