@@ -89,8 +89,8 @@ class WeightEngine(Protocol):
         ...
 
     def nearly_staged(self, commit_at: float) -> None:
-        """``commit`` will come at about that time (``time.perf_counter()``), within about a
-        step."""
+        """``commit`` will come at about that time (``time.perf_counter()``), within about two
+        steps."""
         ...
 
     def step_seconds(self) -> float:
@@ -538,16 +538,17 @@ class RankWeights:
         return events
 
     def _watch(self, link: Link, update: _Update, arrivals: list[torch.cuda.Event]) -> None:
-        """Tell the engine when about a step's time is left until everything is here."""
+        """Tell the engine when about two steps' time is left until everything is here."""
         sizes = update.layout.sizes
         middle = len(arrivals) // 2
         arrivals[0].synchronize()
         begun = time.perf_counter()
         arrivals[middle].synchronize()
         rate = sum(sizes[1 : middle + 1]) / max(1e-6, time.perf_counter() - begun)
-        ahead = self._engine.step_seconds() * rate
+        # The step after the next may have been launched already.
+        ahead = 2 * self._engine.step_seconds() * rate
         near = middle
-        while near < len(sizes) - 1 and sum(sizes[near + 1 :]) > ahead:
+        while near < len(sizes) - 1 and sum(sizes[near + 2 :]) >= ahead:
             near += 1
         arrivals[near].synchronize()
         link.check()

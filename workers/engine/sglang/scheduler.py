@@ -52,9 +52,9 @@ logger = logging.getLogger("sglrl.worker")
 
 _LAUNCH_SECONDS = 0.0015
 """More than it takes to put a step on the GPU."""
-_IDLE_SECONDS = 0.0015
+_IDLE_SECONDS = 0.002
 """How long the GPU may wait for new weights rather than begin another step without them."""
-_LATE_SECONDS = 0.0015
+_LATE_SECONDS = 0.0025
 """How long after their time they are waited for."""
 
 
@@ -112,6 +112,8 @@ class Adapter:
         self.commands: collections.deque[WeightCommand] = collections.deque()
         self.expected = threading.Event()
         self.expected_at = 0.0
+        self.lingered = 0.0
+        """Seconds, before the step that is launched next."""
         self.idled = 0.0
         """Seconds that the GPU waited for the command that comes next, as far as one can tell."""
         self.arrived = threading.Event()
@@ -244,7 +246,8 @@ class Adapter:
             until = self.expected_at - begun
             wait = until + _LATE_SECONDS if until < step + _IDLE_SECONDS else step - _LAUNCH_SECONDS
             self.arrived.wait(max(0.0, wait))
-            self.idled = max(0.0, time.perf_counter() - begun - step)
+            self.lingered = time.perf_counter() - begun
+            self.idled = max(0.0, self.lingered - step)
         if self.arrived.is_set():
             self.expected.clear()
 
@@ -462,11 +465,15 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
         super()._add_request_to_queue(req, *args, **kwargs)
 
     def run_batch(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        # When it could have been launched: what waits for new weights says nothing of the GPU.
         now = time.monotonic()
+        if self.sglrl_adapter is not None:
+            now -= self.sglrl_adapter.lingered
+            self.sglrl_adapter.lingered = 0.0
         took = now - self._sglrl_launched
         self._sglrl_launched = now
         if took < 1.0:
-            self.sglrl_step_seconds += 0.2 * (took - self.sglrl_step_seconds)
+            self.sglrl_step_seconds += 0.5 * (took - self.sglrl_step_seconds)
         result = super().run_batch(batch, *args, **kwargs)
         result.sglrl_version = self.sglrl_version
         return result
