@@ -533,7 +533,7 @@ class RankWeights:
         events = []
         for work in works if self._device.type == "cuda" else []:
             work.wait()
-            events.append(torch.cuda.Event())
+            events.append(torch.cuda.Event(enable_timing=True))
             events[-1].record()
         return events
 
@@ -541,16 +541,18 @@ class RankWeights:
         """Tell the engine when about two steps' time is left until everything is here."""
         sizes = update.layout.sizes
         middle = len(arrivals) // 2
-        arrivals[0].synchronize()
-        begun = time.perf_counter()
         arrivals[middle].synchronize()
-        rate = sum(sizes[1 : middle + 1]) / max(1e-6, time.perf_counter() - begun)
+        # The GPU's own clock: this thread may have come here late.
+        took = arrivals[0].elapsed_time(arrivals[middle]) / 1e3
+        rate = sum(sizes[1 : middle + 1]) / max(1e-6, took)
         # The step after the next may have been launched already.
         ahead = 2 * self._engine.step_seconds() * rate
         near = middle
         while near < len(sizes) - 1 and sum(sizes[near + 2 :]) >= ahead:
             near += 1
         arrivals[near].synchronize()
+        while near < len(sizes) - 1 and arrivals[near + 1].query():
+            near += 1
         link.check()
         left = sum(sizes[near + 1 :]) / rate
         self._engine.nearly_staged(time.perf_counter() + left + self._turnaround)
