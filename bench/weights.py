@@ -43,7 +43,8 @@ def main(
     ] = [CaseName["tiny-cpu"]],  # noqa: B006
     json: Annotated[Path | None, typer.Option(help="Write all figures to this file.")] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Write a timeline of one update (PNG) to this file.")
+        Path | None,
+        typer.Option(help="Write a timeline of one update (PNG) to this file; one a case."),
     ] = None,
     replicas: Annotated[int, typer.Option(min=1, help="Engines that receive.")] = 1,
     tp_size: Annotated[int, typer.Option(min=1, help="GPUs of each.")] = 1,
@@ -96,7 +97,8 @@ def main(
         _print(one, results[one.name], receivers)
         targets += _targets(one, results[one.name])
         if plot is not None:
-            _plot(plot, one, results[one.name])
+            file = plot if len(cases) == 1 else plot.with_stem(f"{plot.stem}-{one.name}")
+            _plot(file, one, results[one.name])
     if targets:
         print_targets(targets)
     for found in results.values():
