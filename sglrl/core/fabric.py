@@ -18,7 +18,7 @@ from ..config import FabricConfig
 from ..errors import Closed, DeadlineExceeded, Overloaded, SglrlError, UsageError, WorkerLost
 from ..messages import Item
 from .calls import CANCELLING, ENDED, QUEUED, RUNNING, SENT, Call
-from .members import DRAINING, LOST, READY, LoadIndex, Member
+from .members import DRAINING, GONE, LOST, READY, RETIRED, SYNCING, LoadIndex, Member
 from .routing import Router
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ END: Final = 3
 RESTART: Final = 4
 """(RESTART, call, None): it begins again on another worker. A resumable call goes on from what was
 received so far; otherwise that no longer counts."""
+DRAINED: Final = 5
+"""(DRAINED, member, None): it takes no calls and holds none any more."""
 
 Effect = tuple[int, Any, Any]
 
@@ -53,6 +55,7 @@ class Fabric:
         self.outbox: list[Effect] = []
         self.stray_items = 0
         self.closed = False
+        self._epitaph = ""
         self._next_id = 0
         self._queue: list[tuple[int, int, Call]] = []
         self._waiting = 0
@@ -61,39 +64,48 @@ class Fabric:
     # --- members ----------------------------------------------------------------------------------
 
     def add_member(self, index: int) -> Member:
-        if index in self.members:
+        """A new worker, or the replacement of a lost one."""
+        before = self.members.get(index)
+        if before is not None and before.state is not LOST:
             raise SglrlError(f"worker {index} is already a member")
         member = self.members[index] = Member(index)
+        if before is not None:
+            member.pinned = before.pinned
         return member
 
+    def member_arrived(self, index: int, window: int) -> None:
+        """The worker said ``Ready``, but must have the current weights before it serves."""
+        self._move_up(index, SYNCING, window)
+
     def member_ready(self, index: int, window: int, now: float) -> None:
-        """The worker said ``Ready``: from now on it gets calls, at most ``window`` at a time."""
-        if window < 1:
-            raise SglrlError(f"worker {index} offers a window of {window}; at least 1 is needed")
-        member = self.members[index]
-        member.move(READY)
-        member.window = window
+        """The worker serves: from now on it gets calls, at most ``window`` at a time."""
+        member = self._move_up(index, READY, window)
         self.loads.join(member)
         self.router.join(member)
         self._pump(now, member)
 
     def drain_member(self, index: int, now: float) -> None:
-        """No new calls for this worker; those it holds run to their end."""
+        """No new calls for this worker; those it holds run to their end, then comes ``DRAINED``."""
         member = self.members[index]
         member.move(DRAINING)
         self._withdraw(member)
-        self._fail_pinned(member, now)
+        self._fail_pinned(member, "draining")
+        if not member.load:
+            self.outbox.append((DRAINED, member, None))
 
-    def member_lost(self, index: int, reason: str, now: float) -> None:
+    def member_lost(self, index: int, reason: str, now: float, *, returns: bool = False) -> None:
         """The worker is gone. Its idempotent calls are queued again, ahead of younger ones; the
         others end with ``WorkerLost``, and so does a call that loses ``max_attempts`` workers
-        without a chunk between them: it may be what kills them."""
+        without a chunk between them: it may be what kills them.
+
+        ``returns``: a replacement is to come; see ``member_retired``. Idempotent calls that are
+        pinned to the worker wait for it."""
         member = self.members[index]
-        if member.state is LOST:
+        if member.state in GONE:
             return
         if member.state is READY:
             self._withdraw(member)
-        member.move(LOST)
+        member.move(LOST if returns else RETIRED)
         held = list(member.calls.values())
         member.calls.clear()
         member.load = 0
@@ -120,13 +132,17 @@ class Fabric:
                         worker=index,
                     ),
                 )
-        self._fail_pinned(member, now)
+        self._fail_pinned(member, f"lost ({reason})", keep_idempotent=returns)
         self._pump(now)
-        if not any(m.state is not LOST for m in self.members.values()):
-            for call in [c for c in self.calls.values() if c.state == QUEUED]:
-                self._end_queued(
-                    call, WorkerLost(f"no worker is left; the last one was lost: {reason}")
-                )
+        self._end_if_alone(reason)
+
+    def member_retired(self, index: int, reason: str) -> None:
+        """The lost worker will not be replaced."""
+        member = self.members[index]
+        if member.state is LOST:
+            member.move(RETIRED)
+            self._fail_pinned(member, f"lost ({reason})")
+            self._end_if_alone(reason)
 
     # --- calls ------------------------------------------------------------------------------------
 
@@ -147,10 +163,10 @@ class Fabric:
         if call.pinned is None:
             member = self.router.choose(call)
         else:
-            member = self._pinned_member(call.pinned)
+            member = self._pinned_member(call)
         if member is None:
             if call.pinned is None and self.members and not self._alive():
-                raise WorkerLost("no worker is left in this pool")
+                raise WorkerLost(f"no worker is left in this pool: {self._epitaph}")
             if self._waiting >= self.config.max_queue:
                 raise Overloaded(
                     f"{self._waiting} calls already wait for a worker (max_queue="
@@ -206,6 +222,8 @@ class Fabric:
                 self.loads.release(member, ended)
             else:
                 member.load -= ended
+                if member.state is DRAINING and not member.load:
+                    outbox.append((DRAINED, member, None))
             if self._waiting:
                 self._pump(now, member)
 
@@ -253,16 +271,36 @@ class Fabric:
 
     # --- inside -----------------------------------------------------------------------------------
 
-    def _alive(self) -> bool:
-        return any(m.state is not LOST for m in self.members.values())
+    def _move_up(self, index: int, state: str, window: int) -> Member:
+        if window < 1:
+            raise SglrlError(f"worker {index} offers a window of {window}; at least 1 is needed")
+        member = self.members[index]
+        member.move(state)
+        member.window = window
+        return member
 
-    def _pinned_member(self, index: int) -> Member | None:
+    def _alive(self) -> bool:
+        return any(m.state is not RETIRED for m in self.members.values())
+
+    def _end_if_alone(self, reason: str) -> None:
+        """With the last worker retired there is nothing to wait for."""
+        if self._alive():
+            return
+        self._epitaph = reason
+        for call in [c for c in self.calls.values() if c.state == QUEUED]:
+            self._end_queued(
+                call, WorkerLost(f"no worker is left; the last one was lost: {reason}")
+            )
+
+    def _pinned_member(self, call: Call) -> Member | None:
         """The worker a call is pinned to, if it has room; None if the call must wait for it."""
-        target = self.members.get(index)
+        assert call.pinned is not None
+        target = self.members.get(call.pinned)
         if target is None:
-            raise UsageError(f"there is no worker {index}; workers: {sorted(self.members)}")
-        if target.state in (LOST, DRAINING):
-            raise WorkerLost(f"worker {index} is {target.state}", worker=index)
+            raise UsageError(f"there is no worker {call.pinned}; workers: {sorted(self.members)}")
+        gone = target.state in (DRAINING, RETIRED)
+        if gone or (target.state is LOST and not call.idempotent):
+            raise WorkerLost(f"worker {call.pinned} is {target.state}", worker=call.pinned)
         return target if target.has_room else None
 
     def _dispatch(self, call: Call, member: Member, now: float) -> None:
@@ -311,17 +349,20 @@ class Fabric:
         self.loads.leave(member)
         self.router.leave(member)
 
-    def _fail_pinned(self, member: Member, now: float) -> None:
+    def _fail_pinned(self, member: Member, why: str, *, keep_idempotent: bool = False) -> None:
+        """Calls that wait for this worker and no other. What is not idempotent may count on what
+        the worker knew, so it does not wait for a replacement."""
         for _, _, call in list(member.pinned):
-            if call.state == QUEUED:
+            if call.state == QUEUED and not (keep_idempotent and call.idempotent):
                 self._end_queued(
                     call,
                     WorkerLost(
-                        f"worker {member.index} is {member.state} and this call was pinned to it",
+                        f"worker {member.index} is {why} and this call was pinned to it",
                         worker=member.index,
                     ),
                 )
-        member.pinned.clear()
+        if not keep_idempotent:
+            member.pinned.clear()
 
     def _pump(self, now: float, member: Member | None = None) -> None:
         """Give waiting calls to members with room, by priority and age; ``member`` has gained room,
@@ -354,7 +395,7 @@ class Fabric:
         held = 0
         for member in self.members.values():
             assert member.load == len(member.calls), member
-            assert member.state is LOST or member.load <= member.window or not member.window, member
+            assert member.state in GONE or member.load <= member.window or not member.window, member
             for call in member.calls.values():
                 assert call.state in (SENT, RUNNING, CANCELLING), call
                 assert call.worker is member, call

@@ -1,8 +1,17 @@
 """The life of one worker as the driver sees it, and who has room for the next call.
 
-``STARTING → READY → LOST``, with ``DRAINING`` between READY and LOST for a worker that takes no
-new calls. A member's ``load`` is the number of calls it holds; it is reserved when a call is sent
-and released when the call ends there or the worker is lost, so nothing can strand it.
+::
+
+    STARTING ──▶ READY ──▶ DRAINING ──▶ RETIRED
+       │ ╲       ▲   ╲        │           ▲
+       │  ▶ SYNCING ◀─▶ STALE │           │
+       ▼        ▼        ▼    ▼           │
+      LOST (a replacement is to come) ────┘
+
+SYNCING: it is up and gets the current weights. STALE: nobody could give them to it, so it waits for
+the next update. A replacement is a new member of the same index. A member's ``load`` is the number
+of calls it holds; it is reserved when a call is sent and released when the call ends there or the
+worker is lost, so nothing can strand it.
 """
 
 from __future__ import annotations
@@ -13,16 +22,23 @@ from ..errors import SglrlError
 from .calls import Call
 
 STARTING: Final = "starting"
+SYNCING: Final = "syncing"
+STALE: Final = "stale"
 READY: Final = "ready"
 DRAINING: Final = "draining"
 LOST: Final = "lost"
+RETIRED: Final = "retired"
 
 LEGAL: Final[dict[str, tuple[str, ...]]] = {
-    STARTING: (READY, LOST),
-    READY: (DRAINING, LOST),
-    DRAINING: (LOST,),
-    LOST: (),
+    STARTING: (SYNCING, READY, LOST, RETIRED),
+    SYNCING: (STALE, READY, LOST, RETIRED),
+    STALE: (SYNCING, READY, LOST, RETIRED),
+    READY: (DRAINING, LOST, RETIRED),
+    DRAINING: (LOST, RETIRED),
+    LOST: (RETIRED,),
+    RETIRED: (),
 }
+GONE: Final = (LOST, RETIRED)
 
 
 class Member:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglrl.core.calls import Call
-from sglrl.core.fabric import CANCEL, CHUNK, END, RESTART, SEND
+from sglrl.core.fabric import CANCEL, CHUNK, DRAINED, END, RESTART, SEND
 from sglrl.errors import Closed, DeadlineExceeded, Overloaded, UsageError, WorkerLost
 from sglrl.messages import Item, ItemKind
 
@@ -58,7 +58,7 @@ class Model:
     # --- what is so -------------------------------------------------------------------------------
 
     def alive(self) -> bool:
-        return any(m.state != "lost" for m in self.members.values())
+        return any(m.state != "retired" for m in self.members.values())
 
     def in_state(self, *states: str) -> list[ModelCall]:
         return [c for c in self.calls.values() if c.state in states]
@@ -75,7 +75,8 @@ class Model:
         if call.pinned is not None:
             if call.pinned not in self.members:
                 return UsageError
-            if self.members[call.pinned].state in ("draining", "lost"):
+            state = self.members[call.pinned].state
+            if state in ("draining", "retired") or (state == "lost" and not call.idempotent):
                 return WorkerLost
         elif self.members and not self.alive():
             return WorkerLost
@@ -106,6 +107,8 @@ class Model:
             if call.state != CANCELLING:
                 wanted.append((END, item.id, id(item)))
             call.state = ENDED
+        if member.state == "draining" and not member.held and strays < len(items):
+            wanted.append((DRAINED, index, None))
         return wanted, strays
 
     def abandon(self, call: ModelCall) -> list[Any]:
@@ -137,11 +140,19 @@ class Model:
 
     def drain(self, index: int) -> list[Any]:
         self.members[index].state = "draining"
-        return self._end_all([c for c in self.in_state(WAITING) if c.pinned == index], WorkerLost)
+        idle = [] if self.members[index].held else [(DRAINED, index, None)]
+        stranded = [c for c in self.in_state(WAITING) if c.pinned == index]
+        return idle + self._end_all(stranded, WorkerLost)
 
-    def lose(self, index: int) -> list[Any]:
+    def retire(self, index: int) -> list[Any]:
+        """No replacement for this lost worker."""
+        self.members[index].state = "retired"
+        stranded = [c for c in self.in_state(WAITING) if c.pinned == index or not self.alive()]
+        return self._end_all(stranded, WorkerLost)
+
+    def lose(self, index: int, returns: bool = False) -> list[Any]:
         member = self.members[index]
-        member.state = "lost"
+        member.state = "lost" if returns else "retired"
         wanted: list[Any] = []
         for id_ in member.held:
             call = self.calls[id_]
@@ -157,7 +168,11 @@ class Model:
                 call.state = ENDED
                 wanted.append((END, id_, WorkerLost))
         member.held.clear()
-        stranded = [c for c in self.in_state(WAITING) if c.pinned == index or not self.alive()]
+        stranded = [
+            c
+            for c in self.in_state(WAITING)
+            if (c.pinned == index and not (returns and c.call.idempotent)) or not self.alive()
+        ]
         return wanted + self._end_all(stranded, WorkerLost)
 
     def _end_all(self, calls: list[ModelCall], error: type[Exception]) -> list[Any]:
@@ -185,6 +200,8 @@ class Model:
                 assert not call.cancelled, f"{subject} was answered after its caller left"
                 what = id(detail) if isinstance(detail, Item) else type(detail)
                 seen.append((END, subject.id, what))
+            elif kind == DRAINED:
+                seen.append((DRAINED, subject.index, None))
             else:
                 seen.append((kind, subject.id, None if detail is None else id(detail)))
         chunks = [e for e in seen if e[0] == CHUNK]

@@ -92,7 +92,7 @@ class FabricStates(RuleBasedStateMachine):
             return
         with pytest.raises(SglrlError):
             self.fabric.member_ready(member.index, 0, self.now)
-        if member.state != "starting":
+        if member.state not in ("starting", "syncing", "stale"):
             with pytest.raises(SglrlError):
                 self.fabric.member_ready(member.index, window, self.now)
             self.judge([])
@@ -100,6 +100,38 @@ class FabricStates(RuleBasedStateMachine):
         self.fabric.member_ready(member.index, window, self.now)
         member.state, member.window = "ready", window
         self.judge([])
+
+    @rule(n=pick, stale=st.booleans())
+    def wait_for_weights(self, n: int, stale: bool) -> None:
+        """A worker that is up and has old weights gets no calls, whatever it waits for."""
+        member = self.member(n)
+        if member is None:
+            return
+        if stale and member.state == "syncing":
+            self.fabric.members[member.index].move("stale")
+            member.state = "stale"
+        elif member.state in ("starting", "stale"):
+            self.fabric.member_arrived(member.index, 1)
+            member.state = "syncing"
+        elif member.state != "syncing":
+            with pytest.raises(SglrlError):
+                self.fabric.member_arrived(member.index, 1)
+        self.judge([])
+
+    @rule(n=pick)
+    def replace(self, n: int) -> None:
+        member = self.member(n, "lost")
+        if member is not None:
+            self.fabric.add_member(member.index)
+            self.model.members[member.index] = ModelMember(member.index)
+            self.judge([])
+
+    @rule(n=pick, really=rarely)
+    def retire(self, n: int, really: bool) -> None:
+        member = self.member(n)
+        if member is not None and really:
+            self.fabric.member_retired(member.index, "it fails at once")
+            self.judge(self.model.retire(member.index) if member.state == "lost" else [])
 
     @rule(n=pick, really=rarely)
     def drain(self, n: int, really: bool) -> None:
@@ -114,12 +146,16 @@ class FabricStates(RuleBasedStateMachine):
         self.fabric.drain_member(member.index, self.now)
         self.judge(self.model.drain(member.index))
 
-    @rule(n=pick, really=rarely)
-    def lose(self, n: int, really: bool) -> None:
+    @rule(n=pick, really=rarely, returns=st.booleans())
+    def lose(self, n: int, really: bool, returns: bool) -> None:
         member = self.member(n)
         if member is not None and really:
-            self.fabric.member_lost(member.index, "it was killed", self.now)
-            self.judge(self.model.lose(member.index) if member.state != "lost" else [])
+            self.fabric.member_lost(member.index, "it was killed", self.now, returns=returns)
+            self.judge(self._lose(member, returns))
+
+    def _lose(self, member: ModelMember, returns: bool) -> list[Any]:
+        gone = member.state in ("lost", "retired")
+        return [] if gone else self.model.lose(member.index, returns)
 
     # --- calls ------------------------------------------------------------------------------------
 
@@ -285,9 +321,9 @@ class FabricStates(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "fabric"):
             return
-        for index in self.model.members:
+        for index, member in self.model.members.items():
             self.fabric.member_lost(index, "the end", self.now)
-            self.judge(self.model.lose(index) if self.model.members[index].state != "lost" else [])
+            self.judge(self._lose(member, False))
         self.fabric.close()
         self.judge(self.model.close())
         self.same_as_the_model()
