@@ -1,0 +1,66 @@
+"""When a lost worker is replaced."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglrl.core.supervision import FIRST_DELAY, MOST_DELAY, Supervision
+
+
+def test_a_worker_that_served_is_replaced_at_once() -> None:
+    supervision = Supervision(3, 60.0)
+    assert [supervision.lost("killed", t, served=True) for t in (0.0, 1.0, 2.0)] == [0.0] * 3
+    assert supervision.lost("killed", 3.0, served=True) is None
+
+
+def test_the_budget_is_of_a_period() -> None:
+    supervision = Supervision(1, 10.0)
+    assert supervision.lost("killed", 0.0, served=True) == 0.0
+    assert supervision.lost("killed", 10.0, served=True) == 0.0, "the first was a period ago"
+    assert supervision.lost("killed", 19.9, served=True) is None
+
+
+def test_one_that_fails_before_it_serves_is_tried_ever_more_rarely() -> None:
+    supervision = Supervision(100, 1e9)
+    delays = [supervision.lost("out of memory", float(t), served=False) for t in range(12)]
+    assert delays[:5] == [0.0, FIRST_DELAY, 2 * FIRST_DELAY, 4 * FIRST_DELAY, 8 * FIRST_DELAY]
+    assert delays[-1] == MOST_DELAY
+    assert supervision.lost("killed", 99.0, served=True) == 0.0
+    assert supervision.lost("killed", 99.5, served=False) == 0.0, "once is no pattern"
+
+
+def test_no_restarts() -> None:
+    assert Supervision(0, 60.0).lost("killed", 0.0, served=True) is None
+
+
+def test_history() -> None:
+    supervision = Supervision(9, 60.0)
+    supervision.lost("killed by signal 9", 0.0, served=True)
+    assert supervision.history == "lost 1 time: killed by signal 9"
+    supervision.lost("killed by signal 9", 0.0, served=True)
+    supervision.lost("exited with status 1", 0.0, served=True)
+    assert supervision.history == (
+        "lost 3 times: killed by signal 9 (2 times); exited with status 1"
+    )
+
+
+@given(
+    restarts=st.integers(0, 4),
+    period=st.integers(1, 9),
+    losses=st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=40),
+)
+def test_against_a_model(restarts: int, period: int, losses: list[tuple[int, bool]]) -> None:
+    """As many restarts in any period as allowed, and no fewer; delays double while nothing works."""
+    supervision = Supervision(restarts, period)
+    now, granted, failures = 0, [], 0
+    for after, served in losses:
+        now += after
+        delay = supervision.lost("killed", now, served=served)
+        if sum(t > now - period for t in granted) >= restarts:
+            assert delay is None
+            continue
+        granted.append(now)
+        failures = 0 if served else failures + 1
+        wanted = 0.0 if failures < 2 else min(MOST_DELAY, FIRST_DELAY * 2 ** (failures - 2))
+        assert delay == wanted
