@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from .errors import ProtocolError, UsageError
-from .messages import FromRank, ToDriver, ToRank, ToWorker
+from .messages import Beat, FromRank, ToDriver, ToRank, ToWorker
 
 Buffer = bytes | bytearray | memoryview
 _M = TypeVar("_M")
@@ -28,6 +28,7 @@ encoder: Final = msgspec.msgpack.Encoder()
 _to_worker: Final[msgspec.msgpack.Decoder[ToWorker]] = msgspec.msgpack.Decoder(ToWorker)
 _to_driver: Final[msgspec.msgpack.Decoder[ToDriver]] = msgspec.msgpack.Decoder(ToDriver)
 _to_rank: Final[msgspec.msgpack.Decoder[ToRank]] = msgspec.msgpack.Decoder(ToRank)
+_beat: Final[msgspec.msgpack.Decoder[Beat]] = msgspec.msgpack.Decoder(Beat)
 _from_rank: Final[msgspec.msgpack.Decoder[FromRank]] = msgspec.msgpack.Decoder(FromRank)
 
 _MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -74,6 +75,11 @@ def decode_to_rank(frame: Buffer) -> ToRank:
 def decode_from_rank(frame: Buffer) -> FromRank:
     """Raises ``ProtocolError`` on anything that is not of the weight channel, from a rank."""
     return _decode(_from_rank, frame, "from a rank")
+
+
+def decode_beat(frame: Buffer) -> Beat:
+    """Raises ``ProtocolError`` on anything that is not a beat."""
+    return _decode(_beat, frame, "of a worker's beat")
 
 
 class Blob:

@@ -1,5 +1,6 @@
 """Every struct that crosses a process boundary, in a union for each direction: ``ToWorker`` and
 ``ToDriver``; of weight updates ``ToRank`` and ``FromRank``; ``ToForkServer``, ``FromForkServer``.
+``Beat`` has a socket of its own.
 
 A message is one msgpack frame, optionally followed by raw frames that hold the large binary
 arguments (numpy arrays, bytes) of its calls or items, in order; ``frames`` of each call or item
@@ -116,6 +117,22 @@ class Ready(msgspec.Struct, array_like=True, frozen=True, tag=13):
 
 
 ToDriver = Results | Starting | Ready
+
+
+# --- beats: a thread of every worker -> driver ----------------------------------------------------
+
+
+class Beat(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=50):
+    """``progress`` counts what the worker's loop has done; ``phase`` says why it may stand still,
+    as ``core.hangs`` names it, or is empty."""
+
+    progress: int
+    phase: str = ""
+
+
+def beat_identity(worker: bytes) -> bytes:
+    """Under which a worker's beats are known to the driver's router."""
+    return worker + b"/beat"
 
 
 # --- endpoints of the engine worker ---------------------------------------------------------------
@@ -318,7 +335,48 @@ class Welcome(msgspec.Struct, array_like=True, frozen=True, tag=28):
     ignored: list[str]
 
 
-ToRank = Describe | Join | Prepare | Stage | Commit | Abort | Checksums | Proposed | Welcome
+class Offer(msgspec.Struct, array_like=True, frozen=True):
+    """Where a rank's store listens, and a digest of what it gives: names, dtypes and shapes."""
+
+    host: str
+    port: int
+    digest: str
+
+
+class Give(msgspec.Struct, array_like=True, frozen=True, tag=29):
+    """Offer your live weights to one rank of another worker. Answered with ``Offer``."""
+
+    id: int
+    timeout: float
+
+
+class Take(msgspec.Struct, array_like=True, frozen=True, tag=30):
+    """Get the live weights, of ``version``, from the rank that made this offer."""
+
+    id: int
+    version: int
+    offer: Offer
+    timeout: float
+
+
+class GiveUp(msgspec.Struct, array_like=True, frozen=True, tag=31):
+    """What ``Give`` or ``Take`` began is not wanted any more."""
+
+
+ToRank = (
+    Describe
+    | Join
+    | Prepare
+    | Stage
+    | Commit
+    | Abort
+    | Checksums
+    | Proposed
+    | Welcome
+    | Give
+    | Take
+    | GiveUp
+)
 
 
 class RankHello(msgspec.Struct, array_like=True, frozen=True, tag=40):
@@ -439,14 +497,25 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True, tag="engine"):
     window: int
 
 
+class ClientKeys(msgspec.Struct, frozen=True, kw_only=True):
+    """What an end that connects needs for CURVE, in Z85: the driver's public key, its own pair."""
+
+    driver: str
+    public: str
+    secret: str
+
+
 class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker process is told at birth."""
+    """What a worker process is told at birth. ``beat_interval``: seconds; None: it need not.
+    ``keys``: None where connections are plain."""
 
     index: int
     identity: bytes
     address: str
     max_message_bytes: int
     body: ActorSpec | EngineSpec
+    beat_interval: float | None = None
+    keys: ClientKeys | None = None
 
 
 class Fork(msgspec.Struct, frozen=True, kw_only=True, tag="fork"):
@@ -466,7 +535,13 @@ class Kill(msgspec.Struct, frozen=True, tag="kill"):
     key: int
 
 
-ToForkServer = Fork | Kill
+class Dump(msgspec.Struct, frozen=True, tag="dump"):
+    """Have a worker write the stacks of all its threads to its log."""
+
+    key: int
+
+
+ToForkServer = Fork | Kill | Dump
 
 
 class Warm(msgspec.Struct, frozen=True, tag="warm"):

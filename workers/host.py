@@ -8,6 +8,7 @@ what really runs.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import logging
 import os
@@ -26,6 +27,7 @@ from sglrl.errors import MessageTooLarge, ProtocolError, SglrlError
 from sglrl.messages import (
     PROTOCOL_VERSION,
     ActorSpec,
+    Beat,
     CallMessage,
     Cancel,
     ErrorBody,
@@ -40,6 +42,8 @@ from sglrl.messages import (
 )
 from sglrl.net.base import WorkerTransport
 from sglrl.net.zmq import ZmqDealer
+
+from .beat import start_beats
 
 logger = logging.getLogger("sglrl.worker")
 
@@ -172,6 +176,29 @@ class Host:
             self.transport.send([encode(Results([item])), *own])
 
 
+class Turns:
+    """Counts the turns of an event loop that it was asked to look at. However long a call takes,
+    they go on while it awaits; a call that blocks the loop stops them."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._count = 0
+        self._asked = False
+
+    def look(self) -> Beat:
+        """From any thread. Asks for one turn more, which the next beat tells of."""
+        beat = Beat(self._count)
+        if not self._asked:
+            self._asked = True
+            with contextlib.suppress(RuntimeError):  # The loop is closed: the process ends.
+                self._loop.call_soon_threadsafe(self._turn)
+        return beat
+
+    def _turn(self) -> None:
+        self._count += 1
+        self._asked = False
+
+
 async def _main(spec: WorkerSpec, body: ActorSpec) -> None:
     transport = ZmqDealer(spec.address, spec.identity, max_message_bytes=spec.max_message_bytes)
     try:
@@ -179,6 +206,7 @@ async def _main(spec: WorkerSpec, body: ActorSpec) -> None:
         cls = load_class(body)
         arguments = constructor_arguments(cls).decode(body.args, body.frames)
         actor = cls(**arguments)
+        start_beats(spec, Turns().look)
         host = Host(actor, endpoints_of(cls), transport, spec.max_message_bytes)
         await host.serve(body.window)
     finally:

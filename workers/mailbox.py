@@ -47,6 +47,9 @@ class Mailbox:
 
     def __init__(self, spec: WorkerSpec) -> None:
         self.stopped = False
+        self.progress = 0
+        """Turns of the loop that it had a reason for; the engine may count what else it does."""
+        self._waited = False
         self._dealer = ZmqPolledDealer(
             spec.address, spec.identity, max_message_bytes=spec.max_message_bytes
         )
@@ -83,11 +86,17 @@ class Mailbox:
                         engine.abort(id_)
                 case Shutdown():
                     self.stopped = True
+        # That a wait has ended is no reason. A worker that waits while the driver counts calls
+        # there has lost them, and is found as one that hangs.
+        if any_ or not self._waited:
+            self.progress += 1
+        self._waited = False
         return any_
 
     def wait(self, seconds: float) -> None:
         """Block until something arrives, at most so long."""
         if not self.stopped:
+            self._waited = True
             self._dealer.wait(seconds)
 
     def wake(self) -> None:

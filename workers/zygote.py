@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import gc
 import importlib
 import os
@@ -31,7 +32,7 @@ from pathlib import Path
 import msgspec
 
 from sglrl.codec import encode
-from sglrl.messages import Exited, Fork, Forked, FromForkServer, Kill, ToForkServer, Warm
+from sglrl.messages import Dump, Exited, Fork, Forked, FromForkServer, Kill, ToForkServer, Warm
 
 PRELOADS = {
     "plain": ("sglrl_workers.host",),
@@ -142,6 +143,11 @@ class Zygote:
                     for pid, owned in client.keys.items():
                         if owned == key:
                             kill_group(pid)
+                case Dump(key=key):
+                    for pid, owned in client.keys.items():
+                        if owned == key:
+                            with contextlib.suppress(ProcessLookupError):
+                                os.kill(pid, signal.SIGUSR1)
 
     def fork(self, client: Client, request: Fork) -> None:
         parent = os.getpid()
@@ -169,6 +175,8 @@ class Zygote:
         os.dup2(null, 0)
         os.dup2(log, 1)
         os.dup2(log, 2)
+        # In C, so that it also works while no Python can run.
+        faulthandler.register(signal.SIGUSR1, file=2, all_threads=True, chain=False)
         for fd in (log, null, self.wake_read, self.wake_write, self.pidfd):
             os.close(fd)
         self.selector.close()

@@ -6,12 +6,15 @@ It answers with the prompt repeated to ``max_new_tokens``; the logprob of output
 * ``tokens_per_step`` (default: all at once): new tokens of each running request a step;
 * ``step_seconds`` (default 0): how long a step takes;
 * ``vocab_size``, ``context_length``: the limits it reports;
-* ``fail_start``: raise while starting, with this text.
+* ``fail_start``: raise while starting, with this text;
+* ``hang_file``: a path. The worker that finds a file there in a step removes it and hangs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -54,6 +57,7 @@ class FakeEngine:
         self.step_seconds = float(options.get("step_seconds", 0.0))
         self.vocab_size = int(options.get("vocab_size", 1 << 17))
         self.context_length = int(options.get("context_length", 32_768))
+        self.hang_file = Path(options["hang_file"]) if "hang_file" in options else None
         self.requests: dict[int, _Running] = {}
         self.generated = 0
         self.prompted = 0
@@ -93,6 +97,8 @@ class FakeEngine:
     def step(self) -> None:
         if self.step_seconds:
             time.sleep(self.step_seconds)
+        if self.hang_file is not None:
+            self._hang_if_told(self.hang_file)
         finished = []
         for id_, request in self.requests.items():
             new = min(self.tokens_per_step, request.limit - request.done)
@@ -105,6 +111,12 @@ class FakeEngine:
                 finished.append(id_)
         for id_ in finished:
             del self.requests[id_]
+
+    def _hang_if_told(self, file: Path) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            file.unlink()
+            while True:
+                time.sleep(3600.0)
 
     def _emit(self, id_: int, request: _Running, last: bool) -> None:
         prompt, begin, end = request.prompt, request.sent * 4, request.done * 4

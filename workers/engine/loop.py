@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from sglrl.messages import EngineSpec, WorkerSpec
+from sglrl.messages import Beat, EngineSpec, WorkerSpec
 
+from ..beat import start_beats
 from ..mailbox import Mailbox
 from .protocol import Engine
 
@@ -30,6 +31,7 @@ def run_engine(spec: WorkerSpec, body: EngineSpec, engine: SteppingEngine) -> No
     """Serve until ``Shutdown``."""
     mailbox = engine.mailbox = Mailbox(spec)
     mailbox.starting("fake engine")
+    start_beats(spec, lambda: Beat(mailbox.progress))
     mailbox.ready(body.window, engine.info())
     while not mailbox.stopped:
         mailbox.receive(engine)

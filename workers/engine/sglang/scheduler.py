@@ -30,8 +30,10 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_components.request_receiver import SchedulerRequestReceiver
 from sglang.srt.server_args import PortArgs, ServerArgs
 
+from sglrl.core.hangs import PREFILL, WEIGHTS
 from sglrl.errors import InvalidRequest
 from sglrl.messages import (
+    Beat,
     EngineInfo,
     EngineSpec,
     EngineStats,
@@ -41,6 +43,7 @@ from sglrl.messages import (
     WorkerSpec,
 )
 
+from ...beat import start_beats
 from ...mailbox import Mailbox
 from ...weights import RankWeights
 from ..loop import IDLE_WAIT
@@ -405,6 +408,11 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
         self.sglrl_step_seconds = 0.0
         self._sglrl_launched = 0.0
         self._sglrl_processed = 0
+        self._sglrl_launches = 0
+        self._sglrl_last_prefill = 0
+        self._sglrl_last_ended = 0
+        """Of launches, by number: the last one that prefills, and the last one processed."""
+        self._sglrl_updating = False
         self._sglrl_resumes: dict[str, Resume] = {}
         self._sglrl_entering: set[str] = set()
         super().__init__(*args)
@@ -447,7 +455,9 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
         for request in ours:
             if isinstance(request, WeightCommand):
                 assert self.sglrl_weights is not None
+                self._sglrl_updating = True
                 self.sglrl_weights.execute(request)
+                self._sglrl_updating = False
 
     def init_req_max_new_tokens(self, req: Any) -> None:
         super().init_req_max_new_tokens(req)
@@ -474,8 +484,12 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
         self._sglrl_launched = now
         if took < 1.0:
             self.sglrl_step_seconds += 0.5 * (took - self.sglrl_step_seconds)
+        self._sglrl_launches += 1
+        if batch.forward_mode.is_extend():
+            self._sglrl_last_prefill = self._sglrl_launches
         result = super().run_batch(batch, *args, **kwargs)
         result.sglrl_version = self.sglrl_version
+        result.sglrl_launch = self._sglrl_launches
         return result
 
     def process_batch_result(self, batch: Any, result: Any, *args: Any, **kwargs: Any) -> Any:
@@ -490,7 +504,22 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
                 self.sglrl_adapter.version_changed(
                     version, {r.rid: len(r.output_ids) for r in live}
                 )
-        return super().process_batch_result(batch, result, *args, **kwargs)
+        returned = super().process_batch_result(batch, result, *args, **kwargs)
+        if self.sglrl_adapter is not None:
+            # First: a beat must not say that a prefill is over without the progress made in it.
+            self.sglrl_adapter.mailbox.progress += 1
+        self._sglrl_last_ended = result.sglrl_launch
+        return returned
+
+    def sglrl_beat(self) -> Beat:
+        """From any thread."""
+        phase = ""
+        if self._sglrl_updating:
+            phase = WEIGHTS
+        elif self._sglrl_last_prefill > self._sglrl_last_ended:
+            phase = PREFILL
+        assert self.sglrl_adapter is not None
+        return Beat(self.sglrl_adapter.mailbox.progress, phase)
 
     def kv_tokens(self) -> tuple[int, int]:
         """Tokens of KV cache held by running requests, and capacity. What the prefix cache could
@@ -508,6 +537,9 @@ def _server_args(body: EngineSpec) -> ServerArgs:
         "dist_init_addr": f"127.0.0.1:{body.dist_port}",
         "base_gpu_id": body.gpu_id - body.rank,
         "trust_remote_code": False,
+        # SGLang's own watchdog ends the parent process of a scheduler that takes long: here that is
+        # the fork server, and with it every worker. The driver watches, and ends the one.
+        "watchdog_timeout": 1e9,
     }
     if body.device == "cpu":
         from . import cpu
@@ -547,6 +579,7 @@ def run_scheduler(spec: WorkerSpec, body: EngineSpec) -> None:
         adapter.scheduler = scheduler
         adapter.begun = time.monotonic()
         window = body.window or max(64, 2 * int(scheduler.max_running_requests))
+        start_beats(spec, scheduler.sglrl_beat)
         mailbox.ready(window, adapter.info())
     scheduler.run_event_loop()
     if mailbox is not None:

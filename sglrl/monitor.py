@@ -1,0 +1,132 @@
+"""Finds the workers that hang, has their stacks written to the log, and has them ended.
+
+Beats come from sockets of their own (``sglrl_workers.beat``); what they mean is decided in
+``core.hangs``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from .codec import decode_beat
+from .core.hangs import HangDetector
+from .driver import Driver
+from .errors import ProtocolError
+from .messages import beat_identity
+
+logger = logging.getLogger("sglrl.spawn")
+
+DUMP_SECONDS: Final = 0.5
+"""How long a process that hangs may take to write down its stacks. A stopped one does not."""
+_LARGEST_DUMP: Final = 256 << 10
+
+
+class Monitor:
+    """Watches the workers of one driver; ``timeout`` None: does nothing.
+
+    ``dump(worker)`` asks the worker's processes for their stacks, and returns the log that they
+    write them to; ``expel(worker, reason)`` ends them.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        timeout: float | None,
+        dump: Callable[[int], Path],
+        expel: Callable[[int, str], None],
+    ) -> None:
+        self._driver = driver
+        self._dump = dump
+        self._expel = expel
+        self._workers: dict[bytes, int] = {}
+        self._identities: dict[int, bytes] = {}
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._dumps: dict[int, asyncio.TimerHandle] = {}
+        self._detector: HangDetector | None = None
+        if timeout is not None:
+            self._detector = HangDetector(timeout, time.monotonic())
+            driver.on_beat = self._on_beat
+            self._set_timer(self._detector.interval)
+
+    @property
+    def beat_interval(self) -> float | None:
+        """Seconds between the beats of a worker; None: it need not beat."""
+        return None if self._detector is None else self._detector.interval
+
+    def watch(self, worker: int, identity: bytes) -> None:
+        """A process is started as this worker, perhaps in place of another one."""
+        if self._detector is None:
+            return
+        self._forget(worker)
+        self._identities[worker] = beat_identity(identity)
+        self._workers[self._identities[worker]] = worker
+        self._detector.watch(worker, time.monotonic())
+
+    def close(self) -> None:
+        for timer in (self._timer, *self._dumps.values()):
+            if timer is not None:
+                timer.cancel()
+        self._timer = None
+        self._dumps.clear()
+
+    # --- events -----------------------------------------------------------------------------------
+
+    def _on_beat(self, identity: bytes, frame: bytes) -> bool:
+        worker = self._workers.get(identity)
+        if worker is None or self._detector is None:
+            return False
+        try:
+            beat = decode_beat(frame)
+        except ProtocolError as error:
+            logger.warning("dropped a beat of worker %d: %s", worker, error)
+            return False
+        self._detector.beat(worker, beat.progress, beat.phase, time.monotonic())
+        return True
+
+    def _set_timer(self, interval: float) -> None:
+        self._timer = self._loop.call_later(interval, self._check, interval)
+
+    def _check(self, interval: float) -> None:
+        assert self._detector is not None
+        self._set_timer(interval)
+        loads = {index: member.load for index, member in self._driver.fabric.members.items()}
+        for worker, reason in self._detector.check(loads, time.monotonic()).items():
+            log = self._dump(worker)
+            self._dumps[worker] = self._loop.call_later(
+                DUMP_SECONDS, self._end, worker, reason, log, _size(log)
+            )
+
+    def _end(self, worker: int, reason: str, log: Path, begin: int) -> None:
+        self._forget(worker)
+        stacks = _read(log, begin) or "(no process of it wrote any)"
+        logger.error("worker %d hangs: %s; its stacks:\n%s", worker, reason, stacks)
+        self._expel(worker, reason)
+
+    def _forget(self, worker: int) -> None:
+        """What is known of the process that was this worker."""
+        self._workers.pop(self._identities.pop(worker, b""), None)
+        timer = self._dumps.pop(worker, None)
+        if timer is not None:
+            timer.cancel()
+
+
+def _size(log: Path) -> int:
+    try:
+        return log.stat().st_size
+    except OSError:
+        return 0
+
+
+def _read(log: Path, begin: int) -> str:
+    try:
+        with log.open("rb") as file:
+            file.seek(begin)
+            return file.read(_LARGEST_DUMP).decode(errors="replace")
+    except OSError:
+        return ""

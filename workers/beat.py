@@ -1,0 +1,32 @@
+"""The beat of a worker: a thread with a socket of its own says, again and again, how far the
+process's loop has come. What follows from that is the driver's to decide (``sglrl.core.hangs``)."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from sglrl.codec import encode
+from sglrl.messages import Beat, WorkerSpec, beat_identity
+from sglrl.net.zmq import ZmqPolledDealer
+
+
+def start_beats(spec: WorkerSpec, look: Callable[[], Beat]) -> None:
+    """Until the process ends. ``look`` is called on the beat's own thread, and must not wait."""
+    if spec.beat_interval is not None:
+        threading.Thread(
+            target=_send_beats,
+            args=(spec, spec.beat_interval, look),
+            name="sglrl-beat",
+            daemon=True,
+        ).start()
+
+
+def _send_beats(spec: WorkerSpec, interval: float, look: Callable[[], Beat]) -> None:
+    dealer = ZmqPolledDealer(
+        spec.address, beat_identity(spec.identity), max_message_bytes=spec.max_message_bytes
+    )
+    while True:
+        dealer.send([encode(look())])
+        time.sleep(interval)
