@@ -12,12 +12,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from ipaddress import ip_address
 from math import ceil
 from typing import Final
 
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from ..errors import Closed, UsageError
 from .base import Frame, OnDriverMessage, OnPause, OnWorkerMessage
@@ -26,6 +28,8 @@ _BATCH: Final = 128
 """Messages handled in one callback before the loop gets its turn."""
 _COPY_THRESHOLD: Final = 64 << 10
 """Frames larger than this are handed to ZeroMQ without a copy."""
+_RECONNECT_MS: Final = 1000
+"""Where a broken connection is told: more than the end of what it breaks for may take."""
 
 
 def _is_loopback(address: str) -> bool:
@@ -67,6 +71,39 @@ def _send(socket: zmq.Socket[bytes], frames: Sequence[Frame]) -> None:
     for i, frame in enumerate(frames):
         flags = zmq.NOBLOCK | (zmq.SNDMORE if i < last else 0)
         socket.send(frame, flags, copy=len(frame) < _COPY_THRESHOLD)
+
+
+def _dealer(
+    address: str, identity: bytes, max_message_bytes: int, on_break: Callable[[], None] | None
+) -> zmq.Socket[bytes]:
+    """A connected DEALER. ``on_break``: called, on a thread of its own, when the other side is
+    suddenly gone. ZeroMQ connects again by itself, and what was under way then is lost unnoticed:
+    in the middle of a stream, say."""
+    socket = _socket(zmq.DEALER, max_message_bytes)
+    socket.setsockopt(zmq.IDENTITY, identity)
+    if on_break is not None:
+        socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+        events = zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
+        threading.Thread(
+            target=_await_break,
+            args=(socket.get_monitor_socket(events), on_break),
+            name="sglrl-connection",
+            daemon=True,
+        ).start()
+    socket.connect(address)
+    return socket
+
+
+def _await_break(monitor: zmq.Socket[bytes], on_break: Callable[[], None]) -> None:
+    with contextlib.suppress(zmq.ContextTerminated), monitor:
+        if parse_monitor_message(monitor.recv_multipart())["event"] == zmq.EVENT_DISCONNECTED:
+            on_break()
+
+
+def _end(socket: zmq.Socket[bytes], linger: float) -> None:
+    # The thread that waits for events, if there is one, is told.
+    socket.disable_monitor()
+    socket.close(int(linger * 1000))
 
 
 class _Pump:
@@ -127,7 +164,7 @@ class _Pump:
         self.closed = True
         if self.loop is not None and not self.loop.is_closed():
             self.loop.remove_reader(self.socket.fileno())
-        self.socket.close(0)
+        _end(self.socket, 0)
 
 
 class ZmqRouter(_Pump):
@@ -166,10 +203,15 @@ class ZmqRouter(_Pump):
 class ZmqDealer(_Pump):
     """A worker's end on an event loop (``WorkerTransport``)."""
 
-    def __init__(self, address: str, identity: bytes, *, max_message_bytes: int) -> None:
-        super().__init__(_socket(zmq.DEALER, max_message_bytes))
-        self.socket.setsockopt(zmq.IDENTITY, identity)
-        self.socket.connect(address)
+    def __init__(
+        self,
+        address: str,
+        identity: bytes,
+        *,
+        max_message_bytes: int,
+        on_break: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__(_dealer(address, identity, max_message_bytes, on_break))
         self._on_message: OnWorkerMessage | None = None
 
     def start(self, on_message: OnWorkerMessage) -> None:
@@ -191,10 +233,15 @@ class ZmqPolledDealer:
     """A worker's end without an event loop, polled by a thread that has better things to do: the
     engine's scheduler loop. Belongs to the thread that made it."""
 
-    def __init__(self, address: str, identity: bytes, *, max_message_bytes: int) -> None:
-        self._socket = _socket(zmq.DEALER, max_message_bytes)
-        self._socket.setsockopt(zmq.IDENTITY, identity)
-        self._socket.connect(address)
+    def __init__(
+        self,
+        address: str,
+        identity: bytes,
+        *,
+        max_message_bytes: int,
+        on_break: Callable[[], None] | None = None,
+    ) -> None:
+        self._socket = _dealer(address, identity, max_message_bytes, on_break)
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
@@ -226,5 +273,5 @@ class ZmqPolledDealer:
 
     def close(self, linger: float = 0.0) -> None:
         """``linger``: seconds that unsent messages may take to leave."""
-        self._socket.close(int(linger * 1000))
+        _end(self._socket, linger)
         os.close(self._wakeup)
