@@ -27,7 +27,7 @@ from .errors import Closed, InvalidRequest, MessageTooLarge, SglrlError
 from .messages import EngineInfo, EngineStats, GenerateArgs, ItemKind, ScoreArgs
 from .replies import ChunkReply, GenerationReply, ScoreReply
 from .sampling import DEFAULT_MAX_NEW_TOKENS, Prepared, SamplingCache, SamplingParams
-from .spawn import Pool, WorkerInfo
+from .spawn import Birth, Pool, WorkerInfo, positive
 from .tokens import TokenIds, TokenizerBox, check_ids
 from .weights.coordinator import UpdateRequest
 from .weights.local import LocalSender, TensorMetadata
@@ -94,8 +94,10 @@ class Client:
         timeout: float | None,
         max_message: int,
         weight_device: Any = None,
+        more: Callable[[int, list[Birth]], list[Birth]] | None = None,
     ) -> None:
         self._pool = pool
+        self._more = more
         self._weight_device = weight_device
         self._timeout = timeout
         self._max_body = max_message - ENVELOPE_BYTES
@@ -131,10 +133,48 @@ class Client:
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
 
-    async def close(self) -> None:
-        """End every call with ``Closed`` and every worker; safe to call again."""
-        await self._pool.close()
+    async def close(self, *, drain: bool = False, timeout: float = 600.0) -> None:
+        """End every call with ``Closed`` and every worker; safe to call again.
+
+        Args:
+            drain: first wait for the calls that there are, at most ``timeout`` seconds; new ones
+                are refused with ``Closed``.
+        """
+        await self._pool.close(drain=drain, timeout=timeout)
         self._weights.close()
+
+    async def add_workers(self, n: int = 1) -> list[int]:
+        """Start ``n`` more workers, with the same arguments; returns their ids when they serve,
+        with the current weights.
+
+        Raises:
+            NotEnoughDevices: no GPUs are left for them.
+            WorkerStartError: one failed; none of the new ones is left.
+        """
+        self._running()
+        assert self._more is not None
+        return await self._pool.add(self._more(positive("n", n), self._pool.births))
+
+    async def wait_until_full(self, timeout: float = 60.0) -> None:
+        """Wait until all workers serve that have not been removed or retired: after a loss, until
+        the replacement does.
+
+        Raises:
+            DeadlineExceeded: some do not within ``timeout`` seconds; says which.
+            WorkerLost: none is left.
+        """
+        self._running()
+        await self._pool.full(timeout)
+
+    async def remove_worker(self, worker: int, *, timeout: float = 600.0) -> None:
+        """Let a worker finish the calls it has, then end it; it gets no new ones. What it has not
+        finished after ``timeout`` seconds goes on at others, from the tokens that it had.
+
+        Raises:
+            UsageError: there is no such worker, or it is the last one.
+        """
+        self._running()
+        await self._pool.remove(worker, timeout)
 
     # --- what there is ----------------------------------------------------------------------------
 

@@ -79,7 +79,7 @@ def decode_from_rank(frame: Buffer) -> FromRank:
 
 def decode_beat(frame: Buffer) -> Beat:
     """Raises ``ProtocolError`` on anything that is not a beat."""
-    return _decode(_beat, frame, "of a worker's beat")
+    return _decode(_beat, frame, "from a worker's beat")
 
 
 class Blob:

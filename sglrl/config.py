@@ -57,16 +57,32 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How worker processes are reached and started. Times are in seconds.
 
     Attributes:
-        address: "ipc" (a private folder, the default) or "tcp://127.0.0.1:*".
+        address: "ipc" (a private folder, the default), "tcp" for the loopback interface, or
+            "tcp://HOST:PORT".
+        keys: a folder that ``sglrl keys`` made; beyond loopback there must be one.
+        insecure: or there need not be one.
         start_timeout: from the first fork request to the last ``Ready``.
         shutdown_timeout: how long a worker may take to leave before it is killed.
         max_message_bytes: largest frame either side accepts.
+        restarts: replacements of one worker within ``restart_period``, then it is retired.
+        hang_timeout: how long a worker may make no progress while it holds calls; None: for ever.
     """
 
     address: str = "ipc"
+    keys: str | None = None
+    insecure: bool = False
     start_timeout: float = 600.0
     shutdown_timeout: float = 5.0
     max_message_bytes: int = 256 << 20
+    restarts: int = 5
+    restart_period: float = 60.0
+    hang_timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        timeout: object = self.hang_timeout
+        number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
+        if timeout is not None and not (number and self.hang_timeout > 0):  # type: ignore[operator]
+            raise UsageError(f"hang_timeout must be more than 0 seconds, or None; got {timeout!r}")
 
 
 def cache_dir() -> Path:

@@ -15,8 +15,8 @@ from typing import Any, Final, Protocol
 from .codec import Buffer, decode_to_driver, encode
 from .config import FabricConfig
 from .core.calls import Call
-from .core.fabric import CANCEL, CHUNK, END, RESTART, SEND, Fabric
-from .core.members import LOST, Member
+from .core.fabric import CANCEL, CHUNK, DRAINED, END, RESTART, SEND, Fabric
+from .core.members import GONE, STALE, SYNCING, Member
 from .errors import Closed, ProtocolError, SglrlError
 from .messages import (
     PROTOCOL_VERSION,
@@ -57,9 +57,12 @@ class Driver:
     """Joins a ``Fabric`` to a transport on the running event loop.
 
     ``on_starting(index, stage)``, ``on_ready(index, Ready)`` and ``on_gone(index, reason)`` tell
-    the owner of the worker processes what the workers say of themselves. ``on_lost(index)`` and
+    the owner of the worker processes what the workers say of themselves; ``on_drained(index)``,
+    that a worker that takes no more calls holds none. A worker that ``must_sync(index)`` does not
+    serve when it is ready, but when ``serve`` is called. ``on_lost(index)`` and
     ``on_peer(identity, frame)`` are for the weight channel: a worker was lost; a peer that is no
-    worker sent a message (False: it is unknown, so the message is dropped).
+    worker sent a message (False: it is unknown, so the message is dropped). ``on_beat`` is the same
+    for the beats of workers.
     """
 
     def __init__(
@@ -75,15 +78,20 @@ class Driver:
         self.on_starting: Callable[[int, str], None] = lambda index, stage: None
         self.on_ready: Callable[[int, Ready], None] = lambda index, ready: None
         self.on_gone: Callable[[int, str], None] = lambda index, reason: None
+        self.on_drained: Callable[[int], None] = lambda index: None
+        self.must_sync: Callable[[int], bool] = lambda index: False
         self.on_lost: Callable[[int], None] = lambda index: None
         self.on_peer: Callable[[bytes, bytes], bool] = lambda identity, frame: False
+        self.on_beat: Callable[[bytes, bytes], bool] = lambda identity, frame: False
         self._raw: dict[int, list[bytes]] = {}
-        self._identities: dict[int, bytes] = {}
+        self._identities: dict[Member, bytes] = {}
         self._members: dict[bytes, Member] = {}
         self._loop = asyncio.get_running_loop()
         self._flush_scheduled = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
+        self._idle: asyncio.Future[None] | None = None
+        self._change: asyncio.Future[None] | None = None
 
     def start(self) -> None:
         self.transport.start(self._on_message, self._on_pause)
@@ -91,13 +99,63 @@ class Driver:
     # --- workers ----------------------------------------------------------------------------------
 
     def add_worker(self, index: int, identity: bytes) -> None:
-        self._members[identity] = self.fabric.add_member(index)
-        self._identities[index] = identity
+        """A new worker, or the replacement of a lost one."""
+        member = self.fabric.add_member(index)
+        self._members[identity] = member
+        self._identities[member] = identity
 
-    def worker_lost(self, index: int, reason: str) -> None:
-        self.fabric.member_lost(index, reason, now())
+    def worker_lost(self, index: int, reason: str, *, returns: bool = False) -> None:
+        """``returns``: a replacement is to come, or ``worker_retired`` will be called."""
+        member = self.fabric.members[index]
+        if member.state in GONE:
+            return
+        self.fabric.member_lost(index, reason, now(), returns=returns)
+        del self._members[self._identities.pop(member)]
         self._flush()
+        self._changed()
         self.on_lost(index)
+
+    def worker_retired(self, index: int, reason: str) -> None:
+        self.fabric.member_retired(index, reason)
+        self._flush()
+        self._changed()
+
+    def serve(self, index: int) -> None:
+        """The worker has the current weights."""
+        member = self.fabric.members[index]
+        self.fabric.member_ready(index, member.window, now())
+        self._flush()
+        self._changed()
+
+    def set_syncing(self, index: int, *, stale: bool) -> None:
+        """A worker that is up gets the current weights, or could not get them."""
+        self.fabric.members[index].move(STALE if stale else SYNCING)
+        self._changed()
+
+    def drain(self, index: int) -> None:
+        """The worker gets no more calls; ``on_drained`` comes when it holds none."""
+        self.fabric.drain_member(index, now())
+        self._flush()
+        self._changed()
+
+    def _changed(self) -> None:
+        """A worker is in another state."""
+        if self._change is not None:
+            change, self._change = self._change, None
+            change.set_result(None)
+
+    async def change(self) -> None:
+        """Wait until a worker changes its state."""
+        if self._change is None:
+            self._change = self._loop.create_future()
+        await asyncio.shield(self._change)
+
+    async def idle(self) -> None:
+        """Wait until no call is left."""
+        while self.fabric.calls:
+            if self._idle is None:
+                self._idle = self._loop.create_future()
+            await asyncio.shield(self._idle)
 
     def send_to_peer(self, identity: bytes, frame: bytes) -> bool:
         """To a peer of ``on_peer``. False if it is not connected."""
@@ -107,7 +165,7 @@ class Driver:
             return False
 
     def shut_down_worker(self, index: int) -> None:
-        self.transport.send(self._identities[index], [encode(Shutdown())])
+        self._send(self.fabric.members[index], [encode(Shutdown())])
 
     # --- calls ------------------------------------------------------------------------------------
 
@@ -138,8 +196,11 @@ class Driver:
 
     def _on_message(self, identity: bytes, frames: list[bytes]) -> None:
         member = self._members.get(identity)
-        if member is None or member.state is LOST:
-            if member is not None or not (frames and self.on_peer(identity, frames[0])):
+        if member is None:
+            known = frames and (
+                self.on_beat(identity, frames[0]) or self.on_peer(identity, frames[0])
+            )
+            if not known:
                 self.dropped += 1
             return
         try:
@@ -170,12 +231,16 @@ class Driver:
                 )
             case Ready():
                 try:
-                    self.fabric.member_ready(member.index, message.window, now())
+                    if self.must_sync(member.index):
+                        self.fabric.member_arrived(member.index, message.window)
+                    else:
+                        self.fabric.member_ready(member.index, message.window, now())
                 except SglrlError as error:
                     self.dropped += 1
                     logger.warning("worker %d: %s", member.index, error)
                     return
                 self.on_ready(member.index, message)
+                self._changed()
 
     def _on_pause(self) -> None:
         """All messages that were here have been taken in: now do what they lead to, once."""
@@ -210,11 +275,16 @@ class Driver:
                 cancels.setdefault(subject, []).append(detail)
             elif kind == RESTART:
                 subject.reply.restart(subject)
+            elif kind == DRAINED:
+                self._loop.call_soon(self.on_drained, subject.index)
         for member, calls in submits.items():
             self._send_calls(member, calls)
         for member, ids in cancels.items():
             self._send(member, [encode(Cancel(ids))])
         self._set_timer()
+        if self._idle is not None and not fabric.calls:
+            idle, self._idle = self._idle, None
+            idle.set_result(None)
 
     def _send_calls(self, member: Member, calls: list[Call]) -> None:
         messages = []
@@ -234,13 +304,22 @@ class Driver:
         self._send(member, frames)
 
     def _send(self, member: Member, frames: list[Any]) -> None:
+        identity = self._identities.get(member)
+        if identity is None:
+            # It was lost meanwhile.
+            return
         try:
-            sent = self.transport.send(self._identities[member.index], frames)
+            sent = self.transport.send(identity, frames)
         except Closed:
             return
-        if not sent and member.state is not LOST:
-            self.on_gone(member.index, "its connection is gone")
-            self._loop.call_soon(self.worker_lost, member.index, "its connection is gone")
+        if not sent:
+            self._loop.call_soon(self._unreachable, member)
+
+    def _unreachable(self, member: Member) -> None:
+        if member in self._identities:
+            reason = "its connection is gone"
+            self.on_gone(member.index, reason)
+            self.worker_lost(member.index, reason)
 
     def _set_timer(self) -> None:
         at = self.fabric.next_deadline()

@@ -8,6 +8,7 @@
     │   ├── UnknownEndpoint            the actor declares no endpoint of that name
     │   ├── MessageTooLarge            the arguments do not fit in one message
     │   ├── ModelError                 the model folder is missing or unreadable
+    │   ├── InvalidKeys                a CURVE key file is missing, malformed or open to others
     │   ├── NotEnoughDevices           fewer GPUs than replicas * tp_size
     │   └── InvalidWeights             names, shapes or dtypes do not fit the model, or no room
     ├── Overloaded                     the driver's queue is full; try again later
@@ -35,6 +36,7 @@ __all__ = [
     "Closed",
     "DeadlineExceeded",
     "EngineError",
+    "InvalidKeys",
     "InvalidRequest",
     "InvalidWeights",
     "MessageTooLarge",
@@ -94,6 +96,10 @@ class MessageTooLarge(UsageError):
 
 class ModelError(UsageError):
     """The model folder does not exist, or a file in it cannot be read."""
+
+
+class InvalidKeys(UsageError):
+    """A file of CURVE keys is missing, holds no key, or can be read or changed by others."""
 
 
 class NotEnoughDevices(UsageError):

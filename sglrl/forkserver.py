@@ -169,6 +169,10 @@ class ForkConnection(asyncio.Protocol):
             )
         return connection
 
+    @property
+    def alive(self) -> bool:
+        return self._transport is not None and not self._transport.is_closing()
+
     def send(self, message: ToForkServer) -> None:
         if self._transport is None or self._transport.is_closing():
             return

@@ -6,7 +6,6 @@ import ast
 import importlib.util
 import logging
 import os
-import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -21,7 +20,7 @@ from .client import Client
 from .config import FabricConfig, PoolConfig, visible_cuda_devices
 from .errors import ModelError, NotEnoughDevices, UsageError
 from .messages import EngineSpec
-from .spawn import Birth, Pool
+from .spawn import Birth, Pool, check_restarts, positive
 
 logger = logging.getLogger("sglrl.launch")
 
@@ -36,6 +35,7 @@ OWN_ARGUMENTS = {
     "dist_init_addr": "nothing: sglrl picks it",
     "host": "nothing: there is no HTTP server",
     "port": "nothing: there is no HTTP server",
+    "watchdog_timeout": "hang_timeout=",
     "skip_tokenizer_init": "nothing: the scheduler needs the tokenizer for stop strings",
 }
 """SGLang's arguments that launch sets itself, and what to use instead."""
@@ -46,6 +46,7 @@ FAKE_ARGUMENTS = {
     "vocab_size",
     "context_length",
     "fail_start",
+    "hang_file",
 }
 
 
@@ -61,7 +62,12 @@ def launch(
     window: int | None = None,
     max_queue: int = 100_000,
     address: str = "ipc",
+    keys: str | os.PathLike[str] | None = None,
+    insecure: bool = False,
     start_timeout: float = 600.0,
+    restarts: int = 5,
+    restart_period: float = 60.0,
+    hang_timeout: float | None = 120.0,
     max_message_bytes: int = 256 << 20,
     env: Mapping[str, str] | None = None,
     gpus: Sequence[int] | None = None,
@@ -84,8 +90,19 @@ def launch(
         window: calls at one worker at a time, the rest wait at the driver; None: twice what its
             engine runs at once.
         max_queue: calls that may wait at the driver before ``Overloaded`` is raised.
-        address: "ipc", or "tcp" for the loopback interface.
+        address: "ipc"; "tcp" for the loopback interface; or "tcp://HOST:PORT", where HOST is an
+            IP address or an interface of this machine or "0.0.0.0" for all, and PORT may be "*".
+            Beyond the loopback interface it needs ``keys``.
+        keys: a folder made with ``sglrl keys``: connections over tcp are encrypted, and nobody
+            without one of its keys is listened to.
+        insecure: listen beyond the loopback interface without keys, to whoever connects.
         start_timeout: seconds until all workers must be ready.
+        restarts: a worker that is lost is replaced at most so often within ``restart_period``
+            seconds; then the pool goes on without it. 0: never. A replacement serves when it has
+            the current weights.
+        hang_timeout: a worker that makes no progress for so many seconds, though it holds calls, is
+            ended as if it had died, and the stacks of its threads are logged. A step that prefills
+            may take ten times as long; a weight update has its own time limit. None: never.
         max_message_bytes: largest message either side accepts.
         env: environment variables of the workers, beside the driver's own.
         gpus: which of the visible GPUs the workers use, by index; None: all, from the first on. A
@@ -100,9 +117,8 @@ def launch(
         UsageError: an argument is wrong (``ModelError`` and ``NotEnoughDevices`` are such).
         WorkerStartError: on entering, when a worker ends before it is ready.
     """
-    for name, value in (("replicas", replicas), ("tp_size", tp_size)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise UsageError(f"{name} must be an integer of at least 1, got {value!r}")
+    positive("replicas", replicas)
+    positive("tp_size", tp_size)
     if window is not None and window < 1:
         raise UsageError(f"window must be at least 1, got {window}")
     if timeout is not None and not timeout > 0:
@@ -124,17 +140,38 @@ def launch(
     else:
         groups = [None] * replicas
         engine_args.setdefault("vocab_size", 1 << 17)
-    births = [
-        _birth(engine, path, engine_args, tp_size, group, replicas, window, env or {})
-        for group in groups
-    ]
+    check_restarts(restarts, restart_period)
+
+    def birth(group: list[str] | None) -> Birth:
+        return _birth(engine, path, engine_args, tp_size, group, replicas, window, env or {})
+
+    def more(count: int, present: list[Birth]) -> list[Birth]:
+        if groups[0] is None:
+            return [birth(None) for _ in range(count)]
+        taken = {gpu for b in present for gpu in b.env["CUDA_VISIBLE_DEVICES"].split(",")}
+        free = [gpu for gpu in _usable(gpus) if gpu not in taken]
+        if len(free) < count * tp_size:
+            raise NotEnoughDevices(
+                f"{count} more workers with tp_size={tp_size} need {count * tp_size} GPUs; "
+                f"{len(free)} are free"
+            )
+        return [birth(free[i : i + tp_size]) for i in range(0, count * tp_size, tp_size)]
+
+    births = [birth(group) for group in groups]
     progress = _Progress()
     pool = _ShownPool(
         births,
         preload=_preload(engine, groups),
         fabric=fabric,
         config=PoolConfig(
-            address=address, start_timeout=start_timeout, max_message_bytes=max_message_bytes
+            address=address,
+            keys=None if keys is None else os.fspath(keys),
+            insecure=insecure,
+            start_timeout=start_timeout,
+            restarts=restarts,
+            restart_period=restart_period,
+            max_message_bytes=max_message_bytes,
+            hang_timeout=hang_timeout,
         ),
         on_progress=progress,
     )
@@ -145,6 +182,7 @@ def launch(
         timeout=timeout,
         max_message=max_message_bytes,
         weight_device=weight_device,
+        more=more,
     )
 
 
@@ -166,7 +204,6 @@ def _birth(
     env: Mapping[str, str],
 ) -> Birth:
     threads = max(1, (os.cpu_count() or 1) // (replicas * tp_size))
-    port = _free_port()
     worker_env = dict(env)
     if gpus is not None:
         worker_env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
@@ -179,7 +216,7 @@ def _birth(
             rank=rank,
             tp_size=tp_size,
             gpu_id=rank,
-            dist_port=port,
+            dist_port=0,
             threads=threads,
             memory_share=1 / replicas,
             window=window or (1024 if engine == "fake" else 0),
@@ -199,13 +236,7 @@ def _place(
     if gpus is not None:
         if device == "cpu":
             raise UsageError("gpus= is for workers on GPUs, and device is 'cpu'")
-        wrong = [g for g in gpus if isinstance(g, bool) or g not in range(len(found))]
-        if wrong or len(set(gpus)) != len(gpus):
-            raise NotEnoughDevices(
-                f"gpus={list(gpus)!r} must name different ones of the {len(found)} visible GPUs, "
-                "from 0 on"
-            )
-        found = [found[g] for g in gpus]
+        found = _usable(gpus)
     if device == "cpu" or (device == "auto" and not found):
         if tp_size > 1:
             raise NotEnoughDevices(
@@ -222,6 +253,20 @@ def _place(
     return [found[i : i + tp_size] for i in range(0, needed, tp_size)]
 
 
+def _usable(gpus: Sequence[int] | None) -> list[str]:
+    """The visible GPUs, or those of them that ``gpus`` names."""
+    found = cuda_devices()
+    if gpus is None:
+        return found
+    wrong = [g for g in gpus if isinstance(g, bool) or g not in range(len(found))]
+    if wrong or len(set(gpus)) != len(gpus):
+        raise NotEnoughDevices(
+            f"gpus={list(gpus)!r} must name different ones of the {len(found)} visible GPUs, "
+            "from 0 on"
+        )
+    return [found[g] for g in gpus]
+
+
 def cuda_devices() -> list[str]:
     """The visible GPUs, as entries for ``CUDA_VISIBLE_DEVICES``; needs no CUDA library."""
     present = [p.name.removeprefix("nvidia") for p in Path("/dev").glob("nvidia[0-9]*")]
@@ -229,13 +274,6 @@ def cuda_devices() -> list[str]:
     if visible is not None:
         return visible if present else []
     return sorted((p for p in present if p.isdigit()), key=int)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def check_model(model: str) -> str:

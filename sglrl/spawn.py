@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
 import shutil
+import socket
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -27,11 +30,31 @@ from .actor import (
     endpoints_of,
 )
 from .config import FabricConfig, PoolConfig
-from .core.members import LOST
+from .core.members import DRAINING, READY, RETIRED, STALE, SYNCING
+from .core.supervision import Supervision
 from .driver import Driver
-from .errors import Closed, UsageError, WorkerStartError
+from .errors import (
+    Closed,
+    DeadlineExceeded,
+    SglrlError,
+    UsageError,
+    WorkerLost,
+    WorkerStartError,
+)
 from .forkserver import ForkConnection, fork_server, tail
-from .messages import ActorSpec, EngineSpec, Fork, Kill, Ready, WorkerSpec, rank_identity
+from .keys import read_driver_keys
+from .messages import (
+    ActorSpec,
+    ClientKeys,
+    Dump,
+    EngineSpec,
+    Fork,
+    Kill,
+    Ready,
+    WorkerSpec,
+    rank_identity,
+)
+from .monitor import Monitor
 from .net.zmq import ZmqRouter
 from .weights.coordinator import WeightChannel
 
@@ -44,7 +67,9 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         id: index in the pool.
         pid: process id of its rank 0.
-        state: "starting", "ready", "draining" or "lost".
+        state: "starting"; "syncing" (it is up and gets the current weights); "stale" (nobody could
+            give them to it: it waits for the next update); "ready"; "draining" (it takes no new
+            calls); "lost" (a replacement is to come); "retired".
         weight_version: policy version of its weights.
         device: "cpu", "cuda:0", ...
         load: calls it holds.
@@ -68,7 +93,8 @@ class Birth(msgspec.Struct, kw_only=True):
 
 
 class _Worker:
-    """The processes of one worker (all its ranks) and what they have said."""
+    """The processes of one worker (all its ranks) and what they have said. A replacement is another
+    ``_Worker`` of the same index."""
 
     def __init__(self, index: int, identity: bytes, log: Path) -> None:
         self.index = index
@@ -78,7 +104,13 @@ class _Worker:
         self.running: set[int] = set()
         self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self.gone = asyncio.Event()
+        self.drained = asyncio.Event()
+        self.settled = asyncio.Event()
+        """It serves, or waits for weights, or is gone."""
         self.farewell = ""
+        self.lost = False
+        self.leaving = False
+        self.restart_in: float | None = None
 
 
 class Pool:
@@ -97,17 +129,22 @@ class Pool:
         config: PoolConfig,
         on_progress: Callable[[str], None] | None = None,
     ) -> None:
-        self._births = births
+        self._births = dict(enumerate(births))
         self._preload = preload
         self._fabric_config = fabric
         self._config = config
         self._progress = on_progress or (lambda text: None)
         self._workers: dict[int, _Worker] = {}
+        self._supervision: dict[int, Supervision] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._started = False
         self._closing = False
         self._folder: Path | None = None
+        self._worker_keys: ClientKeys | None = None
         self._connection: ForkConnection | None = None
         self._driver: Driver | None = None
-        self.weights = WeightChannel(self.expel)
+        self._monitor: Monitor | None = None
+        self.weights = WeightChannel(self.expel, self._is_up)
 
     @property
     def driver(self) -> Driver:
@@ -154,6 +191,7 @@ class Pool:
         except BaseException:
             await self.close()
             raise
+        self._started = True
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -168,38 +206,60 @@ class Pool:
             address = f"ipc://{self._folder}/router.sock"
         elif address == "tcp":
             address = "tcp://127.0.0.1:*"
-        router = ZmqRouter(address, max_message_bytes=config.max_message_bytes)
+        router = ZmqRouter(
+            address,
+            max_message_bytes=config.max_message_bytes,
+            keys=None if config.keys is None else read_driver_keys(config.keys),
+            insecure=config.insecure,
+        )
+        self._worker_keys = router.worker_keys
         self._driver = driver = Driver(router, self._fabric_config, config.max_message_bytes)
         driver.on_ready = self._on_ready
         driver.on_starting = self._on_starting
-        driver.on_gone = self._on_gone
-        self.weights.attach(driver, router.address)
+        driver.on_gone = self.expel
+        driver.on_drained = lambda index: self._workers[index].drained.set()
+        driver.must_sync = self.weights.must_sync
+        self.weights.attach(driver, router.outer_address)
+        self.weights.on_updated = self._sync_stale
+        self._monitor = Monitor(driver, config.hang_timeout, self._dump, self.expel)
         driver.start()
         if self._preload != "plain":
             self._progress("importing SGLang (once per program)")
         self._connection = await ForkConnection.open(
             server, self._on_forked, self._on_exited, config.start_timeout
         )
-        for index, birth in enumerate(self._births):
-            self._fork(index, birth, router.address)
+        for index in self._births:
+            self._fork(index)
         await self._all_ready()
 
-    def _fork(self, index: int, birth: Birth, address: str) -> None:
+    def _fork(self, index: int) -> _Worker:
         assert self._folder is not None
         assert self._connection is not None
+        birth = self._births[index]
+        port = _free_port()
+        address = self.driver.transport.address
         identity = f"{index}-{secrets.token_hex(8)}".encode()
         worker = _Worker(index, identity, self._folder / f"worker-{index}.log")
         self._workers[index] = worker
+        self._supervision.setdefault(
+            index, Supervision(self._config.restarts, self._config.restart_period)
+        )
         self.driver.add_worker(index, identity)
+        assert self._monitor is not None
+        self._monitor.watch(index, identity)
         for rank, body in enumerate(birth.bodies):
-            if isinstance(body, EngineSpec) and body.engine == "sglang":
-                self.weights.add_rank(index, rank, rank_identity(identity, rank))
+            if isinstance(body, EngineSpec):
+                body = msgspec.structs.replace(body, dist_port=port)
+                if body.engine == "sglang":
+                    self.weights.add_rank(index, rank, rank_identity(identity, rank))
             spec = WorkerSpec(
                 index=index,
                 identity=identity,
                 address=address,
                 max_message_bytes=self._config.max_message_bytes,
+                keys=self._worker_keys,
                 body=body,
+                beat_interval=self._monitor.beat_interval,
             )
             worker.running.add(rank)
             self._connection.send(
@@ -212,6 +272,7 @@ class Pool:
                     sys_path=[p or os.getcwd() for p in sys.path],
                 )
             )
+        return worker
 
     async def _all_ready(self) -> None:
         """The first worker that fails ends the wait for all."""
@@ -223,32 +284,36 @@ class Pool:
             for future in done:
                 future.result()
 
-    async def close(self) -> None:
-        """End all calls with ``Closed``, then all workers: politely, then with SIGKILL."""
+    async def close(self, *, drain: bool = False, timeout: float = 600.0) -> None:
+        """End all calls with ``Closed``, then all workers: politely, then with SIGKILL.
+
+        Args:
+            drain: first wait until the calls made so far have ended, at most ``timeout`` seconds;
+                new ones are refused with ``Closed``.
+        """
         if self._closing:
             return
+        if drain and self._started:
+            self.driver.fabric.refusing = True
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout):
+                    await self.driver.idle()
         self._closing = True
+        if self._monitor is not None:
+            self._monitor.close()
         try:
             await self.weights.close()
+            for task in self._tasks:
+                task.cancel()
             if self._driver is not None:
                 self._driver.close()
                 for worker in self._workers.values():
-                    if worker.running and _has_result(worker.ready):
+                    if worker.running and _has_result(worker.ready) and not worker.lost:
                         self._driver.shut_down_worker(worker.index)
                     else:
                         self._kill(worker)
             if self._connection is not None:
-                running = [w for w in self._workers.values() if w.running]
-                try:
-                    async with asyncio.timeout(self._config.shutdown_timeout):
-                        for worker in running:
-                            await worker.gone.wait()
-                except TimeoutError:
-                    for worker in running:
-                        self._kill(worker)
-                    async with asyncio.timeout(self._config.shutdown_timeout):
-                        for worker in running:
-                            await worker.gone.wait()
+                await self._end([w for w in self._workers.values() if w.running])
         finally:
             # Also when this was cancelled: the fork server kills what the connection leaves.
             if self._connection is not None:
@@ -263,15 +328,222 @@ class Pool:
                 elif not worker.ready.cancelled():
                     worker.ready.exception()
 
+    async def _end(self, workers: Sequence[_Worker]) -> None:
+        """Wait until all their processes have ended by themselves, or kill them."""
+        try:
+            async with asyncio.timeout(self._config.shutdown_timeout):
+                for worker in workers:
+                    await worker.gone.wait()
+        except TimeoutError:
+            for worker in workers:
+                self._kill(worker)
+            async with asyncio.timeout(self._config.shutdown_timeout):
+                for worker in workers:
+                    await worker.gone.wait()
+
+    async def full(self, timeout: float) -> None:
+        """Wait until every worker that has not been removed or retired serves.
+
+        Raises:
+            DeadlineExceeded: some do not within ``timeout`` seconds; says which.
+            WorkerLost: all are retired.
+        """
+        try:
+            async with asyncio.timeout(timeout):
+                while True:
+                    states = {m.index: m.state for m in self.driver.fabric.members.values()}
+                    wanted = {i: s for i, s in states.items() if s not in (DRAINING, RETIRED)}
+                    if not wanted:
+                        raise WorkerLost("no worker is left in this pool")
+                    if all(state is READY for state in wanted.values()):
+                        return
+                    await self.driver.change()
+        except TimeoutError:
+            waiting = ", ".join(f"{i} is {s}" for i, s in wanted.items() if s is not READY)
+            raise DeadlineExceeded(
+                f"not every worker serves after {timeout:g} s: {waiting}"
+            ) from None
+
+    @property
+    def births(self) -> list[Birth]:
+        """Of the workers that are not retired."""
+        members = self.driver.fabric.members
+        return [b for i, b in self._births.items() if members[i].state is not RETIRED]
+
+    async def add(self, births: Sequence[Birth]) -> list[int]:
+        """Start more workers; returns their indices when they serve.
+
+        Raises:
+            WorkerStartError: one ended before it was ready, or was not ready in time; none of the
+                new ones is left.
+        """
+        first = max(self._births) + 1
+        indices = list(range(first, first + len(births)))
+        workers = []
+        for index, birth in zip(indices, births, strict=True):
+            self._births[index] = birth
+            workers.append(self._fork(index))
+        try:
+            async with asyncio.timeout(self._config.start_timeout):
+                for worker in workers:
+                    await asyncio.shield(worker.ready)
+                for worker in workers:
+                    await worker.settled.wait()
+        except BaseException as error:
+            for worker in workers:
+                worker.leaving = True
+                self.expel(worker.index, "it was not wanted any more")
+            if isinstance(error, TimeoutError):
+                raise WorkerStartError(
+                    f"the new workers were not ready within {self._config.start_timeout:g} s "
+                    "(start_timeout)"
+                ) from None
+            raise
+        return indices
+
+    async def remove(self, index: int, timeout: float) -> None:
+        """Let a worker finish the calls it has, then end it. What it has not finished after
+        ``timeout`` seconds goes on elsewhere, as when it is lost.
+
+        Raises:
+            UsageError: there is no such worker, it is going already, or it is the last one.
+        """
+        member = self.driver.fabric.members.get(index)
+        if member is None or member.state in (DRAINING, RETIRED):
+            what = "there is no" if member is None else f"already {member.state}:"
+            raise UsageError(f"{what} worker {index}")
+        others = [m for m in self.driver.fabric.members.values() if m is not member]
+        if all(m.state in (DRAINING, RETIRED) for m in others):
+            raise UsageError(f"worker {index} is the last one; close the pool instead")
+        worker = self._workers[index]
+        worker.leaving = True
+        if member.state is READY:
+            self.driver.drain(index)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout):
+                    await worker.drained.wait()
+        if worker.running:
+            self.driver.shut_down_worker(index)
+            self.driver.worker_lost(index, "it was removed")
+            worker.lost = True
+            await self._end([worker])
+        else:
+            worker.restart_in = None
+            self.driver.worker_retired(index, "it was removed")
+
     def expel(self, index: int, reason: str) -> None:
         """End a worker that must not serve any more; its calls go on as when it is lost."""
         worker = self._workers[index]
-        if self._closing or not worker.running:
+        if self._closing or not worker.running or worker.lost:
             return
-        logger.error("worker %d is ended: %s", index, reason)
+        if not worker.leaving:
+            logger.error("worker %d is ended: %s", index, reason)
         worker.farewell = reason
         self._kill(worker)
-        self.driver.worker_lost(index, reason)
+        self._lost(worker, reason)
+
+    # --- what becomes of a lost worker ------------------------------------------------------------
+
+    def _lost(self, worker: _Worker, reason: str) -> None:
+        """Its calls go on elsewhere, now. A replacement follows when its processes have ended."""
+        if worker.lost:
+            return
+        worker.lost = True
+        worker.drained.set()
+        worker.settled.set()
+        index = worker.index
+        if self._started and not worker.leaving:
+            supervision = self._supervision[index]
+            served = self.driver.fabric.members[index].served > 0
+            worker.restart_in = supervision.lost(reason, time.monotonic(), served=served)
+            if worker.restart_in is None:
+                reason = (
+                    f"{reason} ({supervision.history}; no more than {supervision.restarts} "
+                    f"restarts in {supervision.period:g} s)"
+                )
+                logger.error("worker %d is retired: %s", index, reason)
+        self.driver.worker_lost(index, reason, returns=worker.restart_in is not None)
+
+    def _ended(self, worker: _Worker) -> None:
+        """None of its processes is left, so what they held is free again."""
+        worker.gone.set()
+        if worker.restart_in is not None:
+            self._run(self._replace(worker))
+
+    async def _replace(self, worker: _Worker) -> None:
+        index = worker.index
+        try:
+            await asyncio.sleep(worker.restart_in or 0.0)
+            if worker.restart_in is None:
+                # It was removed meanwhile.
+                return
+            assert self._connection is not None
+            if not self._connection.alive:
+                self._connection = await ForkConnection.open(
+                    fork_server(self._preload),
+                    self._on_forked,
+                    self._on_exited,
+                    self._config.start_timeout,
+                )
+            replacement = self._fork(index)
+        except (SglrlError, OSError, TimeoutError) as error:
+            logger.error("worker %d cannot be replaced: %s", index, error)
+            self.driver.worker_retired(index, f"no replacement could be started: {error}")
+            return
+        try:
+            async with asyncio.timeout(self._config.start_timeout):
+                await asyncio.shield(replacement.ready)
+        except TimeoutError:
+            self.expel(
+                index, f"it was not ready within {self._config.start_timeout:g} s (start_timeout)"
+            )
+        except WorkerStartError as error:
+            logger.error("the replacement of worker %d failed: %s\n%s", index, error, error.output)
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # --- weights ----------------------------------------------------------------------------------
+
+    def _is_up(self, index: int) -> bool:
+        return self.driver.fabric.members[index].state in (SYNCING, STALE, READY, DRAINING)
+
+    def _sync_stale(self) -> None:
+        """Somebody has the current weights: give them to those that wait for them."""
+        for worker in list(self._workers.values()):
+            if self.driver.fabric.members[worker.index].state is STALE:
+                self.driver.set_syncing(worker.index, stale=False)
+                self._run(self._sync(worker))
+
+    async def _sync(self, worker: _Worker) -> None:
+        """Give a worker that is up the current weights, then let it serve."""
+        index = worker.index
+
+        def serve() -> None:
+            if not worker.lost:
+                self.driver.serve(index)
+
+        try:
+            synced = await self.weights.sync(index, SYNC_TIMEOUT, serve)
+        except SglrlError as error:
+            if not worker.lost:
+                self.expel(index, f"it could not get the current weights: {error}")
+            return
+        if worker.lost:
+            return
+        if synced:
+            self._sync_stale()
+        else:
+            logger.warning(
+                "worker %d is up, but no other worker holds the current weights (version %d); it "
+                "serves after the next update",
+                index,
+                self.weights.version,
+            )
+            self.driver.set_syncing(index, stale=True)
+        worker.settled.set()
 
     # --- events -----------------------------------------------------------------------------------
 
@@ -285,33 +557,27 @@ class Pool:
             self._progress(f"worker {index}: {stage}")
 
     def _on_ready(self, index: int, ready: Ready) -> None:
-        future = self._workers[index].ready
-        if not future.done():
-            logger.debug("worker %d is ready (pid %d, %s)", index, ready.pid, ready.device)
-            future.set_result(ready)
-
-    def _on_gone(self, index: int, reason: str) -> None:
-        """The worker cannot be talked to: end all its processes."""
-        if not self._closing:
-            self._workers[index].farewell = reason
-            self._kill(self._workers[index])
+        worker = self._workers[index]
+        if worker.ready.done():
+            return
+        logger.debug("worker %d is ready (pid %d, %s)", index, ready.pid, ready.device)
+        worker.ready.set_result(ready)
+        if self.driver.fabric.members[index].state is SYNCING:
+            self._run(self._sync(worker))
+        else:
+            worker.settled.set()
 
     def _on_exited(self, key: int, status: int) -> None:
         index, rank = divmod(key, _RANKS)
         worker = self._workers[index]
         worker.running.discard(rank)
-        if worker.running:
-            # One rank is gone: the others cannot go on without it.
-            if not self._closing:
-                self._kill(worker)
-        else:
-            worker.gone.set()
         if self._closing:
+            if not worker.running:
+                worker.gone.set()
             return
         reason = worker.farewell or (
             f"killed by signal {-status}" if status < 0 else f"exited with status {status}"
         )
-        member = self.driver.fabric.members[index]
         if not worker.ready.done():
             worker.ready.set_exception(
                 WorkerStartError(
@@ -320,11 +586,26 @@ class Pool:
                     output=tail(worker.log),
                 )
             )
-        elif member.state is not LOST:
+            # Not everybody waits for it.
+            worker.ready.exception()
+        elif not worker.lost:
             logger.error(
                 "worker %d was lost: %s; its last output:\n%s", index, reason, tail(worker.log, 20)
             )
-        self.driver.worker_lost(index, reason)
+        self._lost(worker, reason)
+        if worker.running:
+            # One rank is gone: the others cannot go on without it.
+            self._kill(worker)
+        else:
+            self._ended(worker)
+
+    def _dump(self, index: int) -> Path:
+        """Ask a worker's processes for their stacks; the log that they write them to."""
+        worker = self._workers[index]
+        if self._connection is not None:
+            for rank in worker.running:
+                self._connection.send(Dump(_key(index, rank)))
+        return worker.log
 
     def _kill(self, worker: _Worker) -> None:
         if self._connection is not None:
@@ -333,10 +614,19 @@ class Pool:
 
 
 _RANKS = 1024
+SYNC_TIMEOUT = 120.0
+"""Seconds for a replacement to get the weights."""
 
 
 def _key(index: int, rank: int) -> int:
     return index * _RANKS + rank
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def _has_result(future: asyncio.Future[Any]) -> bool:
@@ -351,8 +641,9 @@ class ActorHandle:
     Every call takes ``timeout=`` in seconds beside the endpoint's own arguments.
     """
 
-    def __init__(self, cls: type[Actor], pool: Pool) -> None:
+    def __init__(self, cls: type[Actor], pool: Pool, birth: Birth) -> None:
         self._cls = cls
+        self._birth = birth
         self._specs: dict[str, EndpointSpec] = endpoints_of(cls)
         self._pool = pool
 
@@ -363,13 +654,29 @@ class ActorHandle:
     async def __aexit__(self, *exc: object) -> None:
         await self._pool.close()
 
-    async def close(self) -> None:
-        """End every call and every worker; safe to call again."""
-        await self._pool.close()
+    async def close(self, *, drain: bool = False, timeout: float = 600.0) -> None:
+        """End every call and every worker; safe to call again. ``drain``: first wait, at most
+        ``timeout`` seconds, for the calls that there are."""
+        await self._pool.close(drain=drain, timeout=timeout)
+
+    async def add_workers(self, n: int = 1) -> list[int]:
+        """Start ``n`` more; returns their indices when they serve. ``WorkerStartError`` if one
+        fails: then none of them is left."""
+        return await self._pool.add([self._birth] * positive("n", n))
+
+    async def wait_until_full(self, timeout: float = 60.0) -> None:
+        """Wait until all workers serve that have not been removed or retired: after a loss, until
+        the replacement does. ``DeadlineExceeded`` after ``timeout`` seconds."""
+        await self._pool.full(timeout)
+
+    async def remove_worker(self, index: int, *, timeout: float = 600.0) -> None:
+        """Let worker ``index`` finish what it has, then end it. What it has not finished after
+        ``timeout`` seconds ends as when a worker is lost."""
+        await self._pool.remove(index, timeout)
 
     @property
     def workers(self) -> list[WorkerInfo]:
-        """The pool's workers, in order."""
+        """The pool's workers, in order; those that are retired too."""
         return self._pool.workers
 
     @property
@@ -412,6 +719,9 @@ def spawn(
     routing: tuple[str, ...] = ("requests",),
     max_queue: int = 100_000,
     start_timeout: float = 60.0,
+    hang_timeout: float | None = None,
+    restarts: int = 5,
+    restart_period: float = 60.0,
     **kwargs: Any,
 ) -> ActorHandle:
     """Run an actor class in worker processes: ``async with sglrl.spawn(Judge, ...) as judges``.
@@ -427,6 +737,13 @@ def spawn(
         routing: see ``sglrl.core.routing``.
         max_queue: calls that may wait at the driver before ``Overloaded`` is raised.
         start_timeout: seconds until all workers must be ready.
+        hang_timeout: a worker whose event loop does not turn over for so many seconds, though it
+            holds calls, is ended as if it had died, and the stacks of its threads are logged. An
+            endpoint may await as long as it likes; one that computes must do so in a thread. None:
+            never.
+        restarts: a worker that is lost is replaced by a new one, made with the same arguments, at
+            most so often within ``restart_period`` seconds; then the pool goes on without it. 0:
+            never.
 
     Raises:
         UsageError: the class declares no endpoint, or an argument has the wrong type.
@@ -438,9 +755,8 @@ def spawn(
         raise UsageError(
             f"{actor.__name__} declares no endpoint; mark its methods with @sglrl.endpoint"
         )
-    for name, value in (("replicas", replicas), ("window", window)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise UsageError(f"{name} must be at least 1, got {value!r}")
+    positive("replicas", replicas)
+    positive("window", window)
     body, frames = constructor_arguments(actor).encode(args, kwargs)
     target = _importable_as(actor)
     spec = ActorSpec(
@@ -451,13 +767,35 @@ def spawn(
         frames=[bytes(f) for f in frames],
         window=window,
     )
+    check_restarts(restarts, restart_period)
+    birth = Birth(bodies=[spec], env=dict(env or {}))
     pool = Pool(
-        [Birth(bodies=[spec], env=dict(env or {})) for _ in range(replicas)],
+        [birth] * replicas,
         preload="plain",
         fabric=FabricConfig(routing=routing, max_queue=max_queue),
-        config=PoolConfig(start_timeout=start_timeout),
+        config=PoolConfig(
+            start_timeout=start_timeout,
+            restarts=restarts,
+            restart_period=restart_period,
+            hang_timeout=hang_timeout,
+        ),
     )
-    return ActorHandle(actor, pool)
+    return ActorHandle(actor, pool, birth)
+
+
+def check_restarts(restarts: Any, period: Any) -> None:
+    """Raise ``UsageError`` unless they make sense."""
+    if isinstance(restarts, bool) or not isinstance(restarts, int) or restarts < 0:
+        raise UsageError(f"restarts must be an integer of at least 0, got {restarts!r}")
+    if not period > 0:
+        raise UsageError(f"restart_period must be more than 0 seconds, got {period!r}")
+
+
+def positive(name: str, value: Any) -> int:
+    """Raise ``UsageError`` unless it is an integer above 0."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UsageError(f"{name} must be an integer of at least 1, got {value!r}")
+    return value
 
 
 def _importable_as(cls: type) -> str:

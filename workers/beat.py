@@ -25,7 +25,10 @@ def start_beats(spec: WorkerSpec, look: Callable[[], Beat]) -> None:
 
 def _send_beats(spec: WorkerSpec, interval: float, look: Callable[[], Beat]) -> None:
     dealer = ZmqPolledDealer(
-        spec.address, beat_identity(spec.identity), max_message_bytes=spec.max_message_bytes
+        spec.address,
+        beat_identity(spec.identity),
+        max_message_bytes=spec.max_message_bytes,
+        keys=spec.keys,
     )
     while True:
         dealer.send([encode(look())])

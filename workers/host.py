@@ -44,6 +44,7 @@ from sglrl.net.base import WorkerTransport
 from sglrl.net.zmq import ZmqDealer
 
 from .beat import start_beats
+from .leave import leave
 
 logger = logging.getLogger("sglrl.worker")
 
@@ -200,7 +201,13 @@ class Turns:
 
 
 async def _main(spec: WorkerSpec, body: ActorSpec) -> None:
-    transport = ZmqDealer(spec.address, spec.identity, max_message_bytes=spec.max_message_bytes)
+    transport = ZmqDealer(
+        spec.address,
+        spec.identity,
+        max_message_bytes=spec.max_message_bytes,
+        keys=spec.keys,
+        on_break=leave,
+    )
     try:
         transport.send([encode(Starting("constructing the actor"))])
         cls = load_class(body)

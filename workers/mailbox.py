@@ -36,6 +36,7 @@ from sglrl.messages import (
 from sglrl.net.zmq import ZmqPolledDealer
 
 from .engine.protocol import Engine
+from .leave import leave
 
 logger = logging.getLogger("sglrl.worker")
 
@@ -51,7 +52,11 @@ class Mailbox:
         """Turns of the loop that it had a reason for; the engine may count what else it does."""
         self._waited = False
         self._dealer = ZmqPolledDealer(
-            spec.address, spec.identity, max_message_bytes=spec.max_message_bytes
+            spec.address,
+            spec.identity,
+            max_message_bytes=spec.max_message_bytes,
+            keys=spec.keys,
+            on_break=leave,
         )
         self._items: list[Item] = []
         self._generate = msgspec.msgpack.Decoder(GenerateArgs)

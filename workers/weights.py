@@ -30,6 +30,8 @@ from sglrl.messages import (
     Committed,
     Describe,
     ErrorBody,
+    Give,
+    GiveUp,
     Join,
     ModelDescription,
     Piece,
@@ -38,6 +40,7 @@ from sglrl.messages import (
     RankAnswer,
     RankHello,
     Stage,
+    Take,
     WorkerSpec,
     rank_identity,
 )
@@ -48,6 +51,8 @@ from sglrl.weights.sender import perform
 from sglrl.weights.shared import SharedReader
 
 from .engine.loop import IDLE_WAIT
+from .hand_over import HandOver
+from .leave import leave
 
 logger = logging.getLogger("sglrl.worker")
 
@@ -75,6 +80,10 @@ class WeightEngine(Protocol):
         ...
 
     def checksums(self, names: Sequence[str]) -> list[Piece]: ...
+
+    def live(self) -> dict[str, torch.Tensor]:
+        """All that makes up the weights, as the engine keeps them, each storage once."""
+        ...
 
     def bind(self, staged: Staged) -> Any:
         """Where every part of these tensors goes: for ``copy`` and ``commit``."""
@@ -231,6 +240,7 @@ class RankWeights:
         self._describing = threading.Lock()
         self._answers: collections.deque[RankAnswer] = collections.deque()
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self._hand_over = HandOver(engine, self._stream, self._answer)
         self._closed = False
         # The scheduler computes in Python for milliseconds at a time; the default would let it keep
         # an update's messages waiting for five.
@@ -272,7 +282,11 @@ class RankWeights:
 
     def _serve(self) -> None:
         dealer = ZmqPolledDealer(
-            self._spec.address, self._identity, max_message_bytes=self._spec.max_message_bytes
+            self._spec.address,
+            self._identity,
+            max_message_bytes=self._spec.max_message_bytes,
+            keys=self._spec.keys,
+            on_break=leave,
         )
         self._dealer = dealer
         dealer.send([self._hello])
@@ -319,6 +333,12 @@ class RankWeights:
                 self._commit(message.id)
             case Abort():
                 self._abort(message)
+            case Give():
+                self._hand_over.give(message)
+            case Take():
+                self._hand_over.take(message)
+            case GiveUp():
+                self._hand_over.give_up()
 
     def _run(self, id_: int, phase: str, work: Callable[[], Any]) -> None:
         self._link.submit(lambda: self._answer(perform(id_, phase, work)))

@@ -55,6 +55,8 @@ class Fabric:
         self.outbox: list[Effect] = []
         self.stray_items = 0
         self.closed = False
+        self.refusing = False
+        """No new calls; those that are there run to their end."""
         self._epitaph = ""
         self._next_id = 0
         self._queue: list[tuple[int, int, Call]] = []
@@ -155,15 +157,12 @@ class Fabric:
             WorkerLost: no worker is left, or the one it is pinned to is gone.
             UsageError: it is pinned to a worker that never existed.
         """
-        if self.closed:
-            raise Closed("the pool is closed")
+        if self.closed or self.refusing:
+            raise Closed("the pool is closed" if self.closed else "the pool is being closed")
         self._next_id = id_ = self._next_id + 1
         call.id = id_
         call.submitted_at = now
-        if call.pinned is None:
-            member = self.router.choose(call)
-        else:
-            member = self._pinned_member(call)
+        member = self.router.choose(call) if call.pinned is None else self._pinned_member(call)
         if member is None:
             if call.pinned is None and self.members and not self._alive():
                 raise WorkerLost(f"no worker is left in this pool: {self._epitaph}")

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Final, Protocol
+
+MOST_UNREAD: Final = 1 << 16
+"""Messages to one peer that it has not taken from the driver's socket. A worker's window is kept so
+small that one that reads, however late, cannot come to have so many."""
 
 Frame = bytes | bytearray | memoryview
 OnDriverMessage = Callable[[bytes, list[bytes]], None]
@@ -30,7 +34,8 @@ class DriverTransport(Protocol):
         ...
 
     def send(self, peer: bytes, frames: Sequence[Frame]) -> bool:
-        """Hand over one message. False when no such peer is connected: the message is dropped.
+        """Hand over one message. False when no such peer is connected, or when ``MOST_UNREAD``
+        messages wait for it already: the message is dropped.
 
         Raises:
             Closed: the transport is closed.

@@ -5,13 +5,18 @@ descriptor is edge-triggered, and *any* operation on the socket may consume its 
 every burst of sends the socket is asked once whether something arrived meanwhile
 (http://api.zeromq.org/4-3:zmq-getsockopt, ZMQ_FD). A receive is never cancelled or timed out, so
 no message can be lost between two owners.
+
+With keys a connection is encrypted and both ends prove who they are (CURVE). A peer whose key the
+driver does not know is refused before anything it sends is read, also if nobody could be asked.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
+import socket as sockets
 import threading
 from collections.abc import Callable, Sequence
 from ipaddress import ip_address
@@ -19,10 +24,16 @@ from math import ceil
 from typing import Final
 
 import zmq
+from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
+from ..dropped import Dropped
 from ..errors import Closed, UsageError
-from .base import Frame, OnDriverMessage, OnPause, OnWorkerMessage
+from ..keys import DriverKeys
+from ..messages import ClientKeys
+from .base import MOST_UNREAD, Frame, OnDriverMessage, OnPause, OnWorkerMessage
+
+logger = logging.getLogger("sglrl.net")
 
 _BATCH: Final = 128
 """Messages handled in one callback before the loop gets its turn."""
@@ -30,10 +41,29 @@ _COPY_THRESHOLD: Final = 64 << 10
 """Frames larger than this are handed to ZeroMQ without a copy."""
 _RECONNECT_MS: Final = 1000
 """Where a broken connection is told: more than the end of what it breaks for may take."""
+_MOST_UNTAKEN: Final = 4096
+"""Messages of one peer that wait at the driver; further ones wait at the peer."""
+_DOMAIN: Final = b"sglrl"
+_HANDSHAKE_MS: Final = 10_000
+
+
+def key_pair() -> tuple[str, str]:
+    """A new public key and its secret one, in Z85."""
+    public, secret = zmq.curve_keypair()
+    return public.decode(), secret.decode()
+
+
+def public_key(secret: str) -> str:
+    """The public key of a secret one."""
+    return zmq.curve_public(secret.encode()).decode()
+
+
+def _host(address: str) -> str:
+    return address.removeprefix("tcp://").rsplit(":", 1)[0]
 
 
 def _is_loopback(address: str) -> bool:
-    host = address.removeprefix("tcp://").rsplit(":", 1)[0].strip("[]")
+    host = _host(address).strip("[]")
     if host == "localhost":
         return True
     try:
@@ -43,26 +73,53 @@ def _is_loopback(address: str) -> bool:
         return False
 
 
-def _check_address(address: str) -> None:
+def check_address(address: str, *, keys: bool = False, insecure: bool = False) -> None:
+    """Raise ``UsageError`` unless a driver may listen there. ``keys``: it has some. ``insecure``:
+    it need not."""
     if address.startswith("ipc://"):
+        if keys:
+            raise UsageError("keys= is for tcp; an ipc socket is in a folder of your own already")
         return
     if address.startswith("tcp://"):
-        if _is_loopback(address):
+        if keys or insecure or _is_loopback(address):
             return
         raise UsageError(
-            f"{address} is not a loopback address; without encryption and keys sglrl listens on "
-            "ipc and on 127.0.0.1 only"
+            f"{address} is not a loopback address; beyond this machine sglrl listens with keys "
+            "only: make them with 'sglrl keys DIR' and pass keys='DIR' (insecure=True listens "
+            "without, to whoever connects)"
         )
     raise UsageError(f"unknown address {address!r}; use ipc://PATH or tcp://127.0.0.1:*")
 
 
-def _socket(kind: int, max_message_bytes: int) -> zmq.Socket[bytes]:
-    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
+def _reachable(address: str, *, here: bool) -> str:
+    """Where to connect to an end that listens on ``address``: from this machine or (as far as can
+    be known) from another one."""
+    for anywhere, loopback, family, away in (
+        ("tcp://0.0.0.0:", "127.0.0.1", sockets.AF_INET, "192.0.2.1"),
+        ("tcp://[::]:", "[::1]", sockets.AF_INET6, "2001:db8::1"),
+    ):
+        if address.startswith(anywhere):
+            host = loopback
+            if not here:
+                # Sends nothing: it asks which of our addresses a packet would leave from.
+                with contextlib.suppress(OSError), sockets.socket(family, sockets.SOCK_DGRAM) as s:
+                    s.connect((away, 9))
+                    found = s.getsockname()[0]
+                    host = f"[{found}]" if ":" in found else found
+            return f"tcp://{host}:{address.removeprefix(anywhere)}"
+    return address
+
+
+def _socket(
+    context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str, max_message_bytes: int
+) -> zmq.Socket[bytes]:
+    socket: zmq.Socket[bytes] = context.socket(kind)
     socket.setsockopt(zmq.LINGER, 0)
     # The fabric's window bounds what is in flight; a high-water mark here would drop or block.
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
+    socket.setsockopt(zmq.IPV6, "[" in address)
     return socket
 
 
@@ -74,13 +131,21 @@ def _send(socket: zmq.Socket[bytes], frames: Sequence[Frame]) -> None:
 
 
 def _dealer(
-    address: str, identity: bytes, max_message_bytes: int, on_break: Callable[[], None] | None
+    address: str,
+    identity: bytes,
+    max_message_bytes: int,
+    keys: ClientKeys | None,
+    on_break: Callable[[], None] | None,
 ) -> zmq.Socket[bytes]:
     """A connected DEALER. ``on_break``: called, on a thread of its own, when the other side is
     suddenly gone. ZeroMQ connects again by itself, and what was under way then is lost unnoticed:
     in the middle of a stream, say."""
-    socket = _socket(zmq.DEALER, max_message_bytes)
+    socket = _socket(zmq.Context.instance(), zmq.DEALER, address, max_message_bytes)
     socket.setsockopt(zmq.IDENTITY, identity)
+    if keys is not None:
+        socket.setsockopt(zmq.CURVE_SERVERKEY, keys.driver.encode())
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public.encode())
+        socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
     if on_break is not None:
         socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         events = zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
@@ -167,21 +232,106 @@ class _Pump:
         _end(self.socket, 0)
 
 
-class ZmqRouter(_Pump):
-    """The driver's end (``DriverTransport``). ``address`` is where workers connect to."""
+class _Gate(_Pump):
+    """Says which CURVE keys are known. ZeroMQ asks in the middle of a handshake, over a socket of
+    the router's own context (ZAP, https://rfc.zeromq.org/spec/27)."""
 
-    def __init__(self, address: str, *, max_message_bytes: int) -> None:
-        _check_address(address)
-        super().__init__(_socket(zmq.ROUTER, max_message_bytes))
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], known: frozenset[str]) -> None:
+        super().__init__(context.socket(zmq.REP))
+        self.socket.bind("inproc://zeromq.zap.01")
+        self._known = {z85.decode(key) for key in known}
+        self.refused = Dropped(logger)
+
+    def handle(self, frames: list[bytes]) -> None:
+        version, request, domain, address, _, mechanism, *credentials = frames
+        known = (
+            domain == _DOMAIN and mechanism == b"CURVE" and not self._known.isdisjoint(credentials)
+        )
+        if not known:
+            self.refused("%s has a key that is not in the driver's folder", address.decode())
+        status = [b"200", b"OK"] if known else [b"400", b"unknown key"]
+        self.socket.send_multipart([version, request, *status, b"", b""])
+        self.after_send()
+
+
+class ZmqRouter(_Pump):
+    """The driver's end (``DriverTransport``). ``address`` is where workers connect to, on this
+    machine; ``outer_address`` where others do.
+
+    With ``keys`` it admits who has one of their keys, or ``worker_keys``: made for this router
+    alone.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        max_message_bytes: int,
+        keys: DriverKeys | None = None,
+        insecure: bool = False,
+    ) -> None:
+        check_address(address, keys=keys is not None, insecure=insecure)
+        self._gate: _Gate | None = None
+        self.worker_keys: ClientKeys | None = None
+        # A context has one place where it asks about keys, so each router that has some gets its
+        # own context.
+        self._context = zmq.Context.instance() if keys is None else zmq.Context()
+        super().__init__(_socket(self._context, zmq.ROUTER, address, max_message_bytes))
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self.socket.bind(address)
-        self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.socket.setsockopt(zmq.SNDHWM, MOST_UNREAD)
+        self.socket.setsockopt(zmq.RCVHWM, _MOST_UNTAKEN)
+        self.socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+        if keys is not None:
+            self._lock(keys)
+        elif address.startswith("tcp://") and not _is_loopback(address):
+            logger.warning(
+                "%s takes messages from whoever connects, and sends them unencrypted "
+                "(insecure=True)",
+                address,
+            )
+        try:
+            self.socket.bind(address)
+        except zmq.ZMQError as error:
+            self.close()
+            raise UsageError(
+                f"sglrl cannot listen on {address}: {os.strerror(error.errno or 0)}; name an IP address "
+                "or an interface of this machine, and a free port or *"
+            ) from None
+        bound = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.address = _reachable(bound, here=True)
+        self.outer_address = _reachable(bound, here=False)
         self._on_message: OnDriverMessage | None = None
+
+    def _lock(self, keys: DriverKeys) -> None:
+        """Before anyone can connect."""
+        public, secret = key_pair()
+        self.worker_keys = ClientKeys(driver=public_key(keys.secret), public=public, secret=secret)
+        self._gate = _Gate(self._context, keys.clients | {public})
+        self.socket.setsockopt(zmq.CURVE_SERVER, 1)
+        self.socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
+        self.socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
+        # Without this ZeroMQ admits everybody if nobody answers its question.
+        self.socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+
+    @property
+    def refused(self) -> int:
+        """Handshakes with an unknown key; a peer tries again and again."""
+        return 0 if self._gate is None else self._gate.refused.count
 
     def start(self, on_message: OnDriverMessage, on_pause: OnPause | None = None) -> None:
         self._on_message = on_message
         self.on_pause = on_pause
+        if self._gate is not None:
+            self._gate.begin()
         self.begin()
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        super().close()
+        if self._gate is not None:
+            self._gate.close()
+            self._context.destroy(0)
 
     def handle(self, frames: list[bytes]) -> None:
         assert self._on_message is not None
@@ -209,9 +359,10 @@ class ZmqDealer(_Pump):
         identity: bytes,
         *,
         max_message_bytes: int,
+        keys: ClientKeys | None = None,
         on_break: Callable[[], None] | None = None,
     ) -> None:
-        super().__init__(_dealer(address, identity, max_message_bytes, on_break))
+        super().__init__(_dealer(address, identity, max_message_bytes, keys, on_break))
         self._on_message: OnWorkerMessage | None = None
 
     def start(self, on_message: OnWorkerMessage) -> None:
@@ -239,9 +390,10 @@ class ZmqPolledDealer:
         identity: bytes,
         *,
         max_message_bytes: int,
+        keys: ClientKeys | None = None,
         on_break: Callable[[], None] | None = None,
     ) -> None:
-        self._socket = _dealer(address, identity, max_message_bytes, on_break)
+        self._socket = _dealer(address, identity, max_message_bytes, keys, on_break)
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)

@@ -54,8 +54,11 @@ from ..messages import (
     Describe,
     ErrorBody,
     Farewell,
+    Give,
+    GiveUp,
     Join,
     ModelDescription,
+    Offer,
     Piece,
     Prepare,
     Prepared,
@@ -66,6 +69,7 @@ from ..messages import (
     RankSettings,
     SentStage,
     Stage,
+    Take,
     TensorSpec,
     ToRank,
     Welcome,
@@ -83,6 +87,7 @@ _described = msgspec.msgpack.Decoder(ModelDescription)
 _prepared = msgspec.msgpack.Decoder(Prepared)
 _sent = msgspec.msgpack.Decoder(SentStage)
 _committed = msgspec.msgpack.Decoder(Committed)
+_offer = msgspec.msgpack.Decoder(Offer)
 _pieces = msgspec.msgpack.Decoder(list[Piece])
 
 
@@ -173,11 +178,20 @@ class _Run:
 class WeightChannel:
     """Weight updates of one pool.
 
-    ``expel(worker, reason)`` ends a worker's processes. ``versions``: of every worker.
+    ``expel(worker, reason)`` ends a worker's processes; ``is_up(worker)``: it has said that it is
+    ready, and is not gone. ``versions``: of every worker. ``on_updated()``: after every update.
     """
 
-    def __init__(self, expel: Callable[[int, str], None]) -> None:
+    def __init__(
+        self,
+        expel: Callable[[int, str], None],
+        is_up: Callable[[int], bool] = lambda worker: True,
+    ) -> None:
         self._expel = expel
+        self._is_up = is_up
+        self.on_updated: Callable[[], None] = lambda: None
+        self._folder: UpdateRequest | None = None
+        """The last update, if it gave all tensors and came from files."""
         self.version = 0
         self.versions: dict[int, int] = {}
         self._driver: Driver | None = None
@@ -235,8 +249,9 @@ class WeightChannel:
 
     @property
     def members(self) -> list[Member]:
-        """Every rank of every live worker."""
-        return sorted(self._identities)
+        """Every rank of every worker that is up. One that is still starting gets the weights when
+        it is: see ``sync``."""
+        return sorted(member for member in self._identities if self._is_up(member[0]))
 
     # --- questions --------------------------------------------------------------------------------
 
@@ -270,13 +285,16 @@ class WeightChannel:
             raise UsageError("this engine has no weights that could be updated")
         members = self.members
         if not members:
-            raise WorkerLost("no worker is left")
+            raise WorkerLost("no worker is up")
+        await self._all_said_hello(members, timeout)
+        return [m for m in members if m in self._identities]
+
+    async def _all_said_hello(self, members: Sequence[Member], timeout: float) -> None:
         waiting = [self._hellos[m] for m in members if not self._hellos[m].done()]
         if waiting:
             await asyncio.wait(waiting, timeout=timeout)
             if any(not future.done() for future in waiting):
                 raise WeightUpdateError(f"not every rank was there within {timeout:g} s")
-        return [m for m in members if m in self._identities]
 
     async def _question(
         self, member: Member, make: Callable[[int], ToRank], timeout: float
@@ -325,6 +343,9 @@ class WeightChannel:
         async with self._lock:
             version = request.check(self.version)
             members = await self._greeted(request.timeout)
+            if request.partial:
+                # One without the current weights would have parts of two policies.
+                members = [m for m in members if self.versions[m[0]] == self.version]
             wanted = await self.describe(request.timeout)
             check_manifest(wanted, request.specs, partial=request.partial)
             if source is not None:
@@ -332,7 +353,9 @@ class WeightChannel:
             load()
             run = self._new_run(request, version, source, members)
             ended = await self._until_ended(run)
-            return self._finish(run, ended, begun)
+            report = self._finish(run, ended, begun)
+        self.on_updated()
+        return report
 
     async def join(self, source: Source, timeout: float) -> float:
         """Form the group with ``source`` ahead of the first update. Milliseconds that it took.
@@ -351,6 +374,80 @@ class WeightChannel:
                 if ended.state != DONE:
                     raise _failure(ended, run.machine)
         return (time.perf_counter() - begun) * 1e3
+
+    # --- workers that are new ---------------------------------------------------------------------
+
+    def must_sync(self, worker: int) -> bool:
+        """It is up, and must not serve before ``sync``."""
+        if worker not in self.versions:
+            return False
+        return self.versions[worker] != self.version or self._lock.locked()
+
+    async def sync(self, worker: int, timeout: float, serve: Callable[[], None]) -> bool:
+        """Give a worker that is up the current weights: another worker's, or again from the files
+        of the last update. Then call ``serve``, before any other update begins. False if nobody has
+        them: the next update will do.
+
+        Raises:
+            WeightUpdateError, WorkerLost: the worker has now weights of no version.
+        """
+        async with self._lock:
+            if self.versions[worker] != self.version and not await self._catch_up(worker, timeout):
+                return False
+            self.versions[worker] = self.version
+            serve()
+            return True
+
+    async def _catch_up(self, worker: int, timeout: float) -> bool:
+        """Under the lock."""
+        mine = [m for m in sorted(self._identities) if m[0] == worker]
+        await self._all_said_hello(mine, timeout)
+        peers = sorted({w for w, _ in self.members if self.versions[w] == self.version} - {worker})
+        failure: SglrlError | None = None
+        for peer in peers:
+            begun = time.perf_counter()
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for member in mine:
+                        group.create_task(self._hand_over((peer, member[1]), member, timeout))
+            except* SglrlError as errors:
+                failure = _first(errors)
+                if worker not in self._workers():
+                    raise failure from None
+                logger.warning("worker %d could not give its weights: %s", peer, failure)
+            else:
+                logger.info(
+                    "worker %d got the weights of version %d from worker %d in %.0f ms",
+                    worker,
+                    self.version,
+                    peer,
+                    (time.perf_counter() - begun) * 1e3,
+                )
+                return True
+        if self._folder is not None:
+            run = self._new_run(self._folder, self.version, None, mine)
+            ended = await self._until_ended(run)
+            if ended.state == DONE:
+                return True
+            raise _failure(ended, run.machine)
+        if failure is not None:
+            raise failure
+        return False
+
+    def _workers(self) -> set[int]:
+        return {worker for worker, _ in self._identities}
+
+    async def _hand_over(self, giver: Member, taker: Member, timeout: float) -> None:
+        """From one rank to another. Both forget it when either fails."""
+        try:
+            answer = await self._question(giver, lambda id_: Give(id_, timeout), timeout)
+            offer = _offer.decode(answer.body)
+            version = self.version
+            await self._question(taker, lambda id_: Take(id_, version, offer, timeout), timeout)
+        except BaseException:
+            for member in (giver, taker):
+                self._send(member, GiveUp())
+            raise
 
     def _new_run(
         self,
@@ -441,6 +538,7 @@ class WeightChannel:
     def _record(self, run: _Run) -> None:
         """The update is done: what follows is of the new version."""
         self.version = run.version
+        self._folder = run.request if run.request.folder and not run.request.partial else None
         for worker in run.machine.workers:
             self.versions[worker] = run.version
         self._joined_after(run)
@@ -644,6 +742,9 @@ class WeightChannel:
         for member in [m for m in self._identities if m[0] == worker]:
             del self._ranks[self._identities.pop(member)]
             self._hellos[member].cancel()
+            if self._joined is not None and member in self._joined[1]:
+                # Its replacement will have its name, and not be in the group.
+                self._joined = None
             error = WorkerLost(f"worker {worker} was lost", worker=worker)
             for (_, asked), future in list(self._asked.items()):
                 if asked == member and not future.done():
@@ -729,6 +830,14 @@ class _RemoteSource:
             self.ask(Proposed(proposal.id, ErrorBody(type(error).__name__, error.message)))
         else:
             self.ask(Proposed(proposal.id, None, msgspec.Raw(encode(report))))
+
+
+def _first(errors: BaseExceptionGroup[SglrlError]) -> SglrlError:
+    found: BaseException = errors
+    while isinstance(found, BaseExceptionGroup):
+        found = found.exceptions[0]
+    assert isinstance(found, SglrlError)
+    return found
 
 
 def _error(body: ErrorBody, member: Member | None = None) -> SglrlError:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglrl.codec import (
+    decode_beat,
     decode_from_rank,
     decode_to_driver,
     decode_to_rank,
@@ -20,6 +21,7 @@ from sglrl.codec import (
 from sglrl.errors import ProtocolError
 from sglrl.messages import (
     Abort,
+    Beat,
     CallMessage,
     Cancel,
     Checksums,
@@ -49,6 +51,7 @@ from sglrl.messages import (
     ToWorker,
     Welcome,
     Withdraw,
+    beat_identity,
     rank_identity,
 )
 
@@ -162,7 +165,15 @@ from_rank = st.one_of(
     st.builds(Farewell),
 )
 
-DECODERS = (decode_to_worker, decode_to_driver, decode_to_rank, decode_from_rank)
+beats = st.builds(Beat, ids, texts)
+
+DECODERS = (
+    decode_to_worker,
+    decode_to_driver,
+    decode_to_rank,
+    decode_from_rank,
+    decode_beat,
+)
 
 
 @given(message=to_worker)
@@ -193,6 +204,11 @@ def test_round_trip_from_rank(message: FromRank) -> None:
     assert again == message
 
 
+@given(message=beats)
+def test_round_trip_of_beats(message: Beat) -> None:
+    assert decode_beat(encode(message)) == message
+
+
 def test_the_strategies_make_every_message() -> None:
     assert set(get_args(ToWorker)) == {Submit, Cancel, Shutdown}
     assert set(get_args(ToDriver)) == {Results, Starting, Ready}
@@ -212,7 +228,8 @@ def test_the_strategies_make_every_message() -> None:
 
 def test_no_tag_is_used_twice() -> None:
     unions = (ToWorker, ToDriver, ToRank, FromRank)
-    tags = [cls.__struct_config__.tag for union in unions for cls in get_args(union)]
+    classes = [Beat, *(cls for union in unions for cls in get_args(union))]
+    tags = [cls.__struct_config__.tag for cls in classes]
     assert len(tags) == len(set(tags))
 
 
@@ -223,7 +240,7 @@ def test_random_bytes(data: bytes) -> None:
             decode(data)
 
 
-@given(message=to_worker | to_driver | to_rank | from_rank, data=st.data())
+@given(message=to_worker | to_driver | to_rank | from_rank | beats, data=st.data())
 def test_damaged_bytes(message: Any, data: st.DataObject) -> None:
     """One byte changed, some cut off, some added: a message or ``ProtocolError``."""
     whole = bytearray(encode(message))
@@ -256,7 +273,7 @@ def test_truncated_on_the_weight_channel(
             decode(whole[:cut])
 
 
-@given(messages=st.tuples(to_worker, to_driver, to_rank, from_rank))
+@given(messages=st.tuples(to_worker, to_driver, to_rank, from_rank, beats))
 def test_every_direction_refuses_the_others_messages(messages: tuple[Any, ...]) -> None:
     for message, its_own in zip(messages, DECODERS, strict=True):
         for decode in DECODERS:
@@ -308,6 +325,8 @@ def test_a_message_for_the_other_side() -> None:
         decode_to_rank(encode(RankAnswer(1, "join")))
     with pytest.raises(ProtocolError, match="not a message from a rank"):
         decode_from_rank(encode(Stage(1)))
+    with pytest.raises(ProtocolError, match="not a message from a worker's beat"):
+        decode_beat(encode(Starting("loading")))
 
 
 def test_fields_of_a_newer_peer_are_ignored() -> None:
@@ -322,3 +341,4 @@ def test_ranks_have_identities_of_their_own() -> None:
     known = {rank_identity(worker, rank) for worker in (b"w1", b"w11") for rank in (0, 1, 11)}
     assert len(known) == 6
     assert rank_identity(b"w1", 0) == b"w1/0"
+    assert beat_identity(b"w1") == b"w1/beat"

@@ -225,6 +225,16 @@ class SglangWeights:
             for copy in self._plan.copies.get(name, ())
         ]
 
+    def live(self) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+        seen: set[int] = set()
+        for name, tensor in sorted(self._model.state_dict().items()):
+            # Tied weights have two names.
+            if tensor.data_ptr() not in seen:
+                seen.add(tensor.data_ptr())
+                found[name] = tensor
+        return found
+
     def bind(self, staged: dict[str, torch.Tensor]) -> Any:
         assert self._plan is not None
         return [

@@ -1,0 +1,178 @@
+"""Folders of CURVE keys: who may connect to a driver that listens beyond this machine.
+
+A key is one line of 40 characters (Z85) in a file, and files come in pairs::
+
+    driver.secret, driver.public    of the process that calls ``launch``
+    NAME.secret, NAME.public        of a process that connects to it
+
+A driver needs ``driver.secret`` and the ``.public`` files of those whom it admits; who connects
+needs ``driver.public`` and its own ``.secret``. Secret files are for their owner's eyes (0600), and
+nothing in a folder may be changed by others: a public key that somebody else put there would let
+them in.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from os import PathLike
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from .errors import InvalidKeys, UsageError
+from .messages import ClientKeys
+
+DRIVER: Final = "driver"
+FIRST_CLIENT: Final = "trainer"
+"""Whose pair a new folder holds beside the driver's."""
+
+_Z85: Final = (
+    "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
+)
+_VALUE: Final = {character: value for value, character in enumerate(_Z85)}
+
+
+class DriverKeys(msgspec.Struct, frozen=True, kw_only=True):
+    """What the end that listens needs, in Z85: its secret key, and the public keys that it
+    admits."""
+
+    secret: str
+    clients: frozenset[str]
+
+
+def make_keys(folder: str | PathLike[str], *, force: bool = False) -> list[Path]:
+    """Make a folder (0700) with the driver's pair and one for a client; returns the files.
+
+    Raises:
+        UsageError: there are keys already (``force`` replaces them), or it cannot be written.
+        InvalidKeys: the folder exists and others can get into it.
+    """
+    path = Path(folder).expanduser()
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        mode = path.stat().st_mode
+    except OSError as error:
+        raise UsageError(f"{path} cannot be made: {error.strerror}") from None
+    if mode & 0o077:
+        raise InvalidKeys(f"{path} is open to others; name a new folder, or chmod 700 {path}")
+    return _write_pairs(path, [DRIVER, FIRST_CLIENT], force)
+
+
+def add_client(folder: str | PathLike[str], name: str, *, force: bool = False) -> list[Path]:
+    """Add a pair for one more client to a driver's folder; returns the files.
+
+    Raises:
+        UsageError: the name is taken (``force`` replaces the keys) or is no name.
+        InvalidKeys: it is not a driver's folder.
+    """
+    path = Path(folder).expanduser()
+    if name == DRIVER or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
+        raise UsageError(f"{name!r} cannot be a client's name: use letters, digits, '_', '-', '.'")
+    read_driver_keys(path)
+    return _write_pairs(path, [name], force)
+
+
+def read_driver_keys(folder: str | PathLike[str]) -> DriverKeys:
+    """Raises ``InvalidKeys`` unless it is a driver's folder, whole and in no one else's hands."""
+    path = _checked_folder(folder)
+    secret = _read_key(path / f"{DRIVER}.secret")
+    public = [file for file in sorted(path.glob("*.public")) if file.stem != DRIVER]
+    return DriverKeys(secret=secret, clients=frozenset(map(_read_key, public)))
+
+
+def read_client_keys(where: str | PathLike[str]) -> ClientKeys:
+    """``where``: a folder with one client's secret key, or such a file in a folder with several.
+    ``InvalidKeys`` if it is not."""
+    from .net.zmq import public_key
+
+    path = Path(where).expanduser()
+    folder = _checked_folder(path.parent if path.is_file() else path)
+    if folder == path:
+        own = [file for file in sorted(path.glob("*.secret")) if file.stem != DRIVER]
+        if len(own) != 1:
+            names = ", ".join(file.name for file in own)
+            raise InvalidKeys(
+                f"{path} holds several secret keys of clients ({names}); name the file, as in "
+                f"keys={str(own[0])!r}"
+                if own
+                else f"{path} holds no secret key of a client; copy NAME.secret and "
+                f"{DRIVER}.public there from the folder that 'sglrl keys' made"
+            )
+        (path,) = own
+    secret = _read_key(path)
+    return ClientKeys(
+        driver=_read_key(folder / f"{DRIVER}.public"), public=public_key(secret), secret=secret
+    )
+
+
+def is_key(text: str) -> bool:
+    """Whether these are 32 bytes in Z85 (https://rfc.zeromq.org/spec/32)."""
+    if len(text) != 40 or not _VALUE.keys() >= set(text):
+        return False
+    for at in range(0, 40, 5):
+        value = 0
+        for character in text[at : at + 5]:
+            value = value * 85 + _VALUE[character]
+        if value >= 1 << 32:
+            return False
+    return True
+
+
+def _checked_folder(folder: str | PathLike[str]) -> Path:
+    path = Path(folder).expanduser()
+    if not path.is_dir():
+        raise InvalidKeys(f"there is no folder {path}; 'sglrl keys {path}' makes one with keys")
+    if path.stat().st_mode & 0o022:
+        raise InvalidKeys(f"others can put keys into {path}; chmod 700 {path}")
+    return path
+
+
+def _read_key(path: Path) -> str:
+    secret = path.suffix == ".secret"
+    try:
+        with path.open("rb") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            text = file.read(1024).decode(errors="replace").strip()
+    except FileNotFoundError:
+        raise InvalidKeys(f"{path} is missing; 'sglrl keys' makes it") from None
+    except OSError as error:
+        raise InvalidKeys(f"{path} cannot be read: {error.strerror}") from None
+    if secret and mode & 0o077:
+        raise InvalidKeys(f"{path} holds a secret and is open to others; chmod 600 {path}")
+    if mode & 0o022:
+        raise InvalidKeys(f"{path} can be changed by others; chmod 644 {path}")
+    if not is_key(text):
+        raise InvalidKeys(
+            f"{path} holds no key, which is one line of 40 characters; copy it again, or make new "
+            "keys with 'sglrl keys'"
+        )
+    return text
+
+
+def _write_pairs(folder: Path, names: list[str], force: bool) -> list[Path]:
+    from .net.zmq import key_pair
+
+    files: dict[Path, Any] = {}
+    for name in names:
+        public, secret = key_pair()
+        files[folder / f"{name}.secret"] = secret
+        files[folder / f"{name}.public"] = public
+    there = [path.name for path in files if path.exists()]
+    if there and not force:
+        raise UsageError(f"{folder} holds {', '.join(there)} already; --force replaces them")
+    for path, key in files.items():
+        new = path.with_suffix(f"{path.suffix}.new")
+        mode = 0o600 if path.suffix == ".secret" else 0o644
+        try:
+            new.unlink(missing_ok=True)
+            descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+            with os.fdopen(descriptor, "w") as file:
+                os.fchmod(descriptor, mode)
+                file.write(f"{key}\n")
+            new.rename(path)
+        except OSError as error:
+            raise UsageError(f"{path} cannot be written: {error.strerror}") from None
+    return list(files)

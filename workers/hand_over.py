@@ -1,0 +1,151 @@
+"""One rank gives its live weights to the same rank of a new worker, which has none yet.
+
+Beside the weight channel's own groups: a store and a group of two for each hand-over, on a link
+thread of its own, so the giver goes on decoding and whatever goes wrong ends with the group. The
+coordinator lets no update run meanwhile, so the weights that are read do not change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sglrl.codec import encode
+from sglrl.errors import SglrlError, WeightUpdateError
+from sglrl.messages import Give, Offer, RankAnswer, Take
+from sglrl.weights.group import Group, Store, connect_store
+from sglrl.weights.link import Link
+from sglrl.weights.sender import perform
+
+if TYPE_CHECKING:
+    from .weights import WeightEngine
+
+logger = logging.getLogger("sglrl.worker")
+
+GIVE, TAKE = "give", "take"
+_HOST = "127.0.0.1"
+_PREFIX = "sglrl/hand-over"
+_BATCH_BYTES = 1 << 30
+
+
+class HandOver:
+    """``answer``: called from any thread with what the driver is to be told."""
+
+    def __init__(
+        self,
+        engine: WeightEngine,
+        stream: torch.cuda.Stream | None,
+        answer: Callable[[RankAnswer], None],
+    ) -> None:
+        self._engine = engine
+        self._device = engine.device
+        self._stream = stream
+        self._answer = answer
+        self._link = Link()
+
+    def give(self, message: Give) -> None:
+        """Answered with an ``Offer`` as soon as the other may come."""
+        link = self._fresh()
+        found: dict[str, Any] = {}
+
+        def offer() -> Offer:
+            found["live"] = self._engine.live()
+            found["store"] = Store(_HOST, message.timeout)
+            return Offer(_HOST, found["store"].port, _digest(found["live"]))
+
+        def send() -> None:
+            if "store" in found:
+                with contextlib.suppress(SglrlError):
+                    self._transfer(link, found["store"].store, 0, found["live"], message.timeout)
+            link.abandon()
+
+        link.submit(lambda: self._answer(perform(message.id, GIVE, offer)))
+        link.submit(send)
+
+    def take(self, message: Take) -> None:
+        """Answered when the weights are live and the engine has their version."""
+        link = self._fresh()
+
+        def receive() -> None:
+            live = self._engine.live()
+            if _digest(live) != message.offer.digest:
+                raise WeightUpdateError("the two workers do not hold the same tensors")
+            self._engine.hold(message.id, "continue")
+            version = None
+            try:
+                if not self._engine.held(message.timeout):
+                    raise WeightUpdateError("the engine did not come to rest in time")
+                offer = message.offer
+                store = connect_store(offer.host, offer.port, message.timeout)
+                self._transfer(link, store, 1, live, message.timeout)
+                link.check()
+                version = message.version
+            finally:
+                self._engine.release(message.id, version)
+
+        def job() -> None:
+            self._answer(perform(message.id, TAKE, receive))
+            link.abandon()
+
+        link.submit(job)
+
+    def give_up(self) -> None:
+        self._link.abandon()
+
+    def _fresh(self) -> Link:
+        self._link.abandon()
+        self._link = Link()
+        return self._link
+
+    def _transfer(
+        self, link: Link, store: Any, rank: int, live: dict[str, torch.Tensor], timeout: float
+    ) -> None:
+        group = link.group = Group(store, _PREFIX, rank, 2, self._device, _HOST, timeout)
+        link.check()
+        group.begin()
+        with self._on_stream(), group.deadline():
+            for batch in _batches(live, one_by_one=not group.takes_pieces):
+                link.check()
+                # What is not contiguous travels as a copy.
+                pieces = [tensor.contiguous() for tensor in batch]
+                group.broadcast(pieces).wait()
+                for tensor, piece in zip(batch, pieces, strict=True):
+                    if rank == 1 and piece is not tensor:
+                        tensor.copy_(piece)
+            group.synchronize()
+
+    @contextlib.contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        with torch.no_grad():
+            if self._stream is None:
+                yield
+            else:
+                with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+                    yield
+
+
+def _digest(live: dict[str, torch.Tensor]) -> str:
+    what = [(name, str(t.dtype), tuple(t.shape)) for name, t in live.items()]
+    return hashlib.sha256(encode(what)).hexdigest()
+
+
+def _batches(live: dict[str, torch.Tensor], *, one_by_one: bool) -> Iterator[list[torch.Tensor]]:
+    """In order, about as many bytes at a time."""
+    batch: list[torch.Tensor] = []
+    size = 0
+    for tensor in live.values():
+        nbytes = tensor.numel() * tensor.element_size()
+        if not nbytes:
+            continue
+        if batch and (one_by_one or size + nbytes > _BATCH_BYTES):
+            yield batch
+            batch, size = [], 0
+        batch.append(tensor)
+        size += nbytes
+    if batch:
+        yield batch
