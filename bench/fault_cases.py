@@ -1,0 +1,79 @@
+"""The cases of ``bench.faults``: a pool, its load, and what happens to it."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, NamedTuple
+
+from .fault_load import Prompt
+from .fault_schedule import DROP, HANG, KILL, SLOW, STOP, UPDATE
+
+
+class FaultCase(NamedTuple):
+    """gap: seconds between faults on average. shares: of the kinds of faults. tolerance: how far a
+    logprob may be off, 0 for not at all; a real engine computes in another batch and order.
+    wait_target, back_target: milliseconds that are asked for, from a SIGKILL to the next token and
+    to full strength."""
+
+    name: str
+    replicas: int
+    faults: int
+    gap: float
+    shares: dict[str, float]
+    in_flight: int
+    tolerance: float
+    wait_target: float | None = None
+    back_target: float | None = None
+
+    @property
+    def is_fake(self) -> bool:
+        return self.name == "fake"
+
+    def prompts(self, seed: int) -> list[Prompt]:
+        draw = random.Random(seed)
+        longest, new = (48, (40, 160)) if self.is_fake else (96, (24, 120))
+        return [
+            Prompt(
+                # The number in front makes each prompt another one.
+                [i + 3, *(draw.randrange(3, 500) for _ in range(draw.randrange(1, longest)))],
+                {
+                    "max_new_tokens": draw.randint(*new),
+                    "temperature": 0,
+                    "ignore_eos": draw.random() < 0.5,
+                },
+            )
+            for i in range(4 * self.in_flight)
+        ]
+
+    def arguments(self) -> dict[str, Any]:
+        """For ``launch``. A fake step yields four tokens in 10 ms, so calls take 0.1 to 0.4 s."""
+        if self.is_fake:
+            return {"engine": "fake", "tokens_per_step": 4, "step_seconds": 0.01}
+        return {"device": "cpu", "max_running_requests": 32}
+
+
+CASES = {
+    case.name: case
+    for case in (
+        FaultCase(
+            "fake",
+            replicas=16,
+            faults=1000,
+            gap=0.25,
+            shares={KILL: 60, STOP: 12, HANG: 4, DROP: 12, SLOW: 12},
+            in_flight=64,
+            tolerance=0.0,
+            wait_target=300.0,
+        ),
+        FaultCase(
+            "sglang-cpu",
+            replicas=3,
+            faults=60,
+            gap=2.0,
+            shares={KILL: 50, STOP: 10, DROP: 10, SLOW: 10, UPDATE: 20},
+            in_flight=12,
+            tolerance=1e-4,
+            back_target=1000.0,
+        ),
+    )
+}

@@ -1,0 +1,283 @@
+"""Callers in a closed loop whose every answer is known, and the books about what they got.
+
+A prompt belongs to one caller, so no two calls under way have the same one: that is how a call at a
+worker is told from the others. Calls are unary and streamed in turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+import sglrl
+from sglrl import replies
+from sglrl.core.calls import RUNNING, SENT
+
+_TIMEOUT = 60.0
+"""Seconds after which a call that nobody answers counts as lost."""
+_EXAMPLES = 20
+_REMEMBERED = 10_000
+"""Ends of calls; a soak must not grow by its own bookkeeping."""
+
+
+class Prompt(NamedTuple):
+    """ids, and the sampling arguments: greedy, so that there is one right answer."""
+
+    ids: list[int]
+    options: dict[str, Any]
+
+    @property
+    def key(self) -> bytes:
+        return np.array(self.ids, dtype="<i4").tobytes()
+
+
+class Answer(NamedTuple):
+    """What a prompt's answer is without faults. ids: int32 [t]; logprobs: float32 [t]."""
+
+    ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    finish: str
+
+
+@dataclass
+class Strike:
+    """One fault that happened. Times are seconds from ``at``, when the signal had been sent.
+
+    Attributes:
+        held: calls that the worker held.
+        waits: of each stream that it held, until the first token that another worker made.
+        back: until its replacement was ready.
+    """
+
+    kind: str
+    worker: int
+    pid: int
+    at: float
+    held: int = 0
+    waits: list[float] = field(default_factory=list)
+    back: float | None = None
+
+
+@dataclass
+class Books:
+    """What became of the calls. Every one that was submitted is answered or lost, and an answer is
+    right, duplicated (it has tokens twice, or more of them than it should) or wrong."""
+
+    submitted: int = 0
+    answered: int = 0
+    lost: int = 0
+    duplicated: int = 0
+    wrong: int = 0
+    streams: int = 0
+    resumed: int = 0
+    losses: int = 0
+    tokens: int = 0
+    recomputed: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def flawless(self) -> bool:
+        settled = self.submitted == self.answered + self.lost
+        return settled and not (self.lost or self.duplicated or self.wrong)
+
+    def complain(self, what: str) -> None:
+        """Keep an example of what went wrong."""
+        if what in self.reasons or len(self.reasons) < _EXAMPLES:
+            self.reasons[what] += 1
+
+
+class _Reading:
+    """A stream under way: when its tokens came, and who was struck while it held it."""
+
+    def __init__(self) -> None:
+        self.pieces: list[tuple[float, int]] = []
+        self.strikes: list[Strike] = []
+
+    def settle(self, seams: Sequence[int]) -> None:
+        """``seams``: the positions at which another worker went on. What the struck worker had sent
+        before its end may still arrive after the strike; that is no continuation."""
+        for strike in self.strikes:
+            for at, start in self.pieces:
+                if at > strike.at and start in seams:
+                    strike.waits.append(at - strike.at)
+                    break
+
+
+class Load:
+    """``in_flight`` callers that ask for the prompts over and over until ``stop``."""
+
+    def __init__(
+        self,
+        client: sglrl.Client,
+        prompts: Sequence[Prompt],
+        answers: Sequence[Answer],
+        *,
+        in_flight: int,
+        tolerance: float,
+    ) -> None:
+        if len(prompts) < in_flight:
+            raise ValueError(f"{in_flight} callers need as many prompts, got {len(prompts)}")
+        if len({prompt.key for prompt in prompts}) < len(prompts):
+            raise ValueError("a prompt occurs twice")
+        self.client = client
+        self.prompts = prompts
+        self.answers = answers
+        self.in_flight = in_flight
+        self.tolerance = tolerance
+        self.books = Books()
+        self._readings: dict[bytes, _Reading] = {}
+        self._stopping = False
+
+    async def run(self) -> None:
+        with self._count_ends():
+            async with asyncio.TaskGroup() as group:
+                for caller in range(self.in_flight):
+                    group.create_task(self._call(caller))
+
+    def stop(self) -> None:
+        """Calls under way are still awaited."""
+        self._stopping = True
+
+    def struck(self, strike: Strike) -> None:
+        """Note which calls the worker holds; to be called right after the signal. The client's
+        public face does not tell which call is where."""
+        member = self.client._pool.driver.fabric.members[strike.worker]
+        for call in member.calls.values():
+            if call.state in (SENT, RUNNING):
+                strike.held += 1
+                reading = self._readings.get(call.route.tokens) if call.route else None
+                if reading is not None:
+                    reading.strikes.append(strike)
+
+    async def _call(self, caller: int) -> None:
+        turn = caller
+        while not self._stopping:
+            for at in range(caller, len(self.prompts), self.in_flight):
+                turn += 1
+                await self._ask(self.prompts[at], self.answers[at], turn % 2 == 0)
+                if self._stopping:
+                    break
+
+    async def _ask(self, prompt: Prompt, answer: Answer, streamed: bool) -> None:
+        books = self.books
+        books.submitted += 1
+        try:
+            if streamed:
+                books.streams += 1
+                made, pieces = await self._read(prompt)
+            else:
+                made = await self.client.generate(
+                    input_ids=prompt.ids, logprobs=True, timeout=_TIMEOUT, **prompt.options
+                )
+                pieces = [made]
+        except sglrl.SglrlError as error:
+            books.lost += 1
+            books.complain(f"{type(error).__name__}: {error}")
+            return
+        books.answered += 1
+        books.resumed += made.resumed > 0
+        books.losses += made.resumed
+        books.tokens += len(made.output_ids)
+        # A call that was lost before its first token is prefilled from its beginning again.
+        books.recomputed += sum(made.resumed_at) + made.resumed * len(prompt.ids)
+        self._check(prompt, answer, made, pieces)
+
+    async def _read(self, prompt: Prompt) -> tuple[sglrl.Completion, list[Any]]:
+        reading = self._readings[prompt.key] = _Reading()
+        pieces: list[Any] = []
+        position = 0
+        stream = self.client.stream(
+            input_ids=prompt.ids, logprobs=True, timeout=_TIMEOUT, **prompt.options
+        )
+        try:
+            async for chunk in stream:
+                reading.pieces.append((time.monotonic(), position))
+                position += len(chunk.output_ids)
+                pieces.append(chunk)
+        finally:
+            del self._readings[prompt.key]
+        made = stream.completion
+        # Who was lost before it had sent anything is not among the positions.
+        early = (0,) if made.resumed > len(made.resumed_at) else ()
+        reading.settle(early + made.resumed_at)
+        return made, pieces
+
+    def _check(
+        self, prompt: Prompt, answer: Answer, made: sglrl.Completion, pieces: Sequence[Any]
+    ) -> None:
+        """``pieces``: of a stream, its chunks, which must come to the same as the whole."""
+        books = self.books
+        expected, count = answer.ids, len(answer.ids)
+        ids = np.concatenate([p.output_ids for p in pieces])
+        if len(ids) > count or len(made.output_ids) > count:
+            books.duplicated += 1
+            books.complain(f"{len(ids)} tokens where {count} were right, resumed {made.resumed}")
+            return
+        logprobs = np.concatenate([p.logprobs for p in pieces])
+        ends = [span.stop for span in made.versions]
+        starts = [span.start for span in made.versions]
+        faults = {
+            "ids": not (np.array_equal(ids, expected) and np.array_equal(made.output_ids, ids)),
+            "logprobs": len(logprobs) != count
+            or not np.allclose(logprobs, answer.logprobs, rtol=0, atol=self.tolerance)
+            or not np.array_equal(made.logprobs, logprobs),
+            "finish reason": made.finish_reason != answer.finish,
+            "versions": starts != [0, *ends[:-1]] or ends[-1] != count,
+        }
+        found = [name for name, is_wrong in faults.items() if is_wrong]
+        if found:
+            books.wrong += 1
+            books.complain(
+                f"wrong {', '.join(found)}: {len(ids)} tokens of {count} after {len(prompt.ids)}, "
+                f"resumed at {made.resumed_at}, {len(pieces)} pieces"
+            )
+
+    @contextmanager
+    def _count_ends(self) -> Iterator[None]:
+        """A second end of one call would go unnoticed by its caller, who has left: it is seen where
+        the driver delivers it."""
+        ended: dict[int, None] = {}
+        originals = [(kind, kind.end) for kind in (replies.GenerationReply, replies.ChunkReply)]
+
+        def counted(original: Any) -> Any:
+            def end(reply: Any, call: Any, outcome: Any, frames: Any) -> None:
+                if call.id in ended:
+                    self.books.duplicated += 1
+                    self.books.complain(f"a call ended twice: {call!r}")
+                ended[call.id] = None
+                if len(ended) > _REMEMBERED:
+                    del ended[next(iter(ended))]
+                original(reply, call, outcome, frames)
+
+            return end
+
+        for kind, original in originals:
+            kind.end = counted(original)  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            for kind, original in originals:
+                kind.end = original  # type: ignore[method-assign]
+
+
+async def fault_free(
+    client: sglrl.Client, prompts: Sequence[Prompt], in_flight: int
+) -> list[Answer]:
+    """The answers of an undisturbed pool."""
+    room = asyncio.Semaphore(in_flight)
+
+    async def ask(prompt: Prompt) -> Answer:
+        async with room:
+            made = await client.generate(input_ids=prompt.ids, logprobs=True, **prompt.options)
+        assert made.logprobs is not None
+        return Answer(made.output_ids, made.logprobs, made.finish_reason)
+
+    return list(await asyncio.gather(*(ask(prompt) for prompt in prompts)))

@@ -1,0 +1,210 @@
+"""Faults done to the workers of a running client, from outside: signals and shut-down connections.
+
+Only processes that ``client.workers`` names are touched, each through a descriptor of its own, so
+that a number that the system has given to another process meanwhile does no harm.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import sglrl
+
+from .fault_load import Load, Strike
+from .fault_schedule import DROP, FATAL, HANG, KILL, SLOW, STOP, UPDATE, Fault
+
+_POLL = 0.004
+"""Seconds between two looks at the workers' states: the error of the time to full strength."""
+_PATIENCE = 60.0
+"""Seconds that the pool may take to be whole again."""
+_RUN, _REST = 0.02, 0.06
+"""Seconds that a slow worker runs and stands still, in turn."""
+_PIDFD_GETFD = 438
+
+_SIGNALS = {
+    KILL: signal.SIGKILL,
+    UPDATE: signal.SIGKILL,
+    STOP: signal.SIGSTOP,
+    HANG: signal.SIGSTOP,
+    SLOW: signal.SIGSTOP,
+}
+
+
+class Striker:
+    """Carries out faults, each in a task of its own, so that they overlap.
+
+    ``spare``: so many ready workers are left alone at any time; ``update`` makes one weight update.
+    """
+
+    def __init__(
+        self,
+        client: sglrl.Client,
+        load: Load,
+        *,
+        spare: int = 1,
+        update: Callable[[], Awaitable[Any]] | None = None,
+    ) -> None:
+        self.client = client
+        self.load = load
+        self.spare = spare
+        self.update = update
+        self.strikes: list[Strike] = []
+        self.updates = 0
+        self.refused: Counter[str] = Counter()
+        """Weight updates that raised, and why: they may, if all workers keep what they had."""
+        self._disturbed: set[int] = set()
+        self._replaced: dict[int, Strike] = {}
+        self._whole = asyncio.Event()
+
+    async def run(self, faults: Sequence[Fault]) -> None:
+        """Returns when all have happened and the pool is whole again.
+
+        Raises:
+            TimeoutError: it was not so in time.
+        """
+        watch = asyncio.ensure_future(self._watch())
+        try:
+            async with asyncio.TaskGroup() as group:
+                for fault in faults:
+                    await asyncio.sleep(fault.gap)
+                    worker, handle = await self._target(fault.worker)
+                    group.create_task(self._strike(fault, worker, handle))
+            async with asyncio.timeout(_PATIENCE):
+                await self._whole.wait()
+        finally:
+            watch.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await watch
+
+    async def _target(self, drawn: int) -> tuple[sglrl.WorkerInfo, int]:
+        """A ready worker that nothing is done to yet, and a descriptor of its process."""
+        async with asyncio.timeout(_PATIENCE):
+            while True:
+                ready = [w for w in self.client.workers if w.state == "ready"]
+                free = [w for w in ready if w.id not in self._disturbed]
+                if len(free) > self.spare:
+                    found = free[drawn % len(free)]
+                    with contextlib.suppress(ProcessLookupError):
+                        handle = os.pidfd_open(found.pid)
+                        self._disturbed.add(found.id)
+                        return found, handle
+                await asyncio.sleep(_POLL)
+
+    async def _strike(self, fault: Fault, worker: sglrl.WorkerInfo, handle: int) -> None:
+        fatal = False
+        try:
+            # Who has ended meanwhile, because an update was given up, say, is not struck.
+            with contextlib.suppress(ProcessLookupError):
+                if fault.kind == UPDATE:
+                    await self._update(fault, worker, handle)
+                else:
+                    self._hit(fault.kind, worker, handle)
+                fatal = fault.kind in FATAL
+                if fault.kind == STOP:
+                    await asyncio.sleep(fault.seconds)
+                    signal.pidfd_send_signal(handle, signal.SIGCONT)
+                elif fault.kind == SLOW:
+                    await _slow_down(handle, fault.seconds)
+        finally:
+            if not fatal:
+                self._disturbed.discard(worker.id)
+            os.close(handle)
+
+    def _hit(self, kind: str, worker: sglrl.WorkerInfo, handle: int) -> None:
+        if kind == DROP:
+            shut_connections(worker.pid, handle)
+        else:
+            signal.pidfd_send_signal(handle, _SIGNALS[kind])
+        strike = Strike(kind, worker.id, worker.pid, time.monotonic())
+        self.load.struck(strike)
+        self.strikes.append(strike)
+        if kind in FATAL:
+            self._replaced[worker.id] = strike
+            self._whole.clear()
+
+    async def _update(self, fault: Fault, worker: sglrl.WorkerInfo, handle: int) -> None:
+        assert self.update is not None
+        update = asyncio.ensure_future(self.update())
+        try:
+            await asyncio.wait([update], timeout=fault.seconds)
+            self._hit(UPDATE, worker, handle)
+        finally:
+            try:
+                await update
+                self.updates += 1
+            except sglrl.SglrlError as error:
+                self.refused[f"{type(error).__name__}: {error}"] += 1
+
+    async def _watch(self) -> None:
+        """Notes when the replacements of struck workers are ready, and whether all are."""
+        while True:
+            await asyncio.sleep(_POLL)
+            workers = self.client.workers
+            for worker in workers:
+                strike = self._replaced.get(worker.id)
+                if strike and worker.state == "ready" and worker.pid != strike.pid:
+                    strike.back = time.monotonic() - strike.at
+                    del self._replaced[worker.id]
+                    self._disturbed.discard(worker.id)
+            if not self._replaced and all(worker.state == "ready" for worker in workers):
+                self._whole.set()
+            else:
+                self._whole.clear()
+
+
+async def _slow_down(handle: int, seconds: float) -> None:
+    """The process has been stopped; it goes on in the end."""
+    until = time.monotonic() + seconds
+    while True:
+        await asyncio.sleep(_REST)
+        signal.pidfd_send_signal(handle, signal.SIGCONT)
+        if time.monotonic() > until:
+            return
+        await asyncio.sleep(_RUN)
+        signal.pidfd_send_signal(handle, signal.SIGSTOP)
+
+
+def shut_connections(pid: int, handle: int) -> None:
+    """Shut down the connections of a process to the driver, both ways, as a network would: neither
+    side is told beforehand and what is on its way is gone. ``handle``: a pidfd of it.
+
+    Raises:
+        ProcessLookupError: it has ended, or has no such connection any more.
+        PermissionError: the system does not let us take another process's socket.
+    """
+    library = ctypes.CDLL(None, use_errno=True)
+    shut = 0
+    try:
+        descriptors = list(Path(f"/proc/{pid}/fd").iterdir())
+    except FileNotFoundError:
+        raise ProcessLookupError from None
+    for entry in descriptors:
+        try:
+            if not os.readlink(entry).startswith("socket:"):
+                continue
+        except FileNotFoundError:
+            continue
+        descriptor = library.syscall(_PIDFD_GETFD, handle, int(entry.name), 0)
+        if descriptor < 0:
+            error = ctypes.get_errno()
+            if error in (1, 13, 38):
+                raise PermissionError(error, f"pidfd_getfd: {os.strerror(error)}")
+            continue
+        with socket.socket(fileno=descriptor) as connection, contextlib.suppress(OSError):
+            peer = connection.getpeername()
+            # The driver's socket is the one in a pool's folder.
+            if isinstance(peer, str) and "/pool-" in peer:
+                connection.shutdown(socket.SHUT_RDWR)
+                shut += 1
+    if not shut:
+        raise ProcessLookupError(f"process {pid} has no connection to its driver")

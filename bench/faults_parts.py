@@ -1,0 +1,187 @@
+"""One case of ``bench.faults``, in a process of its own (see ``parts``); the tests use it too."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+import sglrl
+
+from .fault_cases import CASES, FaultCase
+from .fault_load import Answer, Load, Prompt, Strike, fault_free
+from .fault_schedule import FATAL, UPDATE, schedule
+from .fault_strikes import Striker
+from .parts import Note, serve_part
+
+_NOTE_SECONDS = 1.0
+_HANG_SECONDS = 2.0
+
+
+async def measure(case: FaultCase, model: str, seed: int, note: Note) -> dict[str, Any]:
+    """Put a new pool under load, let the faults happen to it, and say what became of the calls.
+
+    Notes begin with the number of faults that have happened.
+    """
+    note("0 faults; starting")
+    async with sglrl.launch(
+        model,
+        replicas=case.replicas,
+        restarts=10**9,
+        hang_timeout=_HANG_SECONDS,
+        **case.arguments(),
+    ) as client:
+        prompts = case.prompts(seed)
+        answers = (
+            [_by_formula(prompt) for prompt in prompts]
+            if case.is_fake
+            else await fault_free(client, prompts, case.in_flight)
+        )
+        load = Load(client, prompts, answers, in_flight=case.in_flight, tolerance=case.tolerance)
+        update = None
+        if case.shares.get(UPDATE):
+            weights = _weights(model)
+
+            async def update() -> None:
+                await client.update_weights(weights, timeout=5.0)
+
+        striker = Striker(client, load, update=update)
+        faults = schedule(seed, case.faults, case.gap, case.shares)
+        begun = time.monotonic()
+        async with asyncio.TaskGroup() as group:
+            calls = group.create_task(load.run())
+            notes = group.create_task(_notes(load, striker, note))
+            try:
+                await striker.run(faults)
+            finally:
+                notes.cancel()
+                load.stop()
+            await calls
+        seconds = time.monotonic() - begun
+        troubles = await _troubles(client, load)
+        return _summary(load, striker, seconds, troubles)
+
+
+def _by_formula(prompt: Prompt) -> Answer:
+    """See ``workers/engine/fake.py``."""
+    count = prompt.options["max_new_tokens"]
+    logprobs = (-(np.arange(count, dtype=np.float32) + 1) / 1024).astype("<f4")
+    return Answer(np.resize(np.array(prompt.ids, dtype=np.int32), count), logprobs, "length")
+
+
+def _weights(model: str) -> dict[str, Any]:
+    """Those that the workers have already: an answer is the same before and after."""
+    from pathlib import Path
+
+    from safetensors.torch import load_file
+
+    return {k: v for file in Path(model).glob("*.safetensors") for k, v in load_file(file).items()}
+
+
+async def _notes(load: Load, striker: Striker, note: Note) -> None:
+    while True:
+        books = load.books
+        note(
+            f"{len(striker.strikes)} faults; {books.answered:,} calls answered, {books.lost} lost, "
+            f"{books.duplicated} duplicated, {books.wrong} wrong"
+        )
+        await asyncio.sleep(_NOTE_SECONDS)
+
+
+async def _troubles(client: sglrl.Client, load: Load) -> list[str]:
+    """What is not as it should be in a pool that has nothing more to do."""
+    found = []
+    driver = client._pool.driver
+    driver.fabric.validate()
+    if driver.fabric.calls:
+        found.append(f"{len(driver.fabric.calls)} calls are left in the driver's tables")
+    prompt, answer = load.prompts[0], load.answers[0]
+    for worker in client.workers:
+        made = await client.generate(
+            input_ids=prompt.ids, worker=worker.id, timeout=30, **prompt.options
+        )
+        if not np.array_equal(made.output_ids, answer.ids):
+            found.append(f"worker {worker.id} answers otherwise than before")
+    if len({worker.weight_version for worker in client.workers}) > 1:
+        found.append("the workers' weights are of different versions")
+    stats = await client.stats()
+    if len(stats) != len(client.workers):
+        found.append(f"only {len(stats)} workers of {len(client.workers)} are ready")
+    found += [
+        f"worker {s.worker} still runs {s.engine.running + s.engine.waiting} requests"
+        for s in stats
+        if s.engine.running or s.engine.waiting
+    ]
+    return found
+
+
+def _summary(load: Load, striker: Striker, seconds: float, troubles: list[str]) -> dict[str, Any]:
+    books = load.books
+    by_kind: dict[str, list[Strike]] = {}
+    for strike in striker.strikes:
+        by_kind.setdefault(strike.kind, []).append(strike)
+    return {
+        "faults": dict(Counter(strike.kind for strike in striker.strikes)),
+        "seconds": seconds,
+        "submitted": books.submitted,
+        "answered": books.answered,
+        "lost": books.lost,
+        "duplicated": books.duplicated,
+        "wrong": books.wrong,
+        "reasons": dict(books.reasons),
+        "troubles": troubles,
+        "streams": books.streams,
+        "resumed": books.resumed,
+        "losses": books.losses,
+        "tokens": books.tokens,
+        "recomputed": books.recomputed,
+        "updates": striker.updates,
+        "updates_refused": dict(striker.refused),
+        "flawless": books.flawless and not troubles,
+        # The first token of any of the worker's streams, and the next token of each of them.
+        "first_ms": {
+            kind: _spread([min(s.waits) for s in strikes if s.waits])
+            for kind, strikes in by_kind.items()
+            if kind in FATAL
+        },
+        "stream_ms": {
+            kind: _spread([wait for s in strikes for wait in s.waits])
+            for kind, strikes in by_kind.items()
+            if kind in FATAL
+        },
+        "back_ms": {
+            kind: _spread([s.back for s in strikes if s.back is not None])
+            for kind, strikes in by_kind.items()
+            if kind in FATAL
+        },
+    }
+
+
+def _spread(seconds: list[float]) -> dict[str, float]:
+    """Milliseconds."""
+    if not seconds:
+        return {"count": 0}
+    p50, p99, worst = (float(v) * 1e3 for v in np.percentile(seconds, (50, 99, 100)))
+    return {"count": len(seconds), "p50": p50, "p99": p99, "max": worst}
+
+
+def _case(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
+    import uvloop
+
+    case = CASES[options["case"]]._replace(
+        faults=options["faults"], in_flight=options["in_flight"], gap=options["gap"]
+    )
+    model = "fake"
+    if not case.is_fake:
+        from sglrl.demo.tiny import tiny_model
+
+        model = str(tiny_model())
+    return uvloop.run(measure(case, model, options["seed"], note))
+
+
+if __name__ == "__main__":
+    serve_part({"case": _case})
