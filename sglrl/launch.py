@@ -19,7 +19,9 @@ import msgspec
 from .client import Client
 from .config import FabricConfig, PoolConfig, visible_cuda_devices
 from .errors import ModelError, NotEnoughDevices, UsageError
+from .keys import read_driver_keys
 from .messages import EngineSpec
+from .net.zmq import check_address
 from .spawn import Birth, Pool, check_restarts, positive
 
 logger = logging.getLogger("sglrl.launch")
@@ -141,6 +143,9 @@ def launch(
         groups = [None] * replicas
         engine_args.setdefault("vocab_size", 1 << 17)
     check_restarts(restarts, restart_period)
+    check_address(address, keys=keys is not None, insecure=insecure)
+    if keys is not None:
+        read_driver_keys(keys)
 
     def birth(group: list[str] | None) -> Birth:
         return _birth(engine, path, engine_args, tp_size, group, replicas, window, env or {})

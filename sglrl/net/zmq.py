@@ -74,19 +74,19 @@ def _is_loopback(address: str) -> bool:
 
 
 def check_address(address: str, *, keys: bool = False, insecure: bool = False) -> None:
-    """Raise ``UsageError`` unless a driver may listen there. ``keys``: it has some. ``insecure``:
-    it need not."""
-    if address.startswith("ipc://"):
+    """Raise ``UsageError`` unless one may listen on it, or connect to it. ``keys``: there are some.
+    ``insecure``: there need not be any."""
+    if address == "ipc" or address.startswith("ipc://"):
         if keys:
             raise UsageError("keys= is for tcp; an ipc socket is in a folder of your own already")
         return
-    if address.startswith("tcp://"):
-        if keys or insecure or _is_loopback(address):
+    if address == "tcp" or address.startswith("tcp://"):
+        if keys or insecure or address == "tcp" or _is_loopback(address):
             return
         raise UsageError(
-            f"{address} is not a loopback address; beyond this machine sglrl listens with keys "
-            "only: make them with 'sglrl keys DIR' and pass keys='DIR' (insecure=True listens "
-            "without, to whoever connects)"
+            f"{address} is not a loopback address; beyond this machine sglrl talks with keys only: "
+            "make them with 'sglrl keys DIR' and pass keys='DIR' (insecure=True is without, to "
+            "whoever is there)"
         )
     raise UsageError(f"unknown address {address!r}; use ipc://PATH or tcp://127.0.0.1:*")
 
@@ -155,7 +155,11 @@ def _dealer(
             name="sglrl-connection",
             daemon=True,
         ).start()
-    socket.connect(address)
+    try:
+        socket.connect(address)
+    except zmq.ZMQError as error:
+        _end(socket, 0)
+        raise UsageError(f"there can be nobody at {address!r}: {error.strerror}") from None
     return socket
 
 
@@ -294,8 +298,8 @@ class ZmqRouter(_Pump):
         except zmq.ZMQError as error:
             self.close()
             raise UsageError(
-                f"sglrl cannot listen on {address}: {os.strerror(error.errno or 0)}; name an IP address "
-                "or an interface of this machine, and a free port or *"
+                f"sglrl cannot listen on {address}: {error.strerror}; name an IP address or an "
+                "interface of this machine, and a free port or *"
             ) from None
         bound = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.address = _reachable(bound, here=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 from typing import Any, Self
 
@@ -21,6 +22,7 @@ from ..errors import (
     WorkerLost,
     from_wire,
 )
+from ..keys import read_client_keys
 from ..messages import (
     Abort,
     Farewell,
@@ -34,7 +36,7 @@ from ..messages import (
     Welcome,
     Withdraw,
 )
-from ..net.zmq import ZmqDealer
+from ..net.zmq import ZmqDealer, check_address
 from .report import UpdateReport
 
 logger = logging.getLogger("sglrl.weights")
@@ -80,6 +82,8 @@ class Sender:
         host: str = "127.0.0.1",
         timeout: float = 60.0,
         max_message_bytes: int = 256 << 20,
+        keys: str | os.PathLike[str] | None = None,
+        insecure: bool = False,
     ) -> Self:
         """Connect to a client's ``weights_address``.
 
@@ -87,9 +91,12 @@ class Sender:
             device: the GPU (or "cpu") that sends; None: the current CUDA device if there is one.
             host: address of this process that the workers can reach.
             timeout: seconds until the client must have answered.
+            keys: a folder with ``driver.public`` and one client's secret key, or such a secret key
+                file, of those that ``sglrl keys`` made for the client's ``launch(keys=...)``.
+            insecure: connect to another machine without keys.
 
         Raises:
-            UsageError: this is no such address.
+            UsageError: this is no such address, or it needs keys.
             WeightUpdateError: nobody answers there, or the engines have no weights to update.
         """
         import torch
@@ -106,8 +113,10 @@ class Sender:
         device = torch.device(device)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
+        check_address(url, keys=keys is not None, insecure=insecure)
+        pair = None if keys is None else read_client_keys(keys)
         identity = f"sender/{token}/{secrets.token_hex(8)}".encode()
-        dealer = ZmqDealer(url, identity, max_message_bytes=max_message_bytes)
+        dealer = ZmqDealer(url, identity, max_message_bytes=max_message_bytes, keys=pair)
         sender = cls(dealer, device, host)
         sender._end = SendingEnd(device, host, sender._answer)
         dealer.start(sender._on_message)
@@ -117,7 +126,10 @@ class Sender:
                 welcome = await asyncio.shield(sender._welcome)
         except TimeoutError:
             await sender.close()
-            raise WeightUpdateError(f"nobody answered at {url} within {timeout:g} s") from None
+            hint = "" if keys is None else ", or nobody there knows this key"
+            raise WeightUpdateError(
+                f"nobody answered at {url} within {timeout:g} s{hint}"
+            ) from None
         except BaseException:
             await sender.close()
             raise
