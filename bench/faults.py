@@ -34,9 +34,9 @@ CaseName = Enum("CaseName", {name: name for name in CASES})  # type: ignore[misc
 
 
 def main(
-    case: Annotated[list[CaseName], typer.Option(help="fake needs no SGLang; repeatable.")] = list(
-        CaseName
-    ),  # noqa: B008
+    case: Annotated[
+        list[CaseName] | None, typer.Option(help="Repeatable; all by default. fake: no SGLang.")
+    ] = None,
     json: Annotated[Path | None, typer.Option(help="Write all figures to this file.")] = None,
     faults: Annotated[
         int | None, typer.Option(min=0, help="How many; the case's own number by default.")
@@ -50,7 +50,7 @@ def main(
 ) -> None:
     """Faults under load: what is lost, duplicated or wrong, and how long recovery takes."""
     cases = []
-    for name in case:
+    for name in case or CaseName:
         one = CASES[name.value]
         cases.append(
             one._replace(
