@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -182,7 +184,7 @@ histories = st.lists(st.tuples(st.integers(0, 12), events), max_size=80)
 def awake(checks: list[float], since: float, now: float) -> float:
     """Seconds after ``since`` in which the driver was there, by the times of its checks."""
     total = 0.0
-    for begin, end in zip(checks, checks[1:], strict=False):
+    for begin, end in pairwise(checks):
         if end - begin <= 2.0:
             total += max(0.0, min(end, now) - max(begin, since))
     return total

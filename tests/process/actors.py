@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
@@ -173,6 +174,18 @@ class Gate(sglrl.Actor):
     @sglrl.endpoint
     async def most_at_once(self) -> int:
         return self.most
+
+
+class Blocks(sglrl.Actor):
+    @sglrl.endpoint
+    async def block(self) -> None:
+        """Never lets its event loop go on."""
+        while True:
+            time.sleep(3600.0)  # noqa: ASYNC251
+
+    @sglrl.endpoint
+    async def wait(self) -> None:
+        await asyncio.Event().wait()
 
 
 class Refuses(sglrl.Actor):

@@ -1,0 +1,199 @@
+"""Workers that hang are found, say where, and are ended; those that take long are left alone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import sglrl
+from sglrl.core.members import READY
+
+from .actors import Blocks, Gate
+
+IDS = [3, 1, 4, 1, 5]
+WANTED: dict[str, Any] = {"input_ids": IDS, "max_new_tokens": 40}
+ANSWER = (IDS * 8)[:40]
+
+HANG_TIMEOUT = 2.0
+"""Long enough for a beat on a busy machine, which has a fifth of it."""
+
+
+@pytest.fixture
+def hang_file(tmp_path: Path) -> Path:
+    return tmp_path / "hang"
+
+
+@pytest.fixture
+async def pair(hang_file: Path) -> AsyncIterator[sglrl.Client]:
+    """Two workers, of which the second gets calls only when the first takes none."""
+    async with sglrl.launch(
+        "fake",
+        engine="fake",
+        replicas=2,
+        tokens_per_step=1,
+        step_seconds=0.01,
+        hang_file=str(hang_file),
+        hang_timeout=HANG_TIMEOUT,
+        restarts=0,
+    ) as client:
+        fabric = client._driver.fabric  # type: ignore[union-attr]
+        fabric.router.choose = lambda call: next(  # type: ignore[method-assign]
+            (m for m in fabric.members.values() if m.state is READY and m.has_room), None
+        )
+        yield client
+
+
+def hang(file: Path) -> None:
+    """The next engine that makes a step is to hang."""
+    file.touch()
+
+
+def hangs_reported(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if " hangs: " in r.getMessage()]
+
+
+async def test_an_engine_that_hangs_is_replaced_by_another(
+    pair: sglrl.Client, hang_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stream = pair.stream(**WANTED)
+    calls = [asyncio.ensure_future(pair.generate(**WANTED)) for _ in range(5)]
+    ids: list[int] = []
+    async for chunk in stream:
+        ids += chunk.output_ids.tolist()
+        if len(ids) == 3:
+            hang(hang_file)
+    assert ids == ANSWER
+    for made in [stream.completion, *await asyncio.gather(*calls)]:
+        assert made.output_ids.tolist() == ANSWER
+        assert (made.worker, made.resumed) == (1, 1)
+    (report,) = hangs_reported(caplog)
+    assert "worker 0 hangs: no progress for " in report
+    assert "with 6 calls pending" in report
+    # Where it hangs, and the other thread too.
+    assert "fake.py" in report
+    assert "_hang_if_told" in report
+    assert "_send_beats" in report
+    assert [worker.state for worker in pair.workers] == ["retired", "ready"]
+
+
+async def test_a_stopped_worker_is_found_when_a_call_is_there(
+    pair: sglrl.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    os.kill(pair.workers[0].pid, signal.SIGSTOP)
+    # The other one works for longer than the first may be silent.
+    long = await pair.generate(input_ids=IDS, max_new_tokens=int(2 * HANG_TIMEOUT / 0.01), worker=1)
+    assert len(long.output_ids) == 2 * HANG_TIMEOUT / 0.01
+    assert [worker.state for worker in pair.workers] == ["ready", "ready"]
+    made = await pair.generate(**WANTED)
+    assert made.output_ids.tolist() == ANSWER
+    # It had nothing yet that could be resumed.
+    assert made.worker == 1
+    (report,) = hangs_reported(caplog)
+    assert "worker 0 hangs: not heard of for " in report
+    assert "(no process of it wrote any)" in report
+
+
+async def test_a_stopped_worker_ends_a_call_that_is_only_for_it(pair: sglrl.Client) -> None:
+    os.kill(pair.workers[0].pid, signal.SIGSTOP)
+    with pytest.raises(sglrl.WorkerLost, match=r"not heard of for .* with 1 call pending"):
+        await pair.generate(**WANTED, worker=0, timeout=60)
+
+
+async def test_a_worker_that_goes_on_in_time_is_left_alone(pair: sglrl.Client) -> None:
+    stream = pair.stream(input_ids=IDS, max_new_tokens=int(3 * HANG_TIMEOUT / 0.01))
+    loop = asyncio.get_running_loop()
+    pid = pair.workers[0].pid
+    count = 0
+    async for chunk in stream:
+        if count == 0:
+            os.kill(pid, signal.SIGSTOP)
+            loop.call_later(HANG_TIMEOUT / 4, os.kill, pid, signal.SIGCONT)
+        count += len(chunk.output_ids)
+    assert count == 3 * HANG_TIMEOUT / 0.01
+    assert stream.completion.worker == 0
+    assert stream.completion.resumed == 0
+
+
+async def test_an_actor_that_blocks_its_loop(caplog: pytest.LogCaptureFixture) -> None:
+    async with sglrl.spawn(Blocks, hang_timeout=HANG_TIMEOUT, restarts=0) as actor:
+        waiting = asyncio.ensure_future(actor.wait())
+        with pytest.raises(sglrl.WorkerLost, match=r"no progress for .* with 2 calls pending"):
+            await actor.block()
+        with pytest.raises(sglrl.WorkerLost):
+            await waiting
+    (report,) = hangs_reported(caplog)
+    assert "actors.py" in report
+    assert " in block" in report
+
+
+async def test_an_actor_that_waits_is_left_alone() -> None:
+    async with (
+        sglrl.spawn(Gate, hang_timeout=0.5) as gate,
+        sglrl.spawn(Blocks, hang_timeout=0.5, restarts=0) as other,
+    ):
+        waiting = asyncio.ensure_future(gate.enter())
+        await gate.until_begun(1)
+        # The other one's end says that more time has passed than the first may stand still.
+        with pytest.raises(sglrl.WorkerLost):
+            await other.block()
+        assert not waiting.done()
+        await gate.open()
+        assert await waiting == gate.workers[0].pid
+
+
+async def test_actors_may_block_unless_told_otherwise() -> None:
+    async with (
+        sglrl.spawn(Blocks) as patient,
+        sglrl.spawn(Blocks, hang_timeout=0.5, restarts=0) as other,
+    ):
+        blocked = asyncio.ensure_future(patient.block())
+        with pytest.raises(sglrl.WorkerLost):
+            await other.block()
+        assert not blocked.done()
+        assert patient.workers[0].state == "ready"
+        blocked.cancel()
+
+
+async def test_closing_while_a_hang_is_dealt_with(pair: sglrl.Client, hang_file: Path) -> None:
+    hang(hang_file)
+    call = asyncio.ensure_future(pair.generate(**WANTED))
+    monitor = pair._pool._monitor
+    assert monitor is not None
+    found = asyncio.Event()
+    dump = monitor._dump
+
+    def dumped(index: int) -> Path:
+        found.set()
+        return dump(index)
+
+    monitor._dump = dumped
+    await found.wait()
+    await pair.close()
+    with pytest.raises(sglrl.Closed):
+        await call
+
+
+async def test_beats_of_strangers_are_dropped(pair: sglrl.Client) -> None:
+    monitor = pair._pool._monitor
+    driver = pair._pool.driver
+    assert monitor is not None
+    (known, _) = monitor._workers
+    before = driver.dropped
+    for identity, frame in ((b"who/beat", b"\x93\x32\x01\xa0"), (known, b"\xc1"), (known, b"")):
+        driver._on_message(identity, [frame])
+    driver._on_message(known, [])
+    assert driver.dropped == before + 4
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), "1", True])
+def test_no_timeout(timeout: Any) -> None:
+    with pytest.raises(sglrl.UsageError, match="hang_timeout"):
+        sglrl.launch("fake", engine="fake", hang_timeout=timeout)
+    with pytest.raises(sglrl.UsageError, match="hang_timeout"):
+        sglrl.spawn(Gate, hang_timeout=timeout)
