@@ -9,10 +9,12 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 import sglrl
 from sglrl.core.members import READY
+from sglrl.spawn import Pool
 
 from .actors import Blocks, Gate
 
@@ -20,8 +22,8 @@ IDS = [3, 1, 4, 1, 5]
 WANTED: dict[str, Any] = {"input_ids": IDS, "max_new_tokens": 40}
 ANSWER = (IDS * 8)[:40]
 
-HANG_TIMEOUT = 2.0
-"""Long enough for a beat on a busy machine, which has a fifth of it."""
+HANG_TIMEOUT = 1.0
+STEP = 0.01
 
 
 @pytest.fixture
@@ -37,7 +39,7 @@ async def pair(hang_file: Path) -> AsyncIterator[sglrl.Client]:
         engine="fake",
         replicas=2,
         tokens_per_step=1,
-        step_seconds=0.01,
+        step_seconds=STEP,
         hang_file=str(hang_file),
         hang_timeout=HANG_TIMEOUT,
         restarts=0,
@@ -52,6 +54,11 @@ async def pair(hang_file: Path) -> AsyncIterator[sglrl.Client]:
 def hang(file: Path) -> None:
     """The next engine that makes a step is to hang."""
     file.touch()
+
+
+def end_quickly(pool: Pool) -> None:
+    """For workers that cannot leave by themselves."""
+    pool._config = msgspec.structs.replace(pool._config, shutdown_timeout=0.2)
 
 
 def hangs_reported(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -82,13 +89,28 @@ async def test_an_engine_that_hangs_is_replaced_by_another(
     assert [worker.state for worker in pair.workers] == ["retired", "ready"]
 
 
+async def test_a_replacement_is_watched_too(
+    hang_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with sglrl.launch(
+        "fake", engine="fake", hang_file=str(hang_file), hang_timeout=HANG_TIMEOUT
+    ) as client:
+        first = client.workers[0].pid
+        for _ in range(2):
+            hang(hang_file)
+            made = await client.generate(**WANTED)
+            assert made.output_ids.tolist() == ANSWER
+        assert client.workers[0].pid != first
+    assert len(hangs_reported(caplog)) == 2
+
+
 async def test_a_stopped_worker_is_found_when_a_call_is_there(
     pair: sglrl.Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     os.kill(pair.workers[0].pid, signal.SIGSTOP)
     # The other one works for longer than the first may be silent.
-    long = await pair.generate(input_ids=IDS, max_new_tokens=int(2 * HANG_TIMEOUT / 0.01), worker=1)
-    assert len(long.output_ids) == 2 * HANG_TIMEOUT / 0.01
+    long = await pair.generate(input_ids=IDS, max_new_tokens=int(2 * HANG_TIMEOUT / STEP), worker=1)
+    assert len(long.output_ids) == 2 * HANG_TIMEOUT / STEP
     assert [worker.state for worker in pair.workers] == ["ready", "ready"]
     made = await pair.generate(**WANTED)
     assert made.output_ids.tolist() == ANSWER
@@ -106,7 +128,7 @@ async def test_a_stopped_worker_ends_a_call_that_is_only_for_it(pair: sglrl.Clie
 
 
 async def test_a_worker_that_goes_on_in_time_is_left_alone(pair: sglrl.Client) -> None:
-    stream = pair.stream(input_ids=IDS, max_new_tokens=int(3 * HANG_TIMEOUT / 0.01))
+    stream = pair.stream(input_ids=IDS, max_new_tokens=int(3 * HANG_TIMEOUT / STEP))
     loop = asyncio.get_running_loop()
     pid = pair.workers[0].pid
     count = 0
@@ -115,7 +137,7 @@ async def test_a_worker_that_goes_on_in_time_is_left_alone(pair: sglrl.Client) -
             os.kill(pid, signal.SIGSTOP)
             loop.call_later(HANG_TIMEOUT / 4, os.kill, pid, signal.SIGCONT)
         count += len(chunk.output_ids)
-    assert count == 3 * HANG_TIMEOUT / 0.01
+    assert count == 3 * HANG_TIMEOUT / STEP
     assert stream.completion.worker == 0
     assert stream.completion.resumed == 0
 
@@ -157,10 +179,11 @@ async def test_actors_may_block_unless_told_otherwise() -> None:
             await other.block()
         assert not blocked.done()
         assert patient.workers[0].state == "ready"
-        blocked.cancel()
+        end_quickly(patient._pool)
 
 
 async def test_closing_while_a_hang_is_dealt_with(pair: sglrl.Client, hang_file: Path) -> None:
+    end_quickly(pair._pool)
     hang(hang_file)
     call = asyncio.ensure_future(pair.generate(**WANTED))
     monitor = pair._pool._monitor
