@@ -1,4 +1,4 @@
-"""The ``sglrl`` command: demo, generate, doctor.
+"""The ``sglrl`` command: demo, generate, doctor, keys.
 
 Exit codes: 0 success, 1 a check failed or the engine did, 2 wrong usage, 130 Ctrl-C.
 """
@@ -190,6 +190,46 @@ def doctor(
         Console().print(table_of(findings))
     if not all(finding.ok for finding in findings):
         raise typer.Exit(1)
+
+
+@_command
+def keys(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Made if it is not there.")],
+    add: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Add keys for one more client to a folder with keys."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace keys that are there.")] = False,
+) -> None:
+    """Make the keys that connections beyond this machine need.
+
+    DIR is for the program that calls launch, which admits whoever has the
+    secret key to a .public file in DIR. Removing the file locks its owner out,
+    from the next start on.
+
+    \b
+    Example, of a trainer on another host:
+      sglrl keys ~/keys
+      launch(model, address="tcp://0.0.0.0:*", keys="~/keys")
+      Sender.connect(client.weights_address, keys=...)
+    """
+    from .keys import DRIVER, add_client, make_keys
+
+    made = make_keys(folder, force=force) if add is None else add_client(folder, add, force=force)
+    folder = made[0].parent
+    client = made[-1].stem
+    lines = [f"made in {folder}: {', '.join(path.name for path in made)}"]
+    if add is None:
+        lines += [
+            f"{DRIVER}.secret stays here. In the program that has the workers:",
+            f'  launch(..., address="tcp://0.0.0.0:*", keys="{folder}")',
+        ]
+    lines += [
+        f"Copy {client}.secret and {DRIVER}.public into a folder on the host that sends weights,",
+        "over a connection that you trust (a sender on this host finds them here), and there:",
+        f'  Sender.connect(client.weights_address, keys="FOLDER/{client}.secret")',
+    ]
+    sys.stdout.write("\n".join(lines) + "\n")
 
 
 def _model(name: str) -> str:

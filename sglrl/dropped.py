@@ -16,4 +16,4 @@ class Dropped:
         """``reason % args`` is put together only when it is logged."""
         self.count += 1
         if self.count & (self.count - 1) == 0:
-            self._logger.warning(f"dropped a message (%d so far): {reason}", self.count, *args)
+            self._logger.warning(f"{reason} (dropped; %d so far)", *args, self.count)

@@ -159,7 +159,9 @@ def _dealer(
         socket.connect(address)
     except zmq.ZMQError as error:
         _end(socket, 0)
-        raise UsageError(f"there can be nobody at {address!r}: {error.strerror}") from None
+        raise UsageError(
+            f"there can be nobody at {address!r}: {zmq.strerror(error.errno or 0)}"
+        ) from None
     return socket
 
 
@@ -298,8 +300,8 @@ class ZmqRouter(_Pump):
         except zmq.ZMQError as error:
             self.close()
             raise UsageError(
-                f"sglrl cannot listen on {address}: {error.strerror}; name an IP address or an "
-                "interface of this machine, and a free port or *"
+                f"sglrl cannot listen on {address}: {zmq.strerror(error.errno or 0)}; name an IP "
+                "address or an interface of this machine, and a free port or *"
             ) from None
         bound = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.address = _reachable(bound, here=True)

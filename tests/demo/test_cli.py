@@ -20,7 +20,7 @@ def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("command", ["demo", "generate", "doctor"])
+@pytest.mark.parametrize("command", ["demo", "generate", "doctor", "keys"])
 def test_help(command: str) -> None:
     process = run(command, "--help")
     assert process.returncode == 0, process.stderr
@@ -30,7 +30,7 @@ def test_help(command: str) -> None:
 def test_help_lists_the_commands() -> None:
     process = run("--help")
     assert process.returncode == 0
-    for command in ("demo", "generate", "doctor"):
+    for command in ("demo", "generate", "doctor", "keys"):
         assert command in process.stdout
 
 
@@ -90,6 +90,9 @@ def test_generate_prints_text() -> None:
         (["demo", "--device", "tpu"], "device must be"),
         (["demo", "--json", "/no/such/folder/x.json"], "there is no such folder"),
         (["demo", "--rollouts", "0"], "--rollouts"),
+        (["keys", "/proc/none"], "/proc/none cannot be made"),
+        (["keys", "/no/such/folder", "--add", "me"], "there is no folder /no/such/folder"),
+        (["keys"], "DIR"),
         (["generate", "tiny", "--temperatur", "1"], "--temperatur"),
     ],
 )
@@ -98,3 +101,47 @@ def test_wrong_usage_is_one_message_and_exit_code_2(arguments: list[str], words:
     assert process.returncode == 2, process.stderr
     assert words in process.stderr
     assert "Traceback" not in process.stderr
+
+
+def test_keys_says_what_it_made_and_what_goes_where(tmp_path: Path) -> None:
+    folder = tmp_path / "keys"
+    process = run("keys", str(folder))
+    assert process.returncode == 0, process.stderr
+    names = ["driver.public", "driver.secret", "trainer.public", "trainer.secret"]
+    assert sorted(path.name for path in folder.iterdir()) == names
+    assert folder.stat().st_mode & 0o777 == 0o700
+    for name in names:
+        wanted = 0o600 if name.endswith(".secret") else 0o644
+        assert (folder / name).stat().st_mode & 0o777 == wanted
+        assert name in process.stdout
+    assert f'launch(..., address="tcp://0.0.0.0:*", keys="{folder}")' in process.stdout
+    assert "Copy trainer.secret and driver.public into a folder" in process.stdout
+    for name in names:
+        assert (folder / name).read_text().strip() not in process.stdout
+
+
+def test_keys_replaces_none_unless_it_is_told_to(tmp_path: Path) -> None:
+    folder = tmp_path / "keys"
+    assert run("keys", str(folder)).returncode == 0
+
+    def contents() -> dict[str, str]:
+        return {path.name: path.read_text() for path in folder.iterdir()}
+
+    before = contents()
+    process = run("keys", str(folder))
+    assert process.returncode == 2
+    assert "driver.secret, driver.public, trainer.secret, trainer.public already" in process.stderr
+    assert "--force" in process.stderr
+    assert contents() == before
+
+    process = run("keys", str(folder), "--add", "node-2")
+    assert process.returncode == 0, process.stderr
+    assert "Copy node-2.secret and driver.public" in process.stdout
+    added = contents()
+    assert before.items() <= added.items()
+    assert set(added) - set(before) == {"node-2.secret", "node-2.public"}
+    assert run("keys", str(folder), "--add", "node-2").returncode == 2
+
+    assert run("keys", str(folder), "--force").returncode == 0
+    replaced = contents()
+    assert {n for n in added if replaced[n] == added[n]} == {"node-2.secret", "node-2.public"}

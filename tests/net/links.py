@@ -8,9 +8,10 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
+from sglrl.keys import DriverKeys
 from sglrl.net.base import DriverTransport, WorkerTransport
 from sglrl.net.memory import MemoryRouter
-from sglrl.net.zmq import ZmqDealer, ZmqRouter
+from sglrl.net.zmq import ZmqDealer, ZmqRouter, key_pair
 
 LIMIT = 16 << 20
 """Largest frame, bytes."""
@@ -33,11 +34,12 @@ class MemoryLink:
 
 
 class ZmqLink:
-    def __init__(self, address: str) -> None:
-        self.router = ZmqRouter(address, max_message_bytes=LIMIT)
+    def __init__(self, address: str, keys: DriverKeys | None = None) -> None:
+        self.router = ZmqRouter(address, max_message_bytes=LIMIT, keys=keys)
 
     def dealer(self, identity: bytes) -> ZmqDealer:
-        return ZmqDealer(self.router.address, identity, max_message_bytes=LIMIT)
+        router = self.router
+        return ZmqDealer(router.address, identity, max_message_bytes=LIMIT, keys=router.worker_keys)
 
 
 _sockets = count()
@@ -46,6 +48,9 @@ LINKS: dict[str, Callable[[Path], Link]] = {
     "memory": lambda folder: MemoryLink(),
     "ipc": lambda folder: ZmqLink(f"ipc://{folder}/{next(_sockets)}"),
     "tcp": lambda folder: ZmqLink("tcp://127.0.0.1:*"),
+    "curve": lambda folder: ZmqLink(
+        "tcp://127.0.0.1:*", DriverKeys(secret=key_pair()[1], clients=frozenset())
+    ),
 }
 
 
