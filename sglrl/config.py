@@ -18,7 +18,8 @@ class FabricConfig(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         routing: strategies in order of preference; the first that names a worker wins.
         max_queue: calls that may wait at the driver; one more raises ``Overloaded``.
-        max_attempts: how many workers one idempotent call may lose before it fails.
+        max_attempts: how many workers one idempotent call may lose, without a chunk between them,
+            before it fails: it may be what kills them. Bad luck alone must not get so far.
         overload: a worker counts as overloaded for prefix affinity when it holds more than
             ``overload`` times the mean load plus ``overload_slack`` calls.
         prefix_block: tokens per block of the driver's prefix index.
@@ -27,7 +28,7 @@ class FabricConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     routing: tuple[str, ...] = ("requests",)
     max_queue: int = 100_000
-    max_attempts: int = 3
+    max_attempts: int = 5
     overload: float = 1.25
     overload_slack: int = 2
     prefix_block: int = 32
