@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from .errors import ProtocolError, UsageError
-from .messages import Beat, FromRank, ToDriver, ToRank, ToWorker
+from .messages import Beat, CallMessage, FromRank, Item, ToDriver, ToRank, ToWorker
 
 Buffer = bytes | bytearray | memoryview
 _M = TypeVar("_M")
@@ -31,7 +31,7 @@ _to_rank: Final[msgspec.msgpack.Decoder[ToRank]] = msgspec.msgpack.Decoder(ToRan
 _beat: Final[msgspec.msgpack.Decoder[Beat]] = msgspec.msgpack.Decoder(Beat)
 _from_rank: Final[msgspec.msgpack.Decoder[FromRank]] = msgspec.msgpack.Decoder(FromRank)
 
-_MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What msgspec raises for bytes that are not the message wanted; text that is not UTF-8 and too
 deep nesting are not among its own errors."""
 
@@ -53,7 +53,7 @@ def readable(text: object) -> str:
 def _decode(decoder: msgspec.msgpack.Decoder[_M], frame: Buffer, what: str) -> _M:
     try:
         return decoder.decode(frame)
-    except _MALFORMED as error:
+    except MALFORMED as error:
         raise ProtocolError(f"not a message {what}: {error}") from None
 
 
@@ -80,6 +80,27 @@ def decode_from_rank(frame: Buffer) -> FromRank:
 def decode_beat(frame: Buffer) -> Beat:
     """Raises ``ProtocolError`` on anything that is not a beat."""
     return _decode(_beat, frame, "from a worker's beat")
+
+
+def split_frames(
+    parts: Sequence[CallMessage] | Sequence[Item], frames: list[bytes]
+) -> list[list[bytes]]:
+    """Each part's own raw frames, out of those behind the first one of a message.
+
+    Raises:
+        ProtocolError: there are more or fewer than the parts say, or a part says nonsense.
+    """
+    at = 1
+    found = []
+    for part in parts:
+        count = part.frames
+        if not 0 <= count <= len(frames) - at:
+            raise ProtocolError(f"a part of {count} raw frames in a message of {len(frames) - 1}")
+        found.append(frames[at : at + count])
+        at += count
+    if at != len(frames):
+        raise ProtocolError(f"{len(frames) - at} raw frames belong to nothing")
+    return found
 
 
 class Blob:

@@ -12,11 +12,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
-from .codec import Buffer, decode_to_driver, encode
+from .codec import Buffer, decode_to_driver, encode, split_frames
 from .config import FabricConfig
 from .core.calls import Call
 from .core.fabric import CANCEL, CHUNK, DRAINED, END, RESTART, SEND, Fabric
-from .core.members import GONE, STALE, SYNCING, Member
+from .core.members import GONE, STALE, STARTING, SYNCING, Member
+from .dropped import Dropped
 from .errors import Closed, ProtocolError, SglrlError
 from .messages import (
     PROTOCOL_VERSION,
@@ -30,7 +31,7 @@ from .messages import (
     Submit,
     ToDriver,
 )
-from .net.base import DriverTransport
+from .net.base import MOST_UNREAD, DriverTransport
 
 logger = logging.getLogger("sglrl.driver")
 now = time.monotonic
@@ -74,7 +75,7 @@ class Driver:
         self.transport = transport
         self.max_message_bytes = max_message_bytes
         self.fabric = Fabric(config)
-        self.dropped = 0
+        self._drop = Dropped(logger)
         self.on_starting: Callable[[int, str], None] = lambda index, stage: None
         self.on_ready: Callable[[int, Ready], None] = lambda index, ready: None
         self.on_gone: Callable[[int, str], None] = lambda index, reason: None
@@ -95,6 +96,12 @@ class Driver:
 
     def start(self) -> None:
         self.transport.start(self._on_message, self._on_pause)
+
+    @property
+    def dropped(self) -> int:
+        """Messages that came to nothing: from strangers, malformed, or out of place. (Items of a
+        message that is none of these are counted in ``fabric.stray_items``.)"""
+        return self._drop.count
 
     # --- workers ----------------------------------------------------------------------------------
 
@@ -201,44 +208,47 @@ class Driver:
                 self.on_beat(identity, frames[0]) or self.on_peer(identity, frames[0])
             )
             if not known:
-                self.dropped += 1
+                self._drop("a message of %r", identity)
             return
         try:
             message = decode_to_driver(frames[0])
+            if len(frames) > 1 and type(message) is Results:
+                # Keyed by object identity until the next flush, while the outbox keeps the items
+                # alive.
+                owned = split_frames(message.items, frames)
+                self._raw |= zip(map(id, message.items), owned, strict=True)
         except (ProtocolError, IndexError) as error:
-            self.dropped += 1
-            logger.warning("worker %d sent a bad message, dropped: %s", member.index, error)
+            self._drop("a message of worker %d: %s", member.index, error)
             return
         if type(message) is Results:
             if message.kv_usage >= 0:
                 member.kv_usage = message.kv_usage
-            if len(frames) > 1:
-                self._raw |= _frames_by_item(message.items, frames)
             self.fabric.results(member, message.items, now())
         else:
             self._on_control(member, message)
 
     def _on_control(self, member: Member, message: ToDriver) -> None:
+        if member.state is not STARTING:
+            self._drop("worker %d is %s, and says %r", member.index, member.state, message)
+            return
         match message:
             case Starting(stage=stage):
                 self.on_starting(member.index, stage)
             case Ready(protocol=protocol) if protocol != PROTOCOL_VERSION:
-                self.dropped += 1
                 self.on_gone(
                     member.index,
                     f"it speaks version {protocol} of the protocol and the driver version "
                     f"{PROTOCOL_VERSION}; install the same sglrl on both sides",
                 )
+            case Ready(window=window) if window < 1:
+                self._drop("worker %d offers a window of %d", member.index, window)
             case Ready():
-                try:
-                    if self.must_sync(member.index):
-                        self.fabric.member_arrived(member.index, message.window)
-                    else:
-                        self.fabric.member_ready(member.index, message.window, now())
-                except SglrlError as error:
-                    self.dropped += 1
-                    logger.warning("worker %d: %s", member.index, error)
-                    return
+                # A call is at most two messages, one that submits it and one that cancels it.
+                window = min(message.window, MOST_UNREAD // 2)
+                if self.must_sync(member.index):
+                    self.fabric.member_arrived(member.index, window)
+                else:
+                    self.fabric.member_ready(member.index, window, now())
                 self.on_ready(member.index, message)
                 self._changed()
 
@@ -264,12 +274,10 @@ class Driver:
                 else:
                     submits[subject] = [detail]
             elif kind == END:
-                frames = (
-                    raw[id(detail)] if raw and isinstance(detail, Item) and detail.frames else ()
-                )
+                frames = raw.get(id(detail), ()) if raw and isinstance(detail, Item) else ()
                 subject.reply.end(subject, detail, frames)
             elif kind == CHUNK:
-                frames = raw[id(detail)] if raw and detail.frames else ()
+                frames = raw.get(id(detail), ()) if raw else ()
                 subject.reply.chunk(detail, frames)
             elif kind == CANCEL:
                 cancels.setdefault(subject, []).append(detail)
@@ -317,7 +325,7 @@ class Driver:
 
     def _unreachable(self, member: Member) -> None:
         if member in self._identities:
-            reason = "its connection is gone"
+            reason = "its connection is gone, or it does not read"
             self.on_gone(member.index, reason)
             self.worker_lost(member.index, reason)
 
@@ -336,15 +344,3 @@ class Driver:
         self._timer = None
         self.fabric.tick(now())
         self._flush()
-
-
-def _frames_by_item(items: list[Item], frames: list[bytes]) -> dict[int, list[bytes]]:
-    """Raw frames belong to the items in order; keyed by object identity until the next flush, while
-    the outbox keeps the items alive."""
-    found: dict[int, list[bytes]] = {}
-    at = 1
-    for item in items:
-        if item.frames:
-            found[id(item)] = frames[at : at + item.frames]
-            at += item.frames
-    return found
