@@ -35,6 +35,7 @@ from .messages import Exited, Forked, FromForkServer, ToForkServer, Warm
 
 _decoder = msgspec.msgpack.Decoder(FromForkServer)
 _servers: dict[str, ForkServer] = {}
+_dead: list[ForkServer] = []
 _lock = threading.Lock()
 
 
@@ -101,6 +102,9 @@ def fork_server(preload: str) -> ForkServer:
     with _lock:
         server = _servers.get(preload)
         if server is None or not server.alive:
+            if server is not None:
+                # Its folder is still in use by the pools that had workers of it.
+                _dead.append(server)
             server = _servers[preload] = ForkServer(preload)
         return server
 
@@ -108,8 +112,9 @@ def fork_server(preload: str) -> ForkServer:
 def shutdown_fork_servers() -> None:
     """End all fork servers of this process; also runs at interpreter exit."""
     with _lock:
-        servers = list(_servers.values())
+        servers = [*_servers.values(), *_dead]
         _servers.clear()
+        _dead.clear()
     for server in servers:
         server.close()
 

@@ -41,7 +41,7 @@ from .errors import (
     WorkerLost,
     WorkerStartError,
 )
-from .forkserver import ForkConnection, fork_server, tail
+from .forkserver import ForkConnection, ForkServer, fork_server, tail
 from .keys import read_driver_keys
 from .messages import (
     ActorSpec,
@@ -109,7 +109,8 @@ class _Worker:
         """It serves, or waits for weights, or is gone."""
         self.farewell = ""
         self.lost = False
-        self.leaving = False
+        self.returns = False
+        """When it is lost, a replacement is to come: not before its start was a success."""
         self.restart_in: float | None = None
 
 
@@ -142,6 +143,7 @@ class Pool:
         self._folder: Path | None = None
         self._worker_keys: ClientKeys | None = None
         self._connection: ForkConnection | None = None
+        self._connecting = asyncio.Lock()
         self._driver: Driver | None = None
         self._monitor: Monitor | None = None
         self.weights = WeightChannel(self.expel, self._is_up)
@@ -192,6 +194,8 @@ class Pool:
             await self.close()
             raise
         self._started = True
+        for worker in self._workers.values():
+            worker.returns = True
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -225,12 +229,15 @@ class Pool:
         driver.start()
         if self._preload != "plain":
             self._progress("importing SGLang (once per program)")
-        self._connection = await ForkConnection.open(
-            server, self._on_forked, self._on_exited, config.start_timeout
-        )
+        self._connection = await self._connect(server)
         for index in self._births:
             self._fork(index)
         await self._all_ready()
+
+    async def _connect(self, server: ForkServer) -> ForkConnection:
+        return await ForkConnection.open(
+            server, self._on_forked, self._on_exited, self._config.start_timeout
+        )
 
     def _fork(self, index: int) -> _Worker:
         assert self._folder is not None
@@ -391,14 +398,15 @@ class Pool:
                     await worker.settled.wait()
         except BaseException as error:
             for worker in workers:
-                worker.leaving = True
-                self.expel(worker.index, "it was not wanted any more")
+                self.expel(worker.index, "it is not wanted any more")
             if isinstance(error, TimeoutError):
                 raise WorkerStartError(
                     f"the new workers were not ready within {self._config.start_timeout:g} s "
                     "(start_timeout)"
                 ) from None
             raise
+        for worker in workers:
+            worker.returns = True
         return indices
 
     async def remove(self, index: int, timeout: float) -> None:
@@ -416,7 +424,7 @@ class Pool:
         if all(m.state in (DRAINING, RETIRED) for m in others):
             raise UsageError(f"worker {index} is the last one; close the pool instead")
         worker = self._workers[index]
-        worker.leaving = True
+        worker.returns = False
         if member.state is READY:
             self.driver.drain(index)
             with contextlib.suppress(TimeoutError):
@@ -436,8 +444,7 @@ class Pool:
         worker = self._workers[index]
         if self._closing or not worker.running or worker.lost:
             return
-        if not worker.leaving:
-            logger.error("worker %d is ended: %s", index, reason)
+        logger.error("worker %d is ended: %s", index, reason)
         worker.farewell = reason
         self._kill(worker)
         self._lost(worker, reason)
@@ -452,7 +459,7 @@ class Pool:
         worker.drained.set()
         worker.settled.set()
         index = worker.index
-        if self._started and not worker.leaving:
+        if worker.returns:
             supervision = self._supervision[index]
             served = self.driver.fabric.members[index].served > 0
             worker.restart_in = supervision.lost(reason, time.monotonic(), served=served)
@@ -477,15 +484,11 @@ class Pool:
             if worker.restart_in is None:
                 # It was removed meanwhile.
                 return
-            assert self._connection is not None
-            if not self._connection.alive:
-                self._connection = await ForkConnection.open(
-                    fork_server(self._preload),
-                    self._on_forked,
-                    self._on_exited,
-                    self._config.start_timeout,
-                )
+            async with self._connecting:
+                if self._connection is None or not self._connection.alive:
+                    self._connection = await self._connect(fork_server(self._preload))
             replacement = self._fork(index)
+            replacement.returns = True
         except (SglrlError, OSError, TimeoutError) as error:
             logger.error("worker %d cannot be replaced: %s", index, error)
             self.driver.worker_retired(index, f"no replacement could be started: {error}")

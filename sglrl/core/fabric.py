@@ -164,7 +164,7 @@ class Fabric:
         call.submitted_at = now
         member = self.router.choose(call) if call.pinned is None else self._pinned_member(call)
         if member is None:
-            if call.pinned is None and self.members and not self._alive():
+            if call.pinned is None and self.members and not self.alive:
                 raise WorkerLost(f"no worker is left in this pool: {self._epitaph}")
             if self._waiting >= self.config.max_queue:
                 raise Overloaded(
@@ -278,12 +278,14 @@ class Fabric:
         member.window = window
         return member
 
-    def _alive(self) -> bool:
+    @property
+    def alive(self) -> bool:
+        """Some worker serves, or may yet."""
         return any(m.state is not RETIRED for m in self.members.values())
 
     def _end_if_alone(self, reason: str) -> None:
         """With the last worker retired there is nothing to wait for."""
-        if self._alive():
+        if self.alive:
             return
         self._epitaph = reason
         for call in [c for c in self.calls.values() if c.state == QUEUED]:

@@ -283,9 +283,15 @@ class WeightChannel:
         """All members, once each has said who it is."""
         if not self._hellos:
             raise UsageError("this engine has no weights that could be updated")
-        members = self.members
-        if not members:
-            raise WorkerLost("no worker is up")
+        driver = self._driver
+        try:
+            async with asyncio.timeout(timeout):
+                while not (members := self.members):
+                    if driver is None or not driver.fabric.alive:
+                        raise WorkerLost("no worker is left")
+                    await driver.change()
+        except TimeoutError:
+            raise WeightUpdateError(f"no worker was up within {timeout:g} s") from None
         await self._all_said_hello(members, timeout)
         return [m for m in members if m in self._identities]
 

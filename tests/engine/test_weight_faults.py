@@ -46,7 +46,7 @@ async def test_a_worker_fails_in_an_update(
     phase: str,
     mode: str,
 ) -> None:
-    async with sglrl.launch(policies[0].folder, device="cpu", replicas=2) as client:
+    async with sglrl.launch(policies[0].folder, device="cpu", replicas=2, restarts=0) as client:
         lab = Lab(client, policies)
         # How long a live process may take to say that it has given up.
         monkeypatch.setattr(coordinator, "ABORT_SECONDS", SECONDS)
@@ -80,7 +80,7 @@ async def test_a_worker_fails_in_an_update(
             assert len(completion.output_ids) == WANTED["max_new_tokens"]
             assert completion.worker == 0
             lab.check_history(completion)
-        assert [w.state for w in client.workers] == ["ready", "lost"]
+        assert [w.state for w in client.workers] == ["ready", "retired"]
         await lab.check(PROMPTS[:1], 4)
         after = await lab.update(1, mode=mode, timeout=SECONDS)
         assert after.workers == [0]
@@ -92,7 +92,7 @@ async def test_a_worker_is_lost_when_the_other_has_half_of_the_new_weights(
     policies: Policies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It cannot go back, so it stays held until it has the rest."""
-    async with sglrl.launch(policies[0].folder, device="cpu", replicas=2) as client:
+    async with sglrl.launch(policies[0].folder, device="cpu", replicas=2, restarts=0) as client:
         lab = Lab(client, policies)
         pid = client.workers[VICTIM].pid
         calls = [
@@ -117,7 +117,7 @@ async def test_a_worker_is_lost_when_the_other_has_half_of_the_new_weights(
 
 
 async def test_the_only_worker_is_lost(policies: Policies, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with sglrl.launch(policies[0].folder, device="cpu") as client:
+    async with sglrl.launch(policies[0].folder, device="cpu", restarts=0) as client:
         pid = client.workers[0].pid
         on_phase(
             monkeypatch,

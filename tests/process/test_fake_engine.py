@@ -153,7 +153,7 @@ async def test_a_worker_that_fails_to_start() -> None:
 
 async def test_a_killed_worker_loses_no_call() -> None:
     async with sglrl.launch(
-        "fake", engine="fake", replicas=2, tokens_per_step=1, step_seconds=0.002
+        "fake", engine="fake", replicas=2, restarts=0, tokens_per_step=1, step_seconds=0.002
     ) as client:
         calls = [
             asyncio.ensure_future(client.generate(input_ids=[i], max_new_tokens=100))
@@ -228,7 +228,13 @@ async def test_a_stream_goes_on_when_its_workers_are_killed_one_after_the_other(
     """No token twice and none missing, however often."""
     count = 400
     async with sglrl.launch(
-        "fake", engine="fake", replicas=4, tokens_per_step=5, step_seconds=0.002, context_length=512
+        "fake",
+        engine="fake",
+        replicas=4,
+        restarts=0,
+        tokens_per_step=5,
+        step_seconds=0.002,
+        context_length=512,
     ) as client:
         stream = client.stream(input_ids=IDS, max_new_tokens=count, logprobs=True)
         call = asyncio.ensure_future(

@@ -1,0 +1,264 @@
+"""Workers that are lost, replaced, added and removed; nothing that is asked of them is."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+import sglrl
+from sglrl import forkserver
+
+from .actors import Gate, Values
+
+IDS = [5, 6, 7]
+SLOW = {"tokens_per_step": 1, "step_seconds": 0.002}
+
+
+def states(pool: sglrl.Client | sglrl.ActorHandle) -> list[str]:
+    return [worker.state for worker in pool.workers]
+
+
+async def until(pool: sglrl.Client | sglrl.ActorHandle, wanted: list[str]) -> None:
+    while states(pool) != wanted:
+        await pool._pool.driver.change()
+
+
+def kill(pool: sglrl.Client | sglrl.ActorHandle, index: int) -> int:
+    pid = pool.workers[index].pid
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+def begin(
+    client: sglrl.Client, count: int, tokens: int = 100
+) -> list[asyncio.Task[sglrl.Completion]]:
+    return [
+        asyncio.ensure_future(client.generate(input_ids=[i], max_new_tokens=tokens))
+        for i in range(count)
+    ]
+
+
+async def busy(client: sglrl.Client) -> None:
+    """Every worker that serves has begun something."""
+    while not all(s.engine.generated_tokens for s in await client.stats()):
+        pass
+
+
+async def finish(calls: list[asyncio.Task[sglrl.Completion]], tokens: int = 100) -> None:
+    for i, completion in enumerate(await asyncio.gather(*calls)):
+        assert completion.output_ids.tolist() == [i] * tokens
+
+
+async def test_a_lost_worker_is_replaced() -> None:
+    async with sglrl.launch("fake", engine="fake", replicas=2, **SLOW) as client:
+        calls = begin(client, 30)
+        await busy(client)
+        before = kill(client, 1)
+        await finish(calls)
+        await client.wait_until_full()
+        assert states(client) == ["ready", "ready"]
+        assert client.workers[1].pid != before
+        # It has its place in the routing, and can be addressed.
+        made = await client.generate(input_ids=IDS, max_new_tokens=3, worker=1)
+        assert (made.worker, made.output_ids.tolist()) == (1, IDS)
+        calls = begin(client, 30)
+        assert {c.worker for c in await asyncio.gather(*calls)} == {0, 1}
+
+
+async def test_the_only_worker_is_lost_and_its_calls_wait_for_the_replacement() -> None:
+    async with sglrl.launch("fake", engine="fake", **SLOW) as client:
+        pinned = asyncio.ensure_future(client.generate(input_ids=[9], max_new_tokens=100, worker=0))
+        calls = begin(client, 5)
+        await busy(client)
+        kill(client, 0)
+        await finish(calls)
+        assert (await pinned).output_ids.tolist() == [9] * 100
+        assert states(client) == ["ready"]
+
+
+async def test_the_budget_is_used_up() -> None:
+    async with sglrl.launch("fake", engine="fake", restarts=1, **SLOW) as client:
+        calls = begin(client, 3)
+        await busy(client)
+        kill(client, 0)
+        await finish(calls)
+        await client.wait_until_full()
+        calls = begin(client, 3, tokens=20_000)
+        await busy(client)
+        kill(client, 0)
+        for end in await asyncio.gather(*calls, return_exceptions=True):
+            assert isinstance(end, sglrl.WorkerLost)
+            assert "no worker is left" in str(end)
+            assert "lost 2 times: killed by signal 9 (2 times)" in str(end)
+            assert "no more than 1 restarts in 60 s" in str(end)
+        assert states(client) == ["retired"]
+        for ask in (client.generate(input_ids=IDS), client.wait_until_full()):
+            with pytest.raises(sglrl.WorkerLost, match="no worker is left"):
+                await ask
+
+
+async def test_the_pool_goes_on_smaller() -> None:
+    async with sglrl.launch("fake", engine="fake", replicas=2, restarts=0, **SLOW) as client:
+        calls = begin(client, 10)
+        await busy(client)
+        kill(client, 0)
+        await finish(calls)
+        await client.wait_until_full()
+        assert states(client) == ["retired", "ready"]
+
+
+class Fragile(sglrl.Actor):
+    """Can be made only while a file is there."""
+
+    def __init__(self, file: str) -> None:
+        if not os.path.exists(file):
+            raise FileNotFoundError(file)
+
+    @sglrl.endpoint(idempotent=True)
+    async def pid(self) -> int:
+        return os.getpid()
+
+
+async def test_a_replacement_that_cannot_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "here"
+    file.touch()
+    async with sglrl.spawn(Fragile, str(file), restarts=2) as fragile:
+        await fragile.pid()
+        file.unlink()
+        kill(fragile, 0)
+        with pytest.raises(sglrl.WorkerLost, match=r"exited with status 1 \(2 times\); killed by"):
+            await fragile.pid()
+        assert states(fragile) == ["retired"]
+    assert "FileNotFoundError" in caplog.text, "its last output is in the log"
+
+
+async def test_what_a_worker_knew_is_not_taken_for_granted() -> None:
+    """Calls that are not idempotent do not wait for a replacement."""
+    async with sglrl.spawn(Gate, replicas=2, window=2) as gates:
+        calls = [asyncio.ensure_future(gates[0].enter()) for _ in range(4)]
+        again = asyncio.ensure_future(gates[0].enter_again())
+        # Sent after those that fill the window.
+        await gates[1].begun_so_far()
+        kill(gates, 0)
+        ends = await asyncio.gather(*calls, return_exceptions=True)
+        assert {type(end) for end in ends} == {sglrl.WorkerLost}
+        await gates[0].until_begun(1)
+        await gates[0].open()
+        assert await again == gates.workers[0].pid
+
+
+async def test_workers_are_added_and_removed_under_load() -> None:
+    async with sglrl.launch("fake", engine="fake", **SLOW) as client:
+        calls = begin(client, 20, tokens=300)
+        await busy(client)
+        assert await client.add_workers(2) == [1, 2]
+        assert states(client) == ["ready"] * 3
+        more = begin(client, 20, tokens=300)
+        await busy(client)
+        removed = asyncio.ensure_future(client.remove_worker(0))
+        await asyncio.sleep(0)
+        assert states(client) == ["draining", "ready", "ready"]
+        with pytest.raises(sglrl.WorkerLost, match="draining"):
+            await client.generate(input_ids=IDS, worker=0)
+        with pytest.raises(sglrl.UsageError, match="already draining"):
+            await client.remove_worker(0)
+        await removed
+        assert states(client) == ["retired", "ready", "ready"]
+        for batch in (calls, more):
+            await finish(batch, tokens=300)
+            assert not any(call.result().resumed for call in batch), "it was let finish"
+        with pytest.raises(sglrl.UsageError, match="no worker 7"):
+            await client.remove_worker(7)
+        await client.remove_worker(1)
+        with pytest.raises(sglrl.UsageError, match="the last one"):
+            await client.remove_worker(2)
+
+
+async def test_what_a_removed_worker_does_not_finish_goes_on_elsewhere() -> None:
+    async with sglrl.launch("fake", engine="fake", replicas=2, **SLOW) as client:
+        calls = begin(client, 10, tokens=400)
+        await busy(client)
+        await client.remove_worker(1, timeout=0.01)
+        await finish(calls, tokens=400)
+        assert any(call.result().resumed for call in calls)
+
+
+async def test_a_lost_worker_is_removed_before_it_is_replaced() -> None:
+    async with sglrl.launch("fake", engine="fake", replicas=2, **SLOW) as client:
+        kill(client, 0)
+        await until(client, ["lost", "ready"])
+        await client.remove_worker(0)
+        assert states(client) == ["retired", "ready"]
+        await finish(begin(client, 3))
+
+
+async def test_an_added_worker_that_fails_leaves_the_others_alone(tmp_path: Path) -> None:
+    file = tmp_path / "here"
+    file.touch()
+    async with sglrl.spawn(Fragile, str(file)) as fragile:
+        file.unlink()
+        with pytest.raises(sglrl.WorkerStartError) as caught:
+            await fragile.add_workers(2)
+        assert "FileNotFoundError" in caught.value.output
+        assert await fragile.pid() == fragile.workers[0].pid
+        assert states(fragile) == ["ready", "retired", "retired"]
+        with pytest.raises(sglrl.UsageError, match="n must be"):
+            await fragile.add_workers(0)
+
+
+async def test_close_lets_calls_finish() -> None:
+    async with sglrl.launch("fake", engine="fake", window=2, **SLOW) as client:
+        calls = begin(client, 6)
+        await asyncio.sleep(0)
+        closing = asyncio.ensure_future(client.close(drain=True))
+        await asyncio.sleep(0)
+        with pytest.raises(sglrl.Closed, match="being closed"):
+            await client.generate(input_ids=IDS)
+        await finish(calls)
+        await closing
+
+
+async def test_close_does_not_wait_for_ever() -> None:
+    async with sglrl.launch("fake", engine="fake", context_length=100_000, **SLOW) as client:
+        calls = begin(client, 2, tokens=90_000)
+        await busy(client)
+        await client.close(drain=True, timeout=0.05)
+        ends = await asyncio.gather(*calls, return_exceptions=True)
+        assert {type(end) for end in ends} == {sglrl.Closed}
+
+
+async def test_the_fork_server_is_lost_too() -> None:
+    async with sglrl.spawn(Values, replicas=2) as values:
+        await values.add(1)
+        (server,) = [s for s in forkserver._servers.values() if s.preload == "plain"]
+        server.process.kill()
+        # Its workers die with it; a new one makes the replacements.
+        await until(values, ["lost", "lost"])
+        assert await values.add(1) == 11
+        await values.wait_until_full()
+
+
+async def test_waiting_for_a_worker_that_does_not_come() -> None:
+    async with sglrl.launch("fake", engine="fake", replicas=2, **SLOW) as client:
+        kill(client, 0)
+        await until(client, ["lost", "ready"])
+        with pytest.raises(
+            sglrl.DeadlineExceeded, match=r"not every worker serves after 0\.001 s: 0"
+        ):
+            await client.wait_until_full(0.001)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"restarts": -1}, {"restarts": True}, {"restarts": 1.5}, {"restart_period": 0}]
+)
+def test_wrong_budgets(wrong: dict[str, float]) -> None:
+    with pytest.raises(sglrl.UsageError, match=next(iter(wrong))):
+        sglrl.launch("fake", engine="fake", **wrong)
+    with pytest.raises(sglrl.UsageError, match=next(iter(wrong))):
+        sglrl.spawn(Values, **wrong)
