@@ -55,6 +55,8 @@ class Strike:
         held: calls that the worker held.
         waits: of each stream that it held, until the first token that another worker made.
         back: until its replacement was ready.
+        alone: no worker stood still or was slow then, so that no call could get from one fault
+            into another.
     """
 
     kind: str
@@ -64,6 +66,7 @@ class Strike:
     held: int = 0
     waits: list[float] = field(default_factory=list)
     back: float | None = None
+    alone: bool = True
 
 
 @dataclass
@@ -181,6 +184,8 @@ class Load:
         except sglrl.SglrlError as error:
             books.lost += 1
             books.complain(f"{type(error).__name__}: {error}")
+            # A pool that has no worker left refuses at once, and the loop must get its turn.
+            await asyncio.sleep(0.01)
             return
         books.answered += 1
         books.resumed += made.resumed > 0

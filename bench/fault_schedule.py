@@ -25,6 +25,8 @@ UPDATE = "update"
 
 FATAL = (KILL, HANG, DROP, UPDATE)
 """The worker has to be replaced."""
+STANDING = (STOP, HANG, SLOW)
+"""The worker keeps its calls, and gets more of them, while it does nothing or little."""
 
 _BURST = 0.2
 """Share of faults that come together with the one before."""

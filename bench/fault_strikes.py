@@ -21,7 +21,7 @@ from typing import Any
 import sglrl
 
 from .fault_load import Load, Strike
-from .fault_schedule import DROP, FATAL, HANG, KILL, SLOW, STOP, UPDATE, Fault
+from .fault_schedule import DROP, FATAL, HANG, KILL, SLOW, STANDING, STOP, UPDATE, Fault
 
 _POLL = 0.004
 """Seconds between two looks at the workers' states: the error of the time to full strength."""
@@ -29,6 +29,8 @@ _PATIENCE = 60.0
 """Seconds that the pool may take to be whole again."""
 _RUN, _REST = 0.02, 0.06
 """Seconds that a slow worker runs and stands still, in turn."""
+_AFTERMATH = 0.5
+"""Seconds after a fault in which a call of its worker may get into the next one."""
 _PIDFD_GETFD = 438
 
 _SIGNALS = {
@@ -63,6 +65,7 @@ class Striker:
         self.refused: Counter[str] = Counter()
         """Weight updates that raised, and why: they may, if all workers keep what they had."""
         self._disturbed: set[int] = set()
+        self._standing: set[int] = set()
         self._replaced: dict[int, Strike] = {}
         self._whole = asyncio.Event()
 
@@ -117,8 +120,12 @@ class Striker:
                     await _slow_down(handle, fault.seconds)
         finally:
             if not fatal:
-                self._disturbed.discard(worker.id)
+                self._over(worker.id)
             os.close(handle)
+
+    def _over(self, index: int) -> None:
+        self._disturbed.discard(index)
+        self._standing.discard(index)
 
     def _hit(self, kind: str, worker: sglrl.WorkerInfo, handle: int) -> None:
         if kind == DROP:
@@ -127,6 +134,13 @@ class Striker:
             signal.pidfd_send_signal(handle, _SIGNALS[kind])
         strike = Strike(kind, worker.id, worker.pid, time.monotonic())
         self.load.struck(strike)
+        if kind in STANDING:
+            self._standing.add(worker.id)
+            for earlier in reversed(self.strikes):
+                if strike.at - earlier.at > _AFTERMATH:
+                    break
+                earlier.alone = False
+        strike.alone = not self._standing
         self.strikes.append(strike)
         if kind in FATAL:
             self._replaced[worker.id] = strike
@@ -155,7 +169,7 @@ class Striker:
                 if strike and worker.state == "ready" and worker.pid != strike.pid:
                     strike.back = time.monotonic() - strike.at
                     del self._replaced[worker.id]
-                    self._disturbed.discard(worker.id)
+                    self._over(worker.id)
             if not self._replaced and all(worker.state == "ready" for worker in workers):
                 self._whole.set()
             else:

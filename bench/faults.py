@@ -175,12 +175,12 @@ def _targets(case: FaultCase, found: dict[str, Any]) -> list[Target]:
         ),
     ]
     if case.wait_target is not None:
-        worst = found["first_ms"].get("kill", {}).get("max")
-        name = f"{case.name}: continued token after a SIGKILL, worst"
+        worst = found["first_ms"]["kill alone"].get("max")
+        name = f"{case.name}: continued token after a SIGKILL, worst (no other fault)"
         targets.append(Target(name, case.wait_target, worst, "ms", at_most=True))
     if case.back_target is not None:
-        worst = found["back_ms"].get("kill", {}).get("max")
-        name = f"{case.name}: full strength after a SIGKILL, worst"
+        worst = found["back_ms"]["kill alone"].get("max")
+        name = f"{case.name}: full strength after a SIGKILL, worst (no other fault)"
         targets.append(Target(name, case.back_target, worst, "ms", at_most=True))
     return targets
 

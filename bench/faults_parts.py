@@ -14,7 +14,7 @@ import sglrl
 
 from .fault_cases import CASES, FaultCase
 from .fault_load import Answer, Load, Prompt, Strike, fault_free
-from .fault_schedule import FATAL, UPDATE, schedule
+from .fault_schedule import FATAL, KILL, UPDATE, schedule
 from .fault_strikes import Striker
 from .parts import Note, serve_part
 
@@ -121,9 +121,11 @@ async def _troubles(client: sglrl.Client, load: Load) -> list[str]:
 
 def _summary(load: Load, striker: Striker, seconds: float, troubles: list[str]) -> dict[str, Any]:
     books = load.books
-    by_kind: dict[str, list[Strike]] = {}
+    fatal: dict[str, list[Strike]] = {}
     for strike in striker.strikes:
-        by_kind.setdefault(strike.kind, []).append(strike)
+        if strike.kind in FATAL:
+            fatal.setdefault(strike.kind, []).append(strike)
+    fatal["kill alone"] = [strike for strike in fatal.get(KILL, ()) if strike.alone]
     return {
         "faults": dict(Counter(strike.kind for strike in striker.strikes)),
         "seconds": seconds,
@@ -142,21 +144,19 @@ def _summary(load: Load, striker: Striker, seconds: float, troubles: list[str]) 
         "updates": striker.updates,
         "updates_refused": dict(striker.refused),
         "flawless": books.flawless and not troubles,
-        # The first token of any of the worker's streams, and the next token of each of them.
+        # The first token of any of the worker's streams, and the next token of each of them;
+        # "kill alone": of those kills after which no call could get to a worker that stood still.
         "first_ms": {
             kind: _spread([min(s.waits) for s in strikes if s.waits])
-            for kind, strikes in by_kind.items()
-            if kind in FATAL
+            for kind, strikes in fatal.items()
         },
         "stream_ms": {
             kind: _spread([wait for s in strikes for wait in s.waits])
-            for kind, strikes in by_kind.items()
-            if kind in FATAL
+            for kind, strikes in fatal.items()
         },
         "back_ms": {
             kind: _spread([s.back for s in strikes if s.back is not None])
-            for kind, strikes in by_kind.items()
-            if kind in FATAL
+            for kind, strikes in fatal.items()
         },
     }
 

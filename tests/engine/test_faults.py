@@ -1,0 +1,31 @@
+"""A few seeded faults under load with real engines, by the code of ``bench.faults``: answers stay
+what they are without faults, token for token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench.fault_cases import CASES
+from bench.fault_schedule import DROP, KILL, SLOW, UPDATE
+from bench.faults_parts import measure
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+async def test_nothing_is_lost_duplicated_or_wrong_while_weights_are_updated(qwen: Path) -> None:
+    case = CASES["sglang-cpu"]._replace(
+        replicas=2,
+        faults=8,
+        gap=0.7,
+        in_flight=6,
+        shares={KILL: 1, UPDATE: 2, DROP: 1, SLOW: 1},
+    )
+    found = await measure(case, str(qwen), 3, lambda text: None)
+    assert found["flawless"], found
+    assert sum(found["faults"].values()) == 8
+    assert set(found["faults"]) == set(case.shares)
+    assert found["updates"] + sum(found["updates_refused"].values()) == found["faults"][UPDATE]
+    assert found["updates"]
+    assert found["resumed"]

@@ -1,0 +1,120 @@
+"""A short run of what ``bench.faults`` does for minutes, by the same code; and that its books would
+tell if something were wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import msgspec
+import numpy as np
+import pytest
+
+import sglrl
+from bench.fault_cases import CASES
+from bench.fault_load import Answer, Books, Load, Prompt
+from bench.fault_schedule import FATAL, schedule
+from bench.faults_parts import measure
+from sglrl.core.calls import Call
+from sglrl.replies import GenerationReply
+
+
+async def test_nothing_is_lost_duplicated_or_wrong_under_faults_of_every_kind() -> None:
+    case = CASES["fake"]._replace(replicas=6, faults=30, gap=0.2, in_flight=24)
+    found = await measure(case, "fake", 5, lambda text: None)
+    assert found["flawless"], found
+    assert sum(found["faults"].values()) == 30
+    assert set(found["faults"]) == set(case.shares)
+    assert found["answered"] == found["submitted"] > 100
+    # The faults met calls, and every worker that they ended has come back.
+    assert found["resumed"]
+    assert found["first_ms"]["kill"]["count"]
+    for kind in FATAL:
+        assert found["back_ms"].get(kind, {}).get("count", 0) == found["faults"].get(kind, 0)
+
+
+def test_a_schedule_depends_on_its_seed_alone() -> None:
+    shares = CASES["fake"].shares
+    assert schedule(3, 200, 0.5, shares) == schedule(3, 200, 0.5, shares)
+    assert schedule(3, 200, 0.5, shares) != schedule(4, 200, 0.5, shares)
+    assert {fault.kind for fault in schedule(3, 200, 0.5, shares)} == set(shares)
+
+
+PROMPTS = [
+    Prompt([i + 3, 7], {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True})
+    for i in range(4)
+]
+
+
+def answer(prompt: Prompt) -> Answer:
+    logprobs = -(np.arange(8, dtype=np.float32) + 1) / 1024
+    return Answer(np.resize(np.array(prompt.ids, dtype=np.int32), 8), logprobs, "length")
+
+
+async def books_of(prompts: list[Prompt], answers: list[Answer], *, kill: bool = False) -> Books:
+    """What the books say when each prompt has been asked for, called and streamed."""
+    async with sglrl.launch(
+        "fake", engine="fake", restarts=0, tokens_per_step=3, step_seconds=0.001
+    ) as client:
+        load = Load(client, prompts, answers, in_flight=len(prompts), tolerance=0.0)
+        running = asyncio.ensure_future(load.run())
+        while load.books.submitted < 3 * len(prompts):
+            await client.stats()
+        if kill:
+            os.kill(client.workers[0].pid, signal.SIGKILL)
+            while not load.books.lost:
+                await asyncio.to_thread(bool)
+        load.stop()
+        await running
+        return load.books
+
+
+async def test_the_books_tell_what_is_wrong() -> None:
+    good = [answer(prompt) for prompt in PROMPTS]
+    books = await books_of(PROMPTS, good)
+    assert books.flawless, books
+    assert 0 < books.streams < books.answered
+    changed = [
+        good[0]._replace(ids=good[0].ids[::-1].copy()),
+        good[1]._replace(logprobs=good[1].logprobs + np.float32(1e-6)),
+        good[2]._replace(finish="stop"),
+        good[3],
+    ]
+    books = await books_of(PROMPTS, changed)
+    assert not books.flawless
+    assert 6 <= books.wrong < books.answered
+    assert {reason.partition(":")[0] for reason in books.reasons} == {
+        "wrong ids",
+        "wrong logprobs",
+        "wrong finish reason",
+    }
+    shorter = [a._replace(ids=a.ids[:7], logprobs=a.logprobs[:7]) for a in good]
+    books = await books_of(PROMPTS, shorter)
+    assert books.duplicated == books.answered
+    longer = [a._replace(ids=np.append(a.ids, a.ids[:1])) for a in good]
+    books = await books_of(PROMPTS, longer)
+    assert books.wrong == books.answered
+
+
+async def test_the_books_tell_what_is_lost() -> None:
+    books = await books_of(PROMPTS, [answer(prompt) for prompt in PROMPTS], kill=True)
+    assert books.lost
+    assert not books.flawless
+    assert books.submitted == books.answered + books.lost
+    assert all(reason.startswith("WorkerLost") for reason in books.reasons)
+
+
+async def test_the_books_tell_of_a_call_that_ends_twice() -> None:
+    async with sglrl.launch("fake", engine="fake") as client:
+        load = Load(client, PROMPTS, [answer(p) for p in PROMPTS], in_flight=1, tolerance=0.0)
+        future: asyncio.Future[sglrl.Completion] = asyncio.get_running_loop().create_future()
+        reply = GenerationReply(lambda ids, skip: "", future, b"", None, False, 0)  # type: ignore[arg-type]
+        call = Call("generate", msgspec.Raw(b""), reply)
+        with load._count_ends():
+            reply.end(call, sglrl.Closed("once"), ())
+            assert load.books.duplicated == 0
+            reply.end(call, sglrl.Closed("twice"), ())
+        assert load.books.duplicated == 1
+        with pytest.raises(sglrl.Closed, match="once"):
+            await future
