@@ -209,6 +209,8 @@ class StreamReply:
             self.waiter.set_result(None)
 
     def chunk(self, item: Item, frames: Sequence[Buffer]) -> None:
+        if self.done:
+            return
         try:
             self.items.append(self.result.decode(item.body, frames))
         except SglrlError as error:
@@ -220,6 +222,9 @@ class StreamReply:
         """Only before the first chunk."""
 
     def end(self, call: Call, outcome: Item | SglrlError, frames: Sequence[Buffer]) -> None:
+        if self.done:
+            # It had ended with a malformed item.
+            return
         if isinstance(outcome, SglrlError):
             self.error = outcome
         elif outcome.kind != ItemKind.DONE:

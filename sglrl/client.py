@@ -618,7 +618,7 @@ class Client:
                 Call(
                     "score",
                     Raw(body),
-                    ScoreReply(future),
+                    ScoreReply(future, count - start),
                     deadline=deadline,
                     priority=priority,
                     pinned=worker,

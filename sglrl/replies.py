@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from .actor import error_of
-from .codec import Buffer, encode
+from .codec import MALFORMED, Buffer, encode
 from .completion import Completion, Decode
 from .core.calls import Call
 from .driver import now
@@ -34,10 +33,15 @@ def resume(call: Call, chunks: Sequence[TokenChunk]) -> int:
     return len(ids) // 4
 
 
-def _fail(future: asyncio.Future[Any], error: Exception) -> None:
-    """The worker sent something that is no part of an answer."""
-    if not future.done():
-        future.set_exception(ProtocolError(f"the worker sent a malformed answer: {error}"))
+def _chunk_of(item: Item) -> TokenChunk:
+    """Raises ``ProtocolError`` when the worker sent something that is no part of an answer."""
+    try:
+        chunk = _decode_chunk(item.body)
+    except MALFORMED as error:
+        raise ProtocolError(f"the worker sent a malformed answer: {error}") from None
+    if len(chunk.ids) % 4 or len(chunk.logprobs) % 4:
+        raise ProtocolError("the worker sent a malformed answer: its arrays are cut off")
+    return chunk
 
 
 class GenerationReply:
@@ -73,14 +77,26 @@ class GenerationReply:
         self.resumed_at: tuple[int, ...] = ()
 
     def chunk(self, item: Item, frames: Sequence[Buffer]) -> None:
+        if self.future.done():
+            return
         try:
-            chunk = _decode_chunk(item.body)
-        except msgspec.MsgspecError as error:
-            _fail(self.future, error)
+            chunk = self.checked(item)
+        except ProtocolError as error:
+            self.future.set_exception(error)
             return
         if self.chunks is None:
             self.chunks = []
         self.chunks.append(chunk)
+
+    def checked(self, item: Item) -> TokenChunk:
+        """The chunk. ``ProtocolError`` unless it has what was asked for, for each of its tokens."""
+        chunk = _chunk_of(item)
+        size, top = len(chunk.ids), self.top * len(chunk.ids)
+        if (self.logprobs and len(chunk.logprobs) != size) or (
+            top and not len(chunk.top_ids) == len(chunk.top_logprobs) == top
+        ):
+            raise ProtocolError("the worker sent a malformed answer: tokens without logprobs")
+        return chunk
 
     def restart(self, call: Call) -> None:
         if self.chunks is not None:
@@ -96,9 +112,9 @@ class GenerationReply:
             future.set_exception(error_of(outcome))
         else:
             try:
-                last = _decode_chunk(outcome.body)
-            except msgspec.MsgspecError as error:
-                _fail(future, error)
+                last = self.checked(outcome)
+            except ProtocolError as error:
+                future.set_exception(error)
                 return
             if self.chunks is None:
                 future.set_result(self.completion(call, (last,)))
@@ -125,12 +141,13 @@ class GenerationReply:
 
 
 class ScoreReply:
-    """Resolves a future with the logprobs of given tokens."""
+    """Resolves a future with the logprobs of ``count`` tokens."""
 
-    __slots__ = ("future",)
+    __slots__ = ("count", "future")
 
-    def __init__(self, future: asyncio.Future[NDArray[np.float32]]) -> None:
+    def __init__(self, future: asyncio.Future[NDArray[np.float32]], count: int) -> None:
         self.future = future
+        self.count = count
 
     def chunk(self, item: Item, frames: Sequence[Buffer]) -> None:
         """Scores come whole."""
@@ -147,9 +164,13 @@ class ScoreReply:
             self.future.set_exception(error_of(outcome))
         else:
             try:
-                logprobs = _decode_chunk(outcome.body).logprobs
-            except msgspec.MsgspecError as error:
-                _fail(self.future, error)
+                logprobs = _chunk_of(outcome).logprobs
+                if len(logprobs) != 4 * self.count:
+                    raise ProtocolError(
+                        f"the worker sent {len(logprobs) // 4} logprobs of {self.count} tokens"
+                    )
+            except ProtocolError as error:
+                self.future.set_exception(error)
             else:
                 self.future.set_result(np.frombuffer(logprobs, dtype="<f4"))
 
@@ -176,10 +197,12 @@ class ChunkReply:
         self._wake()
 
     def _add(self, item: Item) -> None:
+        if self.outcome is not None:
+            return
         try:
-            chunk = _decode_chunk(item.body)
-        except msgspec.MsgspecError as error:
-            self.outcome = ProtocolError(f"the worker sent a malformed answer: {error}")
+            chunk = self.generation.checked(item)
+        except ProtocolError as error:
+            self.outcome = error
         else:
             self.items.append(chunk)
             self.received.append(chunk)
