@@ -83,8 +83,7 @@ class Monitor:
             return False
         try:
             beat = decode_beat(frame)
-        except ProtocolError as error:
-            logger.warning("dropped a beat of worker %d: %s", worker, error)
+        except ProtocolError:
             return False
         self._detector.beat(worker, beat.progress, beat.phase, time.monotonic())
         return True

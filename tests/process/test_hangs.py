@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,13 @@ import msgspec
 import pytest
 
 import sglrl
+from sglrl.codec import encode
 from sglrl.core.members import READY
+from sglrl.messages import Cancel, EngineSpec, WorkerSpec
+from sglrl.net.zmq import ZmqRouter
 from sglrl.spawn import Pool
+from sglrl_workers.engine.fake import FakeEngine
+from sglrl_workers.mailbox import Mailbox
 
 from .actors import Blocks, Gate
 
@@ -140,6 +145,74 @@ async def test_a_worker_that_goes_on_in_time_is_left_alone(pair: sglrl.Client) -
     assert count == 3 * HANG_TIMEOUT / STEP
     assert stream.completion.worker == 0
     assert stream.completion.resumed == 0
+
+
+async def test_calls_that_got_lost_are_found(
+    pair: sglrl.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The worker is well and waits, but not for what the driver believes it to have."""
+    transport = pair._pool.driver.transport
+    send = transport.send
+
+    def lose(peer: bytes, frames: Sequence[bytes]) -> bool:
+        transport.send = send  # type: ignore[method-assign]
+        return True
+
+    transport.send = lose  # type: ignore[method-assign]
+    made = await pair.generate(**WANTED)
+    assert made.output_ids.tolist() == ANSWER
+    assert made.worker == 1
+    (report,) = hangs_reported(caplog)
+    assert "worker 0 hangs: no progress for" in report
+
+
+async def test_to_wait_in_vain_is_no_progress(tmp_path: Path) -> None:
+    """Only an engine that waits longer than its driver is patient would show it in a pool."""
+    router = ZmqRouter(f"ipc://{tmp_path}/router", max_message_bytes=1 << 20)
+    spec = EngineSpec(
+        engine="fake",
+        model="",
+        args={},
+        device="cpu",
+        rank=0,
+        tp_size=1,
+        gpu_id=0,
+        dist_port=0,
+        threads=1,
+        memory_share=1.0,
+        window=1,
+    )
+    mailbox = Mailbox(
+        WorkerSpec(
+            index=0,
+            identity=b"worker",
+            address=router.address,
+            max_message_bytes=1 << 20,
+            body=spec,
+        )
+    )
+    engine = FakeEngine(spec)
+    heard = asyncio.Event()
+    router.start(lambda identity, frames: heard.set())
+    mailbox.starting("")
+    await heard.wait()
+
+    mailbox.receive(engine)
+    mailbox.receive(engine)
+    turns = mailbox.progress
+    assert turns == 2
+    for _ in range(3):
+        mailbox.wait(0.001)
+        assert not mailbox.receive(engine)
+    assert mailbox.progress == turns
+    router.send(b"worker", [encode(Cancel([1]))])
+    mailbox.wait(60.0)
+    assert mailbox.receive(engine)
+    assert mailbox.progress == turns + 1
+    mailbox.receive(engine)
+    assert mailbox.progress == turns + 2
+    mailbox.close()
+    router.close()
 
 
 async def test_an_actor_that_blocks_its_loop(caplog: pytest.LogCaptureFixture) -> None:
