@@ -21,8 +21,9 @@ import msgspec
 import uvloop
 
 from sglrl.actor import Actor, EndpointSpec, constructor_arguments, endpoints_of
-from sglrl.codec import Buffer, decode_to_worker, encode, readable
+from sglrl.codec import Buffer, decode_to_worker, encode, readable, split_frames
 from sglrl.driver import ENVELOPE_BYTES
+from sglrl.dropped import Dropped
 from sglrl.errors import MessageTooLarge, ProtocolError, SglrlError
 from sglrl.messages import (
     PROTOCOL_VERSION,
@@ -78,6 +79,7 @@ class Host:
         self.stopped = asyncio.Event()
         self.running: dict[int, asyncio.Task[None]] = {}
         self._loop = asyncio.get_running_loop()
+        self._drop = Dropped(logger)
         self._items: list[Item] = []
         self._frames: list[Buffer] = []
 
@@ -95,15 +97,16 @@ class Host:
     def _on_message(self, frames: list[bytes]) -> None:
         try:
             message = decode_to_worker(frames[0])
+            owned = split_frames(message.calls, frames) if isinstance(message, Submit) else []
         except ProtocolError as error:
-            logger.warning("dropped a message: %s", error)
+            self._drop("a message of the driver: %s", error)
             return
         match message:
             case Submit(calls=calls):
-                at = 1
-                for call in calls:
-                    own = frames[at : at + call.frames]
-                    at += call.frames
+                for call, own in zip(calls, owned, strict=True):
+                    if call.id in self.running or self.stopped.is_set():
+                        self._drop("call %d, which is here already or comes too late", call.id)
+                        continue
                     task = self._group.create_task(self._run(call, own))
                     self.running[call.id] = task
                     task.add_done_callback(partial(self._ended, call.id))

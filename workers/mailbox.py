@@ -14,6 +14,7 @@ import traceback
 import msgspec
 
 from sglrl.codec import decode_to_worker, encode, readable
+from sglrl.dropped import Dropped
 from sglrl.errors import ProtocolError, SglrlError
 from sglrl.messages import (
     PROTOCOL_VERSION,
@@ -58,6 +59,9 @@ class Mailbox:
             keys=spec.keys,
             on_break=leave,
         )
+        self._drop = Dropped(logger)
+        self._held: set[int] = set()
+        """Calls that have not been answered."""
         self._items: list[Item] = []
         self._generate = msgspec.msgpack.Decoder(GenerateArgs)
         self._score = msgspec.msgpack.Decoder(ScoreArgs)
@@ -80,7 +84,7 @@ class Mailbox:
             try:
                 message = decode_to_worker(frames[0])
             except ProtocolError as error:
-                logger.warning("dropped a message: %s", error)
+                self._drop("a message of the driver: %s", error)
                 continue
             match message:
                 case Submit(calls=calls):
@@ -110,6 +114,8 @@ class Mailbox:
 
     def put(self, id_: int, kind: ItemKind, chunk: TokenChunk | None = None) -> None:
         """An answer, or a part of one; leaves with the next ``flush``."""
+        if kind != ItemKind.CHUNK:
+            self._held.discard(id_)
         if chunk is None:
             self._items.append(Item(id_, kind))
         else:
@@ -117,9 +123,11 @@ class Mailbox:
 
     def put_value(self, id_: int, value: object) -> None:
         """The answer of a control endpoint; leaves with the next ``flush``."""
+        self._held.discard(id_)
         self._items.append(Item(id_, ItemKind.DONE, msgspec.Raw(encode(value))))
 
     def put_error(self, id_: int, kind: str, message: str, trace: str = "") -> None:
+        self._held.discard(id_)
         body = encode(ErrorBody(kind, readable(message), readable(trace)))
         self._items.append(Item(id_, ItemKind.ERROR, msgspec.Raw(body)))
 
@@ -133,6 +141,10 @@ class Mailbox:
         self._dealer.close(linger=0.5)
 
     def _begin(self, engine: Engine, call: CallMessage) -> None:
+        if call.id in self._held:
+            self._drop("call %d, which is here already", call.id)
+            return
+        self._held.add(call.id)
         try:
             match call.endpoint:
                 case "generate":

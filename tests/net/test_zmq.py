@@ -176,6 +176,8 @@ async def test_polled_in_its_own_thread_under_load(router: ZmqRouter) -> None:
     total = 20_000
     inbox = Inbox()
     router.start(inbox)
+    # What waits for room at the driver is lost if its sender leaves.
+    taken = threading.Event()
 
     def engine() -> int:
         dealer = ZmqPolledDealer(router.address, b"engine", max_message_bytes=SMALL)
@@ -185,6 +187,7 @@ async def test_polled_in_its_own_thread_under_load(router: ZmqRouter) -> None:
             while (frames := dealer.receive()) is not None:
                 dealer.send(frames)
                 answered += 1
+        taken.wait(60.0)
         dealer.close(linger=60.0)
         return answered
 
@@ -195,6 +198,7 @@ async def test_polled_in_its_own_thread_under_load(router: ZmqRouter) -> None:
         if n % 100 == 0:
             await asyncio.sleep(0)
     got = await inbox.reach(total + 1)
+    taken.set()
     assert await working == total
     assert [frames[0] for _, frames in got[1:]] == [b"%d" % n for n in range(total)]
 

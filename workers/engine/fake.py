@@ -35,6 +35,9 @@ from sglrl.messages import (
 from ..mailbox import Mailbox
 
 
+_SAMPLINGS = 1024
+
+
 class _Running(msgspec.Struct):
     prompt: bytes
     limit: int
@@ -75,17 +78,26 @@ class FakeEngine:
         raw = bytes(args.sampling)
         sampling = self.samplings.get(raw)
         if sampling is None:
-            sampling = self.samplings[raw] = self.sampling.decode(raw)
-        self.prompted += len(args.input_ids) // 4
+            sampling = self.sampling.decode(raw)
+            if len(self.samplings) >= _SAMPLINGS:
+                self.samplings.clear()
+            self.samplings[raw] = sampling
+        count, odd = divmod(len(args.input_ids), 4)
         done = len(args.resume) // 4
+        if odd or not count or not done <= sampling.max_new_tokens <= self.context_length - count:
+            raise InvalidRequest(
+                f"{count} tokens and {sampling.max_new_tokens} new ones are no request for a "
+                f"context of {self.context_length}"
+            )
+        self.prompted += count
         self.requests[id_] = _Running(
             args.input_ids, sampling.max_new_tokens, args.logprobs, args.stream, done, done
         )
 
     def score(self, id_: int, args: ScoreArgs) -> None:
         count = len(args.input_ids) // 4
-        if args.start >= count:
-            raise InvalidRequest(f"start={args.start} is beyond the {count} tokens given")
+        if not 0 <= args.start < count:
+            raise InvalidRequest(f"start={args.start} is not within the {count} tokens given")
         self.mailbox.put(
             id_, ItemKind.DONE, TokenChunk(b"", self.table[: 4 * (count - args.start)], "stop")
         )

@@ -135,9 +135,10 @@ class Adapter:
         )
         priority = args.priority if scheduler.enable_priority_scheduling else None
         begun = convert.token_array(args.resume)
+        asked = convert.generate_request(id_, args, params, priority)
         if begun:
             self.incoming.append(Resume(convert.request_id(id_), begun))
-        self.incoming.append(convert.generate_request(id_, args, params, priority))
+        self.incoming.append(asked)
         request = _Request(scheduler.sglrl_version, args.top_logprobs, -1)
         request.sent = request.resumed = len(begun)
         self.requests[id_] = request
