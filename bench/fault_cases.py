@@ -21,6 +21,7 @@ class FaultCase(NamedTuple):
     gap: float
     shares: dict[str, float]
     in_flight: int
+    hang_timeout: float
     tolerance: float
     wait_target: float | None = None
     back_target: float | None = None
@@ -62,6 +63,7 @@ CASES = {
             gap=0.25,
             shares={KILL: 60, STOP: 12, HANG: 4, DROP: 12, SLOW: 12},
             in_flight=64,
+            hang_timeout=2.0,
             tolerance=0.0,
             wait_target=300.0,
         ),
@@ -72,6 +74,7 @@ CASES = {
             gap=2.0,
             shares={KILL: 50, STOP: 10, DROP: 10, SLOW: 10, UPDATE: 20},
             in_flight=12,
+            hang_timeout=30.0,
             tolerance=1e-4,
             back_target=1000.0,
         ),

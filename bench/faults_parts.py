@@ -19,7 +19,6 @@ from .fault_strikes import Striker
 from .parts import Note, serve_part
 
 _NOTE_SECONDS = 1.0
-_HANG_SECONDS = 2.0
 
 
 async def measure(case: FaultCase, model: str, seed: int, note: Note) -> dict[str, Any]:
@@ -32,7 +31,7 @@ async def measure(case: FaultCase, model: str, seed: int, note: Note) -> dict[st
         model,
         replicas=case.replicas,
         restarts=10**9,
-        hang_timeout=_HANG_SECONDS,
+        hang_timeout=case.hang_timeout,
         **case.arguments(),
     ) as client:
         prompts = case.prompts(seed)

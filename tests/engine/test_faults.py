@@ -23,7 +23,7 @@ async def test_nothing_is_lost_duplicated_or_wrong_while_weights_are_updated(qwe
         shares={KILL: 1, UPDATE: 2, DROP: 1, SLOW: 1},
     )
     found = await measure(case, str(qwen), 3, lambda text: None)
-    assert found["flawless"], found
+    assert found["flawless"], (found["reasons"], found["troubles"])
     assert sum(found["faults"].values()) == 8
     assert set(found["faults"]) == set(case.shares)
     assert found["updates"] + sum(found["updates_refused"].values()) == found["faults"][UPDATE]

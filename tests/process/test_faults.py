@@ -23,7 +23,7 @@ from sglrl.replies import GenerationReply
 async def test_nothing_is_lost_duplicated_or_wrong_under_faults_of_every_kind() -> None:
     case = CASES["fake"]._replace(replicas=6, faults=30, gap=0.2, in_flight=24)
     found = await measure(case, "fake", 5, lambda text: None)
-    assert found["flawless"], found
+    assert found["flawless"], (found["reasons"], found["troubles"])
     assert sum(found["faults"].values()) == 30
     assert set(found["faults"]) == set(case.shares)
     assert found["answered"] == found["submitted"] > 100
