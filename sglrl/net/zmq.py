@@ -42,8 +42,8 @@ _COPY_THRESHOLD: Final = 64 << 10
 _RECONNECT_MS: Final = 1000
 """Where a broken connection is told: more than the end of what it breaks for may take."""
 _MOST_UNTAKEN: Final = 4096
-"""Messages of one peer that wait at the driver; further ones wait at the peer, and are lost if it
-leaves: a driver that is so far behind takes a worker's last words for those before them."""
+"""Messages of one peer that wait at the driver. Further ones wait at the peer, and are lost if it
+leaves."""
 _DOMAIN: Final = b"sglrl"
 _HANDSHAKE_MS: Final = 10_000
 
