@@ -180,6 +180,7 @@ class Blocks(sglrl.Actor):
     @sglrl.endpoint
     async def block(self) -> None:
         """Never lets its event loop go on."""
+        print("about to block", flush=True)
         while True:
             time.sleep(3600.0)  # noqa: ASYNC251
 
