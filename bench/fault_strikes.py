@@ -14,7 +14,7 @@ import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Container, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,8 @@ _SIGNALS = {
 class Striker:
     """Carries out faults, each in a task of its own, so that they overlap.
 
-    ``spare``: so many ready workers are left alone at any time; ``update`` makes one weight update.
+    ``spare``: so many ready workers are left alone at any time; ``among``: only these are struck;
+    ``update`` makes one weight update.
     """
 
     def __init__(
@@ -54,11 +55,13 @@ class Striker:
         load: Load,
         *,
         spare: int = 1,
+        among: Container[int] | None = None,
         update: Callable[[], Awaitable[Any]] | None = None,
     ) -> None:
         self.client = client
         self.load = load
         self.spare = spare
+        self.among = among
         self.update = update
         self.strikes: list[Strike] = []
         self.updates = 0
@@ -95,8 +98,9 @@ class Striker:
             while True:
                 ready = [w for w in self.client.workers if w.state == "ready"]
                 free = [w for w in ready if w.id not in self._disturbed]
-                if len(free) > self.spare:
-                    found = free[drawn % len(free)]
+                targets = [w for w in free if self.among is None or w.id in self.among]
+                if targets and len(free) > self.spare:
+                    found = targets[drawn % len(targets)]
                     with contextlib.suppress(ProcessLookupError):
                         handle = os.pidfd_open(found.pid)
                         self._disturbed.add(found.id)

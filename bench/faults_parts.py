@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,15 +36,11 @@ async def measure(case: FaultCase, model: str, seed: int, note: Note) -> dict[st
         **case.arguments(),
     ) as client:
         prompts = case.prompts(seed)
-        answers = (
-            [_by_formula(prompt) for prompt in prompts]
-            if case.is_fake
-            else await fault_free(client, prompts, case.in_flight)
-        )
+        answers = await answers_of(case, client, prompts)
         load = Load(client, prompts, answers, in_flight=case.in_flight, tolerance=case.tolerance)
         update = None
         if case.shares.get(UPDATE):
-            weights = _weights(model)
+            weights = weights_of(model)
 
             async def update() -> None:
                 await client.update_weights(weights, timeout=5.0)
@@ -65,6 +62,15 @@ async def measure(case: FaultCase, model: str, seed: int, note: Note) -> dict[st
         return _summary(load, striker, seconds, troubles)
 
 
+async def answers_of(
+    case: FaultCase, client: sglrl.Client, prompts: Sequence[Prompt]
+) -> list[Answer]:
+    """Those that a pool gives without faults."""
+    if case.is_fake:
+        return [_by_formula(prompt) for prompt in prompts]
+    return await fault_free(client, prompts, case.in_flight)
+
+
 def _by_formula(prompt: Prompt) -> Answer:
     """See ``workers/engine/fake.py``."""
     count = prompt.options["max_new_tokens"]
@@ -72,10 +78,8 @@ def _by_formula(prompt: Prompt) -> Answer:
     return Answer(np.resize(np.array(prompt.ids, dtype=np.int32), count), logprobs, "length")
 
 
-def _weights(model: str) -> dict[str, Any]:
+def weights_of(model: str) -> dict[str, Any]:
     """Those that the workers have already: an answer is the same before and after."""
-    from pathlib import Path
-
     from safetensors.torch import load_file
 
     return {k: v for file in Path(model).glob("*.safetensors") for k, v in load_file(file).items()}
