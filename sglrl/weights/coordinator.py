@@ -7,6 +7,7 @@ full window nor a long decode step delays them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import logging
 import secrets
@@ -16,7 +17,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from ..codec import decode_from_rank, encode
+from ..codec import MALFORMED, decode_from_rank, encode
 from ..core.manifest import check_manifest, default_bucket_bytes, differences, total_bytes
 from ..core.weights import (
     ABORT,
@@ -89,6 +90,11 @@ _sent = msgspec.msgpack.Decoder(SentStage)
 _committed = msgspec.msgpack.Decoder(Committed)
 _offer = msgspec.msgpack.Decoder(Offer)
 _pieces = msgspec.msgpack.Decoder(list[Piece])
+_dirty = msgspec.msgpack.Decoder(bool)
+
+_MOST_SENDERS = 16
+"""In other processes: each is remembered until it says farewell, which one that died did not."""
+_LARGEST_VERSION = 1 << 62
 
 
 class Source(Protocol):
@@ -145,6 +151,8 @@ class UpdateRequest(msgspec.Struct, frozen=True, kw_only=True):
                 f"version must be an integer above {current}, the one that the workers have; "
                 f"got {version!r}"
             )
+        if version > _LARGEST_VERSION:
+            raise UsageError(f"version must be at most {_LARGEST_VERSION}, got {version}")
         return version
 
 
@@ -162,7 +170,7 @@ class _Run:
         self.attempt = 1
         self.phase = ""
         self.began: dict[str, float] = {}
-        self.bodies: dict[tuple[Member, str], msgspec.Raw] = {}
+        self.bodies: dict[tuple[Member, str], Any] = {}
         self.group: dict[Member, Join] = {}
 
     @property
@@ -170,8 +178,7 @@ class _Run:
         """Some worker without room for a second copy may have half of the new weights, and could
         only be ended if it did not get the rest."""
         return self.phase == STAGE and any(
-            _prepared.decode(self.bodies[member, PREPARE]).mode == "bucketed"
-            for member in self.machine.members
+            self.bodies[member, PREPARE].mode == "bucketed" for member in self.machine.members
         )
 
 
@@ -257,22 +264,30 @@ class WeightChannel:
 
     async def describe(self, timeout: float) -> ModelDescription:
         """What the engines take. Asked once: it does not change."""
-        if self._description is None:
+        while self._description is None:
             (member, *_) = await self._greeted(timeout)
-            answer = await self._question(member, Describe, timeout)
-            self._description = _described.decode(answer.body)
+            try:
+                answer = await self._question(member, Describe, timeout)
+            except WorkerLost:
+                continue
+            self._description = _body(_described, answer)
         return self._description
 
     async def checksums(self, names: list[str], timeout: float) -> dict[Member, list[Piece]]:
         """Of the live tensors' pieces, by rank."""
         members = await self._greeted(timeout)
-        answers = await asyncio.gather(
-            *(
-                self._question(member, lambda id_: Checksums(id_, names), timeout)
-                for member in members
-            )
-        )
-        return {m: _pieces.decode(a.body) for m, a in zip(members, answers, strict=True)}
+        found: dict[Member, list[Piece]] = {}
+
+        async def ask(member: Member) -> None:
+            # A worker that is lost has no weights to differ.
+            with contextlib.suppress(WorkerLost):
+                answer = await self._question(member, lambda id_: Checksums(id_, names), timeout)
+                found[member] = _body(_pieces, answer)
+
+        await asyncio.gather(*map(ask, members))
+        if not found:
+            raise WorkerLost("no worker is left that could be asked")
+        return found
 
     async def settings(self, timeout: float) -> RankSettings:
         """Of the first rank."""
@@ -447,7 +462,7 @@ class WeightChannel:
         """From one rank to another. Both forget it when either fails."""
         try:
             answer = await self._question(giver, lambda id_: Give(id_, timeout), timeout)
-            offer = _offer.decode(answer.body)
+            offer = _body(_offer, answer)
             version = self.version
             await self._question(taker, lambda id_: Take(id_, version, offer, timeout), timeout)
         except BaseException:
@@ -514,15 +529,12 @@ class WeightChannel:
         end = time.perf_counter()
         at = run.began
 
-        def body(member: Member, phase: str, decoder: Any) -> Any:
-            return decoder.decode(run.bodies[member, phase])
-
         modes = {self._mode(run, member) for member in machine.members}
         pauses = {
-            w: max(body(m, COMMIT, _committed).pause_ms for m in machine.members if m[0] == w)
+            w: max(run.bodies[m, COMMIT].pause_ms for m in machine.members if m[0] == w)
             for w in sorted(machine.workers)
         }
-        sent = body(SENDER, STAGE, _sent) if run.source is not None else SentStage(0.0, 0.0)
+        sent = run.bodies[SENDER, STAGE] if run.source is not None else SentStage(0.0, 0.0)
         report = UpdateReport(
             version=run.version,
             bytes=run.request.total,
@@ -563,10 +575,10 @@ class WeightChannel:
         if self._joined is not None and self._joined[0] is source:
             self._joined = None
 
-    def sender_answered(self, source: Source, answer: RankAnswer) -> None:
+    def sender_answered(self, source: Source, answer: RankAnswer) -> bool:
+        """False if it was not asked for that."""
         run = self._run
-        if run is not None and run.source is source:
-            self._answered(SENDER, answer)
+        return run is not None and run.source is source and self._answered(SENDER, answer)
 
     # --- inside -----------------------------------------------------------------------------------
 
@@ -654,9 +666,7 @@ class WeightChannel:
         if member == SENDER:
             return ""
         found = {
-            _prepared.decode(run.bodies[rank, PREPARE]).mode
-            for rank in run.machine.members
-            if rank[0] == member[0]
+            run.bodies[rank, PREPARE].mode for rank in run.machine.members if rank[0] == member[0]
         }
         return "bucketed" if "bucketed" in found else "full"
 
@@ -700,49 +710,79 @@ class WeightChannel:
         try:
             message = decode_from_rank(frame)
         except ProtocolError as error:
-            logger.warning("dropped a message of the weight channel: %s", error)
+            logger.debug("a message of the weight channel: %s", error)
             return False
         match message:
             case RankHello(settings=settings) if member is not None:
                 hello = self._hellos[member]
-                if not hello.done():
-                    hello.set_result(settings)
+                if hello.done():
+                    return False
+                hello.set_result(settings)
             case RankAnswer() if member is not None:
                 waiting = self._asked.get((message.id, member))
                 if waiting is None:
-                    self._answered(member, message)
-                elif not waiting.done():
+                    return self._answered(member, message)
+                if not waiting.done():
                     waiting.set_result(message)
             case Farewell() if sender is not None:
-                sender.cancel()
-                self.forget(sender)
-                del self._senders[identity]
-            case RankHello(settings=settings):
-                if sender is not None:
-                    sender.cancel()
-                    self.forget(sender)
-                self._senders[identity] = _RemoteSource(self, identity, settings)
-                self._senders[identity].welcome()
+                self._dismiss(sender)
+            case RankHello(settings=settings) if sender is None:
+                return self._admit(identity, settings)
             case _ if sender is not None:
-                sender.receive(message)
+                return sender.receive(message)
             case _:
                 return False
         return True
+
+    def _admit(self, identity: bytes, settings: RankSettings) -> bool:
+        """A sender in another process. False if there are too many that are busy."""
+        if len(self._senders) >= _MOST_SENDERS:
+            joined = None if self._joined is None else self._joined[0]
+            others = (s for s in self._senders.values() if s is not joined and not s.busy)
+            idle = next(others, None)
+            if idle is None:
+                return False
+            self._dismiss(idle)
+        self._senders[identity] = _RemoteSource(self, identity, settings)
+        self._senders[identity].welcome()
+        return True
+
+    def _dismiss(self, sender: _RemoteSource) -> None:
+        sender.cancel()
+        self.forget(sender)
+        self._senders.pop(sender.identity, None)
 
     def _is_sender(self, identity: bytes) -> bool:
         kind, _, rest = identity.partition(b"/")
         token, _, _ = rest.partition(b"/")
         return kind == b"sender" and hmac.compare_digest(token, self._token.encode())
 
-    def _answered(self, member: Member, answer: RankAnswer) -> None:
+    def _answered(self, member: Member, answer: RankAnswer) -> bool:
+        """False if it was not asked for."""
         run = self._run
         if run is None or answer.id != run.id:
-            return
-        run.bodies[member, answer.phase] = answer.body
-        dirty = answer.phase == ABORT and bytes(answer.body) == b"\xc3"
+            return False
+        machine, phase = run.machine, answer.phase
+        if phase != machine.state or member not in machine.waiting:
+            machine.late_answers += 1
+            return False
+        dirty = False
         error = None if answer.error is None else _error(answer.error, member)
-        run.machine.answered(member, answer.phase, error, time.monotonic(), dirty)
+        if error is None:
+            try:
+                if phase == PREPARE:
+                    run.bodies[member, phase] = _body(_prepared, answer)
+                elif phase == STAGE and member == SENDER:
+                    run.bodies[member, phase] = _body(_sent, answer)
+                elif phase == COMMIT:
+                    run.bodies[member, phase] = _body(_committed, answer)
+                elif phase == ABORT and member != SENDER:
+                    dirty = _body(_dirty, answer)
+            except ProtocolError as malformed:
+                error = malformed
+        machine.answered(member, phase, error, time.monotonic(), dirty)
         self._execute()
+        return True
 
     def _on_lost(self, worker: int) -> None:
         for member in [m for m in self._identities if m[0] == worker]:
@@ -765,18 +805,23 @@ class _RemoteSource:
 
     def __init__(self, channel: WeightChannel, identity: bytes, settings: RankSettings) -> None:
         self._channel = channel
-        self._identity = identity
+        self.identity = identity
         self.settings = settings
         self._task: asyncio.Task[None] | None = None
         self._id = 0
 
     def ask(self, message: ToRank) -> None:
         driver = self._channel._driver
-        if driver is None or not driver.send_to_peer(self._identity, encode(message)):
+        if driver is None or not driver.send_to_peer(self.identity, encode(message)):
+            self._channel._senders.pop(self.identity, None)
             run = self._channel._run
-            if run is not None:
+            if run is not None and run.source is self:
                 error = WeightUpdateError("the sender is gone")
                 run.machine.lost_sender(error, time.monotonic())
+
+    @property
+    def busy(self) -> bool:
+        return self._task is not None and not self._task.done()
 
     def welcome(self) -> None:
         self._start(self._welcome())
@@ -789,14 +834,17 @@ class _RemoteSource:
             return
         self.ask(Welcome(self._channel.version, description.tensors, description.ignored))
 
-    def receive(self, message: Any) -> None:
+    def receive(self, message: Any) -> bool:
         match message:
             case RankAnswer():
-                self._channel.sender_answered(self, message)
+                return self._channel.sender_answered(self, message)
             case Propose():
                 self._start(self._propose(message))
             case Withdraw() if self._task is not None and message.id == self._id:
                 self._task.cancel()
+            case _:
+                return False
+        return True
 
     def cancel(self) -> None:
         if self._task is not None:
@@ -844,6 +892,14 @@ def _first(errors: BaseExceptionGroup[SglrlError]) -> SglrlError:
         found = found.exceptions[0]
     assert isinstance(found, SglrlError)
     return found
+
+
+def _body(decoder: Any, answer: RankAnswer) -> Any:
+    """Raises ``ProtocolError`` when it is not what the question asks for."""
+    try:
+        return decoder.decode(answer.body)
+    except MALFORMED as error:
+        raise ProtocolError(f"a malformed answer to {answer.phase!r}: {error}") from None
 
 
 def _error(body: ErrorBody, member: Member | None = None) -> SglrlError:
