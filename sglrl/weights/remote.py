@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import msgspec
 
-from ..codec import decode_to_rank, encode
+from ..codec import MALFORMED, decode_to_rank, encode
 from ..core.manifest import default_bucket_bytes, total_bytes
 from ..errors import (
     Closed,
@@ -259,6 +259,9 @@ class Sender:
             if future.done():
                 return
             if failure is None:
-                future.set_result(_report.decode(message.report))
-            else:
+                try:
+                    future.set_result(_report.decode(message.report))
+                except MALFORMED as error:
+                    failure = ProtocolError(f"the client sent a malformed report: {error}")
+            if failure is not None:
                 future.set_exception(failure)
