@@ -1,0 +1,178 @@
+"""A new worker serves the current weights, wherever they are to be had, and never older ones."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+import sglrl
+
+from .policies import PROMPTS, Lab, Policies, gated, until_running
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+WANTED = {"max_new_tokens": 150, "logprobs": True, "ignore_eos": True}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def lab(models: Path) -> AsyncIterator[Lab]:
+    policies = Policies(models / "replaced")
+    async with sglrl.launch(policies[0].folder, device="cpu", replicas=2, restarts=100) as client:
+        yield Lab(client, policies)
+
+
+def strike(client: sglrl.Client, *indices: int) -> None:
+    for index in indices:
+        os.kill(client.workers[index].pid, signal.SIGKILL)
+
+
+async def kill(client: sglrl.Client, *indices: int) -> None:
+    """Returns when the losses have been noticed."""
+    before = {index: client.workers[index].pid for index in indices}
+    strike(client, *indices)
+    async with asyncio.timeout(60):
+        for index, pid in before.items():
+            while client.workers[index].state == "ready" and client.workers[index].pid == pid:
+                await client._pool.driver.change()
+
+
+async def until(client: sglrl.Client, *states: str) -> None:
+    async with asyncio.timeout(60):
+        while [w.state for w in client.workers] != list(states):
+            await client._pool.driver.change()
+
+
+def begin(lab: Lab, count: int) -> list[asyncio.Task[sglrl.Completion]]:
+    return [
+        asyncio.ensure_future(lab.client.generate(input_ids=[*PROMPTS[1], i], **WANTED))
+        for i in range(count)
+    ]
+
+
+async def finish(lab: Lab, calls: list[asyncio.Task[sglrl.Completion]]) -> None:
+    for completion in await asyncio.gather(*calls):
+        assert len(completion.output_ids) == WANTED["max_new_tokens"]
+        lab.check_history(completion)
+
+
+async def test_before_any_update(lab: Lab) -> None:
+    await kill(lab.client, 0)
+    await lab.client.wait_until_full()
+    await lab.check(PROMPTS[:2], 4)
+
+
+async def test_from_the_other_worker_which_goes_on(lab: Lab) -> None:
+    await lab.update(1)
+    await lab.update(2)
+    calls = begin(lab, 8)
+    await until_running(lab.client, 2)
+    await kill(lab.client, 0)
+    await finish(lab, calls)
+    await lab.client.wait_until_full()
+    await lab.check()
+    # The group is formed anew: the new worker has the name of one that was in it.
+    await lab.update(1)
+    await lab.check()
+
+
+async def test_a_loss_in_an_update(lab: Lab) -> None:
+    """The update goes on without it, and the replacement waits until it has ended."""
+    weights, gate = gated(lab.policies[2].model.state_dict())
+    update = asyncio.ensure_future(lab.update(2, weights))
+    await gate.reached()
+    await kill(lab.client, 1)
+    await until(lab.client, "ready", "syncing")
+    assert lab.client.workers[1].weight_version == 0
+    gate.open()
+    assert (await update).workers == [0]
+    await lab.client.wait_until_full()
+    await lab.check()
+
+
+async def test_an_added_worker(lab: Lab) -> None:
+    await lab.other()
+    (added,) = await lab.client.add_workers()
+    assert added == 2
+    await lab.check()
+    await lab.client.remove_worker(added)
+    assert [w.state for w in lab.client.workers] == ["ready", "ready", "retired"]
+
+
+async def test_nobody_has_them(lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
+    """Those that are back wait for the next update, and calls wait with them."""
+    await lab.other()
+    await kill(lab.client, 0, 1)
+    await until(lab.client, "stale", "stale", "retired")
+    assert "no other worker holds the current weights" in caplog.text
+    call = begin(lab, 1)
+    with pytest.raises(sglrl.WorkerLost, match="no worker"):
+        # It would leave them with a part of what nobody has.
+        name, tensor = next(iter(lab.current.model.state_dict().items()))
+        await lab.client.update_weights({name: tensor}, partial=True)
+    await lab.other()
+    await finish(lab, call)
+    await lab.client.wait_until_full()
+    await lab.check()
+
+
+async def test_the_giver_is_lost_too(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    await lab.other()
+    channel = lab.client._pool.weights
+    hand_over = channel._hand_over
+
+    async def observed(giver: Any, taker: Any, timeout: float) -> None:
+        strike(lab.client, giver[0])
+        await hand_over(giver, taker, timeout)
+
+    monkeypatch.setattr(channel, "_hand_over", observed)
+    await kill(lab.client, 0)
+    await until(lab.client, "stale", "stale", "retired")
+    monkeypatch.undo()
+    await lab.other()
+    await lab.client.wait_until_full()
+    await lab.check()
+
+
+async def test_the_taker_is_lost_in_the_hand_over(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await lab.other()
+    channel = lab.client._pool.weights
+    send, struck = channel._send, False
+
+    def observed(member: Any, message: Any) -> None:
+        nonlocal struck
+        send(member, message)
+        if type(message).__name__ == "Take" and not struck:
+            struck = True
+            strike(lab.client, member[0])
+
+    monkeypatch.setattr(channel, "_send", observed)
+    await kill(lab.client, 1)
+    await lab.client.wait_until_full()
+    assert struck
+    await lab.check()
+
+
+async def test_from_the_files_of_the_last_update(lab: Lab) -> None:
+    seed = 1 if lab.current is not lab.policies[1] else 2
+    report = await lab.client.update_weights_from_disk(lab.policies[seed].folder)
+    lab.by_version[report.version] = lab.policies[seed]
+    await kill(lab.client, 0, 1)
+    await lab.client.wait_until_full()
+    await lab.check()
+
+
+async def test_an_update_waits_for_a_worker(lab: Lab) -> None:
+    await kill(lab.client, 0, 1)
+    report = await lab.other()
+    assert report.workers
+    await lab.client.wait_until_full()
+    await lab.check()
