@@ -73,11 +73,8 @@ class Striker:
         self._whole = asyncio.Event()
 
     async def run(self, faults: Sequence[Fault]) -> None:
-        """Returns when all have happened and the pool is whole again.
-
-        Raises:
-            TimeoutError: it was not so in time.
-        """
+        """Returns when all have happened and the pool is whole again, or ``missing`` says what of
+        it is not."""
         watch = asyncio.ensure_future(self._watch())
         try:
             async with asyncio.TaskGroup() as group:
@@ -85,12 +82,22 @@ class Striker:
                     await asyncio.sleep(fault.gap)
                     worker, handle = await self._target(fault.worker)
                     group.create_task(self._strike(fault, worker, handle))
-            async with asyncio.timeout(_PATIENCE):
-                await self._whole.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_PATIENCE):
+                    await self._whole.wait()
         finally:
             watch.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await watch
+
+    @property
+    def missing(self) -> list[str]:
+        """Workers that are not what they were before the faults."""
+        states = [f"worker {w.id} is {w.state}" for w in self.client.workers if w.state != "ready"]
+        return states + [
+            f"worker {strike.worker} was not replaced after {strike.kind!r}"
+            for strike in self._replaced.values()
+        ]
 
     async def _target(self, drawn: int) -> tuple[sglrl.WorkerInfo, int]:
         """A ready worker that nothing is done to yet, and a descriptor of its process."""
