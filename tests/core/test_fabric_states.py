@@ -272,7 +272,6 @@ class FabricStates(RuleBasedStateMachine):
             assert call.worker is not None
             item = Item(call.id, ItemKind.CANCELLED)
             wanted, _ = self.model.results(call.worker.index, [item])
-            assert wanted == []
             self.fabric.results(call.worker, [item], self.now)
             self.judge(wanted)
 
