@@ -31,8 +31,11 @@ from sglrl.messages import (
     ErrorBody,
     Farewell,
     FromRank,
+    Give,
+    GiveUp,
     Item,
     Join,
+    Offer,
     Prepare,
     Propose,
     Proposed,
@@ -45,6 +48,7 @@ from sglrl.messages import (
     Stage,
     Starting,
     Submit,
+    Take,
     TensorSpec,
     ToDriver,
     ToRank,
@@ -139,6 +143,9 @@ to_rank = st.one_of(
     st.builds(Checksums, ids, st.lists(texts)),
     st.builds(Proposed, ids, st.none() | errors, raws),
     st.builds(Welcome, ids, tensors, st.lists(texts)),
+    st.builds(Give, ids, seconds),
+    st.builds(Take, ids, ids, st.builds(Offer, texts, ids, texts), seconds),
+    st.just(GiveUp()),
 )
 rank_settings = st.builds(
     RankSettings,
@@ -222,6 +229,9 @@ def test_the_strategies_make_every_message() -> None:
         Checksums,
         Proposed,
         Welcome,
+        Give,
+        Take,
+        GiveUp,
     }
     assert set(get_args(FromRank)) == {RankHello, RankAnswer, Propose, Withdraw, Farewell}
 
