@@ -248,6 +248,8 @@ class Pool:
         identity = f"{index}-{secrets.token_hex(8)}".encode()
         worker = _Worker(index, identity, self._folder / f"worker-{index}.log")
         self._workers[index] = worker
+        # Of the process before it, which has been shown.
+        worker.log.unlink(missing_ok=True)
         self._supervision.setdefault(
             index, Supervision(self._config.restarts, self._config.restart_period)
         )

@@ -78,7 +78,7 @@ async def test_a_worker_fails_in_an_update(
         for completion in await asyncio.gather(*calls):
             assert completion.finish_reason == "length"
             assert len(completion.output_ids) == WANTED["max_new_tokens"]
-            assert completion.worker == 0
+            assert completion.worker == 0 or not completion.resumed
             lab.check_history(completion)
         assert [w.state for w in client.workers] == ["ready", "retired"]
         await lab.check(PROMPTS[:1], 4)
