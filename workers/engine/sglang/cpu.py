@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import sglang.srt.constrained.xgrammar_backend as xgrammar_backend
 import sglang.srt.layers.rotary_embedding.base as rotary
+import sglang.srt.utils.common as common
 import torch
 import xgrammar
 
@@ -27,6 +29,8 @@ def prepare(threads: int) -> None:
     # The wheel takes itself for a CPU build only when told so at build time; its rotary layer
     # otherwise asks for vllm's CUDA kernel.
     rotary._is_cpu = True
+    # Ten times while a worker starts it runs lscpu and waits for it, for what never changes.
+    common.parse_lscpu_topology = cache(common.parse_lscpu_topology)
     torch.set_num_threads(threads)
     # Its xgrammar backend asks for pinned memory, which needs a CUDA driver, and masks logits with
     # a Triton kernel; xgrammar itself has a CPU kernel for the same bitmask.
