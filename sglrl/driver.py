@@ -208,7 +208,8 @@ class Driver:
                 self.on_beat(identity, frames[0]) or self.on_peer(identity, frames[0])
             )
             if not known:
-                self._drop("a message of %r", identity)
+                # Not of whom: identities are secrets.
+                self._drop("a message of a stranger, or of a peer that was not asked for it")
             return
         try:
             message = decode_to_driver(frames[0])

@@ -96,19 +96,21 @@ def watching(
 async def test_a_message_too_large_is_dropped_and_harms_nobody_else(router: ZmqRouter) -> None:
     inbox = Inbox()
     router.start(inbox)
-    loud = ZmqDealer(router.address, b"loud", max_message_bytes=SMALL)
+    broken = threading.Event()
+    # It comes back a second later: while a router still knows a peer of the same name, it takes the
+    # first message of the new connection for its name.
+    loud = ZmqDealer(router.address, b"loud", max_message_bytes=SMALL, on_break=broken.set)
     good = ZmqDealer(router.address, b"good", max_message_bytes=SMALL)
     for dealer in (loud, good):
         dealer.send([b"hello"])
     await inbox.reach(2)
-    with watching(loud.socket, zmq.EVENT_DISCONNECTED, zmq.EVENT_CONNECTED) as back:
-        for n in range(50):
-            good.send([b"%d" % n])
-        loud.send([b"x" * (SMALL + 1)])
-        for n in range(50, 100):
-            good.send([b"%d" % n])
-        await inbox.reach(102)
-        await back
+    for n in range(50):
+        good.send([b"%d" % n])
+    loud.send([b"x" * (SMALL + 1)])
+    for n in range(50, 100):
+        good.send([b"%d" % n])
+    await inbox.reach(102)
+    assert await asyncio.to_thread(broken.wait, 60.0)
     loud.send([b"I am back"])
     got = await inbox.reach(103)
     assert [f[0] for peer, f in got[2:] if peer == b"good"] == [b"%d" % n for n in range(100)]

@@ -1,0 +1,220 @@
+"""A driver with its weight channel and an engine client, over memory, and workers that a test
+plays: some that do as they should, and one that anything may come from."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+
+from sglrl.client import Client
+from sglrl.codec import decode_to_rank, decode_to_worker, encode
+from sglrl.config import FabricConfig
+from sglrl.core.members import READY
+from sglrl.driver import Driver
+from sglrl.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    Cancel,
+    Checksums,
+    Commit,
+    Committed,
+    Describe,
+    GenerateArgs,
+    Item,
+    ItemKind,
+    Join,
+    ModelDescription,
+    Prepare,
+    Prepared,
+    RankAnswer,
+    RankHello,
+    Ready,
+    Results,
+    ScoreArgs,
+    SentStage,
+    Stage,
+    Submit,
+    TokenChunk,
+    ToRank,
+    rank_identity,
+)
+from sglrl.net.memory import MemoryDealer, MemoryRouter
+from sglrl.weights.coordinator import WeightChannel
+
+from .samples import INFO, SETTINGS, SPECS, raw
+
+WINDOW = 8
+
+
+class Worker:
+    """Generates the prompt again, in two chunks if it is streamed; scores with zeros. A ``lazy``
+    one does nothing before it is told to ``work``."""
+
+    def __init__(self, dealer: MemoryDealer, *, lazy: bool = False) -> None:
+        self.dealer = dealer
+        self.lazy = lazy
+        self.waiting: list[list[bytes]] = []
+        dealer.start(self.on_message)
+        dealer.send([encode(Ready(PROTOCOL_VERSION, 1, WINDOW, ["generate"], "cpu", INFO))])
+
+    def on_message(self, frames: list[bytes]) -> None:
+        self.waiting.append(frames)
+        if not self.lazy:
+            self.work()
+
+    def work(self) -> None:
+        waiting, self.waiting = self.waiting, []
+        for frames in waiting:
+            items = []
+            match decode_to_worker(frames[0]):
+                case Submit(calls=calls):
+                    items = [item for call in calls for item in self.answer(call)]
+                case Cancel(ids=cancelled):
+                    items = [Item(id_, ItemKind.CANCELLED) for id_ in cancelled]
+            self.dealer.send([encode(Results(items, 0.5))])
+
+    @property
+    def held(self) -> list[int]:
+        messages = (decode_to_worker(frames[0]) for frames in self.waiting)
+        return [call.id for m in messages if isinstance(m, Submit) for call in m.calls]
+
+    def answer(self, call: Any) -> list[Item]:
+        if call.endpoint == "score":
+            asked = msgspec.msgpack.decode(call.args, type=ScoreArgs)
+            body = TokenChunk(b"", b"\0" * (len(asked.input_ids) - 4 * asked.start))
+            return [Item(call.id, ItemKind.DONE, raw(body))]
+        args = msgspec.msgpack.decode(call.args, type=GenerateArgs)
+        parts = [args.input_ids]
+        if args.stream:
+            parts = [args.input_ids[:4], args.input_ids[4:]]
+        chunks = [
+            TokenChunk(part, part if args.logprobs else b"", "length" if part is parts[-1] else "")
+            for part in parts
+        ]
+        *first, last = chunks
+        return [
+            *(Item(call.id, ItemKind.CHUNK, raw(chunk)) for chunk in first),
+            Item(call.id, ItemKind.DONE, raw(last)),
+        ]
+
+
+ANSWERS = {
+    Describe: ("describe", ModelDescription(SPECS, [])),
+    Join: ("join", None),
+    Prepare: ("prepare", Prepared("full", 1 << 30)),
+    Stage: ("stage", SentStage(1.0, 2.0)),
+    Commit: ("commit", Committed(0.5)),
+    Abort: ("abort", False),
+    Checksums: ("checksums", []),
+}
+
+
+def answer(message: ToRank) -> RankAnswer | None:
+    """What a rank, or a sender, says when all goes well."""
+    phase, body = ANSWERS.get(type(message), ("", None))
+    return RankAnswer(message.id, phase, None, raw(body)) if phase else None  # type: ignore[union-attr]
+
+
+class Rank:
+    """A rank, or a sender in another process, with which all goes well."""
+
+    def __init__(self, dealer: MemoryDealer) -> None:
+        self.dealer = dealer
+        dealer.start(self.on_message)
+        dealer.send([encode(RankHello(SETTINGS))])
+
+    def on_message(self, frames: list[bytes]) -> None:
+        found = answer(decode_to_rank(frames[0]))
+        if found is not None:
+            self.dealer.send([encode(found)])
+
+
+class LocalSource:
+    """Sends no tensors, and says that it did."""
+
+    settings = SETTINGS
+
+    def __init__(self, channel: WeightChannel) -> None:
+        self._channel = channel
+
+    def ask(self, message: ToRank) -> None:
+        found = answer(message)
+        if found is not None:
+            asyncio.get_running_loop().call_soon(self._channel.sender_answered, self, found)
+
+
+class Pool:
+    """What ``sglrl.spawn.Pool`` is to a ``Client``, without processes. Worker ``bad`` is the one
+    that anything may come from, beside what it should say; when it is expelled another takes its
+    place."""
+
+    def __init__(self, honest: int) -> None:
+        self.router = MemoryRouter()
+        self.driver = Driver(self.router, FabricConfig(routing=("requests",)))
+        self.weights = WeightChannel(self.expel)
+        self.driver.on_gone = self.expel
+        self.weights.attach(self.driver, "memory")
+        self.source = LocalSource(self.weights)
+        self.driver.start()
+        self.lives = 0
+        for index in range(honest):
+            self.add(index)
+        self.bad = honest
+        self.bad_identity, self.bad_worker = self.add(honest, lazy=True)
+
+    def add(self, index: int, *, lazy: bool = False) -> tuple[bytes, Worker]:
+        self.lives += 1
+        identity = b"%d-%d" % (index, self.lives)
+        self.driver.add_worker(index, identity)
+        self.weights.add_rank(index, 0, rank_identity(identity, 0))
+        Rank(self.router.connect(rank_identity(identity, 0)))
+        return identity, Worker(self.router.connect(identity), lazy=lazy)
+
+    def expel(self, index: int, reason: str) -> None:
+        assert index == self.bad, f"worker {index} is innocent: {reason}"
+        asyncio.get_running_loop().call_soon(self.replace_bad)
+
+    def replace_bad(self) -> None:
+        self.driver.worker_lost(self.bad, "it is bad", returns=True)
+        self.bad_identity, self.bad_worker = self.add(self.bad, lazy=True)
+
+    def ready(self, index: int) -> Ready:
+        return Ready(PROTOCOL_VERSION, 1, WINDOW, ["generate"], "cpu", INFO)
+
+    async def __aenter__(self) -> Pool:
+        members = self.driver.fabric.members
+        while not all(member.state is READY for member in members.values()):
+            await self.driver.change()
+        return self
+
+    async def close(self, *, drain: bool, timeout: float) -> None:
+        await self.weights.close()
+        self.driver.close()
+        self.router.close()
+
+    def client(self) -> Client:
+        return Client(cast(Any, self), model="none", timeout=None, max_message=1 << 20)
+
+
+@contextlib.contextmanager
+def nobody_raises() -> Iterator[None]:
+    """What a callback of the loop raises is not lost."""
+    found: list[dict[str, Any]] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda loop, context: found.append(context))
+    yield
+    gc.collect()
+    loop.set_exception_handler(None)
+    assert not found, found[0].get("exception") or found[0]
+
+
+def memory() -> int:
+    """Bytes of this process that are in memory."""
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096

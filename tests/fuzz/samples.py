@@ -1,0 +1,230 @@
+"""One or more real messages of every type in ``sglrl.messages``."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import msgspec
+import numpy as np
+
+from sglrl.codec import Result, encode
+from sglrl.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    Beat,
+    CallMessage,
+    Cancel,
+    Checksums,
+    Commit,
+    Committed,
+    Describe,
+    EngineInfo,
+    ErrorBody,
+    Farewell,
+    FromRank,
+    GenerateArgs,
+    Give,
+    GiveUp,
+    Item,
+    ItemKind,
+    Join,
+    ModelDescription,
+    Offer,
+    Piece,
+    Prepare,
+    Prepared,
+    Propose,
+    Proposed,
+    RankAnswer,
+    RankHello,
+    RankSettings,
+    Ready,
+    Results,
+    Sampling,
+    ScoreArgs,
+    SentStage,
+    Shutdown,
+    Stage,
+    Starting,
+    Submit,
+    Take,
+    TensorSpec,
+    ToDriver,
+    TokenChunk,
+    ToRank,
+    ToWorker,
+    Welcome,
+    Withdraw,
+)
+
+SPECS = [TensorSpec("w", "float32", (4,)), TensorSpec("layers.0.v", "bfloat16", (2, 3))]
+SETTINGS = RankSettings(
+    device="cpu", uuid="", torch="2.9", nccl="", environment={"NCCL_ALGO": "Ring"}, host="h", port=1
+)
+SAMPLING = Sampling(
+    max_new_tokens=6,
+    temperature=1.0,
+    top_p=0.9,
+    top_k=-1,
+    min_p=0.0,
+    stop=("end",),
+    stop_token_ids=(2,),
+    min_new_tokens=0,
+    frequency_penalty=0.0,
+    presence_penalty=0.0,
+    repetition_penalty=1.0,
+    ignore_eos=False,
+    seed=7,
+    json_schema=None,
+    regex=None,
+    ebnf=None,
+    skip_special_tokens=True,
+)
+
+
+def raw(value: Any) -> msgspec.Raw:
+    return msgspec.Raw(encode(value))
+
+
+def ids(*tokens: int) -> bytes:
+    return np.array(tokens, dtype="<i4").tobytes()
+
+
+def logprobs(count: int) -> bytes:
+    return np.linspace(-1, 0, count, dtype="<f4").tobytes()
+
+
+ERROR = ErrorBody("WeightUpdateError", "no", "Traceback")
+INFO = EngineInfo(
+    model="fake",
+    architecture="FakeEngine",
+    dtype="float32",
+    device="cpu",
+    vocab_size=1000,
+    context_length=64,
+    max_prompt_tokens=63,
+    max_total_tokens=64,
+    eos_token_ids=[2],
+    kv_cache_tokens=1000,
+)
+_array, _frames = Result(Any).encode({"a": np.arange(6, dtype="<f4").reshape(2, 3), "b": 1})
+
+ARRAY = (_array, [bytes(frame) for frame in _frames])
+"""msgpack with one array, and its raw frame."""
+
+
+def generate_args(prompt: bytes, sampling: Sampling = SAMPLING, **more: Any) -> msgspec.Raw:
+    return raw(GenerateArgs(prompt, raw(sampling), **more))
+
+
+def to_driver() -> list[list[bytes]]:
+    chunk = TokenChunk(ids(1, 2, 3), logprobs(3), "", 5, 1, ids(*range(6)), logprobs(6))
+    last = TokenChunk(ids(4), logprobs(1), "stop", 5, 2, ids(8, 9), logprobs(2), "end")
+    body, frames = ARRAY
+    messages: list[tuple[Any, list[bytes]]] = [
+        (Starting("loading"), []),
+        (Ready(PROTOCOL_VERSION, 123, 8, ["generate", "score"], "cpu", INFO), []),
+        (
+            Results([Item(1, ItemKind.CHUNK, raw(chunk)), Item(1, ItemKind.DONE, raw(last))], 0.5),
+            [],
+        ),
+        (Results([Item(2, ItemKind.ERROR, raw(ERROR)), Item(3, ItemKind.CANCELLED)]), []),
+        (Results([Item(4, ItemKind.DONE, msgspec.Raw(body), 1)]), frames),
+        (
+            Results(
+                [Item(5, ItemKind.CHUNK, msgspec.Raw(body), 1), Item(6, ItemKind.DONE, raw(True))]
+            ),
+            frames,
+        ),
+        (Beat(7, "prefill"), []),
+    ]
+    return _encoded(messages, ToDriver | Beat)
+
+
+def from_rank() -> list[list[bytes]]:
+    answers = {
+        "join": None,
+        "prepare": Prepared("full", 1 << 30),
+        "stage": SentStage(1.0, 2.0),
+        "commit": Committed(0.5),
+        "abort": False,
+        "describe": ModelDescription(SPECS, ["tied"]),
+        "checksums": [Piece("w", 0, (4,), (1,), 99)],
+    }
+    messages: list[tuple[Any, list[bytes]]] = [
+        (RankHello(SETTINGS), []),
+        *((RankAnswer(1, phase, None, raw(body)), []) for phase, body in answers.items()),
+        (RankAnswer(1, "stage", ERROR), []),
+        (Propose(1, SPECS, None, "continue", "auto", False, 1 << 20, 60.0, True), []),
+        (Propose(2, SPECS[:1], 9, "drain", "full", True, 1, 0.5, False), []),
+        (Withdraw(1), []),
+        (Farewell(), []),
+    ]
+    return _encoded(messages, FromRank)
+
+
+def to_worker() -> list[list[bytes]]:
+    body, frames = ARRAY
+    prompt = ids(3, 1, 4)
+    messages: list[tuple[Any, list[bytes]]] = [
+        (Submit([CallMessage(1, "generate", generate_args(prompt))]), []),
+        (
+            Submit(
+                [
+                    CallMessage(2, "generate", generate_args(prompt, logprobs=True, stream=True)),
+                    CallMessage(3, "generate", generate_args(prompt, resume=ids(3, 1))),
+                    CallMessage(4, "score", raw(ScoreArgs(prompt, 1))),
+                ]
+            ),
+            [],
+        ),
+        (Submit([CallMessage(5, "stats", raw([])), CallMessage(6, "flush_cache", raw([]))]), []),
+        (Submit([CallMessage(7, "echo", raw([msgspec.Raw(body)]), 1)]), frames),
+        (
+            Submit(
+                [
+                    CallMessage(8, "count", raw([5])),
+                    CallMessage(
+                        9, "sum_up", raw([msgspec.Raw(_arrays(0)), msgspec.Raw(_arrays(1))]), 2
+                    ),
+                    CallMessage(10, "join_bytes", raw([0, ["a", "b"]]), 1),
+                ]
+            ),
+            [*frames * 2, b"payload"],
+        ),
+        (Cancel([1, 2, 3]), []),
+        (Shutdown(), []),
+    ]
+    return _encoded(messages, ToWorker)
+
+
+def _arrays(frame: int) -> bytes:
+    header = encode((frame, "<f4", (2, 3)))
+    return encode(msgspec.msgpack.Ext(1, header))
+
+
+def to_rank() -> list[list[bytes]]:
+    messages: list[tuple[Any, list[bytes]]] = [
+        (Describe(1), []),
+        (Join(2, 1, "127.0.0.1", 1, 1, 2, -1, 0, 1.0), []),
+        (Join(3, 1, "127.0.0.1", 1, -1, 2, 0, 1, 1.0), []),
+        (Prepare(4, 1, SPECS, 1 << 20, "auto", "continue", False, ""), []),
+        (Prepare(5, 2, SPECS, 64, "bucketed", "drain", True, "/no/such/folder"), []),
+        (Stage(4, "full"), []),
+        (Commit(4), []),
+        (Abort(5, True), []),
+        (Checksums(6, ["w"]), []),
+        (Proposed(7, ERROR), []),
+        (Proposed(8, None, raw({"version": 1})), []),
+        (Welcome(1, SPECS, ["tied"]), []),
+        (Give(9, 1.0), []),
+        (Take(10, 1, Offer("127.0.0.1", 1, "digest"), 1.0), []),
+        (GiveUp(), []),
+    ]
+    return _encoded(messages, ToRank)
+
+
+def _encoded(messages: list[tuple[Any, list[bytes]]], union: Any) -> list[list[bytes]]:
+    missing = set(get_args(union)) - {type(message) for message, _ in messages}
+    assert not missing, f"there is no sample of {missing}"
+    return [[encode(message), *frames] for message, frames in messages]
