@@ -115,7 +115,8 @@ class _Reading:
 
 
 class Load:
-    """``in_flight`` callers that ask for the prompts over and over until ``stop``."""
+    """``in_flight`` callers that ask for the prompts over and over until ``stop``, each ``pause``
+    seconds after its last answer."""
 
     def __init__(
         self,
@@ -125,6 +126,7 @@ class Load:
         *,
         in_flight: int,
         tolerance: float,
+        pause: float = 0.0,
     ) -> None:
         if len(prompts) < in_flight:
             raise ValueError(f"{in_flight} callers need as many prompts, got {len(prompts)}")
@@ -135,6 +137,7 @@ class Load:
         self.answers = answers
         self.in_flight = in_flight
         self.tolerance = tolerance
+        self.pause = pause
         self.books = Books()
         self._readings: dict[bytes, _Reading] = {}
         self._stopping = False
@@ -166,6 +169,8 @@ class Load:
             for at in range(caller, len(self.prompts), self.in_flight):
                 turn += 1
                 await self._ask(self.prompts[at], self.answers[at], turn % 2 == 0)
+                if self.pause:
+                    await asyncio.sleep(self.pause)
                 if self._stopping:
                     break
 
@@ -249,15 +254,17 @@ class Load:
     def _count_ends(self) -> Iterator[None]:
         """A second end of one call would go unnoticed by its caller, who has left: it is seen where
         the driver delivers it."""
-        ended: dict[int, None] = {}
+        ended: dict[tuple[int, float], None] = {}
         originals = [(kind, kind.end) for kind in (replies.GenerationReply, replies.ChunkReply)]
 
         def counted(original: Any) -> Any:
             def end(reply: Any, call: Any, outcome: Any, frames: Any) -> None:
-                if call.id in ended:
+                # Another pool of this process has calls of the same numbers.
+                key = (call.id, call.submitted_at)
+                if key in ended:
                     self.books.duplicated += 1
                     self.books.complain(f"a call ended twice: {call!r}")
-                ended[call.id] = None
+                ended[key] = None
                 if len(ended) > _REMEMBERED:
                     del ended[next(iter(ended))]
                 original(reply, call, outcome, frames)

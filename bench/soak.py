@@ -32,6 +32,8 @@ from .faults_parts import answers_of, weights_of
 from .report import Target, console, describe, machine, number, print_targets, table, write_json
 
 _UPDATE_SECONDS = 20.0
+_PAUSE_SECONDS = 0.2
+"""Between two calls of a caller: a machine can do something else meanwhile."""
 _SLACK = 2
 """Open files and threads that one more of is no growth: a look may fall into an update."""
 
@@ -113,7 +115,12 @@ class Soak:
             prompts = case.prompts(self.seed)
             answers = await answers_of(case, client, prompts)
             load = Load(
-                client, prompts, answers, in_flight=case.in_flight, tolerance=case.tolerance
+                client,
+                prompts,
+                answers,
+                in_flight=case.in_flight,
+                tolerance=case.tolerance,
+                pause=_PAUSE_SECONDS,
             )
             self.clients[case.name] = client
             self.loads[case.name] = load
