@@ -168,7 +168,8 @@ def _dealer(
 
 def _await_break(monitor: zmq.Socket[bytes], on_break: Callable[[], None]) -> None:
     with contextlib.suppress(zmq.ContextTerminated), monitor:
-        if parse_monitor_message(monitor.recv_multipart())["event"] == zmq.EVENT_DISCONNECTED:
+        # To the last event: with nobody to take it, the end of the watched socket would wait.
+        while parse_monitor_message(monitor.recv_multipart())["event"] == zmq.EVENT_DISCONNECTED:
             on_break()
 
 
