@@ -16,6 +16,7 @@ from bench.fault_cases import CASES
 from bench.fault_load import Answer, Books, Load, Prompt
 from bench.fault_schedule import FATAL, schedule
 from bench.faults_parts import measure
+from bench.soak import POOLS, Look, Soak, growth
 from sglrl.core.calls import Call
 from sglrl.replies import GenerationReply
 
@@ -118,3 +119,31 @@ async def test_the_books_tell_of_a_call_that_ends_twice() -> None:
         assert load.books.duplicated == 1
         with pytest.raises(sglrl.Closed, match="once"):
             await future
+
+
+async def test_a_soak_looks_at_every_process() -> None:
+    case = POOLS[0]._replace(gap=0.4)
+    soak = Soak((case,), 0.05, 1)
+    minutes: list[float] = []
+    await soak.run(0.1, minutes.append)
+    assert len(minutes) > 10
+    assert soak.loads["fake"].books.flawless
+    assert soak.strikers["fake"].strikes
+    assert {strike.worker for strike in soak.strikers["fake"].strikes} <= {1, 2, 3}
+    assert set(soak.early) == {"deadline", "cancelled", "stream left"}
+    rows = soak.rows(0.01)
+    assert {"driver", "fork server (plain)"} < set(rows)
+    assert any(name.startswith("fake worker 0") for name in rows)
+    assert all(row["rss_mb"][0] > 0 for row in rows.values())
+
+
+def test_growth_is_found() -> None:
+    soak = Soak(POOLS, 1.0, 0)
+    soak.looks["steady"] = [Look(i / 60, 50.0 + i % 2, 10 + i % 3, 4) for i in range(60)]
+    soak.looks["leaky"] = [Look(i / 60, 50.0 + i / 60, 10 + i // 10, 4) for i in range(60)]
+    soak.looks["short-lived"] = soak.looks["leaky"][:20]
+    rows = soak.rows(0.1)
+    assert set(rows) == {"steady", "leaky"}
+    assert rows["leaky"]["mb_per_minute"] == pytest.approx(1.0)
+    assert abs(rows["steady"]["mb_per_minute"]) < 0.1
+    assert [text.partition(":")[0] for text in growth(rows)] == ["leaky"]
