@@ -22,6 +22,7 @@ import torch
 from sglrl.codec import decode_to_rank, encode
 from sglrl.core.manifest import Layout, by_bucket, check_manifest, in_pieces, lay_out
 from sglrl.core.weights import ABORT, COMMIT, JOIN, PREPARE, STAGE
+from sglrl.dropped import Dropped
 from sglrl.errors import InvalidWeights, ProtocolError, WeightUpdateError
 from sglrl.messages import (
     Abort,
@@ -242,6 +243,7 @@ class RankWeights:
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._hand_over = HandOver(engine, self._stream, self._answer)
         self._closed = False
+        self._drop = Dropped(logger)
         # The scheduler computes in Python for milliseconds at a time; the default would let it keep
         # an update's messages waiting for five.
         sys.setswitchinterval(5e-4)
@@ -300,7 +302,7 @@ class RankWeights:
             try:
                 self._handle(decode_to_rank(frames[0]))
             except ProtocolError as error:
-                logger.warning("dropped a message of the weight channel: %s", error)
+                self._drop("a message of the weight channel: %s", error)
             except Exception:
                 logger.exception("a message of the weight channel failed")
         dealer.close()

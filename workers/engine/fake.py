@@ -34,7 +34,6 @@ from sglrl.messages import (
 
 from ..mailbox import Mailbox
 
-
 _SAMPLINGS = 1024
 
 

@@ -1,0 +1,182 @@
+"""Everything that may come to a rank's end of the weight channel. No group is ever formed: the
+store that a message names is not there."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from sglrl.codec import decode_from_rank, decode_to_rank, encode
+from sglrl.errors import ProtocolError, WeightUpdateError
+from sglrl.messages import (
+    ActorSpec,
+    Describe,
+    ModelDescription,
+    Piece,
+    RankAnswer,
+    RankHello,
+    WorkerSpec,
+)
+from sglrl_workers import hand_over, weights
+
+from .harness import memory
+from .mutator import FRAMES, Mutator
+from .samples import SPECS, to_rank
+
+MESSAGES = max(400, FRAMES // 40)
+BATCH = 50
+GROWTH = 64 << 20
+FIRST_GOOD = 10**15
+
+
+class Wire:
+    """Stands for the channel's socket, between the test's thread and the channel's."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        self.arriving: queue.SimpleQueue[list[bytes]] = queue.SimpleQueue()
+        self.sent: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.awake = threading.Event()
+
+    def put(self, frames: list[bytes]) -> None:
+        self.arriving.put(frames)
+        self.wake()
+
+    def wake(self) -> None:
+        self.awake.set()
+
+    def receive(self) -> list[bytes] | None:
+        try:
+            return self.arriving.get_nowait()
+        except queue.Empty:
+            return None
+
+    def wait(self, timeout: float) -> bool:
+        self.awake.wait(timeout)
+        self.awake.clear()
+        return True
+
+    def send(self, frames: Sequence[bytes]) -> None:
+        self.sent.put(decode_from_rank(frames[0]))
+
+    def close(self) -> None:
+        self.sent.put(None)
+
+
+class Engine:
+    """One whose weights nobody gets to touch."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.holds = 0
+
+    def describe(self) -> ModelDescription:
+        return ModelDescription(SPECS, ["tied"])
+
+    def checksums(self, names: Sequence[str]) -> list[Piece]:
+        return [Piece(name, 0, (4,), (1,), 1) for name in names if name == "w"]
+
+    def bind(self, staged: Any) -> Any:
+        raise AssertionError("nothing was ever received")
+
+    copy = staged = bind
+
+    def live(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def nearly_staged(self, commit_at: float) -> None:
+        raise AssertionError("nothing was ever received")
+
+    def step_seconds(self) -> float:
+        return 0.01
+
+    def forget(self) -> None:
+        pass
+
+    def commit(self, update: int, version: int, inflight: str) -> None:
+        raise WeightUpdateError("nothing is staged")
+
+    def hold(self, update: int, inflight: str) -> None:
+        self.holds += 1
+
+    def held(self, timeout: float) -> bool:
+        return True
+
+    def release(self, update: int, version: int | None) -> float:
+        return 0.0
+
+
+def channel_threads() -> set[threading.Thread]:
+    return {t for t in threading.enumerate() if t.name.startswith("sglrl-weight")}
+
+
+def answer_to(wire: Wire, id_: int) -> RankAnswer:
+    """What was said before it may be of any message that happened to be one."""
+    while True:
+        message = wire.sent.get(timeout=60.0)
+        if isinstance(message, RankAnswer) and message.id == id_:
+            return message
+
+
+def names_files(frames: Sequence[bytes]) -> bool:
+    """Of which a mutated one could name some that are there."""
+    try:
+        return bool(getattr(decode_to_rank(frames[0]), "source", ""))
+    except ProtocolError:
+        return False
+
+
+def test_a_ranks_weight_channel(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody_there(*args: Any) -> None:
+        raise WeightUpdateError("nobody is there")
+
+    monkeypatch.setattr(weights, "ZmqPolledDealer", Wire)
+    monkeypatch.setattr(weights, "connect_store", nobody_there)
+    monkeypatch.setattr(hand_over, "connect_store", nobody_there)
+    monkeypatch.setattr(hand_over, "Store", nobody_there)
+    threads = channel_threads()
+    raised: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    body = ActorSpec(target="", code=b"", args=b"", frames=[], window=1)
+    spec = WorkerSpec(index=0, identity=b"w", address="", max_message_bytes=1 << 20, body=body)
+    engine = Engine()
+    rank = weights.RankWeights(spec, 0, engine)
+    while rank._dealer is None:
+        rank._thread.join(0.001)
+    wire: Any = rank._dealer
+    assert isinstance(wire.sent.get(timeout=60.0), RankHello)
+    mutator = Mutator(to_rank())
+    before = 0
+    rounds = max(4, MESSAGES // BATCH)
+    for n in range(rounds):
+        mutator.ids = [1, 4, n, n + 1]
+        for _ in range(BATCH):
+            message = mutator.message()
+            if not names_files(message):
+                wire.put(message)
+        wire.put([encode(Describe(FIRST_GOOD + n))])
+        found = answer_to(wire, FIRST_GOOD + n)
+        assert found.error is None
+        described = msgspec.msgpack.decode(found.body, type=ModelDescription)
+        assert described == ModelDescription(SPECS, ["tied"])
+        assert rank._thread.is_alive()
+        assert not rank._dirty
+        if n == rounds // 4:
+            before = memory()
+    assert memory() - before < GROWTH
+    assert rank._drop.count > MESSAGES // 4
+
+    rank.close()
+    rank._thread.join(60.0)
+    for link in (rank._link, rank._questions, rank._hand_over._link):
+        link.abandon()
+    for thread in channel_threads() - threads:
+        thread.join(60.0)
+        assert not thread.is_alive()
+    assert not raised, raised[0]

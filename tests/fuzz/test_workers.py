@@ -1,0 +1,211 @@
+"""Everything that may come to a worker's mailbox: an engine's, and a plain actor's."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from sglrl.actor import Actor, endpoint, endpoints_of
+from sglrl.codec import decode_to_driver, decode_to_worker, encode
+from sglrl.errors import ProtocolError
+from sglrl.messages import (
+    CallMessage,
+    EngineSpec,
+    ItemKind,
+    Results,
+    ScoreArgs,
+    Shutdown,
+    Submit,
+    TokenChunk,
+    WorkerSpec,
+)
+from sglrl.net.memory import MemoryRouter
+from sglrl_workers import mailbox as mailbox_module
+from sglrl_workers.engine.fake import FakeEngine
+from sglrl_workers.host import Host
+from sglrl_workers.mailbox import Mailbox
+
+from .harness import memory, nobody_raises
+from .mutator import FRAMES, Mutator
+from .samples import ARRAY, SAMPLING, generate_args, ids, raw, to_worker
+
+TO_ENGINE = FRAMES * 2 // 10
+TO_ACTOR = FRAMES * 2 // 10
+BATCH = 50
+GROWTH = 64 << 20
+FIRST_GOOD = 10**15
+"""Numbers of calls that are made as they should be: nothing that is mutated comes to have one."""
+
+
+def ends_the_worker(frames: Sequence[bytes]) -> bool:
+    try:
+        return isinstance(decode_to_worker(frames[0]), Shutdown)
+    except ProtocolError:
+        return False
+
+
+class Wire:
+    """Stands for an engine's DEALER."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        self.arriving: deque[list[bytes]] = deque()
+        self.sent: list[list[bytes]] = []
+        self.something = asyncio.Event()
+
+    def receive(self) -> list[bytes] | None:
+        return self.arriving.popleft() if self.arriving else None
+
+    def send(self, frames: Sequence[bytes]) -> None:
+        self.sent.append(list(frames))
+        self.something.set()
+
+    def answers(self) -> dict[int, list[tuple[int, bytes]]]:
+        """What was sent since this was last asked, of well-made calls: by number."""
+        found: dict[int, list[tuple[int, bytes]]] = {}
+        sent, self.sent = self.sent, []
+        for frames in sent:
+            message = decode_to_driver(frames[0])
+            for item in message.items if isinstance(message, Results) else ():
+                assert 0 <= item.kind <= 3
+                if item.id >= FIRST_GOOD and item.id < 2 * FIRST_GOOD:
+                    found.setdefault(item.id, []).append((item.kind, bytes(item.body)))
+        return found
+
+
+def test_an_engines_mailbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mailbox_module, "ZmqPolledDealer", Wire)
+    body = EngineSpec(
+        engine="fake",
+        model="fake",
+        args={"context_length": 64, "vocab_size": 1000, "tokens_per_step": 5},
+        device="cpu",
+        rank=0,
+        tp_size=1,
+        gpu_id=0,
+        dist_port=0,
+        threads=1,
+        memory_share=1.0,
+        window=8,
+    )
+    spec = WorkerSpec(index=0, identity=b"w", address="", max_message_bytes=1 << 20, body=body)
+    engine = FakeEngine(body)
+    mailbox = engine.mailbox = Mailbox(spec)
+    wire: Any = mailbox._dealer
+    mutator = Mutator(to_worker())
+    before = 0
+    rounds = max(4, TO_ENGINE // BATCH)
+    for n in range(rounds):
+        mutator.ids = [1, 2, n, n + 1, *list(engine.requests)[:5]]
+        messages = [mutator.message() for _ in range(BATCH)]
+        wire.arriving.extend(m for m in messages if not ends_the_worker(m))
+        good = FIRST_GOOD + 2 * n
+        prompt = ids(n % 1000, 5)
+        calls = [
+            CallMessage(
+                good, "generate", generate_args(prompt, SAMPLING, logprobs=True, stream=True)
+            ),
+            CallMessage(good + 1, "score", raw(ScoreArgs(prompt, 1))),
+        ]
+        wire.arriving.insert(n % (len(wire.arriving) + 1), [encode(Submit(calls))])
+        mailbox.receive(engine)
+        assert not mailbox.stopped
+        while engine.busy:
+            engine.step()
+        mailbox.flush(engine.stats().kv_usage)
+        answers = wire.answers()
+        assert set(answers) == {good, good + 1}
+        *chunks, (kind, last) = answers[good]
+        assert {kind for kind, _ in chunks} <= {ItemKind.CHUNK}
+        assert kind == ItemKind.DONE
+        parts = [
+            msgspec.msgpack.decode(p, type=TokenChunk) for p in (*(c for _, c in chunks), last)
+        ]
+        assert b"".join(part.ids for part in parts) == prompt * 3
+        assert [kind for kind, _ in answers[good + 1]] == [ItemKind.DONE]
+        assert not mailbox._held
+        if n == rounds // 4:
+            before = memory()
+    assert memory() - before < GROWTH
+    assert mailbox._drop.count > TO_ENGINE // 4
+
+
+class Served(Actor):
+    @endpoint
+    async def echo(self, value: Any) -> Any:
+        return value
+
+    @endpoint
+    async def sum_up(self, a: NDArray[np.float32], b: NDArray[np.float32]) -> float:
+        total = a.sum() + b.sum()
+        return float(total) if math.isfinite(total) else 0.0
+
+    @endpoint
+    async def join_bytes(self, data: bytes, names: list[str]) -> bytes:
+        return data + "".join(names).encode()
+
+    @endpoint
+    async def count(self, to: int) -> AsyncIterator[int]:
+        for n in range(min(to, 20)):
+            yield n
+            await asyncio.sleep(0)
+
+    @endpoint
+    async def fail(self, why: str) -> None:
+        raise ValueError(why)
+
+
+async def test_an_actors_mailbox() -> None:
+    router = MemoryRouter()
+    wire = Wire()
+    router.start(lambda identity, frames: wire.send(frames))
+    host = Host(Served(), endpoints_of(Served), router.connect(b"w"), 1 << 20)
+    mutator = Mutator(to_worker())
+    before = 0
+    rounds = max(4, TO_ACTOR // BATCH)
+    array, array_frames = ARRAY
+    with nobody_raises():
+        serving = asyncio.create_task(host.serve(8))
+        await asyncio.sleep(0)
+        for n in range(rounds):
+            mutator.ids = [1, 2, n, n + 1, *list(host.running)[:5]]
+            for at in range(BATCH):
+                message = mutator.message()
+                if not ends_the_worker(message):
+                    router.send(b"w", message)
+                if at == n % BATCH:
+                    good = FIRST_GOOD + 3 * n
+                    calls = [
+                        CallMessage(good, "echo", raw([msgspec.Raw(array)]), 1),
+                        CallMessage(good + 1, "count", raw([3])),
+                        CallMessage(good + 2, "join_bytes", raw([0, ["a", "b"]]), 1),
+                    ]
+                    router.send(b"w", [encode(Submit(calls)), *array_frames, b"payload-"])
+            await asyncio.sleep(0)
+            answers: dict[int, list[tuple[int, bytes]]] = {}
+            while sum(kind != ItemKind.CHUNK for one in answers.values() for kind, _ in one) < 3:
+                wire.something.clear()
+                for id_, items in wire.answers().items():
+                    answers.setdefault(id_, []).extend(items)
+                if len(answers) < 3 or answers[good + 1][-1][0] == ItemKind.CHUNK:
+                    await wire.something.wait()
+            assert set(answers) == {good, good + 1, good + 2}
+            assert answers[good] == [(ItemKind.DONE, array)]
+            done = (ItemKind.DONE, b"\xc0")
+            counted = [(ItemKind.CHUNK, encode(i)) for i in range(3)]
+            assert answers[good + 1] == [*counted, done]
+            assert answers[good + 2] == [(ItemKind.DONE, encode(0))]
+            if n == rounds // 4:
+                before = memory()
+        assert memory() - before < GROWTH
+        assert host._drop.count > TO_ACTOR // 4
+        router.send(b"w", [encode(Shutdown())])
+        await serving
+    assert asyncio.all_tasks() == {asyncio.current_task()}
