@@ -12,7 +12,7 @@ import hmac
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -824,7 +824,7 @@ class _RemoteSource:
         return self._task is not None and not self._task.done()
 
     def welcome(self) -> None:
-        self._start(self._welcome())
+        self._start(self._welcome)
 
     async def _welcome(self) -> None:
         try:
@@ -839,7 +839,7 @@ class _RemoteSource:
             case RankAnswer():
                 return self._channel.sender_answered(self, message)
             case Propose():
-                self._start(self._propose(message))
+                self._start(lambda: self._propose(message))
             case Withdraw() if self._task is not None and message.id == self._id:
                 self._task.cancel()
             case _:
@@ -850,21 +850,19 @@ class _RemoteSource:
         if self._task is not None:
             self._task.cancel()
 
-    def _start(self, work: Any) -> None:
+    def _start(self, work: Callable[[], Awaitable[None]]) -> None:
         """One thing at a time: a sender that proposes again has given up what it proposed
         before."""
         before = self._task
         self.cancel()
         self._task = asyncio.get_running_loop().create_task(self._after(before, work))
 
-    async def _after(self, before: asyncio.Task[None] | None, work: Any) -> None:
-        try:
-            if before is not None:
-                await asyncio.wait([before])
-        except asyncio.CancelledError:
-            work.close()
-            raise
-        await work
+    async def _after(
+        self, before: asyncio.Task[None] | None, work: Callable[[], Awaitable[None]]
+    ) -> None:
+        if before is not None:
+            await asyncio.wait([before])
+        await work()
 
     async def _propose(self, proposal: Propose) -> None:
         self._id = proposal.id
