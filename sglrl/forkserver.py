@@ -66,7 +66,14 @@ class ForkServer:
             listener.bind(str(self.path))
             listener.listen(64)
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "sglrl_workers.zygote", str(listener.fileno()), preload],
+                [
+                    sys.executable,
+                    "-m",
+                    "sglrl_workers.zygote",
+                    str(listener.fileno()),
+                    preload,
+                    str(self.pid),
+                ],
                 pass_fds=[listener.fileno()],
                 stdin=subprocess.PIPE,
                 stdout=log,

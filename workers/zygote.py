@@ -1,7 +1,7 @@
-"""The warm fork server: ``python -m sglrl_workers.zygote FD PRELOAD``.
+"""The warm fork server: ``python -m sglrl_workers.zygote FD PRELOAD DRIVER``.
 
-FD is a listening unix socket that it inherits. It imports what PRELOAD names, then forks a worker
-for every ``Fork`` message.
+FD is a listening unix socket that it inherits, DRIVER the process id of its parent. It imports what
+PRELOAD names, then forks a worker for every ``Fork`` message.
 Single-threaded, and it never touches a GPU: that is what makes forking from it safe.
 
 Who watches whom: stdin is a pipe from the driver and its end means that the driver is gone, as
@@ -42,11 +42,11 @@ PRELOADS = {
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent(parent: int) -> None:
-    """Ask the kernel to SIGKILL this process when its parent ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
+    """Ask the kernel for a signal to this process when its parent ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
-        os._exit(1)
+        os.kill(os.getpid(), number)
 
 
 def outlive_parent() -> None:
@@ -233,13 +233,21 @@ def kill_group(pid: int) -> None:
 
 
 def main() -> None:
-    listener, preload = socket.socket(fileno=int(sys.argv[1])), sys.argv[2]
-    driver = os.getppid()
-    die_with_parent(driver)
+    listener, preload, driver = socket.socket(fileno=int(sys.argv[1])), *sys.argv[2:]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    zygote = Zygote(listener, driver)
+    folder = Path(listener.getsockname()).parent
+
+    def orphaned(*_: object) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(0)
+
+    # Importing takes a while, in which nothing is watched.
+    signal.signal(signal.SIGTERM, orphaned)
+    die_with_parent(int(driver), signal.SIGTERM)
+    zygote = Zygote(listener, int(driver))
     zygote.preload(preload)
     outlive_parent()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     zygote.serve()
 
 
