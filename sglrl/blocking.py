@@ -50,13 +50,25 @@ class BlockingClient:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def close(self) -> None:
-        """End every call and every worker; safe to call again."""
+    def close(self, **kwargs: Any) -> None:
+        """See ``Client.close``."""
         if self._loop is not None:
             try:
-                self._wait(self._client.close())
+                self._wait(self._client.close(**kwargs))
             finally:
                 self._stop()
+
+    def add_workers(self, n: int = 1) -> list[int]:
+        """See ``Client.add_workers``."""
+        return self._wait(self._client.add_workers(n))
+
+    def remove_worker(self, worker: int, **kwargs: Any) -> None:
+        """See ``Client.remove_worker``."""
+        self._wait(self._client.remove_worker(worker, **kwargs))
+
+    def wait_until_full(self, timeout: float = 60.0) -> None:
+        """See ``Client.wait_until_full``."""
+        self._wait(self._client.wait_until_full(timeout))
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """See ``Client.generate``."""

@@ -262,3 +262,13 @@ def test_wrong_budgets(wrong: dict[str, float]) -> None:
         sglrl.launch("fake", engine="fake", **wrong)
     with pytest.raises(sglrl.UsageError, match=next(iter(wrong))):
         sglrl.spawn(Values, **wrong)
+
+
+def test_blocking() -> None:
+    with sglrl.blocking("fake", engine="fake") as client:
+        assert client.add_workers() == [1]
+        client.wait_until_full()
+        client.remove_worker(0)
+        assert [w.state for w in client.workers] == ["retired", "ready"]
+        assert client.generate(input_ids=IDS, max_new_tokens=3).worker == 1
+        client.close(drain=True)
