@@ -99,22 +99,23 @@ class Sender:
             UsageError: this is no such address, or it needs keys.
             WeightUpdateError: nobody answers there, or the engines have no weights to update.
         """
-        import torch
-
-        from .sender import SendingEnd
-
         url, mark, token = address.partition("#")
         if not mark or not token:
             raise UsageError(
                 f"{address!r} is no address of a weight channel; pass client.weights_address"
             )
+        check_address(url, keys=keys is not None, insecure=insecure)
+        pair = None if keys is None else read_client_keys(keys)
+
+        import torch
+
+        from .sender import SendingEnd
+
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         device = torch.device(device)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
-        check_address(url, keys=keys is not None, insecure=insecure)
-        pair = None if keys is None else read_client_keys(keys)
         identity = f"sender/{token}/{secrets.token_hex(8)}".encode()
         dealer = ZmqDealer(url, identity, max_message_bytes=max_message_bytes, keys=pair)
         sender = cls(dealer, device, host)

@@ -97,8 +97,7 @@ async def test_a_message_too_large_is_dropped_and_harms_nobody_else(router: ZmqR
     inbox = Inbox()
     router.start(inbox)
     broken = threading.Event()
-    # It comes back a second later: while a router still knows a peer of the same name, it takes the
-    # first message of the new connection for its name.
+    # It comes back a second later: while the router knows a peer of a name, it hears no other one.
     loud = ZmqDealer(router.address, b"loud", max_message_bytes=SMALL, on_break=broken.set)
     good = ZmqDealer(router.address, b"good", max_message_bytes=SMALL)
     for dealer in (loud, good):

@@ -1,0 +1,141 @@
+"""Peers that do not keep to the rules, and what they cost the others: nothing."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, suppress
+from pathlib import Path
+from random import Random
+
+import pytest
+import zmq
+
+from sglrl.keys import DriverKeys
+from sglrl.net.base import MOST_UNREAD
+from sglrl.net.zmq import _MOST_UNTAKEN, ZmqDealer, ZmqRouter, key_pair
+
+from .links import Inbox
+from .test_zmq import watching
+
+SMALL = 1 << 20
+
+
+@pytest.fixture(params=["ipc", "tcp"])
+def router(request: pytest.FixtureRequest, folder: Path) -> Iterator[ZmqRouter]:
+    address = "tcp://127.0.0.1:*" if request.param == "tcp" else f"ipc://{folder}/s"
+    made = ZmqRouter(address, max_message_bytes=SMALL)
+    yield made
+    made.close()
+
+
+def dealer(router: ZmqRouter, name: bytes) -> closing[ZmqDealer]:
+    return closing(ZmqDealer(router.address, name, max_message_bytes=SMALL))
+
+
+@pytest.fixture
+def deaf(router: ZmqRouter) -> Iterator[zmq.Socket[bytes]]:
+    """A peer that takes next to nothing from its connection."""
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.RCVHWM, 1)
+    socket.setsockopt(zmq.IDENTITY, b"deaf")
+    socket.connect(router.address)
+    yield socket
+    socket.close(0)
+
+
+async def test_a_peer_that_never_reads(router: ZmqRouter, deaf: zmq.Socket[bytes]) -> None:
+    """What waits for it is bounded, then it counts as gone; the others are served."""
+    inbox, answers = Inbox(), Inbox()
+    router.start(inbox)
+    with dealer(router, b"good") as good:
+        good.start(answers)
+        deaf.send(b"hello")
+        good.send([b"hello"])
+        await inbox.reach(2)
+        sent = 0
+        while router.send(b"deaf", [b"x" * 100]):
+            sent += 1
+            assert sent < 4 * MOST_UNREAD
+        assert sent >= MOST_UNREAD
+        for n in range(100):
+            assert not router.send(b"deaf", [b"x"])
+            assert router.send(b"good", [b"%d" % n])
+        assert await answers.reach(100) == [[b"%d" % n] for n in range(100)]
+
+
+async def test_a_peer_that_floods_the_driver_waits(router: ZmqRouter) -> None:
+    """While the driver is busy the flood stays where it comes from, and none of it is lost."""
+    total = 10 * _MOST_UNTAKEN
+    inbox = Inbox()
+    with dealer(router, b"loud") as loud, dealer(router, b"good") as good:
+        for n in range(total):
+            loud.send([b"%d" % n])
+        good.send([b"hello"])
+        router.start(inbox)
+        got = await inbox.reach(total + 1)
+    assert [f[0] for peer, f in got if peer == b"loud"] == [b"%d" % n for n in range(total)]
+    # It had its turn long before the flood was over.
+    assert got.index((b"good", [b"hello"])) < total // 2
+
+
+async def test_another_of_the_same_name_is_not_heard(router: ZmqRouter) -> None:
+    inbox, answers = Inbox(), Inbox()
+    router.start(inbox)
+    with dealer(router, b"w0") as first, dealer(router, b"other") as other:
+        first.start(answers)
+        first.send([b"hello"])
+        await inbox.reach(1)
+        with (
+            closing(zmq.Context.instance().socket(zmq.DEALER)) as second,
+            watching(second, zmq.EVENT_HANDSHAKE_SUCCEEDED) as there,
+        ):
+            second.setsockopt(zmq.IDENTITY, b"w0")
+            second.setsockopt(zmq.LINGER, 0)
+            second.connect(router.address)
+            await there
+            for n in range(100):
+                second.send(b"I am w0")
+                other.send([b"%d" % n])
+                assert router.send(b"w0", [b"%d" % n])
+            first.send([b"still here"])
+            got = await inbox.reach(102)
+            assert [frames for _, frames in got].count([b"I am w0"]) == 0
+            assert got.count((b"w0", [b"still here"])) == 1
+            assert await answers.reach(100) == [[b"%d" % n] for n in range(100)]
+            with pytest.raises(zmq.Again):
+                second.recv(zmq.NOBLOCK)
+
+
+@pytest.mark.parametrize("locked", [False, True])
+async def test_bytes_that_are_no_conversation(folder: Path, locked: bool) -> None:
+    """Greetings that are cut off, and noise behind whole ones, straight on the connection. ZeroMQ
+    makes messages of strangers out of some; not where there are keys."""
+    keys = DriverKeys(secret=key_pair()[1], clients=frozenset()) if locked else None
+    router = ZmqRouter("tcp://127.0.0.1:*", max_message_bytes=SMALL, keys=keys)
+    random = Random(4)
+    inbox = Inbox()
+    router.start(inbox)
+    greeting = b"\xff" + b"\0" * 8 + b"\x7f\x03\x00NULL" + b"\0" * 48
+    starts = [b"", b"GET / HTTP/1.1\r\n\r\n", greeting[:12], greeting, greeting + b"\4\x19\5READY"]
+    with ExitStack() as left_open:
+        good = left_open.enter_context(
+            closing(
+                ZmqDealer(router.address, b"good", max_message_bytes=SMALL, keys=router.worker_keys)
+            )
+        )
+        for n in range(200):
+            noisy = socket.create_connection(("127.0.0.1", int(router.address.rsplit(":", 1)[1])))
+            left_open.callback(noisy.close)
+            with suppress(OSError):
+                noisy.sendall(random.choice(starts) + random.randbytes(random.randrange(200)))
+            if n % 2:
+                noisy.close()
+            good.send([b"%d" % n])
+        good.send([b"end"])
+        while (b"good", [b"end"]) not in inbox.got:
+            await inbox.reach(len(inbox.got) + 1)
+    assert [f for peer, f in inbox.got if peer == b"good"][:-1] == [[b"%d" % n] for n in range(200)]
+    assert (len(inbox.got) == 201) == locked
+    router.close()

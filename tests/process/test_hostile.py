@@ -1,0 +1,126 @@
+"""Peers that do not keep to the rules, at a pool with real worker processes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+import sglrl
+from sglrl.codec import encode
+from sglrl.keys import make_keys, read_client_keys
+from sglrl.messages import PROTOCOL_VERSION, Item, ItemKind, Ready, Results
+from sglrl.net.zmq import ZmqDealer, ZmqRouter
+from sglrl.weights import Sender
+
+IDS = [3, 1, 4]
+
+
+async def works(client: sglrl.Client) -> None:
+    made = await asyncio.gather(
+        *(client.generate(input_ids=IDS, max_new_tokens=6, worker=w.id) for w in client.workers)
+    )
+    assert [c.output_ids.tolist() for c in made] == [IDS * 2] * len(client.workers)
+
+
+def router_of(client: sglrl.Client) -> ZmqRouter:
+    transport = client._pool.driver.transport
+    assert isinstance(transport, ZmqRouter)
+    return transport
+
+
+async def test_the_sockets_are_in_a_folder_that_is_closed_to_others() -> None:
+    async with sglrl.launch("fake", engine="fake") as client:
+        path = router_of(client).address.removeprefix("ipc://")
+        assert stat.S_ISSOCK(os.stat(path).st_mode)
+        pool = os.path.dirname(path)
+        for folder in (pool, os.path.dirname(pool)):
+            assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700
+        await works(client)
+
+
+async def test_messages_that_are_too_large(caplog: pytest.LogCaptureFixture) -> None:
+    """A stranger's is dropped with its connection; a call's never leaves."""
+    limit = 1 << 16
+    async with sglrl.launch(
+        "fake", engine="fake", replicas=2, max_message_bytes=limit, context_length=1 << 17
+    ) as client:
+        await works(client)
+        gone = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        hostile = ZmqDealer(
+            router_of(client).address,
+            b"hostile",
+            max_message_bytes=limit,
+            on_break=lambda: loop.call_soon_threadsafe(gone.set),
+        )
+        hostile.send([b"x" * (limit + 1)])
+        await gone.wait()
+        hostile.close()
+        with pytest.raises(sglrl.MessageTooLarge):
+            await client.generate(input_ids=[1] * (limit // 4), max_new_tokens=1)
+        await works(client)
+        assert client._pool.driver.dropped == 0
+        assert [w.state for w in client.workers] == ["ready"] * 2
+
+
+async def test_a_stranger_that_knows_everything_but_a_name() -> None:
+    """Right messages, for calls that there are, from one that nobody knows."""
+    async with sglrl.launch(
+        "fake", engine="fake", address="tcp", replicas=2, step_seconds=0.01, tokens_per_step=1
+    ) as client:
+        driver = client._pool.driver
+        stranger = ZmqDealer(router_of(client).address, b"0-0", max_message_bytes=1 << 20)
+        work = asyncio.create_task(works(client))
+        await asyncio.sleep(0)
+        held = list(driver.fabric.calls)
+        stranger.send([encode(Ready(PROTOCOL_VERSION, 1, 100, ["generate"]))])
+        stranger.send([encode(Results([Item(id_, ItemKind.CANCELLED) for id_ in held]))])
+        await work
+        while driver.dropped < 2:
+            await works(client)
+        assert driver.fabric.stray_items == 0
+        stranger.close()
+
+
+async def test_keys_from_the_user_to_the_workers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "keys"
+    make_keys(folder)
+    with caplog.at_level(logging.WARNING):
+        async with sglrl.launch(
+            "fake", engine="fake", replicas=2, address="tcp://0.0.0.0:*", keys=folder
+        ) as client:
+            await works(client)
+            router = router_of(client)
+            plain = ZmqDealer(router.address, b"plain", max_message_bytes=1 << 20)
+            plain.send([b"hello"])
+            known = ZmqDealer(
+                router.address, b"known", max_message_bytes=1 << 20, keys=read_client_keys(folder)
+            )
+            known.send([b"hello"])
+            while client._pool.driver.dropped < 1:
+                await works(client)
+            for end in (plain, known):
+                end.close()
+            await works(client)
+            assert client._pool.driver.dropped == 1
+            assert client.weights_address.startswith("tcp://")
+            assert "0.0.0.0" not in client.weights_address
+    assert "insecure" not in caplog.text
+
+
+async def test_without_keys_it_does_not_even_begin(tmp_path: Path) -> None:
+    with pytest.raises(sglrl.UsageError, match=r"'sglrl keys DIR' and pass keys='DIR'"):
+        sglrl.launch("fake", engine="fake", address="tcp://0.0.0.0:*")
+    with pytest.raises(sglrl.InvalidKeys, match="there is no folder"):
+        sglrl.launch("fake", engine="fake", address="tcp://0.0.0.0:*", keys=tmp_path / "none")
+    with pytest.raises(sglrl.UsageError, match="keys= is for tcp"):
+        sglrl.launch("fake", engine="fake", keys=tmp_path)
+    with pytest.raises(sglrl.UsageError, match="not a loopback address"):
+        await Sender.connect("tcp://192.0.2.1:5#token", device="cpu")
