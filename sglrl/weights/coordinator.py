@@ -427,14 +427,19 @@ class WeightChannel:
         failure: SglrlError | None = None
         for peer in peers:
             begun = time.perf_counter()
-            try:
-                async with asyncio.TaskGroup() as group:
-                    for member in mine:
-                        group.create_task(self._hand_over((peer, member[1]), member, timeout))
-            except* SglrlError as errors:
-                failure = _first(errors)
-                if worker not in self._workers():
-                    raise failure from None
+            # All of them to their end: what one still writes must not mix with the next try.
+            ends = await asyncio.gather(
+                *(self._hand_over((peer, member[1]), member, timeout) for member in mine),
+                return_exceptions=True,
+            )
+            for end in ends:
+                if isinstance(end, SglrlError):
+                    failure = end
+                elif end is not None:
+                    raise end
+            if worker not in self._workers():
+                raise WorkerLost(f"worker {worker} was lost", worker=worker)
+            if any(ends):
                 logger.warning("worker %d could not give its weights: %s", peer, failure)
             else:
                 logger.info(
@@ -882,14 +887,6 @@ class _RemoteSource:
             self.ask(Proposed(proposal.id, ErrorBody(type(error).__name__, error.message)))
         else:
             self.ask(Proposed(proposal.id, None, msgspec.Raw(encode(report))))
-
-
-def _first(errors: BaseExceptionGroup[SglrlError]) -> SglrlError:
-    found: BaseException = errors
-    while isinstance(found, BaseExceptionGroup):
-        found = found.exceptions[0]
-    assert isinstance(found, SglrlError)
-    return found
 
 
 def _body(decoder: Any, answer: RankAnswer) -> Any:
