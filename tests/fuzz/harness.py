@@ -60,11 +60,13 @@ class Worker:
         self.dealer = dealer
         self.lazy = lazy
         self.waiting: list[list[bytes]] = []
+        self.something = asyncio.Event()
         dealer.start(self.on_message)
         dealer.send([encode(Ready(PROTOCOL_VERSION, 1, WINDOW, ["generate"], "cpu", INFO))])
 
     def on_message(self, frames: list[bytes]) -> None:
         self.waiting.append(frames)
+        self.something.set()
         if not self.lazy:
             self.work()
 
