@@ -87,6 +87,12 @@ class ForkServer:
     def alive(self) -> bool:
         return self.pid == os.getpid() and self.process.poll() is None
 
+    def kill(self) -> None:
+        """End it at once. Its folder stays: pools that had workers of it have their sockets
+        there."""
+        self.process.kill()
+        self.process.wait()
+
     def close(self) -> None:
         """End the fork server and every worker of it."""
         if self.pid != os.getpid():

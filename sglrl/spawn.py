@@ -239,6 +239,16 @@ class Pool:
             server, self._on_forked, self._on_exited, self._config.start_timeout
         )
 
+    async def _reconnect(self) -> ForkConnection:
+        """The fork server was lost: to a new one, as a rule."""
+        server = fork_server(self._preload)
+        try:
+            return await self._connect(server)
+        except WorkerStartError:
+            # It may be this one's end that is only just coming.
+            server.kill()
+            return await self._connect(fork_server(self._preload))
+
     def _fork(self, index: int) -> _Worker:
         assert self._folder is not None
         assert self._connection is not None
@@ -488,7 +498,7 @@ class Pool:
                 return
             async with self._connecting:
                 if self._connection is None or not self._connection.alive:
-                    self._connection = await self._connect(fork_server(self._preload))
+                    self._connection = await self._reconnect()
             replacement = self._fork(index)
             replacement.returns = True
         except (SglrlError, OSError, TimeoutError) as error:
