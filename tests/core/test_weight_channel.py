@@ -11,7 +11,7 @@ import pytest
 
 from sglrl.codec import decode_to_rank, encode
 from sglrl.core.weights import COMMIT, JOIN, PREPARE, STAGE
-from sglrl.errors import InvalidWeights, WeightUpdateError
+from sglrl.errors import InvalidWeights, ProtocolError, UsageError, WeightUpdateError
 from sglrl.messages import (
     Abort,
     Commit,
@@ -223,3 +223,115 @@ async def test_a_group_that_lost_a_member_after_a_refusal_is_formed_again(pool: 
     await pool.goes_well(sender, [0], Join, Prepare, Stage, Commit)
     assert (await update).version == 1
     assert pool.expelled == []
+
+
+@played
+async def test_answers_that_were_not_asked_for_change_nothing(pool: Pool) -> None:
+    sender = Sender(pool, "a")
+    update = asyncio.create_task(pool.channel.update(UpdateRequest(specs=SPECS), sender))
+    await pool.describes_itself()
+    await pool.goes_well(sender, [0, 1], Join)
+    prepare = await pool.next(0, Prepare)
+    await pool.next(1, Prepare)
+    nonsense = [
+        RankAnswer(prepare.id, phase, error, raw(body))
+        for phase in (COMMIT, STAGE, JOIN, "abort", "", "describe")
+        for error, body in ((None, Committed(1.0)), (NO, None), (None, True))
+    ]
+    identity = rank_identity(b"w0", 0)
+    for message in (*nonsense, RankAnswer(prepare.id + 1, PREPARE), RankHello(SETTINGS)):
+        assert not pool.on_peer(identity, encode(message))
+    assert not pool.channel.sender_answered(Sender(pool, "b"), answer(prepare))
+    assert not pool.channel.sender_answered(sender, answer(prepare))
+    for who in (0, 1):
+        assert pool.on_peer(rank_identity(b"w%d" % who, 0), encode(answer(prepare)))
+    # It said yes: to say it again, or something else, is too late.
+    changed = RankAnswer(prepare.id, PREPARE, None, raw("nonsense"))
+    assert not pool.on_peer(identity, encode(changed))
+    await pool.goes_well(sender, [0, 1], Stage, Commit)
+    report = await update
+    assert (report.workers, report.mode) == ([0, 1], "full")
+    assert not pool.on_peer(identity, encode(RankAnswer(prepare.id, COMMIT)))
+
+
+@pytest.mark.parametrize(
+    ("phase", "kinds"),
+    [(PREPARE, (Join,)), (STAGE, (Join, Prepare)), (COMMIT, (Join, Prepare, Stage))],
+)
+def test_a_malformed_answer_is_a_no(phase: str, kinds: tuple[type[Any], ...]) -> None:
+    """To PREPARE and from the sender it ends the update; a worker that says nonsense of its COMMIT
+    is ended."""
+
+    @played
+    async def play(pool: Pool) -> None:
+        sender = Sender(pool, "a")
+        update = asyncio.create_task(pool.channel.update(UpdateRequest(specs=SPECS), sender))
+        await pool.describes_itself()
+        await pool.goes_well(sender, [0, 1], *kinds)
+        kind = {PREPARE: Prepare, STAGE: Stage, COMMIT: Commit}[phase]
+        asked: list[int | str] = ["a", 0, 1] if phase == STAGE else [0, 1]
+        for who in asked:
+            message = await pool.next(who, kind)
+        liar = asked[0]
+        wrong = RankAnswer(message.id, phase, None, raw(["what?"]))
+        pool.say(liar, wrong, sender if liar == "a" else None)
+        for who in asked[1:]:
+            pool.say(who, answer(message))
+        if phase == COMMIT:
+            assert (await update).workers == [1]
+            assert pool.expelled == [0]
+            return
+        await pool.goes_well(sender, [0, 1], Abort)
+        with pytest.raises((WeightUpdateError, ProtocolError), match=f"answer to '{phase}'"):
+            await update
+        assert pool.expelled == []
+        assert pool.channel.version == 0
+
+    play()
+
+
+@played
+async def test_a_description_that_is_none(pool: Pool) -> None:
+    update = asyncio.create_task(pool.channel.update(UpdateRequest(specs=SPECS), Sender(pool, "a")))
+    message = await pool.next(0, Describe)
+    pool.say(0, RankAnswer(message.id, "describe", None, raw(7)))
+    with pytest.raises(ProtocolError, match="malformed answer to 'describe'"):
+        await update
+
+
+@played
+async def test_a_sender_that_is_gone_ends_nobody_elses_update(pool: Pool) -> None:
+    token = pool.channel.address.partition("#")[2].encode()
+    gone = b"sender/%s/gone" % token
+    sent = pool.send_to_peer
+    pool.send_to_peer = lambda identity, frame: identity != gone and sent(identity, frame)  # type: ignore[method-assign]
+    sender = Sender(pool, "a")
+    update = asyncio.create_task(pool.channel.update(UpdateRequest(specs=SPECS), sender))
+    await pool.describes_itself()
+    await pool.goes_well(sender, [0, 1], Join)
+    # It is welcomed, which it does not hear.
+    assert pool.on_peer(gone, encode(RankHello(SETTINGS)))
+    await pool.goes_well(sender, [0, 1], Prepare, Stage, Commit)
+    assert (await update).version == 1
+    assert pool.channel._senders == {}
+
+
+@played
+async def test_senders_are_remembered_in_bounds(pool: Pool) -> None:
+    token = pool.channel.address.partition("#")[2].encode()
+    pool.send_to_peer = lambda identity, frame: True  # type: ignore[method-assign]
+    pool.channel._description = ModelDescription(SPECS, [])
+    for n in range(100):
+        identity = b"sender/%s/%d" % (token, n)
+        assert pool.on_peer(identity, encode(RankHello(SETTINGS)))
+        # Once is enough.
+        assert not pool.on_peer(identity, encode(RankHello(SETTINGS)))
+        await asyncio.sleep(0)
+    assert len(pool.channel._senders) == 16
+    assert not pool.on_peer(b"sender/%s/x" % token[:-1], encode(RankHello(SETTINGS)))
+
+
+@pytest.mark.parametrize("version", [0, -1, (1 << 62) + 1, (1 << 64) - 1])
+def test_versions_that_are_none(version: int) -> None:
+    with pytest.raises(UsageError, match="version must be"):
+        UpdateRequest(specs=SPECS, version=version).check(0)
