@@ -80,7 +80,9 @@ class Wire:
         return found
 
 
-def test_an_engines_mailbox(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
+    """With its mailbox, on a ``Wire``."""
     monkeypatch.setattr(mailbox_module, "ZmqPolledDealer", Wire)
     body = EngineSpec(
         engine="fake",
@@ -96,8 +98,31 @@ def test_an_engines_mailbox(monkeypatch: pytest.MonkeyPatch) -> None:
         window=8,
     )
     spec = WorkerSpec(index=0, identity=b"w", address="", max_message_bytes=1 << 20, body=body)
-    engine = FakeEngine(body)
-    mailbox = engine.mailbox = Mailbox(spec)
+    made = FakeEngine(body)
+    made.mailbox = Mailbox(spec)
+    return made
+
+
+def test_a_call_that_comes_again_is_answered_once(engine: FakeEngine) -> None:
+    mailbox = engine.mailbox
+    wire: Any = mailbox._dealer
+    calls = [CallMessage(FIRST_GOOD, "generate", generate_args(ids(n), SAMPLING)) for n in (1, 2)]
+    wire.arriving.extend([[encode(Submit(calls))], [encode(Submit(calls[1:]))]])
+    mailbox.receive(engine)
+    while engine.busy:
+        engine.step()
+    mailbox.flush()
+    ((_, body),) = wire.answers()[FIRST_GOOD]
+    assert msgspec.msgpack.decode(body, type=TokenChunk).ids == ids(*[1] * 6)
+    assert mailbox._drop.count == 2
+    # It has been answered: a call of that number is another one.
+    wire.arriving.append([encode(Submit(calls[1:]))])
+    mailbox.receive(engine)
+    assert engine.busy
+
+
+def test_an_engines_mailbox(engine: FakeEngine) -> None:
+    mailbox = engine.mailbox
     wire: Any = mailbox._dealer
     mutator = Mutator(to_worker())
     before = 0
@@ -209,3 +234,22 @@ async def test_an_actors_mailbox() -> None:
         router.send(b"w", [encode(Shutdown())])
         await serving
     assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_a_call_that_comes_again_is_run_once() -> None:
+    router = MemoryRouter()
+    wire = Wire()
+    router.start(lambda identity, frames: wire.send(frames))
+    host = Host(Served(), endpoints_of(Served), router.connect(b"w"), 1 << 20)
+    serving = asyncio.create_task(host.serve(8))
+    await asyncio.sleep(0)
+    calls = [CallMessage(FIRST_GOOD, "echo", raw([n])) for n in (1, 2)]
+    router.send(b"w", [encode(Submit(calls))])
+    router.send(b"w", [encode(Shutdown())])
+    # It comes too late.
+    router.send(b"w", [encode(Submit([CallMessage(FIRST_GOOD + 1, "echo", raw([3]))]))])
+    await serving
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert wire.answers() == {FIRST_GOOD: [(ItemKind.DONE, encode(1))]}
+    assert host._drop.count == 2
