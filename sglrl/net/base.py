@@ -58,7 +58,7 @@ class WorkerTransport(Protocol):
         """Hand over one message.
 
         Raises:
-            Closed: the transport is closed.
+            Closed: the transport is closed, or the driver refused the connection.
         """
         ...
 

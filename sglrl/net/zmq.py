@@ -384,7 +384,11 @@ class ZmqDealer(_Pump):
     def send(self, frames: Sequence[Frame]) -> None:
         if self.closed:
             raise Closed("the transport is closed")
-        _send(self.socket, frames)
+        try:
+            _send(self.socket, frames)
+        except zmq.Again:
+            # There is no limit to what waits; so there is no connection, and will be none.
+            raise Closed("the driver has refused the connection") from None
         self.after_send()
 
 

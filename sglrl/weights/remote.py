@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
@@ -145,11 +146,12 @@ class Sender:
 
     async def close(self) -> None:
         """Leave the group and disconnect; an update under way is given up. Safe to call again."""
-        if self._proposal is not None:
-            self._send(Withdraw(self._proposal[0]))
-            if not self._proposal[1].done():
-                self._proposal[1].set_exception(Closed("the sender was closed"))
-        self._send(Farewell())
+        with contextlib.suppress(Closed):
+            if self._proposal is not None:
+                self._send(Withdraw(self._proposal[0]))
+            self._send(Farewell())
+        if self._proposal is not None and not self._proposal[1].done():
+            self._proposal[1].set_exception(Closed("the sender was closed"))
         if not self._welcome.done():
             self._welcome.cancel()
         self._end.close()

@@ -8,14 +8,29 @@ import os
 import stat
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import sglrl
-from sglrl.codec import encode
-from sglrl.keys import make_keys, read_client_keys
-from sglrl.messages import PROTOCOL_VERSION, Item, ItemKind, Ready, Results
+from sglrl.codec import decode_to_rank, encode
+from sglrl.driver import Driver
+from sglrl.keys import make_keys, read_client_keys, read_driver_keys
+from sglrl.messages import (
+    PROTOCOL_VERSION,
+    Describe,
+    Item,
+    ItemKind,
+    ModelDescription,
+    RankAnswer,
+    RankHello,
+    RankSettings,
+    Ready,
+    Results,
+    TensorSpec,
+)
 from sglrl.net.zmq import ZmqDealer, ZmqRouter
 from sglrl.weights import Sender
+from sglrl.weights.coordinator import WeightChannel
 
 IDS = [3, 1, 4]
 
@@ -124,3 +139,51 @@ async def test_without_keys_it_does_not_even_begin(tmp_path: Path) -> None:
         sglrl.launch("fake", engine="fake", keys=tmp_path)
     with pytest.raises(sglrl.UsageError, match="not a loopback address"):
         await Sender.connect("tcp://192.0.2.1:5#token", device="cpu")
+
+
+async def test_a_remote_sender_needs_a_key_and_the_token(tmp_path: Path) -> None:
+    folder, other = tmp_path / "keys", tmp_path / "other"
+    make_keys(folder)
+    make_keys(other)
+    # It takes the right one for the driver, and is not known there.
+    (other / "driver.public").write_text((folder / "driver.public").read_text())
+    router = ZmqRouter(
+        "tcp://127.0.0.1:*", max_message_bytes=1 << 20, keys=read_driver_keys(folder)
+    )
+    driver = Driver(router)
+    channel = WeightChannel(lambda worker, reason: None)
+    channel.attach(driver, router.outer_address)
+    driver.start()
+    driver.add_worker(0, b"w")
+    channel.add_rank(0, 0, b"w/0")
+    rank = ZmqDealer(router.address, b"w/0", max_message_bytes=1 << 20, keys=router.worker_keys)
+
+    def answer(frames: list[bytes]) -> None:
+        message = decode_to_rank(frames[0])
+        assert isinstance(message, Describe)
+        body = encode(ModelDescription([TensorSpec("w", "float32", (4,))], []))
+        rank.send([encode(RankAnswer(message.id, "describe", None, msgspec.Raw(body)))])
+
+    rank.start(answer)
+    settings = RankSettings(device="cpu", uuid="", torch="", nccl="", environment={})
+    rank.send([encode(RankHello(settings))])
+
+    sender = await Sender.connect(channel.address, keys=folder, device="cpu")
+    assert sender.weight_version == 0
+    await sender.close()
+    dropped = driver.dropped
+    for address, keys, words in (
+        (channel.address, other, "or nobody there knows this key"),
+        (channel.address[:-1], folder, "nobody answered"),
+        (channel.address, None, "nobody answered"),
+    ):
+        with pytest.raises(sglrl.WeightUpdateError, match=words):
+            await Sender.connect(address, keys=keys, device="cpu", timeout=0.5)
+    # Of these only the one with a key and a wrong token was heard at all.
+    assert driver.dropped > dropped
+    assert router.refused >= 1
+    assert channel._senders == {}
+    rank.close()
+    await channel.close()
+    driver.close()
+    router.close()
