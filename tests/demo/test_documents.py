@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_readmes_example_runs_as_a_plain_script(tmp_path: Path) -> None:
-    code, _ = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    code, *_ = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     model = '"Qwen/Qwen3-0.6B", replicas=1'
     assert code.count(model) == 1
     script = tmp_path / "example.py"

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-FRAMES = int(os.environ.get("SGLRL_FUZZ_FRAMES", "130000"))
+FRAMES = int(os.environ.get("SGLRL_FUZZ_FRAMES", "200000"))
 SEED = int(os.environ.get("SGLRL_FUZZ_SEED", "4"))
 
 INTEGERS = (
