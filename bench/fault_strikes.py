@@ -78,10 +78,12 @@ class Striker:
         watch = asyncio.ensure_future(self._watch())
         try:
             async with asyncio.TaskGroup() as group:
-                for fault in faults:
-                    await asyncio.sleep(fault.gap)
-                    worker, handle = await self._target(fault.worker)
-                    group.create_task(self._strike(fault, worker, handle))
+                with contextlib.suppress(TimeoutError):
+                    # No worker to strike for so long: ``missing`` tells what has become of them.
+                    for fault in faults:
+                        await asyncio.sleep(fault.gap)
+                        worker, handle = await self._target(fault.worker)
+                        group.create_task(self._strike(fault, worker, handle))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_PATIENCE):
                     await self._whole.wait()
