@@ -31,6 +31,8 @@ GIVE, TAKE = "give", "take"
 _HOST = "127.0.0.1"
 _PREFIX = "sglrl/hand-over"
 _BATCH_BYTES = 1 << 30
+_CONNECT_SECONDS = 10.0
+"""The giver's store listens already."""
 
 
 class HandOver:
@@ -47,6 +49,7 @@ class HandOver:
         self._stream = stream
         self._answer = answer
         self._link = Link()
+        self._taking = -1
 
     def give(self, message: Give) -> None:
         """Answered with an ``Offer`` as soon as the other may come."""
@@ -71,6 +74,7 @@ class HandOver:
     def take(self, message: Take) -> None:
         """Answered when the weights are live and the engine has their version."""
         link = self._fresh()
+        self._taking = message.id
 
         def receive() -> None:
             live = self._engine.live()
@@ -82,7 +86,8 @@ class HandOver:
                 if not self._engine.held(message.timeout):
                     raise WeightUpdateError("the engine did not come to rest in time")
                 offer = message.offer
-                store = connect_store(offer.host, offer.port, message.timeout)
+                patience = min(message.timeout, _CONNECT_SECONDS)
+                store = connect_store(offer.host, offer.port, patience)
                 self._transfer(link, store, 1, live, message.timeout)
                 link.check()
                 version = message.version
@@ -96,7 +101,9 @@ class HandOver:
         link.submit(job)
 
     def give_up(self) -> None:
+        """The engine is let go at once, whatever the link's thread waits in."""
         self._link.abandon()
+        self._engine.release(self._taking, None)
 
     def _fresh(self) -> Link:
         self._link.abandon()

@@ -213,6 +213,8 @@ class WeightChannel:
         self._next_group = 0
         self._joined: tuple[Source, frozenset[Member]] | None = None
         self._asked: dict[tuple[int, Member], asyncio.Future[RankAnswer]] = {}
+        self._givers: dict[Member, Member] = {}
+        """Of the hand-overs under way, by who takes."""
         self._timer: asyncio.TimerHandle | None = None
         self._senders: dict[bytes, _RemoteSource] = {}
         self._description: ModelDescription | None = None
@@ -465,6 +467,7 @@ class WeightChannel:
 
     async def _hand_over(self, giver: Member, taker: Member, timeout: float) -> None:
         """From one rank to another. Both forget it when either fails."""
+        self._givers[taker] = giver
         try:
             answer = await self._question(giver, lambda id_: Give(id_, timeout), timeout)
             offer = _body(_offer, answer)
@@ -474,6 +477,8 @@ class WeightChannel:
             for member in (giver, taker):
                 self._send(member, GiveUp())
             raise
+        finally:
+            del self._givers[taker]
 
     def _new_run(
         self,
@@ -798,7 +803,8 @@ class WeightChannel:
                 self._joined = None
             error = WorkerLost(f"worker {worker} was lost", worker=worker)
             for (_, asked), future in list(self._asked.items()):
-                if asked == member and not future.done():
+                # What waits for a giver that is lost would wait in vain.
+                if member in (asked, self._givers.get(asked)) and not future.done():
                     future.set_exception(error)
         if self._run is not None:
             self._run.machine.lost(worker, time.monotonic())

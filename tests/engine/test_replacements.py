@@ -140,6 +140,31 @@ async def test_the_giver_is_lost_too(lab: Lab, monkeypatch: pytest.MonkeyPatch) 
     await lab.check()
 
 
+async def test_the_giver_is_lost_in_the_hand_over(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that takes does not wait for it, but turns to another one."""
+    await lab.other()
+    (added,) = await lab.client.add_workers()
+    channel = lab.client._pool.weights
+    send, struck = channel._send, False
+
+    def observed(member: Any, message: Any) -> None:
+        nonlocal struck
+        if type(message).__name__ == "Take" and not struck:
+            struck = True
+            strike(lab.client, channel._givers[member][0])
+        send(member, message)
+
+    monkeypatch.setattr(channel, "_send", observed)
+    await kill(lab.client, 1)
+    async with asyncio.timeout(30):
+        await lab.client.wait_until_full()
+    assert struck
+    await lab.check()
+    await lab.client.remove_worker(added)
+
+
 async def test_the_taker_is_lost_in_the_hand_over(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:

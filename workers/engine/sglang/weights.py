@@ -291,6 +291,9 @@ class SglangWeights:
         with self._lock:
             self._over = max(self._over, update)
             hold = self._current
+        if hold.update > update or hold.released.is_set():
+            # Another one's, or over.
+            return 0.0
         hold.version = version
         hold.released.set()
         return (time.perf_counter() - hold.begun) * 1e3 if hold.held.is_set() else 0.0
