@@ -35,6 +35,7 @@ from .driver import ENVELOPE_BYTES, Driver, now
 from .errors import (
     DeadlineExceeded,
     MessageTooLarge,
+    Overloaded,
     ProtocolError,
     SglrlError,
     UnknownEndpoint,
@@ -192,14 +193,23 @@ class UnaryReply:
             self.future.set_result(value)
 
 
-class StreamReply:
-    """Queues the items of a stream for the one coroutine that reads it."""
+MOST_UNREAD_ITEMS = 1 << 16
+MOST_UNREAD_BYTES = 256 << 20
+"""Of one stream, on the wire. A reader that falls further behind loses it: what is not read would
+fill the driver's memory."""
 
-    __slots__ = ("done", "error", "items", "result", "waiter")
+
+class StreamReply:
+    """Queues the items of a stream for the one coroutine that reads it. ``overflow()`` is called
+    once if it does not read them."""
+
+    __slots__ = ("done", "error", "items", "overflow", "result", "unread", "waiter")
 
     def __init__(self, result: Result) -> None:
         self.result = result
-        self.items: deque[Any] = deque()
+        self.items: deque[tuple[Any, int]] = deque()
+        self.unread = 0
+        self.overflow: Callable[[], None] = lambda: None
         self.done = False
         self.error: SglrlError | None = None
         self.waiter: asyncio.Future[None] | None = None
@@ -211,11 +221,20 @@ class StreamReply:
     def chunk(self, item: Item, frames: Sequence[Buffer]) -> None:
         if self.done:
             return
+        size = len(bytes(item.body)) + sum(map(len, frames))
         try:
-            self.items.append(self.result.decode(item.body, frames))
+            self.items.append((self.result.decode(item.body, frames), size))
         except SglrlError as error:
             self.error = error
             self.done = True
+        self.unread += size
+        if len(self.items) > MOST_UNREAD_ITEMS or self.unread > MOST_UNREAD_BYTES:
+            self.error = Overloaded(
+                f"{len(self.items):,} items of this stream were not read ({self.unread:,} bytes); "
+                "read it faster, or have the actor yield less"
+            )
+            self.done = True
+            self.overflow()
         self._wake()
 
     def restart(self, call: Call) -> None:
@@ -241,7 +260,9 @@ class StreamReply:
                 return False, None
             self.waiter = asyncio.get_running_loop().create_future()
             await self.waiter
-        return True, self.items.popleft()
+        item, size = self.items.popleft()
+        self.unread -= size
+        return True, item
 
 
 _error_body = Result(ErrorBody)
@@ -327,6 +348,7 @@ class StreamCaller(_Caller):
         return self._iterate(reply, call)
 
     async def _iterate(self, reply: StreamReply, call: Call) -> AsyncGenerator[Any, None]:
+        reply.overflow = lambda: self._driver.cancel(call)
         self._driver.submit(call)
         try:
             while True:

@@ -203,3 +203,22 @@ async def test_a_worker_that_stops_is_killed_when_the_pool_ends() -> None:
     async with sglrl.spawn(Values, replicas=2) as values:
         os.kill(values.workers[0].pid, signal.SIGSTOP)
         values._pool._config = type(values._pool._config)(shutdown_timeout=0.2)
+
+
+@pytest.mark.parametrize("bound", ["MOST_UNREAD_ITEMS", "MOST_UNREAD_BYTES"])
+async def test_a_stream_that_is_not_read_is_stopped(
+    monkeypatch: pytest.MonkeyPatch, bound: str
+) -> None:
+    monkeypatch.setattr(f"sglrl.actor.{bound}", 100)
+    async with sglrl.spawn(Values) as values, aclosing(values.stream.count(1 << 40)) as stream:
+        assert await anext(stream) == 0
+        # It runs on, and is told to stop: only then is its place free.
+        while values.workers[0].load:
+            await values.pid()
+        read = 1
+        with pytest.raises(sglrl.Overloaded, match="items of this stream were not read"):
+            async for item in stream:
+                assert item == read
+                read += 1
+        assert 50 < read < 10_000
+        assert await values.add(1) == 11
