@@ -45,6 +45,7 @@ logger = logging.getLogger("sglrl.weights")
 _report = msgspec.msgpack.Decoder(UpdateReport)
 _OF_THE_CLIENT = {cls.__name__: cls for cls in (Closed, DeadlineExceeded, WorkerLost)}
 """Errors that no worker answers with, but the client that the workers belong to."""
+_GONE = "the client is gone; connect to the one that takes its place"
 
 
 class Sender:
@@ -73,6 +74,7 @@ class Sender:
         self._lock = asyncio.Lock()
         self._welcome: asyncio.Future[Welcome] = asyncio.get_running_loop().create_future()
         self._version = 0
+        self._lost = False
 
     @classmethod
     async def connect(
@@ -118,8 +120,18 @@ class Sender:
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         identity = f"sender/{token}/{secrets.token_hex(8)}".encode()
-        dealer = ZmqDealer(url, identity, max_message_bytes=max_message_bytes, keys=pair)
+        loop = asyncio.get_running_loop()
+        broken: asyncio.Future[None] = loop.create_future()
+
+        def tell() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(broken.set_result, None)
+
+        dealer = ZmqDealer(
+            url, identity, max_message_bytes=max_message_bytes, keys=pair, on_break=tell
+        )
         sender = cls(dealer, device, host)
+        broken.add_done_callback(lambda _: sender._lose())
         sender._end = SendingEnd(device, host, sender._answer)
         dealer.start(sender._on_message)
         sender._send(RankHello(sender._end.settings))
@@ -189,6 +201,8 @@ class Sender:
                 raise UsageError("pass weights, or call register_model first")
         named, ready = take(weights)
         async with self._lock:
+            if self._lost:
+                raise WeightUpdateError(_GONE)
             welcome = self._welcome.result()
             tensors, specs = specs_for(named, welcome.tensors, welcome.ignored)
             if bucket_bytes is None:
@@ -222,6 +236,12 @@ class Sender:
             return report
 
     # --- inside -----------------------------------------------------------------------------------
+
+    def _lose(self) -> None:
+        """The client is gone: nobody will answer."""
+        self._lost = True
+        if self._proposal is not None and not self._proposal[1].done():
+            self._proposal[1].set_exception(WeightUpdateError(_GONE))
 
     def _send(self, message: Any) -> None:
         if not self._dealer.closed:

@@ -18,7 +18,7 @@ import pytest_asyncio
 import sglrl
 from sglrl.weights import Sender, coordinator
 
-from .policies import PROMPTS, Lab, Policies, phase_event
+from .policies import PROMPTS, Lab, Policies, gated, phase_event
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -256,3 +256,21 @@ async def test_a_sharded_trainer(lab: Lab) -> None:
     assert int(said[0][0]) == client.weight_version == before + 1
     lab.by_version[before + 1] = lab.policies[seed]
     await lab.check(PROMPTS[:2])
+
+
+async def test_the_client_is_gone(models: Path) -> None:
+    """As when its process was killed: nothing is said any more."""
+    policies = Policies(models / "gone")
+    async with (
+        sglrl.launch(policies[0].folder, device="cpu") as client,
+        await Sender.connect(client.weights_address, device="cpu") as sender,
+    ):
+        weights, gate = gated(policies[1].model.state_dict())
+        update = asyncio.ensure_future(sender.update(weights))
+        await gate.reached()
+        client._pool.driver.transport.close()
+        with pytest.raises(sglrl.WeightUpdateError, match="the client is gone"):
+            await update
+        gate.open()
+        with pytest.raises(sglrl.WeightUpdateError, match="the client is gone"):
+            await sender.update(weights)
