@@ -301,7 +301,7 @@ class _MemoryPool:
         await self._all_ready.wait()
         return self
 
-    async def close(self) -> None:
+    async def close(self, *, drain: bool = False, timeout: float = 600.0) -> None:
         self.driver.close()
         self.driver.transport.close()
 
