@@ -5,13 +5,16 @@ from __future__ import annotations
 import random
 from typing import Any, NamedTuple
 
+from .cases import CASES as ENGINE_CASES
+from .cases import engine_arguments, model_folder
 from .fault_load import Prompt
 from .fault_schedule import DROP, HANG, KILL, SLOW, STOP, UPDATE
 
 
 class FaultCase(NamedTuple):
     """gap: seconds between faults on average. shares: of the kinds of faults. tolerance: how far a
-    logprob may be off, 0 for not at all; a real engine computes in another batch and order.
+    logprob may be off, 0 for not at all; a real engine computes in another batch and order. None:
+    only the number of tokens is compared, because in 16 bits another batch may choose other ones.
     wait_target, back_target: milliseconds that are asked for, from a SIGKILL to the next token and
     to full strength."""
 
@@ -22,9 +25,20 @@ class FaultCase(NamedTuple):
     shares: dict[str, float]
     in_flight: int
     hang_timeout: float
-    tolerance: float
+    tolerance: float | None
     wait_target: float | None = None
     back_target: float | None = None
+
+    @property
+    def on_gpus(self) -> bool:
+        return self.name == "8b"
+
+    @property
+    def model(self) -> str:
+        """A folder, made if need be."""
+        if self.is_fake:
+            return "fake"
+        return str(model_folder(ENGINE_CASES["8b" if self.on_gpus else "tiny-cpu"]))
 
     @property
     def is_fake(self) -> bool:
@@ -33,6 +47,8 @@ class FaultCase(NamedTuple):
     def prompts(self, seed: int) -> list[Prompt]:
         draw = random.Random(seed)
         longest, new = (48, (40, 160)) if self.is_fake else (96, (24, 120))
+        if self.on_gpus:
+            longest, new = 512, (256, 512)
         return [
             Prompt(
                 # The number in front makes each prompt another one.
@@ -40,7 +56,7 @@ class FaultCase(NamedTuple):
                 {
                     "max_new_tokens": draw.randint(*new),
                     "temperature": 0,
-                    "ignore_eos": draw.random() < 0.5,
+                    "ignore_eos": self.on_gpus or draw.random() < 0.5,
                 },
             )
             for i in range(4 * self.in_flight)
@@ -50,6 +66,8 @@ class FaultCase(NamedTuple):
         """For ``launch``. A fake step yields four tokens in 10 ms, so calls take 0.1 to 0.4 s."""
         if self.is_fake:
             return {"engine": "fake", "tokens_per_step": 4, "step_seconds": 0.01}
+        if self.on_gpus:
+            return {"device": "cuda"} | engine_arguments(ENGINE_CASES["8b"], {})
         return {"device": "cpu", "max_running_requests": 32}
 
 
@@ -77,6 +95,17 @@ CASES = {
             hang_timeout=30.0,
             tolerance=1e-4,
             back_target=1000.0,
+        ),
+        # A GPU each. The replacement's start is SGLang's own, 20 s and more.
+        FaultCase(
+            "8b",
+            replicas=2,
+            faults=3,
+            gap=20.0,
+            shares={KILL: 100},
+            in_flight=128,
+            hang_timeout=60.0,
+            tolerance=None,
         ),
     )
 }

@@ -125,7 +125,7 @@ class Load:
         answers: Sequence[Answer],
         *,
         in_flight: int,
-        tolerance: float,
+        tolerance: float | None,
         pause: float = 0.0,
     ) -> None:
         if len(prompts) < in_flight:
@@ -234,10 +234,15 @@ class Load:
         logprobs = np.concatenate([p.logprobs for p in pieces])
         ends = [span.stop for span in made.versions]
         starts = [span.start for span in made.versions]
+        if self.tolerance is None:
+            expected, wanted, tolerance = made.output_ids, made.logprobs, 0.0
+        else:
+            wanted, tolerance = answer.logprobs, self.tolerance
         faults = {
-            "ids": not (np.array_equal(ids, expected) and np.array_equal(made.output_ids, ids)),
+            "ids": len(ids) != count
+            or not (np.array_equal(ids, expected) and np.array_equal(made.output_ids, ids)),
             "logprobs": len(logprobs) != count
-            or not np.allclose(logprobs, answer.logprobs, rtol=0, atol=self.tolerance)
+            or not np.allclose(logprobs, wanted, rtol=0, atol=tolerance)
             or not np.array_equal(made.logprobs, logprobs),
             "finish reason": made.finish_reason != answer.finish,
             "versions": starts != [0, *ends[:-1]] or ends[-1] != count,

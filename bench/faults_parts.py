@@ -107,7 +107,7 @@ async def _troubles(client: sglrl.Client, load: Load) -> list[str]:
         made = await client.generate(
             input_ids=prompt.ids, worker=worker.id, timeout=30, **prompt.options
         )
-        if not np.array_equal(made.output_ids, answer.ids):
+        if load.tolerance is not None and not np.array_equal(made.output_ids, answer.ids):
             found.append(f"worker {worker.id} answers otherwise than before")
     if len({worker.weight_version for worker in client.workers}) > 1:
         found.append("the workers' weights are of different versions")
@@ -178,12 +178,7 @@ def _case(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
     case = CASES[options["case"]]._replace(
         faults=options["faults"], in_flight=options["in_flight"], gap=options["gap"]
     )
-    model = "fake"
-    if not case.is_fake:
-        from sglrl.demo.tiny import tiny_model
-
-        model = str(tiny_model())
-    return uvloop.run(measure(case, model, options["seed"], note))
+    return uvloop.run(measure(case, case.model, options["seed"], note))
 
 
 if __name__ == "__main__":
