@@ -3,7 +3,8 @@
 Each worker has a budget of restarts within a period, as OTP's supervisors have
 (https://www.erlang.org/doc/system/sup_princ.html, maximum restart intensity); one that uses it up
 is retired. A worker that had served is replaced at once. One that fails again and again before it
-serves is given more time between the tries: nothing is gained by failing faster.
+serves is given more time between the tries, since nothing is gained by failing faster; and as many
+such failures in a row use the budget up too, however long each takes.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ class Supervision:
         recent = self._recent
         while recent and recent[0] <= now - self.period:
             recent.popleft()
-        if len(recent) >= self.restarts:
+        self._failures = 0 if served else self._failures + 1
+        if len(recent) >= self.restarts or self._failures > self.restarts:
             return None
         recent.append(now)
-        self._failures = 0 if served else self._failures + 1
         # Once is no pattern.
         if self._failures < 2:
             return 0.0
@@ -51,9 +52,9 @@ class Supervision:
     @property
     def history(self) -> str:
         """How often it was lost, and of what."""
-        parts = [f"{reason} ({n} times)" if n > 1 else reason for reason, n in self._most()]
+        parts = [
+            f"{reason} ({n} times)" if n > 1 else reason
+            for reason, n in self.reasons.most_common(4)
+        ]
         total = sum(self.reasons.values())
         return f"lost {total} time{'s' if total > 1 else ''}: {'; '.join(parts)}"
-
-    def _most(self) -> list[tuple[str, int]]:
-        return self.reasons.most_common(4)

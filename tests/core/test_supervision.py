@@ -30,6 +30,13 @@ def test_one_that_fails_before_it_serves_is_tried_ever_more_rarely() -> None:
     assert supervision.lost("killed", 99.5, served=False) == 0.0, "once is no pattern"
 
 
+def test_failures_in_a_row_use_the_budget_up_however_rare_they_are() -> None:
+    supervision = Supervision(3, 10.0)
+    delays = [supervision.lost("no memory", 100.0 * t, served=False) for t in range(4)]
+    assert None not in delays[:3]
+    assert delays[3] is None
+
+
 def test_no_restarts() -> None:
     assert Supervision(0, 60.0).lost("killed", 0.0, served=True) is None
 
@@ -57,10 +64,10 @@ def test_against_a_model(restarts: int, period: int, losses: list[tuple[int, boo
     for after, served in losses:
         now += after
         delay = supervision.lost("killed", now, served=served)
-        if sum(t > now - period for t in granted) >= restarts:
+        failures = 0 if served else failures + 1
+        if sum(t > now - period for t in granted) >= restarts or failures > restarts:
             assert delay is None
             continue
         granted.append(now)
-        failures = 0 if served else failures + 1
         wanted = 0.0 if failures < 2 else min(MOST_DELAY, FIRST_DELAY * 2 ** (failures - 2))
         assert delay == wanted
