@@ -437,19 +437,20 @@ class Pool:
             raise UsageError(f"worker {index} is the last one; close the pool instead")
         worker = self._workers[index]
         worker.returns = False
+        worker.restart_in = None
         if member.state is READY:
             self.driver.drain(index)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout):
                     await worker.drained.wait()
-        if worker.running:
+        if not worker.lost:
             self.driver.shut_down_worker(index)
             self.driver.worker_lost(index, "it was removed")
             worker.lost = True
-            await self._end([worker])
         else:
-            worker.restart_in = None
             self.driver.worker_retired(index, "it was removed")
+        if worker.running:
+            await self._end([worker])
 
     def expel(self, index: int, reason: str) -> None:
         """End a worker that must not serve any more; its calls go on as when it is lost."""
