@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
+import textwrap
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -262,6 +267,17 @@ def test_wrong_budgets(wrong: dict[str, float]) -> None:
         sglrl.launch("fake", engine="fake", **wrong)
     with pytest.raises(sglrl.UsageError, match=next(iter(wrong))):
         sglrl.spawn(Values, **wrong)
+
+
+async def test_what_the_readme_shows() -> None:
+    readme = Path(__file__).parents[2] / "README.md"
+    *_, code = re.findall(r"```python\n(.*?)```", readme.read_text(), re.DOTALL)
+    space: dict[str, Any] = {
+        "model": "fake",
+        "sglrl": SimpleNamespace(launch=partial(sglrl.launch, engine="fake")),
+    }
+    exec("async def shown():\n" + textwrap.indent(code, "    "), space)
+    await space["shown"]()
 
 
 def test_blocking() -> None:
