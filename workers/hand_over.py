@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,17 +37,18 @@ _CONNECT_SECONDS = 10.0
 
 
 class HandOver:
-    """``answer``: called from any thread with what the driver is to be told."""
+    """``on_stream``: the context that a rank's transfers run in. ``answer``: called from any thread
+    with what the driver is to be told."""
 
     def __init__(
         self,
         engine: WeightEngine,
-        stream: torch.cuda.Stream | None,
+        on_stream: Callable[[], AbstractContextManager[None]],
         answer: Callable[[RankAnswer], None],
     ) -> None:
         self._engine = engine
         self._device = engine.device
-        self._stream = stream
+        self._on_stream = on_stream
         self._answer = answer
         self._link = Link()
         self._taking = -1
@@ -126,15 +128,6 @@ class HandOver:
                     if rank == 1 and piece is not tensor:
                         tensor.copy_(piece)
             group.synchronize()
-
-    @contextlib.contextmanager
-    def _on_stream(self) -> Iterator[None]:
-        with torch.no_grad():
-            if self._stream is None:
-                yield
-            else:
-                with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-                    yield
 
 
 def _digest(live: dict[str, torch.Tensor]) -> str:

@@ -241,7 +241,7 @@ class RankWeights:
         self._describing = threading.Lock()
         self._answers: collections.deque[RankAnswer] = collections.deque()
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
-        self._hand_over = HandOver(engine, self._stream, self._answer)
+        self._hand_over = HandOver(engine, self._on_stream, self._answer)
         self._closed = False
         self._drop = Dropped(logger)
         # The scheduler computes in Python for milliseconds at a time; the default would let it keep
