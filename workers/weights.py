@@ -11,7 +11,6 @@ import contextlib
 import logging
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -98,9 +97,8 @@ class WeightEngine(Protocol):
         """All of it is here; keep it for ``commit``."""
         ...
 
-    def nearly_staged(self, commit_at: float) -> None:
-        """``commit`` will come at about that time (``time.perf_counter()``), within about two
-        steps."""
+    def nearly_staged(self) -> None:
+        """``commit`` will come within about a step."""
         ...
 
     def step_seconds(self) -> float:
@@ -144,7 +142,6 @@ class _Update:
         """The buckets in ``memory`` as their tensors."""
         self.bound: Any = None
         """What the engine needs to copy them."""
-        self.staged_at = 0.0
         self._within = by_bucket(layout)
 
     def in_pieces(self, bucket: int) -> bool:
@@ -227,8 +224,6 @@ class RankWeights:
         self._update: _Update | None = None
         self._kept: _Update | None = None
         self._spent: _Update | None = None
-        self._turnaround = 1e-3
-        """Seconds from the end of a stage to the commit, in the last update."""
         self._timeout = 60.0
         self._dirty = False
         self._given_up = 0
@@ -360,7 +355,6 @@ class RankWeights:
             held_ms = self._engine.release(id_, update.message.version)
             self.committed(id_, lambda: held_ms)
         else:
-            self._turnaround = time.perf_counter() - update.staged_at
             self._engine.commit(id_, update.message.version, update.message.inflight)
 
     def _abort(self, message: Abort) -> None:
@@ -508,7 +502,6 @@ class RankWeights:
         link.check()
         if update.mode == "full":
             self._engine.staged(message.id, update.bound)
-            update.staged_at = time.perf_counter()
 
     def _stage_full(self, link: Link, update: _Update) -> None:
         """Everything into memory of its own, while the scheduler goes on."""
@@ -560,24 +553,20 @@ class RankWeights:
         return events
 
     def _watch(self, link: Link, update: _Update, arrivals: list[torch.cuda.Event]) -> None:
-        """Tell the engine when about two steps' time is left until everything is here."""
+        """Tell the engine when about a step's time is left until everything is here."""
         sizes = update.layout.sizes
         middle = len(arrivals) // 2
         arrivals[middle].synchronize()
         # The GPU's own clock: this thread may have come here late.
         took = arrivals[0].elapsed_time(arrivals[middle]) / 1e3
         rate = sum(sizes[1 : middle + 1]) / max(1e-6, took)
-        # The step after the next may have been launched already.
-        ahead = 2 * self._engine.step_seconds() * rate
+        ahead = self._engine.step_seconds() * rate
         near = middle
         while near < len(sizes) - 1 and sum(sizes[near + 2 :]) >= ahead:
             near += 1
         arrivals[near].synchronize()
-        while near < len(sizes) - 1 and arrivals[near + 1].query():
-            near += 1
         link.check()
-        left = sum(sizes[near + 1 :]) / rate
-        self._engine.nearly_staged(time.perf_counter() + left + self._turnaround)
+        self._engine.nearly_staged()
 
     def _stage_bucketed(self, link: Link, update: _Update) -> None:
         """Through a ring, straight into the live weights, with the scheduler held."""

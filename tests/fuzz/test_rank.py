@@ -90,7 +90,7 @@ class Engine:
     def live(self) -> dict[str, torch.Tensor]:
         return {}
 
-    def nearly_staged(self, commit_at: float) -> None:
+    def nearly_staged(self) -> None:
         raise AssertionError("nothing was ever received")
 
     def step_seconds(self) -> float:

@@ -55,10 +55,6 @@ logger = logging.getLogger("sglrl.worker")
 
 _LAUNCH_SECONDS = 0.0015
 """More than it takes to put a step on the GPU."""
-_IDLE_SECONDS = 0.002
-"""How long the GPU may wait for new weights rather than begin another step without them."""
-_LATE_SECONDS = 0.0025
-"""How long after their time they are waited for."""
 
 
 class _Request:
@@ -114,11 +110,6 @@ class Adapter:
         self.flushes: list[int] = []
         self.commands: collections.deque[WeightCommand] = collections.deque()
         self.expected = threading.Event()
-        self.expected_at = 0.0
-        self.lingered = 0.0
-        """Seconds, before the step that is launched next."""
-        self.idled = 0.0
-        """Seconds that the GPU waited for the command that comes next, as far as one can tell."""
         self.arrived = threading.Event()
         self.draining: WeightCommand | None = None
         self.held_back: list[Any] = []
@@ -232,26 +223,18 @@ class Adapter:
         self.arrived.set()
         self.mailbox.wake()
 
-    def expect_command(self, at: float) -> None:
-        """One will come at about that time (``time.perf_counter()``). From any thread."""
+    def expect_command(self) -> None:
+        """One will come within about a step. From any thread."""
         self.arrived.clear()
-        self.expected_at = at
         self.expected.set()
 
     def _linger(self) -> None:
         """With overlap the scheduler launches a step while the GPU is still at the one before, and
         new weights can only come after what was launched. So while an update is about to come,
-        the next step is launched as late as the GPU allows, or not before the update if the GPU
-        need not wait long for it."""
+        the next step is launched as late as the GPU allows."""
         scheduler = self.scheduler
         if scheduler.enable_overlap and scheduler.last_batch is not None:
-            begun = time.perf_counter()
-            step = scheduler.sglrl_step_seconds
-            until = self.expected_at - begun
-            wait = until + _LATE_SECONDS if until < step + _IDLE_SECONDS else step - _LAUNCH_SECONDS
-            self.arrived.wait(max(0.0, wait))
-            self.lingered = time.perf_counter() - begun
-            self.idled = max(0.0, self.lingered - step)
+            self.arrived.wait(max(0.0, scheduler.sglrl_step_seconds - _LAUNCH_SECONDS))
         if self.arrived.is_set():
             self.expected.clear()
 
@@ -476,15 +459,11 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
         super()._add_request_to_queue(req, *args, **kwargs)
 
     def run_batch(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        # When it could have been launched: what waits for new weights says nothing of the GPU.
         now = time.monotonic()
-        if self.sglrl_adapter is not None:
-            now -= self.sglrl_adapter.lingered
-            self.sglrl_adapter.lingered = 0.0
         took = now - self._sglrl_launched
         self._sglrl_launched = now
         if took < 1.0:
-            self.sglrl_step_seconds += 0.5 * (took - self.sglrl_step_seconds)
+            self.sglrl_step_seconds += 0.2 * (took - self.sglrl_step_seconds)
         self._sglrl_launches += 1
         if batch.forward_mode.is_extend():
             self._sglrl_last_prefill = self._sglrl_launches

@@ -265,9 +265,9 @@ class SglangWeights:
     def staged(self, update: int, bound: Any) -> None:
         self._ready = (update, bound)
 
-    def nearly_staged(self, commit_at: float) -> None:
+    def nearly_staged(self) -> None:
         if self._scheduler.sglrl_adapter is not None:
-            self._scheduler.sglrl_adapter.expect_command(commit_at)
+            self._scheduler.sglrl_adapter.expect_command()
 
     def step_seconds(self) -> float:
         return self._scheduler.sglrl_step_seconds
@@ -347,14 +347,9 @@ class SglangWeights:
                 compat.end_weight_update(runner)
                 end.record()
 
-            adapter = self._scheduler.sglrl_adapter
-            idled = 0.0
-            if adapter is not None:
-                idled, adapter.idled = adapter.idled * 1e3, 0.0
-
             def pause() -> float:
                 end.synchronize()
-                return float(start.elapsed_time(end)) + idled
+                return float(start.elapsed_time(end))
 
         else:
             with torch.no_grad():
