@@ -1,0 +1,1 @@
+"""Sessions, trajectories and the runner of agent loops."""

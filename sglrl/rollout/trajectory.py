@@ -1,0 +1,266 @@
+"""What an agent loop leaves behind for a trainer: tokens, who made them, and what they earned."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from copy import copy
+from functools import cached_property
+from typing import Any, Final, NamedTuple
+
+import msgspec
+import numpy as np
+from msgspec.structs import force_setattr
+from numpy.typing import NDArray
+
+from ..completion import Completion
+from ..errors import UsageError
+
+_INT32: Final = np.dtype("<i4")
+_FLOAT32: Final = np.dtype("<f4")
+_BOOL: Final = np.dtype("?")
+_DTYPES: Final = {
+    "prompt_ids": _INT32,
+    "response_ids": _INT32,
+    "loss_mask": _BOOL,
+    "logprobs": _FLOAT32,
+    "versions": _INT32,
+}
+_KINDS: Final = {"i": "iu", "b": "biu", "f": "fiu"}
+_NO_VERSION: Final = (-1).to_bytes(4, "little", signed=True)
+_NAN: Final = np.array(np.nan, _FLOAT32).tobytes()
+
+
+class Turn(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
+    """One generation in a trajectory.
+
+    Attributes:
+        start, stop: its tokens are ``response_ids[start:stop]``; none if it was aborted at once.
+        reward: what this turn earned.
+        finish_reason: "stop", "length" or "abort", as in ``Completion``.
+        worker: index of the worker that finished it; -1 if no worker made it.
+        cached_tokens: tokens of its prompt that came from the prefix cache.
+        prompt_tokens: length of its prompt: everything before ``start``.
+        resumed: how many workers were lost while they held it.
+        seconds: from submission to the end.
+    """
+
+    start: int
+    stop: int
+    reward: float = 0.0
+    finish_reason: str = "stop"
+    worker: int = -1
+    cached_tokens: int = 0
+    prompt_tokens: int = 0
+    resumed: int = 0
+    seconds: float = 0.0
+
+
+class TrajectoryTiming(NamedTuple):
+    """started: unix time in seconds; total: seconds from then to the end; generating: seconds of
+    these in which a turn was waited for. The rest are the environment's."""
+
+    started: float = 0.0
+    total: float = 0.0
+    generating: float = 0.0
+
+
+class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=True, eq=False):
+    """One agent's run over one prompt: token-exact, with the policy's part marked.
+
+    The constructor takes arrays or sequences, checks all that is said here and raises
+    ``UsageError``; ``msgspec.structs.replace`` makes a changed one. Arrays are read-only.
+
+    Attributes:
+        prompt_ids: int32 [p], at least one.
+        response_ids: int32 [r]: everything after the prompt, sampled tokens and observations.
+        loss_mask: bool [r]: True where the policy sampled the token; never outside of a turn.
+        logprobs: float32 [r]: the behaviour policy's logprob of each sampled token (see
+            ``Completion.logprobs``), NaN where they were not asked for; 0 where ``loss_mask`` is
+            False.
+        versions: int32 [r]: policy version that sampled the token, -1 where ``loss_mask`` is False.
+        turns: in order, without overlap.
+        timing: see ``TrajectoryTiming``.
+        metadata: the agent's own; values that msgpack can hold if it is to be saved.
+    """
+
+    prompt_ids: NDArray[np.int32]
+    response_ids: NDArray[np.int32]
+    loss_mask: NDArray[np.bool_]
+    logprobs: NDArray[np.float32]
+    versions: NDArray[np.int32]
+    turns: tuple[Turn, ...] = ()
+    timing: TrajectoryTiming = TrajectoryTiming()
+    metadata: dict[str, Any] = {}
+
+    def __post_init__(self) -> None:
+        for name, dtype in _DTYPES.items():
+            force_setattr(self, name, _read_only(name, getattr(self, name), dtype))
+        if not len(self.prompt_ids):
+            raise UsageError("prompt_ids is empty; a trajectory begins with at least one token")
+        size = len(self.response_ids)
+        for name in ("loss_mask", "logprobs", "versions"):
+            if len(getattr(self, name)) != size:
+                raise UsageError(
+                    f"{name} has {len(getattr(self, name))} positions, response_ids {size}; "
+                    "they must agree"
+                )
+        for name in ("prompt_ids", "response_ids"):
+            if (getattr(self, name) < 0).any():
+                raise UsageError(f"{name} holds a negative token id")
+        force_setattr(self, "turns", tuple(self.turns))
+        self._check_turns(size)
+        sampled = self.loss_mask
+        if (self.versions[sampled] < 0).any() or (self.versions[~sampled] != -1).any():
+            raise UsageError("versions must be >= 0 where loss_mask is True, -1 where it is False")
+        if (self.logprobs[~sampled] != 0).any():
+            raise UsageError("logprobs must be 0 where loss_mask is False")
+        force_setattr(self, "timing", TrajectoryTiming(*self.timing))
+        if not isinstance(self.metadata, dict):
+            raise UsageError(f"metadata must be a dict, not {type(self.metadata).__name__}")
+
+    def _check_turns(self, size: int) -> None:
+        outside = self.loss_mask.copy()
+        at = 0
+        for index, turn in enumerate(self.turns):
+            if not isinstance(turn, Turn):
+                raise UsageError(f"turns[{index}] is a {type(turn).__name__}, not a Turn")
+            if not at <= turn.start <= turn.stop <= size:
+                raise UsageError(
+                    f"turns[{index}] is {turn.start} to {turn.stop}, which is not within "
+                    f"{at} to {size}: turns are in order, do not overlap and end in the response"
+                )
+            at = turn.stop
+            outside[turn.start : turn.stop] = False
+        if outside.any():
+            raise UsageError(
+                f"loss_mask is True at {int(outside.argmax())}, which is in none of the turns"
+            )
+
+    @classmethod
+    def from_turns(
+        cls,
+        prompt: bytes,
+        response: bytes,
+        turns: Sequence[tuple[int, Completion]],
+        rewards: Sequence[float],
+        *,
+        total: float,
+        generating: float,
+        metadata: dict[str, Any],
+    ) -> Trajectory:
+        """The same from what a session has at its end, without the checks.
+
+        Args:
+            prompt, response: int32, little endian.
+            turns: where in the response each one's tokens begin, and what came.
+            rewards: of each turn.
+            total, generating: as in ``TrajectoryTiming``; it began ``total`` seconds ago.
+        """
+        marked: list[Turn] = []
+        mask: list[bytes] = []
+        logprobs: list[bytes] = []
+        versions: list[bytes] = []
+        at = 0
+        for (start, completion), reward in zip(turns, rewards, strict=True):
+            if start > at:
+                mask.append(bytes(start - at))
+                logprobs.append(bytes(4 * (start - at)))
+                versions.append(_NO_VERSION * (start - at))
+            at = start
+            for chunk in completion._chunks:
+                size = len(chunk.ids) // 4
+                mask.append(b"\1" * size)
+                logprobs.append(chunk.logprobs if completion._wants_logprobs else _NAN * size)
+                versions.append(chunk.version.to_bytes(4, "little") * size)
+                at += size
+            marked.append(
+                Turn(
+                    start=start,
+                    stop=at,
+                    reward=reward,
+                    finish_reason=completion.finish_reason,
+                    worker=completion.worker,
+                    cached_tokens=completion.cached_tokens,
+                    prompt_tokens=len(completion._prompt) // 4,
+                    resumed=completion.resumed,
+                    seconds=completion._finished - completion._submitted,
+                )
+            )
+        rest = len(response) // 4 - at
+        mask.append(bytes(rest))
+        logprobs.append(bytes(4 * rest))
+        versions.append(_NO_VERSION * rest)
+        # A copy is not checked again.
+        self = copy(_BLANK)
+        force_setattr(self, "prompt_ids", np.frombuffer(prompt, _INT32))
+        force_setattr(self, "response_ids", np.frombuffer(response, _INT32))
+        force_setattr(self, "loss_mask", np.frombuffer(b"".join(mask), _BOOL))
+        force_setattr(self, "logprobs", np.frombuffer(b"".join(logprobs), _FLOAT32))
+        force_setattr(self, "versions", np.frombuffer(b"".join(versions), _INT32))
+        force_setattr(self, "turns", tuple(marked))
+        force_setattr(self, "timing", TrajectoryTiming(time.time() - total, total, generating))
+        force_setattr(self, "metadata", metadata)
+        return self
+
+    @property
+    def finish_reason(self) -> str:
+        """Of the last turn; "" without turns."""
+        return self.turns[-1].finish_reason if self.turns else ""
+
+    @property
+    def rewards(self) -> NDArray[np.float32]:
+        """float32 [turns]."""
+        return np.array([turn.reward for turn in self.turns], np.float32)
+
+    @property
+    def reward(self) -> float:
+        """The sum over the turns."""
+        return sum([turn.reward for turn in self.turns], 0.0)
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest policy version that sampled a token; -1 if none was sampled."""
+        sampled = self.versions[self.loss_mask]
+        return int(sampled.min()) if len(sampled) else -1
+
+    @property
+    def newest_version(self) -> int:
+        """The newest policy version that sampled a token; -1 if none was sampled."""
+        return int(self.versions.max(initial=-1))
+
+    @cached_property
+    def input_ids(self) -> NDArray[np.int32]:
+        """int32 [p + r], read-only: the prompt and the response."""
+        ids = np.concatenate([self.prompt_ids, self.response_ids])
+        ids.flags.writeable = False
+        return ids
+
+
+def _read_only(name: str, values: Any, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """``values`` as an array of this dtype that nobody can write to: itself, or a copy."""
+    array = np.asarray(values)
+    if array.ndim != 1:
+        raise UsageError(f"{name} must have one dimension, not {array.ndim}")
+    if array.dtype != dtype:
+        # An empty list is an array of floats.
+        if len(array) and array.dtype.kind not in _KINDS[dtype.kind]:
+            raise UsageError(f"{name} must be {dtype.name}, not {array.dtype.name}")
+        with np.errstate(over="ignore"):
+            narrow = array.astype(dtype)
+        if dtype.kind != "f" and (narrow != array).any():
+            raise UsageError(f"{name} holds a value that does not fit into {dtype.name}")
+        array = narrow
+    elif array.flags.writeable or not array.flags.c_contiguous:
+        array = array.copy()
+    array.flags.writeable = False
+    return array
+
+
+_BLANK: Final = Trajectory(
+    prompt_ids=np.zeros(1, _INT32),
+    response_ids=np.zeros(0, _INT32),
+    loss_mask=np.zeros(0, _BOOL),
+    logprobs=np.zeros(0, _FLOAT32),
+    versions=np.zeros(0, _INT32),
+)
