@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from copy import copy
 from functools import cached_property
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -15,6 +15,11 @@ from numpy.typing import NDArray
 
 from ..completion import Completion
 from ..errors import UsageError
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+    from .tensors import Layout
 
 _INT32: Final = np.dtype("<i4")
 _FLOAT32: Final = np.dtype("<f4")
@@ -235,6 +240,14 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
         ids = np.concatenate([self.prompt_ids, self.response_ids])
         ids.flags.writeable = False
         return ids
+
+    def to_tensordict(self, layout: Layout = "padded", **options: Any) -> TensorDict:
+        """This one as ``stack`` gives it, without the batch dimension: tensors of [t] and [].
+        Without ``pad_to`` there is nothing to pad, and both layouts are the same. Options, keys and
+        errors are those of ``stack``."""
+        from .tensors import stack
+
+        return stack([self], layout, **options)[0]
 
 
 def _read_only(name: str, values: Any, dtype: np.dtype[Any]) -> NDArray[Any]:

@@ -1,0 +1,179 @@
+"""Trajectories as a TensorDict: what a trainer works on and TorchRL's ReplayBuffer stores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import UsageError
+from .trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+Layout = Literal["padded", "jagged"]
+PaddingSide = Literal["right", "left"]
+
+_PADDING: Final[dict[str, float]] = {
+    "attention_mask": False,
+    "loss_mask": False,
+    "logprobs": 0.0,
+    "versions": -1,
+    "turn_ids": -1,
+    "rewards": 0.0,
+}
+
+
+def stack(
+    trajectories: Iterable[Trajectory],
+    layout: Layout = "padded",
+    *,
+    pad_token_id: int = 0,
+    pad_to: int | None = None,
+    pad_to_multiple_of: int = 1,
+    padding_side: PaddingSide = "right",
+    metadata: Sequence[str] = (),
+) -> TensorDict:
+    """One TensorDict of n trajectories, on the CPU, with batch size [n].
+
+    Per token, over prompt and response alike, [n, t]. Nothing is shifted: what stands at a token is
+    about this token, whose logits are those of the position before.
+
+    ================ ======= ======= ============================================================
+    key              dtype   padding what
+    ================ ======= ======= ============================================================
+    input_ids        int64   given   the prompt and the response
+    attention_mask   bool    False   there is a token
+    loss_mask        bool    False   the policy sampled it
+    logprobs         float32 0       behaviour policy's logprob of a sampled token, otherwise 0
+    versions         int64   -1      policy version of a sampled token, otherwise -1
+    turn_ids         int64   -1      index of the turn that it was generated in, otherwise -1
+    rewards          float32 0       at the last token of each turn: the turn's reward (of a turn
+                                     without tokens: at the token before it)
+    ================ ======= ======= ============================================================
+
+    Per trajectory, [n]: reward (float32, the sum of rewards), prompt_length, response_length,
+    turn_count (int64), truncated (bool: its last turn did not end by itself: "length" or "abort"),
+    and ("metadata", name) for each name asked for: a tensor if all are numbers, else as they are.
+
+    Args:
+        layout: "padded": t is the length of the longest. "jagged": per-token keys are nested
+            tensors in torch's jagged layout, all with the same offsets, so that they can be
+            computed with each other; nothing is padded.
+        pad_token_id: padding of input_ids.
+        pad_to: t, for batches that must all be as wide.
+        pad_to_multiple_of: t is rounded up to a multiple of it.
+        padding_side: "right", or "left": then every trajectory ends at the last position.
+        metadata: names that every trajectory has in its metadata.
+
+    Raises:
+        UsageError: there are no trajectories, one is longer than ``pad_to`` or has no metadata of
+            that name, or padding is asked for in the jagged layout.
+        ImportError: tensordict is not installed.
+    """
+    batch = list(trajectories)
+    if not batch:
+        raise UsageError("there are no trajectories to stack")
+    try:
+        import torch
+        from tensordict import TensorDict
+    except ImportError as error:
+        raise ImportError('tensordict is needed: pip install "sglrl[torchrl]"') from error
+    lengths = np.array([len(t.prompt_ids) + len(t.response_ids) for t in batch])
+    flat = _flat(batch, lengths)
+    values: dict[str, Any]
+    if layout == "padded":
+        width = _width(int(lengths.max()), pad_to, pad_to_multiple_of)
+        positions = np.arange(width)
+        if padding_side == "right":
+            filled = positions < lengths[:, None]
+        elif padding_side == "left":
+            filled = positions >= width - lengths[:, None]
+        else:
+            raise UsageError(f'padding_side must be "right" or "left", not {padding_side!r}')
+        padding = {**_PADDING, "input_ids": pad_token_id}
+        values = {}
+        for key, tokens in flat.items():
+            padded = np.full(filled.shape, padding[key], tokens.dtype)
+            # Row by row, as the tokens are in ``flat``.
+            padded[filled] = tokens
+            values[key] = torch.from_numpy(padded)
+    elif layout == "jagged":
+        if pad_to is not None or pad_to_multiple_of != 1:
+            raise UsageError("the jagged layout has no padding; leave out pad_to and its multiple")
+        offsets = torch.from_numpy(np.concatenate([[0], lengths.cumsum()]))
+        values = {
+            key: torch.nested.nested_tensor_from_jagged(
+                torch.from_numpy(tokens),
+                offsets,
+                min_seqlen=int(lengths.min()),
+                max_seqlen=int(lengths.max()),
+            )
+            for key, tokens in flat.items()
+        }
+    else:
+        raise UsageError(f'layout must be "padded" or "jagged", not {layout!r}')
+    values["reward"] = torch.tensor([t.reward for t in batch], dtype=torch.float32)
+    values["prompt_length"] = torch.tensor([len(t.prompt_ids) for t in batch])
+    values["response_length"] = torch.tensor([len(t.response_ids) for t in batch])
+    values["turn_count"] = torch.tensor([len(t.turns) for t in batch])
+    values["truncated"] = torch.tensor([t.finish_reason in ("length", "abort") for t in batch])
+    if metadata:
+        named = {name: _metadata(batch, name) for name in metadata}
+        values["metadata"] = TensorDict(named, batch_size=[len(batch)])
+    return TensorDict(values, batch_size=[len(batch)])
+
+
+def _width(longest: int, pad_to: int | None, multiple: int) -> int:
+    if multiple < 1:
+        raise UsageError(f"pad_to_multiple_of must be at least 1, not {multiple}")
+    width = longest if pad_to is None else pad_to
+    if width < longest:
+        raise UsageError(f"a trajectory has {longest} tokens, more than pad_to={pad_to}")
+    return -(-width // multiple) * multiple
+
+
+def _flat(batch: Sequence[Trajectory], lengths: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+    """Each per-token key as one array over the tokens of all, one trajectory after the other."""
+    size = int(lengths.sum())
+    flat: dict[str, NDArray[Any]] = {
+        "input_ids": np.empty(size, np.int64),
+        "attention_mask": np.ones(size, np.bool_),
+        "loss_mask": np.zeros(size, np.bool_),
+        "logprobs": np.zeros(size, np.float32),
+        "versions": np.full(size, -1, np.int64),
+        "turn_ids": np.full(size, -1, np.int64),
+        "rewards": np.zeros(size, np.float32),
+    }
+    begin = 0
+    for trajectory, length in zip(batch, lengths.tolist(), strict=True):
+        response = begin + len(trajectory.prompt_ids)
+        end = begin + length
+        flat["input_ids"][begin:response] = trajectory.prompt_ids
+        flat["input_ids"][response:end] = trajectory.response_ids
+        for key in ("loss_mask", "logprobs", "versions"):
+            flat[key][response:end] = getattr(trajectory, key)
+        for index, turn in enumerate(trajectory.turns):
+            flat["turn_ids"][response + turn.start : response + turn.stop] = index
+            # Two turns without tokens may end at the same one. The prompt is never empty, so there
+            # is always one before.
+            flat["rewards"][response + turn.stop - 1] += turn.reward
+        begin = end
+    return flat
+
+
+def _metadata(batch: Sequence[Trajectory], name: str) -> Any:
+    import torch
+    from tensordict import NonTensorData, NonTensorStack
+
+    try:
+        values = [trajectory.metadata[name] for trajectory in batch]
+    except KeyError:
+        raise UsageError(f"not every trajectory has {name!r} in its metadata") from None
+    values = [v.item() if isinstance(v, np.generic) else v for v in values]
+    if all(isinstance(value, int | float) for value in values):
+        return torch.tensor(values)
+    return NonTensorStack(*[NonTensorData(value) for value in values])
