@@ -46,8 +46,9 @@ if TYPE_CHECKING:
     )
     from .launch import launch
     from .messages import EngineInfo, EngineStats
+    from .pool import WorkerInfo
     from .sampling import SamplingParams
-    from .spawn import ActorHandle, WorkerInfo, spawn
+    from .spawn import ActorHandle, spawn
 
 __version__ = "0.1.0"
 
@@ -84,7 +85,7 @@ _HOME = {
     "VersionSpan": "completion",
     "WeightUpdateError": "errors",
     "WorkerError": "errors",
-    "WorkerInfo": "spawn",
+    "WorkerInfo": "pool",
     "WorkerLost": "errors",
     "WorkerStartError": "errors",
     "WorkerStats": "client",

@@ -16,7 +16,7 @@ from .completion import Chunk
 from .errors import Closed
 from .launch import launch
 from .messages import EngineInfo
-from .spawn import WorkerInfo
+from .pool import WorkerInfo
 from .weights.local import TensorMetadata
 from .weights.report import UpdateReport
 

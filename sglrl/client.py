@@ -20,14 +20,15 @@ from .actor import Actor as _Actor
 from .actor import BroadcastCaller, EndpointSpec, deadline_from, endpoint, endpoints_of, error_of
 from .codec import encode
 from .completion import Chunk, Completion, Decode, StreamText
+from .config import positive
 from .core.calls import Call
 from .core.routing import Route
 from .driver import ENVELOPE_BYTES, Driver
 from .errors import Closed, InvalidRequest, MessageTooLarge, SglrlError
 from .messages import EngineInfo, EngineStats, GenerateArgs, ItemKind, ScoreArgs
+from .pool import Birth, Pool, WorkerInfo
 from .replies import ChunkReply, GenerationReply, ScoreReply
 from .sampling import DEFAULT_MAX_NEW_TOKENS, Prepared, SamplingCache, SamplingParams
-from .spawn import Birth, Pool, WorkerInfo, positive
 from .tokens import TokenIds, TokenizerBox, check_ids
 from .weights.coordinator import UpdateRequest
 from .weights.local import LocalSender, TensorMetadata

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -126,3 +127,18 @@ _NCCL_MUST_AGREE = (
 def nccl_environment() -> dict[str, str]:
     """The variables of NCCL that are set here and must be equal in all processes of a group."""
     return {name: os.environ[name] for name in _NCCL_MUST_AGREE if name in os.environ}
+
+
+def check_restarts(restarts: Any, period: Any) -> None:
+    """Raise ``UsageError`` unless they make sense."""
+    if isinstance(restarts, bool) or not isinstance(restarts, int) or restarts < 0:
+        raise UsageError(f"restarts must be an integer of at least 0, got {restarts!r}")
+    if not period > 0:
+        raise UsageError(f"restart_period must be more than 0 seconds, got {period!r}")
+
+
+def positive(name: str, value: Any) -> int:
+    """Raise ``UsageError`` unless it is an integer above 0."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UsageError(f"{name} must be an integer of at least 1, got {value!r}")
+    return value

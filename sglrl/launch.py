@@ -17,12 +17,12 @@ from typing import Any, Self
 import msgspec
 
 from .client import Client
-from .config import FabricConfig, PoolConfig, visible_cuda_devices
+from .config import FabricConfig, PoolConfig, check_restarts, positive, visible_cuda_devices
 from .errors import ModelError, NotEnoughDevices, UsageError
 from .keys import read_driver_keys
 from .messages import EngineSpec
 from .net.zmq import check_address
-from .spawn import Birth, Pool, check_restarts, positive
+from .pool import Birth, Pool
 
 logger = logging.getLogger("sglrl.launch")
 

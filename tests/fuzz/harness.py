@@ -152,7 +152,7 @@ class LocalSource:
 
 
 class Pool:
-    """What ``sglrl.spawn.Pool`` is to a ``Client``, without processes. Worker ``bad`` is the one
+    """What ``sglrl.pool.Pool`` is to a ``Client``, without processes. Worker ``bad`` is the one
     that anything may come from, beside what it should say; when it is expelled another takes its
     place."""
 

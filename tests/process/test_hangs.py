@@ -17,7 +17,7 @@ from sglrl.codec import encode
 from sglrl.core.members import READY
 from sglrl.messages import Cancel, EngineSpec, WorkerSpec
 from sglrl.net.zmq import ZmqRouter
-from sglrl.spawn import Pool
+from sglrl.pool import Pool
 from sglrl_workers.engine.fake import FakeEngine
 from sglrl_workers.mailbox import Mailbox
 

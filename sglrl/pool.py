@@ -1,0 +1,548 @@
+"""Pools: the workers of one ``launch`` or ``spawn``, from fork to end, and the driver that talks to
+them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import socket
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+
+from .config import FabricConfig, PoolConfig
+from .core.members import DRAINING, READY, RETIRED, STALE, SYNCING
+from .core.supervision import Supervision
+from .driver import Driver
+from .errors import (
+    Closed,
+    DeadlineExceeded,
+    SglrlError,
+    UsageError,
+    WorkerLost,
+    WorkerStartError,
+)
+from .forkserver import tail
+from .keys import read_driver_keys
+from .messages import ActorSpec, ClientKeys, EngineSpec, Ready, WorkerSpec, rank_identity
+from .monitor import Monitor
+from .net.zmq import ZmqRouter
+from .processes import Processes, Worker
+from .weights.coordinator import WeightChannel
+
+logger = logging.getLogger("sglrl.pool")
+
+SYNC_TIMEOUT = 120.0
+"""Seconds for a replacement to get the weights."""
+
+
+class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker of a pool, as the driver knows it now.
+
+    Attributes:
+        id: index in the pool.
+        pid: process id of its rank 0.
+        state: "starting"; "syncing" (it is up and gets the current weights); "stale" (nobody could
+            give them to it: it waits for the next update); "ready"; "draining" (it takes no new
+            calls); "lost" (a replacement is to come); "retired".
+        weight_version: policy version of its weights.
+        device: "cpu", "cuda:0", ...
+        load: calls it holds.
+        window: calls it may hold.
+    """
+
+    id: int
+    pid: int
+    state: str
+    weight_version: int
+    device: str
+    load: int
+    window: int
+
+
+class Birth(msgspec.Struct, kw_only=True):
+    """A worker that is to be started: one process a rank."""
+
+    bodies: Sequence[ActorSpec | EngineSpec]
+    env: Mapping[str, str]
+
+
+class Pool:
+    """Worker processes of one kind, from fork to end. Use as an async context manager.
+
+    Raises (on entering):
+        WorkerStartError: a worker ended, or did not become ready in time; nothing is left running.
+    """
+
+    def __init__(
+        self,
+        births: Sequence[Birth],
+        *,
+        preload: str,
+        fabric: FabricConfig,
+        config: PoolConfig,
+        on_progress: Callable[[str], None] | None = None,
+    ) -> None:
+        self._births = dict(enumerate(births))
+        self._preload = preload
+        self._fabric_config = fabric
+        self._config = config
+        self._progress = on_progress or (lambda text: None)
+        self._workers: dict[int, Worker] = {}
+        self._supervision: dict[int, Supervision] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._started = False
+        self._closing = False
+        self._processes = Processes(preload, config.start_timeout, self._on_exited)
+        self._folder: Path | None = None
+        self._worker_keys: ClientKeys | None = None
+        self._driver: Driver | None = None
+        self._monitor: Monitor | None = None
+        self.weights = WeightChannel(self.expel, self._is_up)
+
+    @property
+    def driver(self) -> Driver:
+        if self._driver is None:
+            raise Closed("the pool has not been started; use 'async with'")
+        return self._driver
+
+    @property
+    def workers(self) -> list[WorkerInfo]:
+        found = []
+        for worker in self._workers.values():
+            member = self.driver.fabric.members[worker.index]
+            ready = worker.ready.result() if worker.is_ready else None
+            found.append(
+                WorkerInfo(
+                    id=worker.index,
+                    pid=ready.pid if ready else worker.pids.get(0, 0),
+                    state=member.state,
+                    weight_version=self.weights.versions.get(worker.index, 0),
+                    device=ready.device if ready else "",
+                    load=member.load,
+                    window=member.window,
+                )
+            )
+        return found
+
+    def ready(self, index: int) -> Ready:
+        """What worker ``index`` said of itself when it became ready."""
+        return self._workers[index].ready.result()
+
+    async def __aenter__(self) -> Self:
+        try:
+            async with asyncio.timeout(self._config.start_timeout):
+                await self._start()
+        except TimeoutError:
+            waiting = [w for w in self._workers.values() if not w.is_ready]
+            await self.close()
+            raise WorkerStartError(
+                f"{len(waiting)} of {len(self._births)} workers were not ready within "
+                f"{self._config.start_timeout:g} s (start_timeout)",
+                worker=waiting[0].index if waiting else -1,
+                output=tail(waiting[0].log) if waiting else "",
+            ) from None
+        except BaseException:
+            await self.close()
+            raise
+        self._started = True
+        for worker in self._workers.values():
+            worker.returns = True
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    async def _start(self) -> None:
+        config = self._config
+        self._folder = self._processes.start()
+        address = config.address
+        if address == "ipc":
+            address = f"ipc://{self._folder}/router.sock"
+        elif address == "tcp":
+            address = "tcp://127.0.0.1:*"
+        router = ZmqRouter(
+            address,
+            max_message_bytes=config.max_message_bytes,
+            keys=None if config.keys is None else read_driver_keys(config.keys),
+            insecure=config.insecure,
+        )
+        self._worker_keys = router.worker_keys
+        self._driver = driver = Driver(router, self._fabric_config, config.max_message_bytes)
+        driver.on_ready = self._on_ready
+        driver.on_starting = self._on_starting
+        driver.on_gone = self.expel
+        driver.on_drained = lambda index: self._workers[index].drained.set()
+        driver.must_sync = self.weights.must_sync
+        self.weights.attach(driver, router.outer_address)
+        self.weights.on_updated = self._sync_stale
+        self._monitor = Monitor(driver, config.hang_timeout, self._dump, self.expel)
+        driver.start()
+        if self._preload != "plain":
+            self._progress("importing SGLang (once per program)")
+        await self._processes.connect()
+        for index in self._births:
+            self._fork(index)
+        await self._all_ready()
+
+    def _fork(self, index: int) -> Worker:
+        assert self._folder is not None
+        birth = self._births[index]
+        port = _free_port()
+        address = self.driver.transport.address
+        identity = f"{index}-{secrets.token_hex(8)}".encode()
+        worker = Worker(index, identity, self._folder / f"worker-{index}.log")
+        self._workers[index] = worker
+        self._supervision.setdefault(
+            index, Supervision(self._config.restarts, self._config.restart_period)
+        )
+        self.driver.add_worker(index, identity)
+        assert self._monitor is not None
+        self._monitor.watch(index, identity)
+        specs = []
+        for rank, body in enumerate(birth.bodies):
+            if isinstance(body, EngineSpec):
+                body = msgspec.structs.replace(body, dist_port=port)
+                if body.engine == "sglang":
+                    self.weights.add_rank(index, rank, rank_identity(identity, rank))
+            specs.append(
+                WorkerSpec(
+                    index=index,
+                    identity=identity,
+                    address=address,
+                    max_message_bytes=self._config.max_message_bytes,
+                    keys=self._worker_keys,
+                    body=body,
+                    beat_interval=self._monitor.beat_interval,
+                )
+            )
+        self._processes.fork(worker, specs, birth.env)
+        return worker
+
+    async def _all_ready(self) -> None:
+        """The first worker that fails ends the wait for all."""
+        total = len(self._workers)
+        pending: set[asyncio.Future[Ready]] = {w.ready for w in self._workers.values()}
+        while pending:
+            self._progress(f"starting workers ({total - len(pending)} of {total} ready)")
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for future in done:
+                future.result()
+
+    async def close(self, *, drain: bool = False, timeout: float = 600.0) -> None:
+        """End all calls with ``Closed``, then all workers: politely, then with SIGKILL.
+
+        Args:
+            drain: first wait until the calls made so far have ended, at most ``timeout`` seconds;
+                new ones are refused with ``Closed``.
+        """
+        if self._closing:
+            return
+        if drain and self._started:
+            self.driver.fabric.refusing = True
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout):
+                    await self.driver.idle()
+        self._closing = True
+        if self._monitor is not None:
+            self._monitor.close()
+        try:
+            await self.weights.close()
+            for task in self._tasks:
+                task.cancel()
+            if self._driver is not None:
+                self._driver.close()
+                for worker in self._workers.values():
+                    if worker.running and worker.is_ready and not worker.lost:
+                        self._driver.shut_down_worker(worker.index)
+                    else:
+                        self._processes.kill(worker)
+            await self._end([w for w in self._workers.values() if w.running])
+        finally:
+            # Also when this was cancelled: the fork server kills what is left.
+            if self._driver is not None:
+                self._driver.transport.close()
+            self._processes.close()
+            for worker in self._workers.values():
+                if not worker.ready.done():
+                    worker.ready.cancel()
+                elif not worker.ready.cancelled():
+                    worker.ready.exception()
+
+    async def _end(self, workers: Sequence[Worker]) -> None:
+        """Wait until all their processes have ended by themselves, or kill them."""
+        try:
+            async with asyncio.timeout(self._config.shutdown_timeout):
+                for worker in workers:
+                    await worker.gone.wait()
+        except TimeoutError:
+            for worker in workers:
+                self._processes.kill(worker)
+            async with asyncio.timeout(self._config.shutdown_timeout):
+                for worker in workers:
+                    await worker.gone.wait()
+
+    async def full(self, timeout: float) -> None:
+        """Wait until every worker that has not been removed or retired serves.
+
+        Raises:
+            DeadlineExceeded: some do not within ``timeout`` seconds; says which.
+            WorkerLost: all are retired.
+        """
+        try:
+            async with asyncio.timeout(timeout):
+                while True:
+                    states = {m.index: m.state for m in self.driver.fabric.members.values()}
+                    wanted = {i: s for i, s in states.items() if s not in (DRAINING, RETIRED)}
+                    if not wanted:
+                        raise WorkerLost("no worker is left in this pool")
+                    if all(state is READY for state in wanted.values()):
+                        return
+                    await self.driver.change()
+        except TimeoutError:
+            waiting = ", ".join(f"{i} is {s}" for i, s in wanted.items() if s is not READY)
+            raise DeadlineExceeded(
+                f"not every worker serves after {timeout:g} s: {waiting}"
+            ) from None
+
+    @property
+    def births(self) -> list[Birth]:
+        """Of the workers that are not retired."""
+        members = self.driver.fabric.members
+        return [b for i, b in self._births.items() if members[i].state is not RETIRED]
+
+    async def add(self, births: Sequence[Birth]) -> list[int]:
+        """Start more workers; returns their indices when they serve.
+
+        Raises:
+            WorkerStartError: one ended before it was ready, or was not ready in time; none of the
+                new ones is left.
+        """
+        first = max(self._births) + 1
+        indices = list(range(first, first + len(births)))
+        workers = []
+        for index, birth in zip(indices, births, strict=True):
+            self._births[index] = birth
+            workers.append(self._fork(index))
+        try:
+            async with asyncio.timeout(self._config.start_timeout):
+                for worker in workers:
+                    await asyncio.shield(worker.ready)
+                for worker in workers:
+                    await worker.settled.wait()
+        except BaseException as error:
+            for worker in workers:
+                self.expel(worker.index, "it is not wanted any more")
+            if isinstance(error, TimeoutError):
+                raise WorkerStartError(
+                    f"the new workers were not ready within {self._config.start_timeout:g} s "
+                    "(start_timeout)"
+                ) from None
+            raise
+        for worker in workers:
+            worker.returns = True
+        return indices
+
+    async def remove(self, index: int, timeout: float) -> None:
+        """Let a worker finish the calls it has, then end it. What it has not finished after
+        ``timeout`` seconds goes on elsewhere, as when it is lost.
+
+        Raises:
+            UsageError: there is no such worker, it is going already, or it is the last one.
+        """
+        member = self.driver.fabric.members.get(index)
+        if member is None or member.state in (DRAINING, RETIRED):
+            what = "there is no" if member is None else f"already {member.state}:"
+            raise UsageError(f"{what} worker {index}")
+        others = [m for m in self.driver.fabric.members.values() if m is not member]
+        if all(m.state in (DRAINING, RETIRED) for m in others):
+            raise UsageError(f"worker {index} is the last one; close the pool instead")
+        worker = self._workers[index]
+        worker.returns = False
+        worker.restart_in = None
+        if member.state is READY:
+            self.driver.drain(index)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout):
+                    await worker.drained.wait()
+        if not worker.lost:
+            self.driver.shut_down_worker(index)
+            self.driver.worker_lost(index, "it was removed")
+            worker.lost = True
+        else:
+            self.driver.worker_retired(index, "it was removed")
+        if worker.running:
+            await self._end([worker])
+
+    def expel(self, index: int, reason: str) -> None:
+        """End a worker that must not serve any more; its calls go on as when it is lost."""
+        worker = self._workers[index]
+        if self._closing or not worker.running or worker.lost:
+            return
+        logger.error("worker %d is ended: %s", index, reason)
+        worker.farewell = reason
+        self._processes.kill(worker)
+        self._lost(worker, reason)
+
+    # --- what becomes of a lost worker ------------------------------------------------------------
+
+    def _lost(self, worker: Worker, reason: str) -> None:
+        """Its calls go on elsewhere, now. A replacement follows when its processes have ended."""
+        if worker.lost:
+            return
+        worker.lost = True
+        worker.drained.set()
+        worker.settled.set()
+        index = worker.index
+        if worker.returns:
+            supervision = self._supervision[index]
+            served = self.driver.fabric.members[index].served > 0
+            worker.restart_in = supervision.lost(reason, time.monotonic(), served=served)
+            if worker.restart_in is None:
+                reason = (
+                    f"{reason} ({supervision.history}; no more than {supervision.restarts} "
+                    f"restarts in {supervision.period:g} s)"
+                )
+                logger.error("worker %d is retired: %s", index, reason)
+        self.driver.worker_lost(index, reason, returns=worker.restart_in is not None)
+
+    def _ended(self, worker: Worker) -> None:
+        """None of its processes is left, so what they held is free again."""
+        worker.gone.set()
+        if worker.restart_in is not None:
+            self._run(self._replace(worker))
+
+    async def _replace(self, worker: Worker) -> None:
+        index = worker.index
+        try:
+            await asyncio.sleep(worker.restart_in or 0.0)
+            if worker.restart_in is None:
+                # It was removed meanwhile.
+                return
+            await self._processes.reconnect()
+            replacement = self._fork(index)
+            replacement.returns = True
+        except (SglrlError, OSError, TimeoutError) as error:
+            logger.error("worker %d cannot be replaced: %s", index, error)
+            self.driver.worker_retired(index, f"no replacement could be started: {error}")
+            return
+        try:
+            async with asyncio.timeout(self._config.start_timeout):
+                await asyncio.shield(replacement.ready)
+        except TimeoutError:
+            self.expel(
+                index, f"it was not ready within {self._config.start_timeout:g} s (start_timeout)"
+            )
+        except WorkerStartError as error:
+            logger.error("the replacement of worker %d failed: %s\n%s", index, error, error.output)
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # --- weights ----------------------------------------------------------------------------------
+
+    def _is_up(self, index: int) -> bool:
+        return self.driver.fabric.members[index].state in (SYNCING, STALE, READY, DRAINING)
+
+    def _sync_stale(self) -> None:
+        """Somebody has the current weights: give them to those that wait for them."""
+        for worker in list(self._workers.values()):
+            if self.driver.fabric.members[worker.index].state is STALE:
+                self.driver.set_syncing(worker.index, stale=False)
+                self._run(self._sync(worker))
+
+    async def _sync(self, worker: Worker) -> None:
+        """Give a worker that is up the current weights, then let it serve."""
+        index = worker.index
+
+        def serve() -> None:
+            if not worker.lost:
+                self.driver.serve(index)
+
+        try:
+            synced = await self.weights.sync(index, SYNC_TIMEOUT, serve)
+        except SglrlError as error:
+            if not worker.lost:
+                self.expel(index, f"it could not get the current weights: {error}")
+            return
+        if worker.lost:
+            return
+        if synced:
+            self._sync_stale()
+        else:
+            logger.warning(
+                "worker %d is up, but no other worker holds the current weights (version %d); it "
+                "serves after the next update",
+                index,
+                self.weights.version,
+            )
+            self.driver.set_syncing(index, stale=True)
+        worker.settled.set()
+
+    # --- events -----------------------------------------------------------------------------------
+
+    def _on_starting(self, index: int, stage: str) -> None:
+        logger.debug("worker %d: %s", index, stage)
+        if not self._closing:
+            self._progress(f"worker {index}: {stage}")
+
+    def _on_ready(self, index: int, ready: Ready) -> None:
+        worker = self._workers[index]
+        if worker.ready.done():
+            return
+        logger.debug("worker %d is ready (pid %d, %s)", index, ready.pid, ready.device)
+        worker.ready.set_result(ready)
+        if self.driver.fabric.members[index].state is SYNCING:
+            self._run(self._sync(worker))
+        else:
+            worker.settled.set()
+
+    def _on_exited(self, worker: Worker, status: int) -> None:
+        index = worker.index
+        if self._closing:
+            if not worker.running:
+                worker.gone.set()
+            return
+        reason = worker.farewell or (
+            f"killed by signal {-status}" if status < 0 else f"exited with status {status}"
+        )
+        if not worker.ready.done():
+            worker.ready.set_exception(
+                WorkerStartError(
+                    f"worker {index} ended before it was ready: {reason}",
+                    worker=index,
+                    output=tail(worker.log),
+                )
+            )
+            # Not everybody waits for it.
+            worker.ready.exception()
+        elif not worker.lost:
+            logger.error(
+                "worker %d was lost: %s; its last output:\n%s", index, reason, tail(worker.log, 20)
+            )
+        self._lost(worker, reason)
+        if worker.running:
+            # One rank is gone: the others cannot go on without it.
+            self._processes.kill(worker)
+        else:
+            self._ended(worker)
+
+    def _dump(self, index: int) -> Path:
+        """Ask a worker's processes for their stacks; the log that they write them to."""
+        worker = self._workers[index]
+        self._processes.dump(worker)
+        return worker.log
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,139 @@
+"""The processes of a pool's workers, one a rank: forked by the fork server, killed through it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from .errors import WorkerStartError
+from .forkserver import ForkConnection, ForkServer, fork_server
+from .messages import Dump, Fork, Kill, Ready, WorkerSpec
+
+_RANKS = 1024
+
+
+class Worker:
+    """The processes of one worker (all its ranks) and what they have said. A replacement is another
+    ``Worker`` of the same index."""
+
+    def __init__(self, index: int, identity: bytes, log: Path) -> None:
+        self.index = index
+        self.identity = identity
+        self.log = log
+        self.pids: dict[int, int] = {}
+        self.running: set[int] = set()
+        self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        self.gone = asyncio.Event()
+        self.drained = asyncio.Event()
+        self.settled = asyncio.Event()
+        """It serves, or waits for weights, or is gone."""
+        self.farewell = ""
+        self.lost = False
+        self.returns = False
+        """When it is lost, a replacement is to come: not before its start was a success."""
+        self.restart_in: float | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """It has said so, and may be gone by now."""
+        ready = self.ready
+        return ready.done() and not ready.cancelled() and ready.exception() is None
+
+
+class Processes:
+    """Those of one pool, and its connection to the fork server, which they end with.
+
+    ``on_exited(worker, status)``: one of the worker's processes has ended; a negative status is a
+    signal's number.
+    """
+
+    def __init__(
+        self, preload: str, timeout: float, on_exited: Callable[[Worker, int], None]
+    ) -> None:
+        self._preload = preload
+        self._timeout = timeout
+        self._on_worker_exited = on_exited
+        self._workers: dict[int, Worker] = {}
+        self._folder: Path | None = None
+        self._connection: ForkConnection | None = None
+        self._connecting = asyncio.Lock()
+
+    def start(self) -> Path:
+        """Start the fork server, if it does not run. The folder of the pool's files: the logs of
+        its workers, and its socket."""
+        server = fork_server(self._preload)
+        self._folder = Path(tempfile.mkdtemp(prefix="pool-", dir=server.folder))
+        return self._folder
+
+    async def connect(self) -> None:
+        """Raises ``WorkerStartError`` if the fork server could not start."""
+        self._connection = await self._connect(fork_server(self._preload))
+
+    async def reconnect(self) -> None:
+        """To a new fork server, as a rule, if the old one was lost."""
+        async with self._connecting:
+            if self._connection is not None and self._connection.alive:
+                return
+            server = fork_server(self._preload)
+            try:
+                self._connection = await self._connect(server)
+            except WorkerStartError:
+                # It may be this one's end that is only just coming.
+                server.kill()
+                self._connection = await self._connect(fork_server(self._preload))
+
+    async def _connect(self, server: ForkServer) -> ForkConnection:
+        return await ForkConnection.open(server, self._on_forked, self._on_exited, self._timeout)
+
+    def fork(self, worker: Worker, specs: Sequence[WorkerSpec], env: Mapping[str, str]) -> None:
+        """Start the worker's processes, with the driver's environment and ``env``."""
+        assert self._connection is not None
+        # Of the process before it, which has been shown.
+        worker.log.unlink(missing_ok=True)
+        for rank, spec in enumerate(specs):
+            key = worker.index * _RANKS + rank
+            self._workers[key] = worker
+            worker.running.add(rank)
+            self._connection.send(
+                Fork(
+                    key=key,
+                    spec=spec,
+                    env=dict(env),
+                    log=str(worker.log),
+                    cwd=os.getcwd(),
+                    sys_path=[p or os.getcwd() for p in sys.path],
+                )
+            )
+
+    def kill(self, worker: Worker) -> None:
+        """With SIGKILL, those that have not ended."""
+        self._send(worker, Kill)
+
+    def dump(self, worker: Worker) -> None:
+        """Have them write the stacks of their threads to the worker's log."""
+        self._send(worker, Dump)
+
+    def _send(self, worker: Worker, message: Callable[[int], Kill | Dump]) -> None:
+        if self._connection is not None:
+            for rank in worker.running:
+                self._connection.send(message(worker.index * _RANKS + rank))
+
+    def close(self) -> None:
+        """The fork server kills what is left."""
+        if self._connection is not None:
+            self._connection.close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _on_forked(self, key: int, pid: int) -> None:
+        self._workers[key].pids[key % _RANKS] = pid
+
+    def _on_exited(self, key: int, status: int) -> None:
+        worker = self._workers[key]
+        worker.running.discard(key % _RANKS)
+        self._on_worker_exited(worker, status)
