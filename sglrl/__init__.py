@@ -47,6 +47,16 @@ if TYPE_CHECKING:
     from .launch import launch
     from .messages import EngineInfo, EngineStats
     from .pool import WorkerInfo
+    from .rollout import (
+        Group,
+        Rollout,
+        RolloutMetrics,
+        Session,
+        Trajectory,
+        TrajectoryTiming,
+        Turn,
+        rollout,
+    )
     from .sampling import SamplingParams
     from .spawn import ActorHandle, spawn
 
@@ -64,6 +74,7 @@ _HOME = {
     "EngineError": "errors",
     "EngineInfo": "messages",
     "EngineStats": "messages",
+    "Group": "rollout",
     "InvalidKeys": "errors",
     "InvalidRequest": "errors",
     "InvalidWeights": "errors",
@@ -73,12 +84,18 @@ _HOME = {
     "Overloaded": "errors",
     "ProtocolError": "errors",
     "RemoteError": "errors",
+    "Rollout": "rollout",
+    "RolloutMetrics": "rollout",
     "SamplingParams": "sampling",
+    "Session": "rollout",
     "SettingsMismatch": "errors",
     "SglrlError": "errors",
     "Stream": "client",
     "Timing": "completion",
     "TopLogprobs": "completion",
+    "Trajectory": "rollout",
+    "TrajectoryTiming": "rollout",
+    "Turn": "rollout",
     "UnknownEndpoint": "errors",
     "UpdateInProgress": "errors",
     "UsageError": "errors",
@@ -92,6 +109,7 @@ _HOME = {
     "blocking": "blocking",
     "endpoint": "actor",
     "launch": "launch",
+    "rollout": "rollout",
     "spawn": "spawn",
 }
 
@@ -107,6 +125,7 @@ __all__ = [
     "EngineError",
     "EngineInfo",
     "EngineStats",
+    "Group",
     "InvalidKeys",
     "InvalidRequest",
     "InvalidWeights",
@@ -116,12 +135,18 @@ __all__ = [
     "Overloaded",
     "ProtocolError",
     "RemoteError",
+    "Rollout",
+    "RolloutMetrics",
     "SamplingParams",
+    "Session",
     "SettingsMismatch",
     "SglrlError",
     "Stream",
     "Timing",
     "TopLogprobs",
+    "Trajectory",
+    "TrajectoryTiming",
+    "Turn",
     "UnknownEndpoint",
     "UpdateInProgress",
     "UsageError",
@@ -135,6 +160,7 @@ __all__ = [
     "blocking",
     "endpoint",
     "launch",
+    "rollout",
     "spawn",
 ]
 

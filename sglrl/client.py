@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, Self, overload
 
 import msgspec
@@ -22,12 +23,15 @@ from .codec import encode
 from .completion import Chunk, Completion, Decode, StreamText
 from .config import positive
 from .core.calls import Call
+from .core.concurrency import Load
+from .core.members import READY
 from .core.routing import Route
 from .driver import ENVELOPE_BYTES, Driver
 from .errors import Closed, InvalidRequest, MessageTooLarge, SglrlError
 from .messages import EngineInfo, EngineStats, GenerateArgs, ItemKind, ScoreArgs
 from .pool import Birth, Pool, WorkerInfo
 from .replies import ChunkReply, GenerationReply, ScoreReply
+from .rollout.session import Opening, Session
 from .sampling import DEFAULT_MAX_NEW_TOKENS, Prepared, SamplingCache, SamplingParams
 from .tokens import TokenIds, TokenizerBox, check_ids
 from .weights.coordinator import UpdateRequest
@@ -417,35 +421,15 @@ class Client:
         else:
             several, prompts = self._check_input_ids(input_ids)
         logprobs = logprobs or top_logprobs > 0
-        loop = asyncio.get_running_loop()
         if n == 1 and len(prompts) == 1:
             # The path of almost every call: no lists, no gather.
             ids = prompts[0]
-            wire = prepared.wire(self._max_new_tokens(prepared, len(ids) // 4), prepared.seed)
-            body = self._encode(GenerateArgs(ids, wire, logprobs, top_logprobs, False, priority))
-            if len(body) > self._max_body:
-                self._check_size(body)
-            one: asyncio.Future[Completion] = loop.create_future()
-            call = Call(
-                "generate",
-                Raw(body),
-                GenerationReply(self._decode, one, ids, prepared, logprobs, top_logprobs),
-                (),
-                deadline,
-                priority,
-                worker,
-                Route(ids, self._pool.weights.version, session),
-                True,
-                False,
-                True,
+            max_new = self._max_new_tokens(prepared, len(ids) // 4)
+            completion = await self._sample(
+                ids, prepared, max_new, logprobs, top_logprobs, session, deadline, priority, worker
             )
-            driver.submit(call)
-            try:
-                completion = await one
-            except asyncio.CancelledError:
-                driver.cancel(call)
-                raise
             return [completion] if several else completion
+        loop = asyncio.get_running_loop()
         calls: list[Call] = []
         futures: list[asyncio.Future[Completion]] = []
         for ids in prompts:
@@ -630,7 +614,126 @@ class Client:
         results = await _submit_all(driver, calls, futures)
         return results if several else results[0]
 
+    def session(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        input_ids: TokenIds | None = None,
+        tools: Sequence[Any] | None = None,
+        template: Mapping[str, Any] | None = None,
+        allow_rewrite: bool = False,
+        timeout: float | None = None,
+        priority: int = 0,
+        metadata: Mapping[str, Any] | None = None,
+        sampling: SamplingParams | None = None,
+        **values: Any,
+    ) -> Session:
+        """A conversation of several turns: ``async with client.session(messages=...) as s``.
+
+        Exactly one of ``prompt``, ``input_ids`` and ``messages`` is given, as for ``generate``.
+
+        Args:
+            tools: descriptions of tools, for the chat template.
+            template: what else the chat template is given (``enable_thinking``, ...).
+            allow_rewrite: some templates render earlier turns otherwise once the conversation goes
+                on (they leave reasoning out, say). A session appends only, so such a template is
+                refused; True: append what it puts behind the answer, and keep the turns as sampled.
+            timeout: seconds for each turn; None: the client's.
+            priority: of its turns, as for ``generate``.
+            metadata: goes into the trajectory.
+            sampling, **values: how its turns are sampled, unless a turn says otherwise.
+
+        Raises:
+            InvalidRequest: something above is wrong.
+        """
+        return Session(
+            Opening(
+                self,
+                prompt,
+                messages=messages,
+                input_ids=input_ids,
+                tools=tools,
+                template=template,
+                allow_rewrite=allow_rewrite,
+                timeout=timeout,
+                priority=priority,
+                metadata=metadata,
+                sampling=sampling,
+                **values,
+            )
+        )
+
     # --- inside -----------------------------------------------------------------------------------
+
+    @property
+    def _is_alive(self) -> bool:
+        """Whether a worker is there, or is to come."""
+        return (
+            self._driver is not None
+            and not self._driver.fabric.closed
+            and any(w.state != "retired" for w in self.workers)
+        )
+
+    def _loads(self) -> tuple[list[Load], int]:
+        """How full each engine says it is, and how many calls wait here for one with room."""
+        fabric = self._running().fabric
+        loads = [
+            Load(m.kv_usage, m.waiting, m.preempted)
+            for m in fabric.members.values()
+            if m.state is READY
+        ]
+        return loads, fabric.waiting
+
+    def _prepare(self, sampling: SamplingParams | None, values: dict[str, Any]) -> Prepared:
+        if self._samplings is None:
+            raise _not_started()
+        return self._samplings.prepare(sampling, values)
+
+    async def _sample(
+        self,
+        ids: bytes,
+        prepared: Prepared,
+        max_new_tokens: int,
+        logprobs: bool,
+        top: int,
+        session: str | None,
+        deadline: float | None,
+        priority: int,
+        worker: int | None = None,
+        begun: Completion | None = None,
+    ) -> Completion:
+        """One continuation of checked ids; of ``begun``, which was returned unfinished, if it is
+        given: then limits, stop strings, penalties and seeds count from its beginning."""
+        driver = self._running()
+        wire = prepared.wire(max_new_tokens, prepared.seed)
+        resume = b"" if begun is None else begun.output_ids.tobytes()
+        body = self._encode(GenerateArgs(ids, wire, logprobs, top, False, priority, resume))
+        if len(body) > self._max_body:
+            self._check_size(body)
+        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        reply = GenerationReply(self._decode, future, ids, prepared, logprobs, top)
+        if begun is not None:
+            reply.chunks, reply.resumed_at = list(begun._chunks), begun.resumed_at
+        call = Call(
+            "generate",
+            Raw(body),
+            reply,
+            (),
+            deadline,
+            priority,
+            worker,
+            Route(ids, self._pool.weights.version, session),
+            True,
+            False,
+            True,
+        )
+        driver.submit(call)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            driver.cancel(call)
+            raise
 
     def _running(self) -> Driver:
         if self._driver is None:
@@ -686,7 +789,11 @@ class Client:
         return False, [check_ids(input_ids, vocab_size)]
 
     async def _encode_input(
-        self, prompt: Any, input_ids: Any, messages: Any
+        self,
+        prompt: Any,
+        input_ids: Any,
+        messages: Any,
+        template: Mapping[str, Any] | None = None,
     ) -> tuple[bool, list[bytes]]:
         given = [
             name
@@ -706,7 +813,7 @@ class Client:
         work: Callable[[Sequence[Any]], list[list[int]]]
         if messages is not None:
             several, inputs = _one_or_more(messages, "messages", Mapping)
-            work = box.encode_messages
+            work = partial(box.encode_messages, template=template)
         else:
             several, inputs = (False, [prompt]) if isinstance(prompt, str) else (True, prompt)
             if not isinstance(inputs, (list, tuple)) or not all(isinstance(p, str) for p in inputs):

@@ -224,6 +224,8 @@ class Driver:
         if type(message) is Results:
             if message.kv_usage >= 0:
                 member.kv_usage = message.kv_usage
+                member.waiting = message.waiting
+                member.preempted = message.preempted
             self.fabric.results(member, message.items, now())
         else:
             self._on_control(member, message)

@@ -75,11 +75,15 @@ class ErrorBody(msgspec.Struct, array_like=True, gc=False, frozen=True):
 class Results(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=11):
     """Everything one scheduler step (or one loop tick of a plain actor) produced.
 
-    ``kv_usage`` is the share of the KV cache in use, 0..1, as the engine reports it, or -1.
+    ``kv_usage`` is the share of the KV cache in use, 0..1, as the engine reports it, or -1: then
+    the other two say nothing either. ``waiting``: requests that it has not begun to compute.
+    ``preempted``: requests it took out of its KV cache again since it started, for want of room.
     """
 
     items: list[Item]
     kv_usage: float = -1.0
+    waiting: int = 0
+    preempted: int = 0
 
 
 class Starting(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=12):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Annotated, Any
 
@@ -126,21 +126,32 @@ class TokenizerBox:
         encoded: list[list[int]] = self.tokenizer(list(texts))["input_ids"]
         return encoded
 
-    def encode_messages(self, conversations: Sequence[Any]) -> list[list[int]]:
-        """The chat template applied, ready for the assistant's turn."""
+    def render(self, messages: Any, template: Mapping[str, Any] | None = None) -> str:
+        """The chat template applied, ready for the assistant's turn. ``template``: what it is given
+        beside the messages (``tools``, ``enable_thinking``, ...)."""
         tokenizer = self.tokenizer
         if not getattr(tokenizer, "chat_template", None):
             raise InvalidRequest(f"{self._model} has no chat template; use prompt or input_ids")
         try:
-            texts = [
-                tokenizer.apply_chat_template(c, add_generation_prompt=True, tokenize=False)
-                for c in conversations
-            ]
+            text: str = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=False, **(template or {})
+            )
         except Exception as error:
             # A template is the model's own program and may raise anything.
             raise InvalidRequest(f"the chat template rejects these messages: {error}") from None
-        encoded: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
-        return encoded
+        return text
+
+    def encode_messages(
+        self, conversations: Sequence[Any], template: Mapping[str, Any] | None = None
+    ) -> list[list[int]]:
+        """The ids of what ``render`` gives."""
+        return self.encode_rendered([self.render(c, template) for c in conversations])
+
+    def encode_rendered(self, texts: Sequence[str]) -> list[list[int]]:
+        """Of texts that hold their special tokens already, or are to have none."""
+        encoded = self.tokenizer(list(texts), add_special_tokens=False)
+        ids: list[list[int]] = encoded["input_ids"]
+        return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         text: str = self.tokenizer.decode(

@@ -131,11 +131,12 @@ class Mailbox:
         body = encode(ErrorBody(kind, readable(message), readable(trace)))
         self._items.append(Item(id_, ItemKind.ERROR, msgspec.Raw(body)))
 
-    def flush(self, kv_usage: float = -1.0) -> None:
-        """Send what was put since the last flush, if anything, as one message."""
+    def flush(self, kv_usage: float = -1.0, waiting: int = 0, preempted: int = 0) -> None:
+        """Send what was put since the last flush, if anything, as one message. How full the engine
+        is goes with it: see ``Results``."""
         if self._items:
             items, self._items = self._items, []
-            self._dealer.send([self._encode(Results(items, kv_usage))])
+            self._dealer.send([self._encode(Results(items, kv_usage, waiting, preempted))])
 
     def close(self) -> None:
         self._dealer.close(linger=0.5)

@@ -44,7 +44,18 @@ GONE: Final = (LOST, RETIRED)
 class Member:
     """One worker: its state, its window, and the calls it holds by id."""
 
-    __slots__ = ("calls", "index", "kv_usage", "load", "pinned", "served", "state", "window")
+    __slots__ = (
+        "calls",
+        "index",
+        "kv_usage",
+        "load",
+        "pinned",
+        "preempted",
+        "served",
+        "state",
+        "waiting",
+        "window",
+    )
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -53,6 +64,7 @@ class Member:
         self.load = 0
         self.served = 0
         self.kv_usage = -1.0
+        self.waiting = self.preempted = 0
         self.calls: dict[int, Call] = {}
         self.pinned: list[tuple[int, int, Call]] = []
 

@@ -1,1 +1,24 @@
-"""Sessions, trajectories and the runner of agent loops."""
+"""Agent loops: write one conversation as a coroutine, run thousands, get what a trainer needs.
+
+* ``session``: one conversation, token in and token out;
+* ``template``: what a chat template puts behind the model's own tokens;
+* ``trajectory``, ``tensors``: what is left of it, as arrays and as tensors;
+* ``runner``: ``sglrl.rollout``, an agent over a data set; ``core/rollouts.py`` decides for it;
+* ``gate``, ``progress``: pausing a run, and showing it.
+"""
+
+from .runner import Group, Rollout, RolloutMetrics, rollout, session_arguments
+from .session import Session
+from .trajectory import Trajectory, TrajectoryTiming, Turn
+
+__all__ = [
+    "Group",
+    "Rollout",
+    "RolloutMetrics",
+    "Session",
+    "Trajectory",
+    "TrajectoryTiming",
+    "Turn",
+    "rollout",
+    "session_arguments",
+]

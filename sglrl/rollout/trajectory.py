@@ -208,6 +208,13 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
         force_setattr(self, "metadata", metadata)
         return self
 
+    def __repr__(self) -> str:
+        return (
+            f"<Trajectory {len(self.prompt_ids)} prompt + {len(self.response_ids)} response "
+            f"tokens, {int(self.loss_mask.sum())} of them sampled, {len(self.turns)} turns, "
+            f"reward={self.reward:g}>"
+        )
+
     @property
     def finish_reason(self) -> str:
         """Of the last turn; "" without turns."""

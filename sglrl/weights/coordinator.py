@@ -197,6 +197,8 @@ class WeightChannel:
         self._expel = expel
         self._is_up = is_up
         self.on_updated: Callable[[], None] = lambda: None
+        self.on_version: set[Callable[[], None]] = set()
+        """Told when ``version`` has changed."""
         self._folder: UpdateRequest | None = None
         """The last update, if it gave all tensors and came from files."""
         self.version = 0
@@ -566,6 +568,8 @@ class WeightChannel:
     def _record(self, run: _Run) -> None:
         """The update is done: what follows is of the new version."""
         self.version = run.version
+        for listener in self.on_version:
+            listener()
         self._folder = run.request if run.request.folder and not run.request.partial else None
         for worker in run.machine.workers:
             self.versions[worker] = run.version

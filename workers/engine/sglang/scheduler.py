@@ -326,7 +326,8 @@ class Adapter:
                     mailbox.put(id_, ItemKind.CHUNK, chunk)
                 mailbox.put(id_, kind, last)
         used, capacity = self.scheduler.kv_tokens()
-        mailbox.flush(used / capacity if capacity else -1.0)
+        usage = used / capacity if capacity else -1.0
+        mailbox.flush(usage, len(self.scheduler.waiting_queue), self.scheduler.sglrl_preempted)
 
     def version_changed(self, version: int, produced: dict[str, int]) -> None:
         """The next result is the first of ``version``. ``produced``: tokens that each request
@@ -392,6 +393,7 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
         self.sglrl_step_seconds = 0.0
         self._sglrl_launched = 0.0
         self._sglrl_processed = 0
+        self.sglrl_preempted = 0
         self._sglrl_launches = 0
         self._sglrl_last_prefill = 0
         self._sglrl_last_ended = 0
@@ -451,12 +453,14 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
             resume.begin(req, begun.ids)
             self._sglrl_entering.add(req.rid)
 
-    def _add_request_to_queue(self, req: Any, *args: Any, **kwargs: Any) -> None:
+    def _add_request_to_queue(self, req: Any, is_retracted: bool = False, **kwargs: Any) -> None:
+        if is_retracted and not self._sglrl_updating:
+            self.sglrl_preempted += 1
         if req.rid in self._sglrl_entering:
             self._sglrl_entering.discard(req.rid)
             if not req.finished():
                 resume.enter(req)
-        super()._add_request_to_queue(req, *args, **kwargs)
+        super()._add_request_to_queue(req, is_retracted, **kwargs)
 
     def run_batch(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         now = time.monotonic()

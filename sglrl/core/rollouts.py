@@ -1,0 +1,285 @@
+"""Which samples run, which groups are handed out, and which are not.
+
+The samples of one item of the data set are a group. One group's life::
+
+    item ──begin──▶ RUNNING ──every sample done or lost──▶ READY ──take──▶ TAKEN
+      ▲                │                                     │  ╲
+      │                │ too few samples are left            │   ▶ FILTERED
+      └──once more─────┴──▶ DROPPED ◀───── too old ──────────┘
+
+One sample's: WAITING ──▶ RUNNING ──▶ DONE or LOST; a failed one may go back to WAITING.
+
+Staleness is bounded as in AReaL (https://arxiv.org/abs/2505.24298, eq. 3): with policy version v,
+batches of B groups and a bound of η versions, at most ``(v + η + 1) B`` groups have been begun and
+not given up. That alone bounds it only if groups finish in order; so samples whose oldest token is
+more than η versions old are lost too, whenever that is seen: running, ready, or when taken.
+
+Pure: no clock, no I/O. Results are opaque, versions are integers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from typing import Any, Final
+
+WAITING: Final = "waiting"
+RUNNING: Final = "running"
+DONE: Final = "done"
+LOST: Final = "lost"
+
+READY: Final = "ready"
+TAKEN: Final = "taken"
+FILTERED: Final = "filtered"
+DROPPED: Final = "dropped"
+
+STALE: Final = "stale"
+"""Why a sample was lost: its oldest token is too old."""
+GIVEN_UP: Final = "given up"
+"""Its group was given up. Other reasons are the caller's words."""
+
+
+class Sample:
+    """One rollout of an item. ``tries``: how often it has failed. ``oldest``: the policy version
+    of its oldest token, when it is DONE."""
+
+    __slots__ = ("group", "index", "oldest", "result", "state", "tries")
+
+    def __init__(self, group: Group, index: int) -> None:
+        self.group = group
+        self.index = index
+        self.state = WAITING
+        self.tries = 0
+        self.result: Any = None
+        self.oldest = 0
+
+    def __repr__(self) -> str:
+        return f"<Sample {self.index} of item {self.group.index}: {self.state}>"
+
+
+class Group:
+    """The samples of an item. ``index``: its number in the data set. ``tries``: how often it was
+    begun before."""
+
+    __slots__ = ("index", "item", "open", "samples", "state", "tries")
+
+    def __init__(self, index: int, item: Any, size: int, tries: int) -> None:
+        self.index = index
+        self.item = item
+        self.state = RUNNING
+        self.tries = tries
+        self.samples = [Sample(self, i) for i in range(size)]
+        self.open = size
+        """Samples that are neither DONE nor LOST."""
+
+    @property
+    def done(self) -> list[Sample]:
+        return [s for s in self.samples if s.state is DONE]
+
+    @property
+    def oldest(self) -> int:
+        return min((s.oldest for s in self.samples if s.state is DONE), default=0)
+
+
+class Plan:
+    """The state of one run.
+
+    Args:
+        group_size: samples of each item.
+        min_group: a group with fewer samples left is given up.
+        retries: how often a failed sample is run again, and a group that was given up begun again.
+        batch_size, max_staleness: B and η above; None: no bound.
+        ahead: groups that may be READY before no further one is begun.
+        version: the policy's, now.
+    """
+
+    def __init__(
+        self,
+        *,
+        group_size: int = 1,
+        min_group: int = 1,
+        retries: int = 2,
+        batch_size: int | None = None,
+        max_staleness: int | None = None,
+        ahead: int = 1,
+        version: int = 0,
+    ) -> None:
+        self.group_size = group_size
+        self.min_group = min_group
+        self.retries = retries
+        self.batch_size = batch_size
+        self.max_staleness = max_staleness
+        self.ahead = ahead
+        self.version = self.first_version = version
+        self.live: dict[Group, None] = {}
+        """Groups that are RUNNING or READY."""
+        self.ready: dict[Group, None] = {}
+        """In order of completion."""
+        self.waiting: deque[Sample] = deque()
+        self.again: deque[tuple[int, Any, int]] = deque()
+        """Items of groups that were given up, with their number and how often they were begun."""
+        self.running = 0
+        self.next_index = 0
+        self.exhausted = False
+        """The data set has no further item."""
+        self.taken = self.filtered = self.dropped = 0
+        self.samples_done = self.retried = 0
+        self.lost: Counter[str] = Counter()
+        """Samples, by reason."""
+
+    # --- groups -----------------------------------------------------------------------------------
+
+    @property
+    def over(self) -> bool:
+        """Nothing is left to run or to take."""
+        return self.exhausted and not self.live and not self.again
+
+    def may_begin(self) -> bool:
+        """Whether one more group may be begun now."""
+        if len(self.ready) >= self.ahead:
+            return False
+        if self.max_staleness is None:
+            return True
+        assert self.batch_size is not None
+        passed = self.version - self.first_version
+        allowed = (passed + self.max_staleness + 1) * self.batch_size
+        return self.taken + len(self.live) < allowed
+
+    def begin(self, index: int, item: Any) -> Group:
+        """An item of the data set, by its number."""
+        self.next_index = max(self.next_index, index + 1)
+        return self._begin(index, item, 0)
+
+    def begin_again(self) -> Group | None:
+        """An item whose group was given up, if there is one."""
+        return self._begin(*self.again.popleft()) if self.again else None
+
+    def _begin(self, index: int, item: Any, tries: int) -> Group:
+        group = Group(index, item, self.group_size, tries)
+        self.live[group] = None
+        self.waiting.extend(group.samples)
+        return group
+
+    def take(self) -> Group | None:
+        """A READY group whose tokens are recent enough: the one with the oldest first, among
+        equals the one that was ready first. What is too old is lost on the way."""
+        while self.ready:
+            group = min(self.ready, key=lambda g: g.oldest)
+            if not self._too_old(group.oldest):
+                self._leave(group, TAKEN)
+                self.taken += 1
+                return group
+            for sample in group.done:
+                if self._too_old(sample.oldest) and sample.state is DONE:
+                    self.samples_done -= 1
+                    self._lose(sample, STALE)
+        return None
+
+    def filter(self, group: Group) -> None:
+        """A READY group is not wanted; another may take its place."""
+        self._leave(group, FILTERED)
+        self.filtered += 1
+
+    def unfinished(self) -> list[int]:
+        """Items that were begun and neither taken, filtered nor dropped for good, by number."""
+        return sorted({g.index for g in self.live} | {index for index, _, _ in self.again})
+
+    # --- samples ----------------------------------------------------------------------------------
+
+    def start(self) -> Sample | None:
+        """The next sample to run."""
+        if not self.waiting:
+            return None
+        sample = self.waiting.popleft()
+        sample.state = RUNNING
+        self.running += 1
+        return sample
+
+    def done(self, sample: Sample, result: Any, oldest: int) -> Group | None:
+        """A running sample has ended well. Its group, if that is READY now."""
+        assert sample.state is RUNNING, sample
+        self.running -= 1
+        sample.result, sample.oldest = result, oldest
+        if sample.group.state is not RUNNING:
+            self._lose(sample, GIVEN_UP)
+        elif self._too_old(oldest):
+            self._lose(sample, STALE)
+        else:
+            sample.state = DONE
+            self.samples_done += 1
+            sample.group.open -= 1
+            self._settle(sample.group)
+        return sample.group if sample.group.state is READY else None
+
+    def failed(self, sample: Sample, reason: str, *, retry: bool) -> Group | None:
+        """A running sample has failed, or is given up. Its group, if that is READY now."""
+        assert sample.state is RUNNING, sample
+        self.running -= 1
+        if retry and sample.tries < self.retries and sample.group.state is RUNNING:
+            sample.tries += 1
+            sample.state = WAITING
+            self.retried += 1
+            # At once: the others of the group wait for it.
+            self.waiting.appendleft(sample)
+            return None
+        self._lose(sample, reason)
+        return sample.group if sample.group.state is READY else None
+
+    def is_stale(self, sample: Sample, oldest: int | None) -> bool:
+        """Whether a running sample whose oldest token so far is of this version can still be of
+        use; and if its group was given up, it cannot."""
+        return sample.group.state is not RUNNING or (oldest is not None and self._too_old(oldest))
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _too_old(self, version: int) -> bool:
+        return self.max_staleness is not None and self.version - version > self.max_staleness
+
+    def _lose(self, sample: Sample, reason: str) -> None:
+        was_done = sample.state is DONE
+        sample.state = LOST
+        sample.result = None
+        self.lost[reason] += 1
+        group = sample.group
+        if not was_done:
+            group.open -= 1
+        if group.state is RUNNING or group.state is READY:
+            self._settle(group)
+
+    def _settle(self, group: Group) -> None:
+        """READY when nothing is open; given up when too few can still be done."""
+        left = sum(s.state is not LOST for s in group.samples)
+        if left < self.min_group:
+            self._leave(group, DROPPED)
+            for sample in group.samples:
+                if sample.state is DONE:
+                    self.samples_done -= 1
+                if sample.state is WAITING or sample.state is DONE:
+                    if sample.state is WAITING:
+                        self.waiting.remove(sample)
+                    sample.state = LOST
+                    self.lost[GIVEN_UP] += 1
+            if group.tries < self.retries:
+                self.again.append((group.index, group.item, group.tries + 1))
+            else:
+                self.dropped += 1
+        elif not group.open and group.state is RUNNING:
+            group.state = READY
+            self.ready[group] = None
+
+    def _leave(self, group: Group, state: str) -> None:
+        group.state = state
+        del self.live[group]
+        self.ready.pop(group, None)
+
+    def validate(self) -> None:
+        """For tests: raises ``AssertionError`` if something does not add up."""
+        assert set(self.ready) == {g for g in self.live if g.state is READY}
+        for group in self.live:
+            assert group.state in (RUNNING, READY)
+            open_ = [s for s in group.samples if s.state in (WAITING, RUNNING)]
+            assert group.open == len(open_), group.samples
+            assert (group.state is READY) == (not open_)
+            assert sum(s.state is not LOST for s in group.samples) >= self.min_group
+        waiting = [s for g in self.live for s in g.samples if s.state is WAITING]
+        assert len(waiting) == len(self.waiting)
+        assert set(waiting) == set(self.waiting)

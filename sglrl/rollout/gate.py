@@ -1,0 +1,47 @@
+"""Where turns wait while a run is paused."""
+
+from __future__ import annotations
+
+import asyncio
+
+
+class Gate:
+    """Open or closed; knows how many turns are inside."""
+
+    def __init__(self) -> None:
+        self.inside = 0
+        self._open: asyncio.Future[None] | None = None
+        self._empty: asyncio.Future[None] | None = None
+
+    @property
+    def closed(self) -> bool:
+        return self._open is not None
+
+    async def enter(self) -> None:
+        """Begin a turn, as soon as the gate is open."""
+        while self._open is not None:
+            await asyncio.shield(self._open)
+        self.inside += 1
+
+    def leave(self) -> None:
+        self.inside -= 1
+        if not self.inside and self._empty is not None:
+            self._empty.set_result(None)
+            self._empty = None
+
+    def close(self) -> None:
+        """Turns that have begun go on; no other begins."""
+        if self._open is None:
+            self._open = asyncio.get_running_loop().create_future()
+
+    def open(self) -> None:
+        if self._open is not None:
+            self._open.set_result(None)
+            self._open = None
+
+    async def empty(self) -> None:
+        """Wait until no turn is inside."""
+        while self.inside:
+            if self._empty is None:
+                self._empty = asyncio.get_running_loop().create_future()
+            await asyncio.shield(self._empty)

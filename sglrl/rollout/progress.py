@@ -1,0 +1,92 @@
+"""Shows how a run is getting on: a live line on a terminal, a log line now and then otherwise."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .runner import Rollout, RolloutMetrics
+
+logger = logging.getLogger("sglrl.rollout")
+
+SHOWN_SECONDS = 0.2
+LOGGED_SECONDS = 10.0
+
+
+class RolloutProgress:
+    """``wanted`` None: on a terminal only. ``total``: items of the data set, if that is known."""
+
+    def __init__(self, total: int | None, wanted: bool | None) -> None:
+        terminal = sys.stderr.isatty()
+        self._total = total
+        self._wanted = terminal if wanted is None else wanted
+        self._terminal = terminal
+        self._bar: Any = None
+        self._line: Any = None
+        self._next = 0.0
+
+    def begin(self) -> None:
+        if not (self._wanted and self._terminal):
+            return
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+        )
+
+        self._bar = Progress(
+            TextColumn("rollouts"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.description}", markup=False),
+            TimeElapsedColumn(),
+            console=Console(stderr=True),
+        )
+        self._line = self._bar.add_task("", total=self._total)
+        self._bar.start()
+
+    def show(self, run: Rollout) -> None:
+        """Something has changed; draws it if it is time to."""
+        if not self._wanted:
+            return
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next = now + (LOGGED_SECONDS if self._bar is None else SHOWN_SECONDS)
+        self._draw(run.metrics)
+
+    def end(self, metrics: RolloutMetrics) -> None:
+        if self._wanted:
+            self._draw(metrics)
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _draw(self, metrics: RolloutMetrics) -> None:
+        text = describe(metrics)
+        if self._bar is None:
+            logger.info("%s", text)
+            return
+        done = metrics.groups_taken + metrics.groups_filtered + metrics.groups_dropped
+        self._bar.update(self._line, completed=done, description=text)
+
+
+def describe(metrics: RolloutMetrics) -> str:
+    """One line."""
+    parts = [
+        f"reward {metrics.mean_reward:.3f}",
+        f"{metrics.samples_running} of {metrics.concurrency} running",
+        f"{metrics.tokens_per_second:,.0f} tokens/s",
+    ]
+    if metrics.mean_staleness:
+        parts.append(f"staleness {metrics.mean_staleness:.2f}")
+    lost = sum(metrics.samples_lost.values())
+    if lost or metrics.groups_filtered:
+        parts.append(f"{lost} lost, {metrics.groups_filtered} filtered")
+    return ", ".join(parts)

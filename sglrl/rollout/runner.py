@@ -1,0 +1,720 @@
+"""Runs an agent over a data set: as many at a time as the engines take, groups as they finish.
+
+``Plan`` (``core/rollouts.py``) decides what runs and what is handed out; here are its tasks. One
+task fills the engines; each agent is a task of its group of tasks, and ends with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Mapping,
+    Sized,
+)
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ..completion import Completion
+from ..core import rollouts as core
+from ..core.concurrency import Concurrency
+from ..errors import Closed, DeadlineExceeded, SglrlError, UsageError, WorkerLost
+from ..sampling import SamplingParams
+from .gate import Gate
+from .progress import RolloutProgress
+from .session import Opening, Session
+from .trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from ..client import Client
+
+logger = logging.getLogger("sglrl.rollout")
+
+Agent = Callable[[Session, Any], Awaitable[Any]]
+OnError = Literal["retry", "drop", "raise"]
+
+_SUSPECT = 32
+"""When so many samples have ended and none of them well, the agent is what is wrong."""
+_RECENT = 256
+"""Samples over which the mean reward is taken."""
+_LOOK_SECONDS = 0.05
+"""Between two looks at the engines' load."""
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """The trajectories of one item of the data set.
+
+    Attributes:
+        index: number of the item in the data set.
+        item: the item itself.
+        trajectories: of the samples that ended well, in the order of the samples.
+        failed: how many did not.
+        version: the policy's when the group was handed out.
+    """
+
+    index: int
+    item: Any
+    trajectories: tuple[Trajectory, ...]
+    failed: int
+    version: int
+
+    def __repr__(self) -> str:
+        return (
+            f"<Group of item {self.index}: {len(self.trajectories)} trajectories, {self.failed} "
+            f"failed, rewards {self.rewards.round(3).tolist()}>"
+        )
+
+    @property
+    def rewards(self) -> NDArray[np.float32]:
+        """float32 [n]: each trajectory's reward."""
+        return np.array([t.reward for t in self.trajectories], np.float32)
+
+    @property
+    def oldest_version(self) -> int:
+        """Policy version of the oldest token."""
+        return min(t.oldest_version for t in self.trajectories)
+
+    @property
+    def staleness(self) -> int:
+        """How many versions older than ``version`` the oldest token is."""
+        return self.version - self.oldest_version
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the policy sampled."""
+        return int(sum(t.loss_mask.sum() for t in self.trajectories))
+
+
+class RolloutMetrics(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run has done so far. Counts are totals, times are in seconds.
+
+    Attributes:
+        groups_taken, groups_filtered, groups_dropped: handed out; not kept by ``keep``; given up
+            for good.
+        groups_ready, groups_running: now.
+        samples_done: ended well, of groups that were not given up.
+        samples_running, samples_retried: now; in all.
+        samples_lost: by reason: "error", "timeout", "stale", "given up" (with its group).
+        concurrency: how many samples may run at a time, now.
+        turns, generated_tokens, prompt_tokens, cached_tokens: of all turns; cached are those prompt
+            tokens that came from the prefix cache.
+        mean_reward: over the last 256 samples; NaN without any.
+        mean_staleness: of the groups that were handed out, in policy versions.
+        seconds: since the run began.
+    """
+
+    groups_taken: int
+    groups_filtered: int
+    groups_dropped: int
+    groups_ready: int
+    groups_running: int
+    samples_done: int
+    samples_running: int
+    samples_retried: int
+    samples_lost: dict[str, int]
+    concurrency: int
+    turns: int
+    generated_tokens: int
+    prompt_tokens: int
+    cached_tokens: int
+    mean_reward: float
+    mean_staleness: float
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.generated_tokens / self.seconds if self.seconds else 0.0
+
+
+def rollout(
+    client: Client,
+    agent: Agent,
+    dataset: Iterable[Any] | AsyncIterable[Any],
+    *,
+    group_size: int = 1,
+    concurrency: int | None = None,
+    batch_size: int | None = None,
+    max_staleness: int | None = None,
+    timeout: float | None = None,
+    on_error: OnError = "retry",
+    retries: int = 2,
+    min_group: int | None = None,
+    keep: Callable[[Group], bool] | None = None,
+    open_session: Callable[[Any], Mapping[str, Any]] | None = None,
+    ahead: int | None = None,
+    progress: bool | None = None,
+    state: Mapping[str, Any] | None = None,
+    seed: int | None = None,
+    sampling: SamplingParams | None = None,
+    **values: Any,
+) -> Rollout:
+    """Run ``agent`` over a data set and hand out groups of trajectories as they finish.
+
+    ::
+
+        async def agent(session, item):
+            turn = await session.generate(max_new_tokens=64)
+            return float(item["answer"] in turn.text)
+
+        async for group in sglrl.rollout(client, agent, items, group_size=8):
+            train(group)
+
+    Args:
+        agent: ``await agent(session, item)`` returns the reward, or a ``Trajectory``; or None, if
+            it has called ``session.reward``.
+        dataset: items, one group each. A text is a prompt, a list of messages a conversation; of a
+            mapping, "prompt", "messages" or "input_ids" is. For anything else, or more, give
+            ``open_session``: the arguments of ``Client.session`` for an item.
+        group_size: samples of each item.
+        concurrency: samples at a time; None: as many as keep the engines full, found from what
+            they report (KV cache in use, requests waiting, requests preempted).
+        batch_size: groups that one weight update trains on; ``batches`` yields so many.
+        max_staleness: with policy version v at most ``(v + max_staleness + 1) * batch_size`` groups
+            are begun, and no token that is handed out is more versions old than this. 0 is
+            synchronous training: every token is of the current policy. None: no bound.
+        timeout: seconds a sample may take; then it is cancelled and lost.
+        on_error: what happens when the agent raises: "retry" the sample, at most ``retries`` times,
+            then drop it; "drop" it at once; "raise" from here. A ``UsageError`` is not retried. A
+            run whose first 32 samples all fail raises in any case.
+        retries: also how often a group that was given up is begun again.
+        min_group: a group with fewer samples left is given up; None: 2, or 1 if ``group_size`` is.
+        keep: False filters a finished group out; another takes its place in the batch. See
+            ``sglrl.rl.has_signal``.
+        ahead: finished groups that may wait to be taken before no further one is begun; None: 64,
+            or two batches if that is more.
+        progress: show it on a terminal, or in the log (True: always, None: on a terminal only).
+        state: of an earlier run's ``state_dict``: items that it had finished are left out.
+        seed: makes every sample's draws repeatable, each with seeds of its own.
+        sampling, **values: how turns are sampled, unless the agent says otherwise.
+
+    Raises:
+        UsageError: an argument is wrong.
+    """
+    return Rollout(
+        client,
+        agent,
+        dataset,
+        group_size=group_size,
+        concurrency=concurrency,
+        batch_size=batch_size,
+        max_staleness=max_staleness,
+        timeout=timeout,
+        on_error=on_error,
+        retries=retries,
+        min_group=min_group,
+        keep=keep,
+        open_session=open_session or session_arguments,
+        ahead=ahead,
+        progress=progress,
+        state=state,
+        seed=seed,
+        sampling=sampling,
+        values=values,
+    )
+
+
+def session_arguments(item: Any) -> Mapping[str, Any]:
+    """What a session for an item of a data set begins with. ``UsageError`` if that is unclear."""
+    if isinstance(item, str):
+        return {"prompt": item}
+    if isinstance(item, list) and item and all(isinstance(m, Mapping) for m in item):
+        return {"messages": item}
+    if isinstance(item, Mapping):
+        found = {k: item[k] for k in ("prompt", "messages", "input_ids") if k in item}
+        if len(found) == 1:
+            prompt = found.get("prompt")
+            return {"messages": prompt} if isinstance(prompt, list) else found
+    raise UsageError(
+        "cannot tell what a session begins with for this item of the data set; give it one of "
+        f"'prompt', 'messages' and 'input_ids', or pass open_session=. The item: {item!r:.200}"
+    )
+
+
+class Rollout:
+    """A run of an agent over a data set; see ``rollout``.
+
+    ``async for group in run`` is all that is needed; ``async with run`` ends what is left when the
+    block is left early. Not for several consumers at a time.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        agent: Agent,
+        dataset: Iterable[Any] | AsyncIterable[Any],
+        *,
+        group_size: int,
+        concurrency: int | None,
+        batch_size: int | None,
+        max_staleness: int | None,
+        timeout: float | None,
+        on_error: OnError,
+        retries: int,
+        min_group: int | None,
+        keep: Callable[[Group], bool] | None,
+        open_session: Callable[[Any], Mapping[str, Any]],
+        ahead: int | None,
+        progress: bool | None,
+        state: Mapping[str, Any] | None,
+        seed: int | None,
+        sampling: SamplingParams | None,
+        values: dict[str, Any],
+    ) -> None:
+        for name, value, least in (
+            ("group_size", group_size, 1),
+            ("concurrency", concurrency, 1),
+            ("batch_size", batch_size, 1),
+            ("max_staleness", max_staleness, 0),
+            ("retries", retries, 0),
+            ("min_group", min_group, 1),
+            ("ahead", ahead, 1),
+        ):
+            if value is not None and (type(value) is not int or value < least):
+                raise UsageError(f"{name} must be an integer of at least {least}, got {value!r}")
+        if on_error not in ("retry", "drop", "raise"):
+            raise UsageError(f"on_error must be 'retry', 'drop' or 'raise', got {on_error!r}")
+        if max_staleness is not None and batch_size is None:
+            raise UsageError("max_staleness needs batch_size: the groups of one weight update")
+        if min_group is not None and min_group > group_size:
+            raise UsageError(f"min_group={min_group} is more than group_size={group_size}")
+        if timeout is not None and not timeout > 0:
+            raise UsageError(f"timeout must be more than 0 seconds, got {timeout!r}")
+        # Wrong sampling values raise here, not in every sample.
+        client._prepare(sampling, values)
+        self._client = client
+        self._agent = agent
+        self._items = _iterator(dataset)
+        self._batch_size = batch_size
+        self._timeout = timeout
+        self._on_error = on_error
+        self._keep = keep
+        self._open_session = open_session
+        self._seed = seed
+        self._sampling = sampling
+        self._values = values
+        self._plan = core.Plan(
+            group_size=group_size,
+            min_group=min(2, group_size) if min_group is None else min_group,
+            retries=retries,
+            batch_size=batch_size,
+            max_staleness=max_staleness,
+            ahead=max(64, 2 * (batch_size or 1)) if ahead is None else ahead,
+        )
+        least = max(group_size, 4 * len(client.workers))
+        self._limit = Concurrency(least) if concurrency is None else None
+        self._fixed = concurrency
+        self._state = _checked_state(state)
+        self._read = 0
+        self._openings: dict[core.Group, Opening] = {}
+        self._running: dict[core.Sample, tuple[asyncio.Task[None], Session]] = {}
+        self._given_up: dict[core.Sample, str] = {}
+        self._gate = Gate()
+        self._wake = asyncio.Event()
+        self._arrival: asyncio.Future[None] | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._failure: BaseException | None = None
+        self._closed = False
+        self._partial: list[Group] = []
+        self._rewards: deque[float] = deque(maxlen=_RECENT)
+        self._turns = self._generated = self._prompted = self._cached = 0
+        self._staleness = 0
+        self._failures = 0
+        self._begun = self._looked = 0.0
+        self.errors: deque[Exception] = deque(maxlen=100)
+        """What the agent raised lately."""
+        total = len(dataset) if isinstance(dataset, Sized) else None
+        self._progress = RolloutProgress(total, progress)
+
+    # --- its life ---------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        if self._closed or self._task is not None:
+            raise UsageError("a run is begun once; make another one")
+        self._begun = time.monotonic()
+        weights = self._client._pool.weights
+        self._plan.version = self._plan.first_version = weights.version
+        weights.on_version.add(self._on_version)
+        self._progress.begin()
+        self._task = asyncio.create_task(self._run(), name="sglrl rollout")
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Cancel what runs; what is ready can no longer be taken. Safe to call again."""
+        self._closed = True
+        task = self._task
+        if task is not None:
+            task.cancel()
+            # Whatever it ended with has been raised by ``take``, or nobody wants it any more.
+            await asyncio.wait([task])
+            self._client._pool.weights.on_version.discard(self._on_version)
+            self._progress.end(self.metrics)
+        self._tell_takers()
+
+    async def _run(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                while not self._plan.over:
+                    self._wake.clear()
+                    await self._fill(tasks)
+                    await self._wake.wait()
+        except BaseExceptionGroup as failures:
+            self._failure = failures.exceptions[0]
+        except BaseException as failure:
+            self._failure = failure
+            if isinstance(failure, asyncio.CancelledError):
+                raise
+        finally:
+            self._tell_takers()
+
+    async def _fill(self, tasks: asyncio.TaskGroup) -> None:
+        plan = self._plan
+        while not self._gate.closed and plan.running < self.concurrency:
+            sample = plan.start()
+            if sample is not None:
+                self._start(sample, tasks)
+            elif not plan.may_begin() or not (plan.begin_again() or await self._next_item()):
+                break
+        if plan.over:
+            self._wake.set()
+            self._tell_takers()
+
+    async def _next_item(self) -> bool:
+        """Begin the next item of the data set; False if there is none."""
+        plan = self._plan
+        done, unfinished = self._state
+        while not plan.exhausted:
+            try:
+                item = await anext(self._items)
+            except StopAsyncIteration:
+                plan.exhausted = True
+                break
+            index, self._read = self._read, self._read + 1
+            if index >= done or index in unfinished:
+                plan.begin(index, item)
+                return True
+        return False
+
+    def _start(self, sample: core.Sample, tasks: asyncio.TaskGroup) -> None:
+        group = sample.group
+        opening = self._openings.get(group)
+        if opening is None:
+            try:
+                arguments = {**self._values, **self._open_session(group.item)}
+                arguments.setdefault("sampling", self._sampling)
+                opening = Opening(self._client, **arguments)
+            except Exception as error:
+                self._failed(sample, error)
+                return
+            self._openings[group] = opening
+        seed = None if self._seed is None else _seed(self._seed, sample)
+        session = Session(opening, self._gate, self._on_turn, seed)
+        session.metadata["item"] = group.index
+        session.metadata["sample"] = sample.index
+        self._running[sample] = (tasks.create_task(self._one(sample, session)), session)
+
+    async def _one(self, sample: core.Sample, session: Session) -> None:
+        """One sample, to whatever end; nothing but a cancellation of the run gets out."""
+        limit = asyncio.timeout(self._timeout)
+        try:
+            async with limit:
+                result = await self._agent(session, sample.group.item)
+            trajectory = _trajectory(session, result)
+        except asyncio.CancelledError:
+            reason = self._given_up.pop(sample, None)
+            if reason is None:
+                raise
+            self._ended(sample, reason)
+        except Exception as error:
+            self._given_up.pop(sample, None)
+            if isinstance(error, TimeoutError) and limit.expired():
+                self._ended(sample, "timeout")
+            else:
+                self._failed(sample, error)
+        else:
+            self._given_up.pop(sample, None)
+            self._rewards.append(trajectory.reward)
+            del self._running[sample]
+            self._settle(
+                sample.group, self._plan.done(sample, trajectory, trajectory.oldest_version)
+            )
+        finally:
+            session.close()
+
+    def _failed(self, sample: core.Sample, error: Exception) -> None:
+        self.errors.append(error)
+        fatal = self._on_error == "raise" or (
+            isinstance(error, (Closed, WorkerLost)) and not self._client._is_alive
+        )
+        self._failures += 1
+        if self._failures >= _SUSPECT and not self._plan.samples_done:
+            error.add_note(f"and none of the first {self._failures} samples ended well")
+            fatal = True
+        if fatal:
+            raise error
+        retry = self._on_error == "retry" and not isinstance(error, UsageError)
+        logger.warning(
+            "sample %d of item %d failed: %s: %s",
+            sample.index,
+            sample.group.index,
+            type(error).__name__,
+            error,
+            exc_info=None if isinstance(error, SglrlError) or self._failures > 3 else error,
+        )
+        self._ended(sample, "error", retry=retry)
+
+    def _ended(self, sample: core.Sample, reason: str, *, retry: bool = False) -> None:
+        self._running.pop(sample, None)
+        self._settle(sample.group, self._plan.failed(sample, reason, retry=retry))
+
+    def _settle(self, group: core.Group, ready: core.Group | None) -> None:
+        """A sample of the group has ended, and the group with it if it is ``ready``."""
+        if ready is not None and self._keep is not None and not self._keep(self._made(ready)):
+            self._plan.filter(ready)
+        elif ready is not None:
+            self._tell_takers()
+        if group.state is not core.RUNNING:
+            self._openings.pop(group, None)
+            self._give_up()
+        self._progress.show(self)
+        self._wake.set()
+
+    def _give_up(self) -> None:
+        """Cancel samples that are of no use any more."""
+        for sample, (task, session) in self._running.items():
+            if sample not in self._given_up and self._plan.is_stale(sample, session.oldest_version):
+                alive = sample.group.state is core.RUNNING
+                self._given_up[sample] = core.STALE if alive else core.GIVEN_UP
+                task.cancel()
+
+    def _on_version(self) -> None:
+        self._plan.version = self._client.weight_version
+        if self._plan.max_staleness is not None:
+            self._give_up()
+        self._wake.set()
+        self._tell_takers()
+
+    # --- what comes out ---------------------------------------------------------------------------
+
+    def __aiter__(self) -> AsyncIterator[Group]:
+        return self._groups() if self._task is None else self
+
+    async def _groups(self) -> AsyncGenerator[Group, None]:
+        async with self:
+            async for group in self:
+                yield group
+
+    async def __anext__(self) -> Group:
+        found = await self.take(1)
+        if not found:
+            raise StopAsyncIteration
+        return found[0]
+
+    async def batches(self) -> AsyncGenerator[list[Group], None]:
+        """Lists of ``batch_size`` groups; the last one may be shorter.
+
+        Raises:
+            UsageError: the run has no ``batch_size``, or is not entered with ``async with``.
+        """
+        if self._batch_size is None:
+            raise UsageError("batches() needs rollout(..., batch_size=)")
+        while batch := await self.take(self._batch_size):
+            yield batch
+
+    async def take(self, n: int = 1, *, timeout: float | None = None) -> list[Group]:
+        """The next ``n`` groups; fewer at the end of the data set, none when there are no more.
+
+        Of those that are ready the one with the oldest tokens comes first. If it is cancelled or
+        too late nothing is lost: the next call gets what this one had.
+
+        Raises:
+            DeadlineExceeded: there were not so many within ``timeout`` seconds. (With
+                ``max_staleness``, new groups need new weights now and then.)
+            Exception: of the agent, with on_error="raise".
+            UsageError: the run has not begun.
+        """
+        if type(n) is not int or n < 1:
+            raise UsageError(f"take at least 1 group, got {n!r}")
+        if self._task is None:
+            raise UsageError("the run has not begun; use 'async with run'")
+        plan = self._plan
+        if plan.ahead < n:
+            plan.ahead = n
+            self._wake.set()
+        try:
+            async with asyncio.timeout(timeout):
+                while not self._take_ready(n):
+                    if self._failure is not None and not self._closed:
+                        raise self._failure
+                    if self._closed or self._task.done() or (plan.over and not plan.ready):
+                        break
+                    self._arrival = asyncio.get_running_loop().create_future()
+                    await self._arrival
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"{len(self._partial)} of {n} groups were ready within {timeout:g} s"
+            ) from None
+        found, self._partial = self._partial[:n], self._partial[n:]
+        return found
+
+    def _take_ready(self, n: int) -> bool:
+        """Whether there are ``n``. They are taken only then, or at the end."""
+        plan = self._plan
+        while len(self._partial) < n:
+            enough = len(self._partial) + len(plan.ready) >= n
+            # At the end, what there is; groups that run, or are begun again, are waited for.
+            last = plan.exhausted and not plan.again and len(plan.live) == len(plan.ready)
+            group = plan.take() if enough or last else None
+            if group is None:
+                break
+            made = self._made(group)
+            self._staleness += made.staleness
+            self._partial.append(made)
+            self._wake.set()
+        return len(self._partial) >= n
+
+    def _made(self, group: core.Group) -> Group:
+        done = group.done
+        return Group(
+            index=group.index,
+            item=group.item,
+            trajectories=tuple(sample.result for sample in done),
+            failed=len(group.samples) - len(done),
+            version=self._plan.version,
+        )
+
+    def _tell_takers(self) -> None:
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
+
+    # --- pause, state, metrics --------------------------------------------------------------------
+
+    async def pause(self, *, timeout: float | None = None) -> None:
+        """Begin no further turn, and wait until those that run have ended: then the engines have
+        nothing of this run to do. Agents wait with their next turn; tools go on.
+
+        Raises:
+            DeadlineExceeded: turns still run after ``timeout`` seconds; it stays paused.
+        """
+        self._gate.close()
+        try:
+            async with asyncio.timeout(timeout):
+                await self._gate.empty()
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"{self._gate.inside} turns still run after {timeout:g} s"
+            ) from None
+
+    def resume(self) -> None:
+        """Go on after ``pause``."""
+        self._gate.open()
+        self._wake.set()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Which items were finished, for ``rollout(..., state=)`` over the same data set. Groups
+        count as finished when they are taken; what runs now is run again."""
+        done, skipped = self._state
+        unread = {index for index in skipped if index >= self._read}
+        begun = {*self._plan.unfinished(), *unread, *(g.index for g in self._partial)}
+        return {"next": max(self._plan.next_index, done), "unfinished": sorted(begun)}
+
+    @property
+    def concurrency(self) -> int:
+        """How many samples may run at a time, now."""
+        return self._fixed if self._limit is None else self._limit.limit  # type: ignore[return-value]
+
+    @property
+    def metrics(self) -> RolloutMetrics:
+        """A snapshot."""
+        plan = self._plan
+        return RolloutMetrics(
+            groups_taken=plan.taken,
+            groups_filtered=plan.filtered,
+            groups_dropped=plan.dropped,
+            groups_ready=len(plan.ready),
+            groups_running=len(plan.live) - len(plan.ready),
+            samples_done=plan.samples_done,
+            samples_running=plan.running,
+            samples_retried=plan.retried,
+            samples_lost=dict(plan.lost),
+            concurrency=self.concurrency,
+            turns=self._turns,
+            generated_tokens=self._generated,
+            prompt_tokens=self._prompted,
+            cached_tokens=self._cached,
+            mean_reward=sum(self._rewards) / len(self._rewards) if self._rewards else math.nan,
+            mean_staleness=self._staleness / plan.taken if plan.taken else 0.0,
+            seconds=time.monotonic() - self._begun if self._begun else 0.0,
+        )
+
+    def _on_turn(self, completion: Completion) -> None:
+        self._turns += 1
+        self._generated += sum([len(chunk.ids) for chunk in completion._chunks]) // 4
+        self._prompted += len(completion._prompt) // 4
+        self._cached += completion.cached_tokens
+        if self._limit is not None:
+            now = time.monotonic()
+            if now - self._looked >= _LOOK_SECONDS:
+                self._looked = now
+                loads, queued = self._client._loads()
+                if self._limit.look(now, self._plan.running, queued, loads):
+                    self._wake.set()
+
+
+async def _async_items(items: Iterable[Any]) -> AsyncGenerator[Any, None]:
+    for item in items:
+        yield item
+
+
+def _iterator(dataset: Any) -> AsyncIterator[Any]:
+    if isinstance(dataset, AsyncIterable):
+        return aiter(dataset)
+    if isinstance(dataset, (str, bytes, Mapping)) or not isinstance(dataset, Iterable):
+        raise UsageError(f"dataset must be an iterable of items, got {type(dataset).__name__}")
+    return _async_items(dataset)
+
+
+def _trajectory(session: Session, result: Any) -> Trajectory:
+    if isinstance(result, Trajectory):
+        if result.oldest_version < 0:
+            raise UsageError("the agent returned a trajectory in which nothing was sampled")
+        return result
+    if result is None:
+        if not session.rewarded:
+            raise UsageError("the agent returned None; return its reward, or call session.reward")
+        return session.trajectory()
+    if isinstance(result, (str, bytes)) or not hasattr(result, "__float__"):
+        raise UsageError(
+            f"the agent must return its reward or a Trajectory, got {type(result).__name__}"
+        )
+    return session.trajectory(float(result))
+
+
+def _seed(seed: int, sample: core.Sample) -> int:
+    """Of a sample's first turn; the next ones count on from it."""
+    group = sample.group
+    number = ((seed * 1_000_003 + group.index) * 1009 + sample.index) * 17
+    return ((number + sample.tries + group.tries) * 1024) % (1 << 61)
+
+
+def _checked_state(state: Mapping[str, Any] | None) -> tuple[int, set[int]]:
+    if state is None:
+        return 0, set()
+    try:
+        return int(state["next"]), {int(i) for i in state["unfinished"]}
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"state is not what state_dict() gave: {error!r}") from None

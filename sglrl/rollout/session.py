@@ -1,0 +1,368 @@
+"""One conversation, token in and token out: the engine sees every turn the very tokens that it
+sampled and was given before, and the new ones behind them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..actor import deadline_from
+from ..completion import Completion
+from ..errors import Closed, InvalidRequest, UsageError
+from ..sampling import DEFAULT_MAX_NEW_TOKENS, Prepared, SamplingParams
+from ..tokens import TokenIds, check_ids
+from .gate import Gate
+from .template import Message, behind_answer
+from .trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from ..client import Client
+
+_numbers = itertools.count()
+
+
+class Opening:
+    """What sessions begin with, and how they sample. It is encoded once, for all samples of a
+    group. Arguments are those of ``Client.session``."""
+
+    def __init__(
+        self,
+        client: Client,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        input_ids: TokenIds | None = None,
+        tools: Sequence[Any] | None = None,
+        template: Mapping[str, Any] | None = None,
+        allow_rewrite: bool = False,
+        timeout: float | None = None,
+        priority: int = 0,
+        metadata: Mapping[str, Any] | None = None,
+        sampling: SamplingParams | None = None,
+        **values: Any,
+    ) -> None:
+        given = (prompt is not None) + (messages is not None) + (input_ids is not None)
+        if given != 1:
+            raise InvalidRequest(f"give exactly one of prompt, input_ids, messages; got {given}")
+        self.client = client
+        self.allow_rewrite = allow_rewrite
+        self.timeout = timeout
+        self.priority = priority
+        self.metadata = metadata or {}
+        self.sampling = sampling
+        self.values = values
+        self.prepared = client._prepare(sampling, values)
+        self.messages = None if messages is None else list(messages)
+        self.template = dict(template or {})
+        if tools is not None:
+            self.template["tools"] = list(tools)
+        self._prompt = prompt
+        self._lock = asyncio.Lock()
+        self._ids: bytes | None = None
+        if input_ids is not None:
+            self._ids = check_ids(input_ids, client.info.vocab_size)
+
+    async def ids(self) -> bytes:
+        """The prompt, int32."""
+        if self._ids is None:
+            async with self._lock:
+                if self._ids is None:
+                    several, prompts = await self.client._encode_input(
+                        self._prompt, None, self.messages, self.template
+                    )
+                    if several:
+                        raise InvalidRequest("a session has one prompt, got a list")
+                    (self._ids,) = prompts
+        return self._ids
+
+    def prepare(self, values: dict[str, Any]) -> Prepared:
+        """The sampling values of one turn."""
+        if not values:
+            return self.prepared
+        return self.client._prepare(self.sampling, {**self.values, **values})
+
+    def render(self, messages: Sequence[Message]) -> str:
+        return self.client._tokenizer_box.render(messages, self.template)
+
+
+class Session:
+    """Made by ``Client.session``; an async context manager. Turns are sampled one at a time.
+
+    The prompt of each turn is exactly the tokens of the turns before and what was observed behind
+    them; nothing that was sampled is tokenized again. Turns go to the worker that holds their
+    prefix, unless it is overloaded.
+    """
+
+    def __init__(
+        self,
+        opening: Opening,
+        gate: Gate | None = None,
+        on_turn: Callable[[Completion], None] | None = None,
+        seed: int | None = None,
+    ) -> None:
+        self._opening = opening
+        self._gate = gate
+        self._on_turn = on_turn
+        self._seed = seed
+        self._client = opening.client
+        self._name = f"session-{next(_numbers)}"
+        self._prompt: bytes | None = None
+        self._response = b""
+        self._turns: list[tuple[int, Completion]] = []
+        self._rewards: list[float] = []
+        self._oldest: int | None = None
+        self._messages = opening.messages
+        self._answer_at = 0
+        self._pending: list[str | bytes | list[Message]] = []
+        self._busy = self._closed = False
+        self._began = time.monotonic()
+        self._generating = 0.0
+        self.rewarded = False
+        """Whether ``reward`` was called."""
+        self.metadata: dict[str, Any] = dict(opening.metadata)
+        """Goes into the trajectory: anything msgpack can hold."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """No further turn is sampled: ``generate`` raises ``Closed``."""
+        self._closed = True
+
+    # --- turns ------------------------------------------------------------------------------------
+
+    async def generate(self, **values: Any) -> Completion:
+        """Sample the next turn, with logprobs.
+
+        Args:
+            **values: the fields of ``SamplingParams``; they override the session's.
+                ``max_new_tokens`` is lowered to what fits.
+
+        A turn that a weight update with ``inflight="abort"`` returned goes on with the new weights
+        from where it was: ``Completion.versions`` says where.
+
+        Raises:
+            InvalidRequest: a value is wrong, or the context is full (``room`` is 0).
+            UsageError: a turn is being sampled already.
+            Closed: the session is closed.
+            Overloaded, DeadlineExceeded, WorkerLost, EngineError: as ``Client.generate``; then the
+                session is as it was before, and the turn may be tried again.
+        """
+        if self._closed:
+            raise Closed("the session is closed")
+        if self._busy:
+            raise UsageError("a turn of this session is being sampled; await it first")
+        opening = self._opening
+        if self._seed is not None:
+            values.setdefault("seed", self._seed + len(self._turns))
+        prepared = opening.prepare(values)
+        self._busy = True
+        gate = self._gate
+        if gate is not None:
+            await self._enter(gate)
+        begun = time.monotonic()
+        try:
+            if self._prompt is None:
+                self._prompt = await opening.ids()
+            if self._pending:
+                await self._append_pending()
+            ids = self._prompt + self._response
+            limit = min(prepared.max_new_tokens or DEFAULT_MAX_NEW_TOKENS, self.room)
+            if limit < 1:
+                raise InvalidRequest(
+                    f"the context is full: the session has {len(ids) // 4} tokens, of "
+                    f"{self._client.info.context_length} possible; see Session.room"
+                )
+            timeout = opening.timeout
+            if timeout is None:
+                timeout = self._client._timeout
+            deadline = None if timeout is None else deadline_from(timeout)
+            if self._oldest is None:
+                self._oldest = self._client.weight_version
+            completion = None
+            while completion is None or completion.finish_reason == "abort":
+                completion = await self._client._sample(
+                    ids,
+                    prepared,
+                    limit,
+                    True,
+                    0,
+                    self._name,
+                    deadline,
+                    opening.priority,
+                    None,
+                    completion,
+                )
+        finally:
+            self._busy = False
+            self._generating += time.monotonic() - begun
+            if gate is not None:
+                gate.leave()
+        if not self._turns:
+            self._oldest = completion._chunks[0].version
+        self._turns.append((len(self._response) // 4, completion))
+        self._rewards.append(0.0)
+        self._response += b"".join([chunk.ids for chunk in completion._chunks])
+        if self._on_turn is not None:
+            self._on_turn(completion)
+        return completion
+
+    async def _enter(self, gate: Gate) -> None:
+        try:
+            await gate.enter()
+        except BaseException:
+            self._busy = False
+            raise
+
+    def observe(self, what: str | TokenIds | Message | Sequence[Message]) -> None:
+        """Append what the policy did not sample: text or token ids as they are, or messages in the
+        chat template's form (only in a session that began with messages).
+
+        Text is tokenized by itself. Messages end the assistant's turn and begin its next one. What
+        is observed after the last turn is in no prompt, so it is not in the trajectory either.
+
+        Raises:
+            InvalidRequest: a token id is wrong. For what the template refuses, ``generate`` raises.
+            UsageError: messages before the first turn, or without a template.
+        """
+        if isinstance(what, str):
+            if what:
+                self._pending.append(what)
+            return
+        several = isinstance(what, (list, tuple)) and what and isinstance(what[0], Mapping)
+        if not isinstance(what, Mapping) and not several:
+            self._pending.append(check_ids(what, self._client.info.vocab_size))
+            return
+        new: list[Any] = [what] if isinstance(what, Mapping) else list(what)
+        if self._messages is None:
+            raise UsageError("this session began without messages: observe text or token ids")
+        if self._pending and isinstance(self._pending[-1], list):
+            self._pending[-1] += new
+        elif not self._turns:
+            raise UsageError("no turn was sampled yet: put these messages into the session's own")
+        else:
+            self._pending.append(new)
+
+    def reward(self, value: float) -> None:
+        """Add to the reward of the last turn.
+
+        Raises:
+            UsageError: there is none, or the value is not finite.
+        """
+        if not self._turns:
+            raise UsageError("no turn was sampled yet that could be rewarded")
+        value = float(value)
+        if not math.isfinite(value):
+            raise UsageError(f"a reward must be finite, got {value}")
+        self._rewards[-1] += value
+        self.rewarded = True
+
+    # --- what there is ----------------------------------------------------------------------------
+
+    @property
+    def ids(self) -> NDArray[np.int32]:
+        """int32: all tokens up to the end of the last turn; empty before the first."""
+        return np.frombuffer((self._prompt or b"") + self._response, "<i4")
+
+    @property
+    def turns(self) -> list[Completion]:
+        """What was sampled, in order."""
+        return [completion for _, completion in self._turns]
+
+    @property
+    def oldest_version(self) -> int | None:
+        """Policy version of the first token, or a lower bound while it is being sampled; None
+        before."""
+        return self._oldest
+
+    @property
+    def room(self) -> int:
+        """Tokens that fit the context behind those that there are."""
+        used = (len(self._prompt or b"") + len(self._response)) // 4
+        most = min(self._client.info.max_total_tokens, self._client.info.max_prompt_tokens + 1)
+        return max(0, most - used)
+
+    @property
+    def text(self) -> str:
+        """All that was sampled and observed behind the prompt, special tokens included."""
+        return self._client._decode_ids(np.frombuffer(self._response, "<i4").tolist(), False)
+
+    def trajectory(self, reward: float | None = None) -> Trajectory:
+        """What a trainer needs of it. ``reward`` is added to the last turn's.
+
+        Raises:
+            UsageError: no turn was sampled.
+        """
+        if reward is not None:
+            self.reward(reward)
+        if not self._turns or self._prompt is None:
+            raise UsageError("no turn was sampled, so there is no trajectory")
+        return Trajectory.from_turns(
+            self._prompt,
+            self._response,
+            self._turns,
+            self._rewards,
+            total=time.monotonic() - self._began,
+            generating=self._generating,
+            metadata=self.metadata,
+        )
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    async def _append_pending(self) -> None:
+        """Encoded off the event loop, unless they are ids only. The session is changed at the end,
+        if nothing was wrong."""
+        pending = self._pending
+        if all(isinstance(item, bytes) for item in pending):
+            self._response += b"".join(pending)  # type: ignore[arg-type]
+        else:
+            found = await asyncio.get_running_loop().run_in_executor(None, self._encode, pending)
+            self._response, self._messages, self._answer_at = found
+        self._pending = []
+
+    def _encode(
+        self, pending: list[str | bytes | list[Message]]
+    ) -> tuple[bytes, list[Message] | None, int]:
+        """The session's response, messages and beginning of the assistant's turn, with these."""
+        box, opening = self._client._tokenizer_box, self._opening
+        vocab_size = self._client.info.vocab_size
+        response, messages, answer_at = self._response, self._messages, self._answer_at
+        for item in pending:
+            if isinstance(item, bytes):
+                response += item
+                continue
+            if isinstance(item, str):
+                response += check_ids(box.encode_rendered([item])[0], vocab_size)
+                continue
+            assert messages is not None
+            tokens = np.frombuffer(response[answer_at:], "<i4").tolist()
+            ended = self._ended_by(len(response))
+            answer = box.decode(tokens if ended is None else tokens[:-1], False)
+            text = behind_answer(
+                opening.render, messages, answer, item, allow_rewrite=opening.allow_rewrite
+            )
+            ids = box.encode_rendered([text])[0]
+            if ended is not None and ids[:1] == [ended]:
+                # The model has ended its turn as the template does.
+                ids = ids[1:]
+            response += check_ids(ids, vocab_size)
+            messages = [*messages, {"role": "assistant", "content": answer}, *item]
+            answer_at = len(response)
+        return response, messages, answer_at
+
+    def _ended_by(self, size: int) -> int | None:
+        """The token that ended the last turn, if the response of so many bytes ends with it."""
+        start, completion = self._turns[-1]
+        match = completion.stop_match
+        ends = 4 * start + 4 * len(completion.output_ids)
+        return match if isinstance(match, int) and ends == size else None
