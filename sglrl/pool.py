@@ -404,10 +404,7 @@ class Pool:
             served = self.driver.fabric.members[index].served > 0
             worker.restart_in = supervision.lost(reason, time.monotonic(), served=served)
             if worker.restart_in is None:
-                reason = (
-                    f"{reason} ({supervision.history}; no more than {supervision.restarts} "
-                    f"restarts in {supervision.period:g} s)"
-                )
+                reason = f"{reason} ({supervision.history}; {supervision.used_up})"
                 logger.error("worker %d is retired: %s", index, reason)
         self.driver.worker_lost(index, reason, returns=worker.restart_in is not None)
 

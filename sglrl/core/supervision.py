@@ -27,6 +27,8 @@ class Supervision:
         self.restarts = restarts
         self.period = period
         self.reasons: Counter[str] = Counter()
+        self.used_up = ""
+        """What used the budget up, in words; empty while there is one."""
         self._recent: deque[float] = deque()
         self._failures = 0
 
@@ -41,7 +43,12 @@ class Supervision:
         while recent and recent[0] <= now - self.period:
             recent.popleft()
         self._failures = 0 if served else self._failures + 1
-        if len(recent) >= self.restarts or self._failures > self.restarts:
+        if len(recent) >= self.restarts:
+            restarts = "1 restart" if self.restarts == 1 else f"{self.restarts} restarts"
+            self.used_up = f"no more than {restarts} in {self.period:g} s"
+            return None
+        if self._failures > self.restarts:
+            self.used_up = f"the last {self._failures} ended before they had served a call"
             return None
         recent.append(now)
         # Once is no pattern.

@@ -35,6 +35,14 @@ def test_failures_in_a_row_use_the_budget_up_however_rare_they_are() -> None:
     delays = [supervision.lost("no memory", 100.0 * t, served=False) for t in range(4)]
     assert None not in delays[:3]
     assert delays[3] is None
+    assert supervision.used_up == "the last 4 ended before they had served a call"
+
+
+def test_what_used_the_budget_up_is_said() -> None:
+    supervision = Supervision(2, 60.0)
+    for t, said in ((0.0, ""), (1.0, ""), (2.5, "no more than 2 restarts in 60 s")):
+        supervision.lost("killed", t, served=True)
+        assert supervision.used_up == said
 
 
 def test_no_restarts() -> None:

@@ -99,7 +99,7 @@ async def test_the_budget_is_used_up() -> None:
             assert isinstance(end, sglrl.WorkerLost)
             assert "no worker is left" in str(end)
             assert "lost 2 times: killed by signal 9 (2 times)" in str(end)
-            assert "no more than 1 restarts in 60 s" in str(end)
+            assert "no more than 1 restart in 60 s" in str(end)
         assert states(client) == ["retired"]
         for ask in (client.generate(input_ids=IDS), client.wait_until_full()):
             with pytest.raises(sglrl.WorkerLost, match="no worker is left"):
