@@ -1,0 +1,285 @@
+"""The plan of a run, against a model that writes everything down and looks it up again."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from sglrl.core.rollouts import (
+    DONE,
+    DROPPED,
+    FILTERED,
+    GIVEN_UP,
+    LOST,
+    READY,
+    RUNNING,
+    STALE,
+    TAKEN,
+    WAITING,
+    Group,
+    Plan,
+    Sample,
+)
+
+
+class PlanMachine(RuleBasedStateMachine):
+    """Random events; ``fate`` is what the model knows of each item, ``seen`` of each sample."""
+
+    @initialize(
+        group_size=st.integers(1, 4),
+        short=st.integers(0, 3),
+        retries=st.integers(0, 2),
+        batch_size=st.integers(1, 3),
+        staleness=st.none() | st.integers(0, 2),
+        ahead=st.integers(1, 4),
+        version=st.integers(0, 5),
+    )
+    def begin_run(
+        self,
+        group_size: int,
+        short: int,
+        retries: int,
+        batch_size: int,
+        staleness: int | None,
+        ahead: int,
+        version: int,
+    ) -> None:
+        self.min_group = max(1, group_size - short)
+        self.retries = retries
+        self.batch_size = batch_size
+        self.staleness = staleness
+        self.ahead = ahead
+        self.first = version
+        self.plan = Plan(
+            group_size=group_size,
+            min_group=self.min_group,
+            retries=retries,
+            batch_size=batch_size,
+            max_staleness=staleness,
+            ahead=ahead,
+            version=version,
+        )
+        self.version = version
+        self.groups: list[Group] = []
+        self.running: list[Sample] = []
+        self.order: list[Group] = []
+        self.taken: list[Group] = []
+        self.filtered = 0
+        self.fails: dict[Sample, int] = {}
+
+    def too_old(self, version: int) -> bool:
+        return self.staleness is not None and version < self.version - self.staleness
+
+    def note_ready(self, group: Group | None) -> None:
+        if group is not None:
+            assert group.state is READY
+            assert group not in self.order
+            self.order.append(group)
+
+    @rule()
+    def begin_a_group(self) -> None:
+        live = [g for g in self.groups if g.state in (RUNNING, READY)]
+        waiting_to_be_taken = [g for g in live if g.state is READY]
+        may = len(waiting_to_be_taken) < self.ahead
+        if self.staleness is not None:
+            # AReaL, equation 3, with what was taken and what is under way.
+            begun = len(self.taken) + len(live)
+            steps = self.version - self.first
+            may = may and begun < (steps + self.staleness + 1) * self.batch_size
+        assert self.plan.may_begin() == may
+        if may:
+            again = self.plan.begin_again()
+            if again is None:
+                index = len({g.index for g in self.groups})
+                again = self.plan.begin(index, f"item {index}")
+            assert again.item == f"item {again.index}"
+            self.groups.append(again)
+
+    @rule()
+    def start_a_sample(self) -> None:
+        waiting = [
+            s for g in self.groups if g.state is RUNNING for s in g.samples if s.state is WAITING
+        ]
+        sample = self.plan.start()
+        assert (sample is None) == (not waiting)
+        if sample is not None:
+            assert sample in waiting
+            self.running.append(sample)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), age=st.integers(0, 3))
+    def a_sample_ends_well(self, data: st.DataObject, age: int) -> None:
+        sample = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+        oldest = max(0, self.version - age)
+        alive = sample.group.state is RUNNING
+        ready = self.plan.done(sample, object(), oldest)
+        if not alive or self.too_old(oldest):
+            assert sample.state is LOST
+            assert sample.result is None
+        else:
+            assert sample.state is DONE
+        self.note_ready(ready)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), retry=st.booleans())
+    def a_sample_fails(self, data: st.DataObject, retry: bool) -> None:
+        sample = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+        failed = self.fails[sample] = self.fails.get(sample, 0) + 1
+        again = retry and failed <= self.retries and sample.group.state is RUNNING
+        self.note_ready(self.plan.failed(sample, "error", retry=retry))
+        if again:
+            assert sample.state is WAITING
+            assert self.plan.start() is sample, "a retried sample goes first"
+            self.running.append(sample)
+        else:
+            assert sample.state is LOST
+
+    @rule()
+    def new_weights(self) -> None:
+        self.version += 1
+        self.plan.version = self.version
+
+    @rule()
+    def take_a_group(self) -> None:
+        def fresh(group: Group) -> list[Sample]:
+            return [s for s in group.samples if s.state is DONE and not self.too_old(s.oldest)]
+
+        ready = [g for g in self.order if g.state is READY]
+        eligible = [g for g in ready if len(fresh(g)) >= self.min_group]
+        ages = {g: min(s.oldest for s in g.samples if s.state is DONE) for g in ready}
+        group = self.plan.take()
+        assert (group is None) == (not eligible)
+        if group is None:
+            return
+        assert group in eligible
+        assert group.state is TAKEN
+        assert not any(self.too_old(s.oldest) for s in group.done)
+        assert len(group.done) >= self.min_group
+        # Oldest first, in the order in which they became ready; but one that had to lose samples
+        # on the way is as old as what is left of it.
+        for other in eligible:
+            if other is not group and ages[other] == min(s.oldest for s in fresh(other)):
+                key = (min(s.oldest for s in group.done), self.order.index(group))
+                if ages[group] == key[0]:
+                    assert key < (ages[other], self.order.index(other))
+        self.taken.append(group)
+
+    @rule(data=st.data())
+    def filter_a_group(self, data: st.DataObject) -> None:
+        ready = [g for g in self.order if g.state is READY]
+        if ready:
+            group = ready[data.draw(st.integers(0, len(ready) - 1))]
+            self.plan.filter(group)
+            assert group.state is FILTERED
+            self.filtered += 1
+
+    @rule()
+    def the_data_set_ends(self) -> None:
+        """Then the run is over when nothing is left; the rest of the test has no such end."""
+        self.plan.exhausted = True
+        live = [g for g in self.groups if g.state in (RUNNING, READY)]
+        assert self.plan.over == (not live and not self.plan.again)
+        self.plan.exhausted = False
+
+    @invariant()
+    def it_adds_up(self) -> None:
+        plan = self.plan
+        plan.validate()
+        assert plan.running == len(self.running)
+        assert plan.taken == len(self.taken)
+        assert plan.filtered == self.filtered
+        done = [s for g in self.groups for s in g.samples if s.state is DONE]
+        assert plan.samples_done == len(done)
+        lost = [s for g in self.groups for s in g.samples if s.state is LOST]
+        assert sum(plan.lost.values()) == len(lost)
+        # Every item that was begun has exactly one fate.
+        by_item: dict[int, list[Group]] = {}
+        for group in self.groups:
+            by_item.setdefault(group.index, []).append(group)
+        pending = [index for index, _, _ in plan.again]
+        unfinished = []
+        dropped = 0
+        for index, groups in by_item.items():
+            assert [g.tries for g in groups] == list(range(len(groups)))
+            assert len(groups) <= self.retries + 1
+            assert all(g.state is DROPPED for g in groups[:-1])
+            last = groups[-1].state
+            if last is DROPPED and index not in pending:
+                assert len(groups) == self.retries + 1
+                dropped += 1
+            elif last not in (TAKEN, FILTERED):
+                unfinished.append(index)
+        assert plan.dropped == dropped
+        assert plan.unfinished() == sorted(unfinished)
+
+
+PlanMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestPlan = PlanMachine.TestCase
+
+
+def started(plan: Plan, count: int) -> list[Sample]:
+    samples = []
+    for _ in range(count):
+        sample = plan.start()
+        assert sample is not None
+        samples.append(sample)
+    return samples
+
+
+def test_synchronous_training_begins_one_batch_for_each_version() -> None:
+    plan = Plan(batch_size=2, max_staleness=0, ahead=9)
+    for index in range(2):
+        plan.begin(index, None)
+    assert not plan.may_begin()
+    for sample in started(plan, 2):
+        plan.done(sample, "result", 0)
+    assert plan.take() is not None
+    assert plan.take() is not None
+    assert not plan.may_begin(), "the batch is taken, but the weights are still the old ones"
+    plan.version = 1
+    assert plan.may_begin()
+
+
+def test_a_straggler_is_of_no_use_when_its_tokens_are_too_old() -> None:
+    plan = Plan(group_size=3, min_group=2, batch_size=1, max_staleness=1)
+    group = plan.begin(0, "item")
+    first, second, straggler = started(plan, 3)
+    plan.done(first, "a", 0)
+    plan.done(second, "b", 1)
+    plan.version = 1
+    assert not plan.is_stale(straggler, 0)
+    plan.version = 2
+    assert plan.is_stale(straggler, 0)
+    assert not plan.is_stale(straggler, 1)
+    assert not plan.is_stale(straggler, None), "it has not sampled anything yet"
+    assert plan.failed(straggler, STALE, retry=False) is group
+    # By now the first one is too old as well, and one is no group.
+    assert plan.take() is None
+    assert group.state is DROPPED
+    assert plan.lost == {STALE: 2, GIVEN_UP: 1}
+    again = plan.begin_again()
+    assert again is not None
+    assert (again.index, again.item, again.tries) == (0, "item", 1)
+
+
+def test_what_runs_for_a_group_that_was_given_up_is_stale() -> None:
+    plan = Plan(group_size=2, min_group=2, retries=0)
+    plan.begin(0, "item")
+    bad, good = started(plan, 2)
+    plan.failed(bad, "error", retry=False)
+    assert plan.is_stale(good, None)
+    assert plan.done(good, "result", 0) is None
+    assert (plan.dropped, plan.samples_done, plan.running) == (1, 0, 0)
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_groups_that_wait_to_be_taken_hold_back_new_ones(taken: bool) -> None:
+    plan = Plan(ahead=1)
+    plan.begin(0, None)
+    (sample,) = started(plan, 1)
+    plan.done(sample, "result", 0)
+    if taken:
+        plan.take()
+    assert plan.may_begin() == taken
