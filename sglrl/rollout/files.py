@@ -88,9 +88,7 @@ def load(path: str | os.PathLike[str]) -> list[Trajectory]:
     with open(path, "rb") as file:
         left = os.fstat(file.fileno()).st_size
         if file.read(len(_MAGIC)) != _MAGIC:
-            raise UsageError(
-                f"{path} is not a file of trajectories (sglrl.rollout.save writes one)"
-            )
+            raise UsageError(f"{path} is no file of trajectories as sglrl.rollout.save writes them")
         if left < _HEADER.size:
             raise UsageError(f"{path} is cut short: it ends in its header")
         file.seek(0)

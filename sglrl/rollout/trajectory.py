@@ -259,7 +259,10 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
 
 def _read_only(name: str, values: Any, dtype: np.dtype[Any]) -> NDArray[Any]:
     """``values`` as an array of this dtype that nobody can write to: itself, or a copy."""
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except ValueError as error:
+        raise UsageError(f"{name} is no array: {error}") from error
     if array.ndim != 1:
         raise UsageError(f"{name} must have one dimension, not {array.ndim}")
     if array.dtype != dtype:

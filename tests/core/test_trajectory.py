@@ -1,0 +1,457 @@
+"""Trajectories: what the constructor refuses, what a session's turns become, and files of them."""
+
+from __future__ import annotations
+
+import os
+import struct
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglrl.completion import Completion
+from sglrl.errors import UsageError
+from sglrl.messages import TokenChunk
+from sglrl.rollout import files
+from sglrl.rollout.files import load, save
+from sglrl.rollout.trajectory import Trajectory, TrajectoryTiming, Turn
+
+from .byte_decoder import decode_bytes
+from .trajectories import trajectories
+
+ARRAYS = ("prompt_ids", "response_ids", "loss_mask", "logprobs", "versions")
+DTYPES = ("int32", "int32", "bool", "float32", "int32")
+
+
+def i4(values: Sequence[int]) -> bytes:
+    return np.array(values, dtype="<i4").tobytes()
+
+
+def f4(values: Sequence[float]) -> bytes:
+    return np.array(values, dtype="<f4").tobytes()
+
+
+def make(**changes: Any) -> Trajectory:
+    """Two sampled tokens, an observation, two more sampled tokens."""
+    values: dict[str, Any] = {
+        "prompt_ids": [1, 2, 3],
+        "response_ids": [4, 5, 6, 7, 8],
+        "loss_mask": [True, True, False, True, True],
+        "logprobs": [-0.5, -1.0, 0.0, -1.5, -2.0],
+        "versions": [3, 4, -1, 4, 5],
+        "turns": (
+            Turn(start=0, stop=2, reward=0.25, finish_reason="length"),
+            Turn(start=3, stop=5, reward=0.5),
+        ),
+        "metadata": {"group": 7},
+    }
+    return Trajectory(**{**values, **changes})
+
+
+def assert_same(one: Trajectory, other: Trajectory) -> None:
+    for name in ARRAYS:
+        np.testing.assert_array_equal(getattr(one, name), getattr(other, name), err_msg=name)
+    assert one.turns == other.turns
+    assert one.timing == other.timing
+    assert one.metadata == other.metadata
+
+
+# --- what it is -----------------------------------------------------------------------------------
+
+
+def test_it_holds_what_it_was_given() -> None:
+    trajectory = make()
+    assert trajectory.input_ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert trajectory.input_ids.dtype == np.int32
+    assert trajectory.rewards.tolist() == [0.25, 0.5]
+    assert trajectory.rewards.dtype == np.float32
+    assert trajectory.reward == 0.75
+    assert (trajectory.oldest_version, trajectory.newest_version) == (3, 5)
+    assert trajectory.finish_reason == "stop"
+
+
+def test_one_without_turns() -> None:
+    trajectory = make(
+        response_ids=[], loss_mask=[], logprobs=[], versions=[], turns=(), metadata={}
+    )
+    assert trajectory.input_ids.tolist() == [1, 2, 3]
+    assert trajectory.rewards.shape == (0,)
+    assert trajectory.reward == 0.0
+    assert (trajectory.oldest_version, trajectory.newest_version) == (-1, -1)
+    assert trajectory.finish_reason == ""
+    assert trajectory.timing == (0.0, 0.0, 0.0)
+
+
+@given(trajectories())
+def test_arrays_have_their_dtype_and_cannot_be_written_to(trajectory: Trajectory) -> None:
+    for name, dtype in zip(ARRAYS, DTYPES, strict=True):
+        assert getattr(trajectory, name).dtype == dtype, name
+        assert not getattr(trajectory, name).flags.writeable, name
+    assert not trajectory.input_ids.flags.writeable
+
+
+@given(trajectories())
+def test_what_is_derived(trajectory: Trajectory) -> None:
+    ids = [*trajectory.prompt_ids.tolist(), *trajectory.response_ids.tolist()]
+    sampled = [
+        version
+        for version, kept in zip(trajectory.versions, trajectory.loss_mask, strict=True)
+        if kept
+    ]
+    assert trajectory.input_ids.tolist() == ids
+    assert trajectory.oldest_version == min(sampled, default=-1)
+    assert trajectory.newest_version == max(sampled, default=-1)
+    assert trajectory.reward == sum(turn.reward for turn in trajectory.turns)
+
+
+def test_an_array_that_its_owner_goes_on_writing_to_is_copied() -> None:
+    ids = np.array([4, 5, 6, 7, 8], np.int32)
+    trajectory = make(response_ids=ids)
+    ids[0] = 99
+    assert trajectory.response_ids[0] == 4
+    assert ids.flags.writeable
+
+
+def test_an_array_that_nobody_can_write_to_is_kept() -> None:
+    ids = np.frombuffer(i4([4, 5, 6, 7, 8]), "<i4")
+    assert make(response_ids=ids).response_ids is ids
+
+
+def test_a_changed_copy_is_checked_too() -> None:
+    trajectory = msgspec.structs.replace(make(), metadata={"group": 8})
+    assert trajectory.metadata == {"group": 8}
+    with pytest.raises(UsageError, match="versions has 4 positions, response_ids 5"):
+        msgspec.structs.replace(make(), versions=np.zeros(4, np.int32))
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+TURN = Turn(start=0, stop=5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"prompt_ids": []}, "prompt_ids is empty"),
+        ({"prompt_ids": [[1, 2]]}, "prompt_ids must have one dimension, not 2"),
+        ({"prompt_ids": 3}, "prompt_ids must have one dimension, not 0"),
+        ({"prompt_ids": [1.0, 2.0]}, "prompt_ids must be int32, not float64"),
+        ({"prompt_ids": ["a"]}, "prompt_ids must be int32, not str"),
+        ({"prompt_ids": [True]}, "prompt_ids must be int32, not bool"),
+        ({"prompt_ids": [2**31]}, "prompt_ids holds a value that does not fit into int32"),
+        ({"prompt_ids": [1, -2]}, "prompt_ids holds a negative token id"),
+        ({"prompt_ids": [[1], [2, 3]]}, "prompt_ids is no array"),
+        ({"response_ids": [4, 5, -6, 7, 8]}, "response_ids holds a negative token id"),
+        ({"response_ids": [4, 5]}, "loss_mask has 5 positions, response_ids 2"),
+        ({"loss_mask": [True] * 4}, "loss_mask has 4 positions, response_ids 5"),
+        ({"loss_mask": [0, 1, 0, 2, 0]}, "loss_mask holds a value that does not fit into bool"),
+        ({"loss_mask": [0.5] * 5}, "loss_mask must be bool, not float64"),
+        ({"logprobs": [0.0]}, "logprobs has 1 positions, response_ids 5"),
+        ({"logprobs": [-1.0] * 5}, "logprobs must be 0 where loss_mask is False"),
+        ({"logprobs": [-1, -1, np.nan, -1, -1]}, "logprobs must be 0 where loss_mask is False"),
+        ({"logprobs": ["x"] * 5}, "logprobs must be float32, not str"),
+        ({"versions": [0] * 6}, "versions has 6 positions, response_ids 5"),
+        ({"versions": [3, 4, 4, 4, 4]}, "versions must be >= 0 where loss_mask is True, -1 where"),
+        ({"versions": [3, -1, -1, 4, 4]}, "versions must be >= 0 where loss_mask is True, -1 whe"),
+        ({"loss_mask": [1] * 5, "versions": [3] * 5}, "loss_mask is True at 2, which is in none"),
+        ({"turns": ()}, "loss_mask is True at 0, which is in none of the turns"),
+        ({"turns": (TURN, TURN)}, r"turns\[1\] is 0 to 5, which is not within 5 to 5"),
+        ({"turns": (Turn(start=3, stop=6),)}, r"turns\[0\] is 3 to 6, which is not within 0 to 5"),
+        ({"turns": (Turn(start=3, stop=2),)}, r"turns\[0\] is 3 to 2, which is not within 0 to 5"),
+        ({"turns": (Turn(start=-1, stop=5),)}, r"turns\[0\] is -1 to 5, which is not within 0 to"),
+        ({"turns": ((0, 5),)}, r"turns\[0\] is a tuple, not a Turn"),
+        ({"metadata": [1]}, "metadata must be a dict, not list"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        make(**changes)
+
+
+def test_logprobs_that_were_not_asked_for_are_nan() -> None:
+    nan = np.nan
+    assert np.isnan(make(logprobs=[nan, nan, 0, nan, nan]).logprobs).sum() == 4
+
+
+# --- from a session -------------------------------------------------------------------------------
+
+
+def completion(chunks: Sequence[TokenChunk], prompt: bytes, **changes: Any) -> Completion:
+    settings: dict[str, Any] = {
+        "worker": 2,
+        "resumed": 0,
+        "prompt": prompt,
+        "chunks": chunks,
+        "wants_logprobs": True,
+        "top_logprobs": 0,
+        "submitted": 10.0,
+        "sent": 10.5,
+        "first": 11.0,
+        "finished": 12.5,
+        "decode": decode_bytes,
+        "skip_special_tokens": True,
+        **changes,
+    }
+    return Completion(*settings.values())
+
+
+def test_from_turns() -> None:
+    prompt = i4([1, 2])
+    response = i4([5, 6, 7, 20, 21, 8, 30])
+    first = completion(
+        [
+            TokenChunk(i4([5, 6]), f4([-0.5, -1]), version=3),
+            TokenChunk(i4([7]), f4([-2]), "length", 1, version=4),
+        ],
+        prompt,
+        worker=1,
+        resumed=1,
+    )
+    second = completion(
+        [TokenChunk(i4([8]), f4([-4]), "stop", 6, version=4)], prompt + response[:20]
+    )
+    trajectory = Trajectory.from_turns(
+        prompt,
+        response,
+        [(0, first), (5, second)],
+        [0.5, 1.0],
+        total=5.0,
+        generating=4.0,
+        metadata={"a": 1},
+    )
+    expected = Trajectory(
+        prompt_ids=np.array([1, 2], np.int32),
+        response_ids=np.array([5, 6, 7, 20, 21, 8, 30], np.int32),
+        loss_mask=np.array([1, 1, 1, 0, 0, 1, 0], np.bool_),
+        logprobs=np.array([-0.5, -1, -2, 0, 0, -4, 0], np.float32),
+        versions=np.array([3, 3, 4, -1, -1, 4, -1], np.int32),
+        turns=(
+            Turn(
+                start=0,
+                stop=3,
+                reward=0.5,
+                finish_reason="length",
+                worker=1,
+                cached_tokens=1,
+                prompt_tokens=2,
+                resumed=1,
+                seconds=2.5,
+            ),
+            Turn(
+                start=5,
+                stop=6,
+                reward=1.0,
+                finish_reason="stop",
+                worker=2,
+                cached_tokens=6,
+                prompt_tokens=7,
+                seconds=2.5,
+            ),
+        ),
+        timing=trajectory.timing,
+        metadata={"a": 1},
+    )
+    assert_same(trajectory, expected)
+    assert trajectory.timing[1:] == (5.0, 4.0)
+    # It is what the checks let pass, and read-only.
+    assert_same(msgspec.structs.replace(trajectory), expected)
+    for name, dtype in zip(ARRAYS, DTYPES, strict=True):
+        assert getattr(trajectory, name).dtype == dtype
+        assert not getattr(trajectory, name).flags.writeable
+
+
+def test_from_a_turn_that_was_aborted_at_once_and_one_without_logprobs() -> None:
+    nothing = completion([TokenChunk(b"", finish="abort")], i4([1]))
+    silent = completion([TokenChunk(i4([5]), finish="stop")], i4([1, 9]), wants_logprobs=False)
+    trajectory = Trajectory.from_turns(
+        i4([1]),
+        i4([9, 5]),
+        [(0, nothing), (1, silent)],
+        [0.0, 2.0],
+        total=1.0,
+        generating=1.0,
+        metadata={},
+    )
+    assert [(turn.start, turn.stop) for turn in trajectory.turns] == [(0, 0), (1, 2)]
+    np.testing.assert_array_equal(trajectory.logprobs, np.array([0, np.nan], np.float32))
+    assert trajectory.loss_mask.tolist() == [False, True]
+    assert msgspec.structs.replace(trajectory).rewards.tolist() == [0.0, 2.0]
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    """One for all examples of a property: each writes its file anew."""
+    with tempfile.TemporaryDirectory() as path:
+        yield Path(path)
+
+
+@given(st.lists(trajectories(), max_size=4))
+def test_a_file_holds_what_was_saved(folder: Path, saved: list[Trajectory]) -> None:
+    path = folder / "some.traj"
+    save(path, iter(saved))
+    found = load(str(path))
+    assert len(found) == len(saved)
+    for one, other in zip(saved, found, strict=True):
+        assert_same(one, other)
+        assert all(type(turn) is Turn for turn in other.turns)
+        assert type(other.timing) is TrajectoryTiming
+        for name, dtype in zip(ARRAYS, DTYPES, strict=True):
+            assert getattr(other, name).dtype == dtype
+            assert not getattr(other, name).flags.writeable
+    assert os.listdir(folder) == ["some.traj"]
+
+
+def test_metadata_comes_back_as_plain_values(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    metadata = {
+        "score": np.float32(0.5),
+        "group": np.int64(3),
+        "pair": (1, 2),
+        "row": np.array([1, 2]),
+    }
+    save(path, [make(metadata=metadata)])
+    (found,) = load(path)
+    assert found.metadata == {"score": 0.5, "group": 3, "pair": [1, 2], "row": [1, 2]}
+
+
+@pytest.mark.parametrize("value", [object(), 2**70, "\ud800", {1: object()}])
+def test_metadata_that_cannot_be_saved(tmp_path: Path, value: Any) -> None:
+    path = tmp_path / "x"
+    save(path, [make()])
+    before = path.read_bytes()
+    with pytest.raises(UsageError, match="the metadata of trajectory 1 cannot be saved"):
+        save(path, [make(), make(metadata={"a": value})])
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["x"]
+
+
+def test_metadata_that_contains_itself(tmp_path: Path) -> None:
+    circle: list[Any] = []
+    circle.append(circle)
+    with pytest.raises(UsageError, match="the metadata of trajectory 0 cannot be saved"):
+        save(tmp_path / "x", [make(metadata={"a": circle})])
+
+
+def test_only_trajectories_are_saved(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="item 1 is a dict, not a Trajectory"):
+        save(tmp_path / "x", [make(), {}])  # type: ignore[list-item]
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_file_that_cannot_be_written_or_read(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        save(tmp_path / "nowhere" / "x", [make()])
+    with pytest.raises(FileNotFoundError):
+        load(tmp_path / "x")
+
+
+@pytest.mark.parametrize("content", [b"", b"sglr", b"PK\x03\x04 something else altogether"])
+def test_a_foreign_file(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "foreign"
+    path.write_bytes(content)
+    with pytest.raises(UsageError, match="foreign is no file of trajectories"):
+        load(path)
+
+
+def test_a_newer_format(tmp_path: Path) -> None:
+    path = tmp_path / "newer"
+    save(path, [make()])
+    data = bytearray(path.read_bytes())
+    data[8] += 1
+    path.write_bytes(data)
+    with pytest.raises(UsageError, match="newer has version 2 of the format, this sglrl reads"):
+        load(path)
+
+
+@pytest.fixture(scope="module")
+def written(folder: Path) -> bytes:
+    path = folder / "two"
+    save(path, [make(), make(metadata={"text": "x" * 20})])
+    data = path.read_bytes()
+    path.unlink()
+    return data
+
+
+def refused(folder: Path, data: bytes) -> str:
+    path = folder / "broken"
+    path.write_bytes(data)
+    with pytest.raises(UsageError, match="broken ") as caught:
+        load(path)
+    path.unlink()
+    return str(caught.value)
+
+
+def test_a_file_cut_short_anywhere(folder: Path, written: bytes) -> None:
+    for size in range(8, len(written)):
+        assert "is cut short" in refused(folder, written[:size]), size
+
+
+def test_a_file_with_any_byte_changed(folder: Path, written: bytes) -> None:
+    for at in range(len(written)):
+        data = bytearray(written)
+        data[at] ^= 0x10
+        refused(folder, bytes(data))
+
+
+def test_a_file_with_something_behind_it(folder: Path, written: bytes) -> None:
+    assert "is damaged: 3 bytes follow" in refused(folder, written + b"abc")
+
+
+def with_record(record: bytes) -> bytes:
+    return struct.pack("<8sIQQI", b"sglrltrj", 1, 1, len(record), crc32(record)) + record
+
+
+def fields_of(trajectory: Trajectory) -> list[Any]:
+    fields: list[Any] = msgspec.msgpack.decode(files._encode(trajectory, 0))
+    return fields
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda fields: fields[:3],
+        lambda fields: "text",
+        lambda fields: [b"\1\2\3", *fields[1:]],
+        lambda fields: [*fields[:2], b"\2" * 5, *fields[3:]],
+        lambda fields: [*fields[:4], i4([1] * 5), *fields[5:]],
+        lambda fields: [*fields[:5], [[0, 99]], *fields[6:]],
+        lambda fields: [*fields[:7], 5],
+    ],
+)
+def test_records_that_are_no_trajectories(folder: Path, change: Callable[[Any], Any]) -> None:
+    """With the right checksum: whoever wrote them had another idea of what a trajectory is."""
+    fields = fields_of(make())
+    assert_same(files._decode(msgspec.msgpack.encode(fields)), make())
+    data = with_record(msgspec.msgpack.encode(change(fields)))
+    assert "is damaged: trajectory 0 of 1: " in refused(folder, data)
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_as_a_record(folder: Path, record: bytes) -> None:
+    assert "is damaged: trajectory 0 of 1: " in refused(folder, with_record(record))
+
+
+def test_metadata_with_a_key_that_python_cannot_hash(folder: Path) -> None:
+    fields = fields_of(make(metadata={"k": 1}))
+    data = msgspec.msgpack.encode(fields)
+    # A map of one list to 1 in place of {"k": 1}.
+    assert data.endswith(b"\x81\xa1k\x01")
+    assert "is damaged" in refused(folder, with_record(data[:-4] + b"\x81\x81\x01\x02\x01"))
+
+
+def test_fields_that_a_later_version_appends_are_passed_over(folder: Path) -> None:
+    path = folder / "later"
+    path.write_bytes(with_record(msgspec.msgpack.encode([*fields_of(make()), "new"])))
+    (found,) = load(path)
+    path.unlink()
+    assert_same(found, make())
