@@ -2,13 +2,15 @@
 
 * ``session``: one conversation, token in and token out;
 * ``template``: what a chat template puts behind the model's own tokens;
-* ``trajectory``, ``tensors``: what is left of it, as arrays and as tensors;
+* ``trajectory``, ``files``, ``tensors``: what is left of it, as arrays, on disk and as tensors;
 * ``runner``: ``sglrl.rollout``, an agent over a data set; ``core/rollouts.py`` decides for it;
 * ``gate``, ``progress``: pausing a run, and showing it.
 """
 
+from .files import load, save
 from .runner import Group, Rollout, RolloutMetrics, rollout, session_arguments
 from .session import Session
+from .tensors import stack
 from .trajectory import Trajectory, TrajectoryTiming, Turn
 
 __all__ = [
@@ -19,6 +21,9 @@ __all__ = [
     "Trajectory",
     "TrajectoryTiming",
     "Turn",
+    "load",
     "rollout",
+    "save",
     "session_arguments",
+    "stack",
 ]

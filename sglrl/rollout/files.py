@@ -88,7 +88,7 @@ def load(path: str | os.PathLike[str]) -> list[Trajectory]:
     with open(path, "rb") as file:
         left = os.fstat(file.fileno()).st_size
         if file.read(len(_MAGIC)) != _MAGIC:
-            raise UsageError(f"{path} is no file of trajectories as sglrl.rollout.save writes them")
+            raise UsageError(f"{path} is no file of trajectories: it begins with something else")
         if left < _HEADER.size:
             raise UsageError(f"{path} is cut short: it ends in its header")
         file.seek(0)

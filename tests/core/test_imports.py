@@ -101,10 +101,8 @@ print(*sorted(heavy & set(sys.modules)))
 """
     names = [".".join(p.relative_to(ROOT).with_suffix("").parts) for p in CORE]
     names = [name.removesuffix(".__init__") for name in names]
-    names += ["sglrl.codec", "sglrl.sampling", "sglrl.completion"]
-    names += ["sglrl.rollout.trajectory", "sglrl.rollout.files", "sglrl.rollout.tensors"]
     done = subprocess.run(
-        [sys.executable, "-c", code, *names],
+        [sys.executable, "-c", code, *names, "sglrl.codec", "sglrl.sampling", "sglrl.completion"],
         capture_output=True,
         text=True,
         cwd=ROOT,
