@@ -34,9 +34,9 @@ from .replies import ChunkReply, GenerationReply, ScoreReply
 from .rollout.session import Opening, Session
 from .sampling import DEFAULT_MAX_NEW_TOKENS, Prepared, SamplingCache, SamplingParams
 from .tokens import TokenIds, TokenizerBox, check_ids
-from .weights.coordinator import UpdateRequest
 from .weights.local import LocalSender, TensorMetadata
 from .weights.report import UpdateReport
+from .weights.request import UpdateRequest
 
 Message = Mapping[str, Any]
 

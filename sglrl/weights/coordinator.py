@@ -12,13 +12,13 @@ import hmac
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 
-from ..codec import MALFORMED, decode_from_rank, encode
-from ..core.manifest import check_manifest, default_bucket_bytes, differences, total_bytes
+from ..codec import decode_from_rank, encode
+from ..core.manifest import check_manifest, differences
 from ..core.weights import (
     ABORT,
     COMMIT,
@@ -45,7 +45,6 @@ from ..errors import (
     UsageError,
     WeightUpdateError,
     WorkerLost,
-    from_wire,
 )
 from ..messages import (
     Abort,
@@ -53,107 +52,38 @@ from ..messages import (
     Commit,
     Committed,
     Describe,
-    ErrorBody,
     Farewell,
-    Give,
-    GiveUp,
     Join,
     ModelDescription,
-    Offer,
     Piece,
     Prepare,
     Prepared,
-    Propose,
-    Proposed,
     RankAnswer,
     RankHello,
     RankSettings,
     SentStage,
     Stage,
-    Take,
-    TensorSpec,
     ToRank,
-    Welcome,
-    Withdraw,
 )
+from .answers import body_of, error_of
+from .hand_over import HandOvers
+from .remote_source import RemoteSource
 from .report import UpdateReport
+from .request import Source, UpdateRequest
 
 logger = logging.getLogger("sglrl.weights")
 
-INFLIGHT = ("continue", "retract", "abort", "drain")
-MODES = ("auto", "full", "bucketed")
 ABORT_SECONDS = 5.0
 
 _described = msgspec.msgpack.Decoder(ModelDescription)
 _prepared = msgspec.msgpack.Decoder(Prepared)
 _sent = msgspec.msgpack.Decoder(SentStage)
 _committed = msgspec.msgpack.Decoder(Committed)
-_offer = msgspec.msgpack.Decoder(Offer)
 _pieces = msgspec.msgpack.Decoder(list[Piece])
 _dirty = msgspec.msgpack.Decoder(bool)
 
 _MOST_SENDERS = 16
 """In other processes: each is remembered until it says farewell, which one that died did not."""
-_LARGEST_VERSION = 1 << 62
-
-
-class Source(Protocol):
-    """Where the tensors of an update come from: the sender, rank 0 of the group."""
-
-    @property
-    def settings(self) -> RankSettings: ...
-
-    def ask(self, message: ToRank) -> None:
-        """Begin; a ``RankAnswer`` comes to ``WeightChannel.sender_answered``."""
-
-
-class UpdateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One update as its caller wants it. ``bucket_bytes``: None for a size that suits the model.
-    ``folder``: read from there by the workers themselves."""
-
-    specs: Sequence[TensorSpec]
-    version: int | None = None
-    inflight: str = "continue"
-    mode: str = "auto"
-    partial: bool = False
-    total: int = 0
-    bucket_bytes: int | None = None
-    timeout: float = 60.0
-    drain_timeout: float = 600.0
-    wait: bool = True
-    folder: str = ""
-
-    def with_specs(self, specs: Sequence[TensorSpec]) -> UpdateRequest:
-        """Of these tensors, in buckets that suit them. ``InvalidWeights`` if they are no floats."""
-        total = total_bytes(specs)
-        return msgspec.structs.replace(
-            self,
-            specs=specs,
-            total=total,
-            bucket_bytes=self.bucket_bytes or default_bucket_bytes(total),
-        )
-
-    def check(self, current: int) -> int:
-        """The new version. Raises ``UsageError`` for what can be seen to be wrong from here."""
-        for name, value, known in (
-            ("inflight", self.inflight, INFLIGHT),
-            ("mode", self.mode, MODES),
-        ):
-            if value not in known:
-                raise UsageError(f"{name} must be one of {', '.join(known)}, got {value!r}")
-        if not self.timeout > 0:
-            raise UsageError(f"timeout must be more than 0 seconds, got {self.timeout}")
-        if self.bucket_bytes is not None and self.bucket_bytes < 1:
-            raise UsageError(f"bucket_bytes must be at least 1, got {self.bucket_bytes}")
-        version = current + 1 if self.version is None else self.version
-        if isinstance(version, bool) or not isinstance(version, int) or version <= current:
-            raise UsageError(
-                f"version must be an integer above {current}, the one that the workers have; "
-                f"got {version!r}"
-            )
-        if version > _LARGEST_VERSION:
-            raise UsageError(f"version must be at most {_LARGEST_VERSION}, got {version}")
-        return version
 
 
 class _Run:
@@ -215,10 +145,9 @@ class WeightChannel:
         self._next_group = 0
         self._joined: tuple[Source, frozenset[Member]] | None = None
         self._asked: dict[tuple[int, Member], asyncio.Future[RankAnswer]] = {}
-        self._givers: dict[Member, Member] = {}
-        """Of the hand-overs under way, by who takes."""
+        self._hand_overs = HandOvers(self._question, self._send)
         self._timer: asyncio.TimerHandle | None = None
-        self._senders: dict[bytes, _RemoteSource] = {}
+        self._senders: dict[bytes, RemoteSource] = {}
         self._description: ModelDescription | None = None
 
     # --- for the pool -----------------------------------------------------------------------------
@@ -274,7 +203,7 @@ class WeightChannel:
                 answer = await self._question(member, Describe, timeout)
             except WorkerLost:
                 continue
-            self._description = _body(_described, answer)
+            self._description = body_of(_described, answer)
         return self._description
 
     async def checksums(self, names: list[str], timeout: float) -> dict[Member, list[Piece]]:
@@ -286,7 +215,7 @@ class WeightChannel:
             # A worker that is lost has no weights to differ.
             with contextlib.suppress(WorkerLost):
                 answer = await self._question(member, lambda id_: Checksums(id_, names), timeout)
-                found[member] = _body(_pieces, answer)
+                found[member] = body_of(_pieces, answer)
 
         await asyncio.gather(*map(ask, members))
         if not found:
@@ -338,7 +267,7 @@ class WeightChannel:
         finally:
             del self._asked[key]
         if answer.error is not None:
-            raise _error(answer.error)
+            raise error_of(answer.error)
         return answer
 
     # --- updates ----------------------------------------------------------------------------------
@@ -431,19 +360,11 @@ class WeightChannel:
         failure: SglrlError | None = None
         for peer in peers:
             begun = time.perf_counter()
-            # All of them to their end: what one still writes must not mix with the next try.
-            ends = await asyncio.gather(
-                *(self._hand_over((peer, member[1]), member, timeout) for member in mine),
-                return_exceptions=True,
-            )
-            for end in ends:
-                if isinstance(end, SglrlError):
-                    failure = end
-                elif end is not None:
-                    raise end
+            failed = await self._hand_overs.to_all(mine, peer, self.version, timeout)
             if worker not in self._workers():
                 raise WorkerLost(f"worker {worker} was lost", worker=worker)
-            if any(ends):
+            if failed is not None:
+                failure = failed
                 logger.warning("worker %d could not give its weights: %s", peer, failure)
             else:
                 logger.info(
@@ -466,21 +387,6 @@ class WeightChannel:
 
     def _workers(self) -> set[int]:
         return {worker for worker, _ in self._identities}
-
-    async def _hand_over(self, giver: Member, taker: Member, timeout: float) -> None:
-        """From one rank to another. Both forget it when either fails."""
-        self._givers[taker] = giver
-        try:
-            answer = await self._question(giver, lambda id_: Give(id_, timeout), timeout)
-            offer = _body(_offer, answer)
-            version = self.version
-            await self._question(taker, lambda id_: Take(id_, version, offer, timeout), timeout)
-        except BaseException:
-            for member in (giver, taker):
-                self._send(member, GiveUp())
-            raise
-        finally:
-            del self._givers[taker]
 
     def _new_run(
         self,
@@ -757,11 +663,20 @@ class WeightChannel:
             if idle is None:
                 return False
             self._dismiss(idle)
-        self._senders[identity] = _RemoteSource(self, identity, settings)
+        self._senders[identity] = RemoteSource(self, identity, settings)
         self._senders[identity].welcome()
         return True
 
-    def _dismiss(self, sender: _RemoteSource) -> None:
+    def tell(self, sender: RemoteSource, message: ToRank) -> None:
+        """To a sender in another process; one that is gone can end no update."""
+        if self._driver is not None and self._driver.send_to_peer(sender.identity, encode(message)):
+            return
+        self._senders.pop(sender.identity, None)
+        if self._run is not None and self._run.source is sender:
+            error = WeightUpdateError("the sender is gone")
+            self._run.machine.lost_sender(error, time.monotonic())
+
+    def _dismiss(self, sender: RemoteSource) -> None:
         sender.cancel()
         self.forget(sender)
         self._senders.pop(sender.identity, None)
@@ -781,17 +696,17 @@ class WeightChannel:
             machine.late_answers += 1
             return False
         dirty = False
-        error = None if answer.error is None else _error(answer.error, member)
+        error = None if answer.error is None else error_of(answer.error, member)
         if error is None:
             try:
                 if phase == PREPARE:
-                    run.bodies[member, phase] = _body(_prepared, answer)
+                    run.bodies[member, phase] = body_of(_prepared, answer)
                 elif phase == STAGE and member == SENDER:
-                    run.bodies[member, phase] = _body(_sent, answer)
+                    run.bodies[member, phase] = body_of(_sent, answer)
                 elif phase == COMMIT:
-                    run.bodies[member, phase] = _body(_committed, answer)
+                    run.bodies[member, phase] = body_of(_committed, answer)
                 elif phase == ABORT and member != SENDER:
-                    dirty = _body(_dirty, answer)
+                    dirty = body_of(_dirty, answer)
             except ProtocolError as malformed:
                 error = malformed
         machine.answered(member, phase, error, time.monotonic(), dirty)
@@ -808,108 +723,11 @@ class WeightChannel:
             error = WorkerLost(f"worker {worker} was lost", worker=worker)
             for (_, asked), future in list(self._asked.items()):
                 # What waits for a giver that is lost would wait in vain.
-                if member in (asked, self._givers.get(asked)) and not future.done():
+                if member in (asked, self._hand_overs.givers.get(asked)) and not future.done():
                     future.set_exception(error)
         if self._run is not None:
             self._run.machine.lost(worker, time.monotonic())
             self._execute()
-
-
-class _RemoteSource:
-    """A sender in another process, and the task of its update."""
-
-    def __init__(self, channel: WeightChannel, identity: bytes, settings: RankSettings) -> None:
-        self._channel = channel
-        self.identity = identity
-        self.settings = settings
-        self._task: asyncio.Task[None] | None = None
-        self._id = 0
-
-    def ask(self, message: ToRank) -> None:
-        driver = self._channel._driver
-        if driver is None or not driver.send_to_peer(self.identity, encode(message)):
-            self._channel._senders.pop(self.identity, None)
-            run = self._channel._run
-            if run is not None and run.source is self:
-                error = WeightUpdateError("the sender is gone")
-                run.machine.lost_sender(error, time.monotonic())
-
-    @property
-    def busy(self) -> bool:
-        return self._task is not None and not self._task.done()
-
-    def welcome(self) -> None:
-        self._start(self._welcome)
-
-    async def _welcome(self) -> None:
-        try:
-            description = await self._channel.describe(60.0)
-        except SglrlError as error:
-            self.ask(Proposed(0, ErrorBody(type(error).__name__, error.message)))
-            return
-        self.ask(Welcome(self._channel.version, description.tensors, description.ignored))
-
-    def receive(self, message: Any) -> bool:
-        match message:
-            case RankAnswer():
-                return self._channel.sender_answered(self, message)
-            case Propose():
-                self._start(lambda: self._propose(message))
-            case Withdraw() if self._task is not None and message.id == self._id:
-                self._task.cancel()
-            case _:
-                return False
-        return True
-
-    def cancel(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-
-    def _start(self, work: Callable[[], Awaitable[None]]) -> None:
-        """One thing at a time: a sender that proposes again has given up what it proposed
-        before."""
-        before = self._task
-        self.cancel()
-        self._task = asyncio.get_running_loop().create_task(self._after(before, work))
-
-    async def _after(
-        self, before: asyncio.Task[None] | None, work: Callable[[], Awaitable[None]]
-    ) -> None:
-        if before is not None:
-            await asyncio.wait([before])
-        await work()
-
-    async def _propose(self, proposal: Propose) -> None:
-        self._id = proposal.id
-        request = UpdateRequest(
-            specs=[],
-            version=proposal.version,
-            inflight=proposal.inflight,
-            mode=proposal.mode,
-            partial=proposal.partial,
-            bucket_bytes=proposal.bucket_bytes,
-            timeout=proposal.timeout,
-            wait=proposal.wait,
-        )
-        try:
-            report = await self._channel.update(request.with_specs(proposal.tensors), self)
-        except SglrlError as error:
-            self.ask(Proposed(proposal.id, ErrorBody(type(error).__name__, error.message)))
-        else:
-            self.ask(Proposed(proposal.id, None, msgspec.Raw(encode(report))))
-
-
-def _body(decoder: Any, answer: RankAnswer) -> Any:
-    """Raises ``ProtocolError`` when it is not what the question asks for."""
-    try:
-        return decoder.decode(answer.body)
-    except MALFORMED as error:
-        raise ProtocolError(f"a malformed answer to {answer.phase!r}: {error}") from None
-
-
-def _error(body: ErrorBody, member: Member | None = None) -> SglrlError:
-    who = f"worker {member[0]}: " if member is not None and member != SENDER else ""
-    return from_wire(body.kind, who + body.message, body.traceback)
 
 
 def _failure(ended: Ended, machine: WeightUpdate) -> SglrlError:

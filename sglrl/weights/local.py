@@ -12,8 +12,9 @@ from ..core.manifest import FLOAT_BYTES, check_manifest
 from ..core.weights import Member
 from ..errors import InvalidWeights, ModelError
 from ..messages import Piece, TensorSpec
-from .coordinator import UpdateRequest, WeightChannel
+from .coordinator import WeightChannel
 from .report import UpdateReport
+from .request import UpdateRequest
 
 _SAFETENSORS_DTYPES = {
     "F64": "float64",

@@ -31,7 +31,8 @@ from sglrl.messages import (
     ToRank,
     rank_identity,
 )
-from sglrl.weights.coordinator import UpdateRequest, WeightChannel
+from sglrl.weights.coordinator import WeightChannel
+from sglrl.weights.request import UpdateRequest
 
 SPECS = [TensorSpec("w", "float32", (4,))]
 SETTINGS = RankSettings(device="cpu", uuid="", torch="2", nccl="", environment={}, host="h", port=1)

@@ -125,13 +125,13 @@ async def test_nobody_has_them(lab: Lab, caplog: pytest.LogCaptureFixture) -> No
 async def test_the_giver_is_lost_too(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     await lab.other()
     channel = lab.client._pool.weights
-    hand_over = channel._hand_over
+    to_one = channel._hand_overs.to_one
 
-    async def observed(giver: Any, taker: Any, timeout: float) -> None:
+    async def observed(taker: Any, giver: Any, version: int, timeout: float) -> None:
         strike(lab.client, giver[0])
-        await hand_over(giver, taker, timeout)
+        await to_one(taker, giver, version, timeout)
 
-    monkeypatch.setattr(channel, "_hand_over", observed)
+    monkeypatch.setattr(channel._hand_overs, "to_one", observed)
     await kill(lab.client, 0)
     await until(lab.client, "stale", "stale", "retired")
     monkeypatch.undo()
@@ -153,7 +153,7 @@ async def test_the_giver_is_lost_in_the_hand_over(
         nonlocal struck
         if type(message).__name__ == "Take" and not struck:
             struck = True
-            strike(lab.client, channel._givers[member][0])
+            strike(lab.client, channel._hand_overs.givers[member][0])
         send(member, message)
 
     monkeypatch.setattr(channel, "_send", observed)

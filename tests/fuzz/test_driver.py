@@ -12,8 +12,8 @@ from sglrl.client import Client
 from sglrl.completion import Completion
 from sglrl.errors import SglrlError
 from sglrl.messages import rank_identity
-from sglrl.weights.coordinator import UpdateRequest
 from sglrl.weights.report import UpdateReport
+from sglrl.weights.request import UpdateRequest
 
 from .harness import Pool, Rank, memory, nobody_raises
 from .mutator import FRAMES, Mutator

@@ -1,0 +1,27 @@
+"""What ranks and senders answer: a body of the type that the question asks for, or an error."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+
+from ..codec import MALFORMED
+from ..core.weights import SENDER, Member
+from ..errors import ProtocolError, SglrlError, from_wire
+from ..messages import ErrorBody, RankAnswer
+
+T = TypeVar("T")
+
+
+def body_of(decoder: msgspec.msgpack.Decoder[T], answer: RankAnswer) -> T:
+    """Raises ``ProtocolError`` when it is not what the question asks for."""
+    try:
+        return decoder.decode(answer.body)
+    except MALFORMED as error:
+        raise ProtocolError(f"a malformed answer to {answer.phase!r}: {error}") from None
+
+
+def error_of(body: ErrorBody, member: Member | None = None) -> SglrlError:
+    who = f"worker {member[0]}: " if member is not None and member != SENDER else ""
+    return from_wire(body.kind, who + body.message, body.traceback)

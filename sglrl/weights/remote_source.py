@@ -1,0 +1,104 @@
+"""A sender in another process, as the driver sees it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ..codec import encode
+from ..errors import SglrlError
+from ..messages import (
+    ErrorBody,
+    Propose,
+    Proposed,
+    RankAnswer,
+    RankSettings,
+    ToRank,
+    Welcome,
+    Withdraw,
+)
+from .request import UpdateRequest
+
+if TYPE_CHECKING:
+    from .coordinator import WeightChannel
+
+
+class RemoteSource:
+    """It, and the task of the update that it proposed."""
+
+    def __init__(self, channel: WeightChannel, identity: bytes, settings: RankSettings) -> None:
+        self._channel = channel
+        self.identity = identity
+        self.settings = settings
+        self._task: asyncio.Task[None] | None = None
+        self._id = 0
+
+    def ask(self, message: ToRank) -> None:
+        self._channel.tell(self, message)
+
+    @property
+    def busy(self) -> bool:
+        return self._task is not None and not self._task.done()
+
+    def welcome(self) -> None:
+        self._start(self._welcome)
+
+    async def _welcome(self) -> None:
+        try:
+            description = await self._channel.describe(60.0)
+        except SglrlError as error:
+            self.ask(Proposed(0, ErrorBody(type(error).__name__, error.message)))
+            return
+        self.ask(Welcome(self._channel.version, description.tensors, description.ignored))
+
+    def receive(self, message: Any) -> bool:
+        match message:
+            case RankAnswer():
+                return self._channel.sender_answered(self, message)
+            case Propose():
+                self._start(lambda: self._propose(message))
+            case Withdraw() if self._task is not None and message.id == self._id:
+                self._task.cancel()
+            case _:
+                return False
+        return True
+
+    def cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    def _start(self, work: Callable[[], Awaitable[None]]) -> None:
+        """One thing at a time: a sender that proposes again has given up what it proposed
+        before."""
+        before = self._task
+        self.cancel()
+        self._task = asyncio.get_running_loop().create_task(self._after(before, work))
+
+    async def _after(
+        self, before: asyncio.Task[None] | None, work: Callable[[], Awaitable[None]]
+    ) -> None:
+        if before is not None:
+            await asyncio.wait([before])
+        await work()
+
+    async def _propose(self, proposal: Propose) -> None:
+        self._id = proposal.id
+        request = UpdateRequest(
+            specs=[],
+            version=proposal.version,
+            inflight=proposal.inflight,
+            mode=proposal.mode,
+            partial=proposal.partial,
+            bucket_bytes=proposal.bucket_bytes,
+            timeout=proposal.timeout,
+            wait=proposal.wait,
+        )
+        try:
+            report = await self._channel.update(request.with_specs(proposal.tensors), self)
+        except SglrlError as error:
+            self.ask(Proposed(proposal.id, ErrorBody(type(error).__name__, error.message)))
+        else:
+            self.ask(Proposed(proposal.id, None, msgspec.Raw(encode(report))))
