@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import struct
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -455,3 +457,21 @@ def test_fields_that_a_later_version_appends_are_passed_over(folder: Path) -> No
     (found,) = load(path)
     path.unlink()
     assert_same(found, make())
+
+
+def test_importing_it_brings_neither_torch_nor_sockets() -> None:
+    code = """
+import sys
+import sglrl.rollout
+heavy = {"torch", "tensordict", "zmq", "transformers", "sglang", "uvloop", "cloudpickle", "rich"}
+print(*sorted(heavy & set(sys.modules)))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        check=True,
+        timeout=60,
+    )
+    assert done.stdout.split() == []
