@@ -135,7 +135,16 @@ def test_type_checkers_see_the_same_names() -> None:
 
 @pytest.mark.parametrize("name", sglrl.__all__)
 def test_each_public_name_is_defined_where_it_says(name: str) -> None:
-    tree = ast.parse((ROOT / "sglrl" / f"{sglrl._HOME[name]}.py").read_text())
+    home = ROOT / "sglrl" / sglrl._HOME[name]
+    if home.is_dir():
+        # A package's face: which of its modules it is from.
+        face = ast.parse((home / "__init__.py").read_text())
+        (home,) = (
+            home / str(node.module)
+            for node in face.body
+            if isinstance(node, ast.ImportFrom) and name in [alias.name for alias in node.names]
+        )
+    tree = ast.parse(home.with_suffix(".py").read_text())
     defined = {
         node.name
         for node in tree.body
