@@ -45,6 +45,7 @@ OWN_ARGUMENTS = {
 FAKE_ARGUMENTS = {
     "tokens_per_step",
     "step_seconds",
+    "max_running_requests",
     "vocab_size",
     "context_length",
     "fail_start",

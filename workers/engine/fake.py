@@ -5,6 +5,8 @@ It answers with the prompt repeated to ``max_new_tokens``; the logprob of output
 
 * ``tokens_per_step`` (default: all at once): new tokens of each running request a step;
 * ``step_seconds`` (default 0): how long a step takes;
+* ``max_running_requests`` (default: no limit): further ones wait for one to finish, in the order in
+  which they came;
 * ``vocab_size``, ``context_length``: the limits it reports;
 * ``fail_start``: raise while starting, with this text;
 * ``hang_file``: a path. The worker that finds a file there in a step removes it and hangs.
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +60,7 @@ class FakeEngine:
             raise RuntimeError(str(options["fail_start"]))
         self.tokens_per_step = int(options.get("tokens_per_step", 1 << 30))
         self.step_seconds = float(options.get("step_seconds", 0.0))
+        self.most_running = int(options.get("max_running_requests", 1 << 30))
         self.vocab_size = int(options.get("vocab_size", 1 << 17))
         self.context_length = int(options.get("context_length", 32_768))
         self.hang_file = Path(options["hang_file"]) if "hang_file" in options else None
@@ -111,7 +115,7 @@ class FakeEngine:
         if self.hang_file is not None:
             self._hang_if_told(self.hang_file)
         finished = []
-        for id_, request in self.requests.items():
+        for id_, request in islice(self.requests.items(), self.most_running):
             new = min(self.tokens_per_step, request.limit - request.done)
             request.done += new
             self.generated += new
@@ -146,9 +150,10 @@ class FakeEngine:
     def stats(self) -> EngineStats:
         uptime = time.monotonic() - self.begun
         held = sum(r.done for r in self.requests.values()) if len(self.requests) < 64 else 0
+        running = min(len(self.requests), self.most_running)
         return EngineStats(
-            running=len(self.requests),
-            waiting=0,
+            running=running,
+            waiting=len(self.requests) - running,
             kv_tokens=held,
             kv_capacity=1 << 20,
             prompt_tokens=self.prompted,

@@ -37,7 +37,8 @@ def run_engine(spec: WorkerSpec, body: EngineSpec, engine: SteppingEngine) -> No
         mailbox.receive(engine)
         if engine.busy:
             engine.step()
-        mailbox.flush(engine.stats().kv_usage)
+        stats = engine.stats()
+        mailbox.flush(stats.kv_usage, stats.waiting)
         if not engine.busy:
             mailbox.wait(IDLE_WAIT)
     mailbox.close()
