@@ -58,9 +58,9 @@ class Sample:
 
 class Group:
     """The samples of an item. ``index``: its number in the data set. ``tries``: how often it was
-    begun before."""
+    begun before. ``oldest``: the policy version of the oldest token, while it is READY."""
 
-    __slots__ = ("index", "item", "open", "samples", "state", "tries")
+    __slots__ = ("index", "item", "oldest", "open", "samples", "state", "tries")
 
     def __init__(self, index: int, item: Any, size: int, tries: int) -> None:
         self.index = index
@@ -68,16 +68,13 @@ class Group:
         self.state = RUNNING
         self.tries = tries
         self.samples = [Sample(self, i) for i in range(size)]
+        self.oldest = 0
         self.open = size
         """Samples that are neither DONE nor LOST."""
 
     @property
     def done(self) -> list[Sample]:
         return [s for s in self.samples if s.state is DONE]
-
-    @property
-    def oldest(self) -> int:
-        return min((s.oldest for s in self.samples if s.state is DONE), default=0)
 
 
 class Plan:
@@ -113,7 +110,8 @@ class Plan:
         self.live: dict[Group, None] = {}
         """Groups that are RUNNING or READY."""
         self.ready: dict[Group, None] = {}
-        """In order of completion."""
+        self.by_age: dict[int, dict[Group, None]] = {}
+        """Those that are READY by the version of their oldest token, in order of completion."""
         self.waiting: deque[Sample] = deque()
         self.again: deque[tuple[int, Any, int]] = deque()
         """Items of groups that were given up, with their number and how often they were begun."""
@@ -163,7 +161,7 @@ class Plan:
         """A READY group whose tokens are recent enough: the one with the oldest first, among
         equals the one that was ready first. What is too old is lost on the way."""
         while self.ready:
-            group = min(self.ready, key=lambda g: g.oldest)
+            group = next(iter(self.by_age[min(self.by_age)]))
             if not self._too_old(group.oldest):
                 self._leave(group, TAKEN)
                 self.taken += 1
@@ -262,23 +260,41 @@ class Plan:
                 self.again.append((group.index, group.item, group.tries + 1))
             else:
                 self.dropped += 1
-        elif not group.open and group.state is RUNNING:
+        elif not group.open:
+            if group.state is READY:
+                # It has lost its oldest.
+                self._unready(group)
             group.state = READY
+            group.oldest = min(s.oldest for s in group.samples if s.state is DONE)
             self.ready[group] = None
+            self.by_age.setdefault(group.oldest, {})[group] = None
+
+    def _unready(self, group: Group) -> None:
+        del self.ready[group]
+        peers = self.by_age[group.oldest]
+        del peers[group]
+        if not peers:
+            del self.by_age[group.oldest]
 
     def _leave(self, group: Group, state: str) -> None:
+        if group.state is READY:
+            self._unready(group)
         group.state = state
         del self.live[group]
-        self.ready.pop(group, None)
 
     def validate(self) -> None:
         """For tests: raises ``AssertionError`` if something does not add up."""
         assert set(self.ready) == {g for g in self.live if g.state is READY}
+        by_age = [(age, g) for age, groups in self.by_age.items() for g in groups]
+        assert set(by_age) == {(g.oldest, g) for g in self.ready}
+        assert all(self.by_age.values())
         for group in self.live:
             assert group.state in (RUNNING, READY)
             open_ = [s for s in group.samples if s.state in (WAITING, RUNNING)]
             assert group.open == len(open_), group.samples
             assert (group.state is READY) == (not open_)
+            if group.state is READY:
+                assert group.oldest == min(s.oldest for s in group.done)
             assert sum(s.state is not LOST for s in group.samples) >= self.min_group
         waiting = [s for g in self.live for s in g.samples if s.state is WAITING]
         assert len(waiting) == len(self.waiting)

@@ -489,14 +489,18 @@ class Rollout:
             self._tell_takers()
         if group.state is not core.RUNNING:
             self._openings.pop(group, None)
-            self._give_up()
+            if group.state is core.DROPPED:
+                self._give_up(group.samples)
         self._progress.show(self)
         self._wake.set()
 
-    def _give_up(self) -> None:
-        """Cancel samples that are of no use any more."""
-        for sample, (task, session) in self._running.items():
-            if sample not in self._given_up and self._plan.is_stale(sample, session.oldest_version):
+    def _give_up(self, samples: Iterable[core.Sample]) -> None:
+        """Cancel those of them that run and are of no use any more."""
+        for sample in samples:
+            if sample not in self._running or sample in self._given_up:
+                continue
+            task, session = self._running[sample]
+            if self._plan.is_stale(sample, session.oldest_version):
                 alive = sample.group.state is core.RUNNING
                 self._given_up[sample] = core.STALE if alive else core.GIVEN_UP
                 task.cancel()
@@ -504,7 +508,7 @@ class Rollout:
     def _on_version(self) -> None:
         self._plan.version = self._client.weight_version
         if self._plan.max_staleness is not None:
-            self._give_up()
+            self._give_up(self._running)
         self._wake.set()
         self._tell_takers()
 
