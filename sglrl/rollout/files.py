@@ -105,8 +105,9 @@ def load(path: str | os.PathLike[str]) -> list[Trajectory]:
             record, left = _next_record(file, left, path, where)
             try:
                 found.append(_decode(record))
-            # All that msgspec and numpy raise for bytes that are something else.
-            except (ValueError, TypeError, RecursionError) as error:
+            # All that msgspec (in 0.19 its errors are no ValueErrors) and numpy raise for bytes
+            # that are something else.
+            except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
                 raise UsageError(f"{path} is damaged: {where}: {error}") from error
         if left:
             raise UsageError(f"{path} is damaged: {left} bytes follow its last trajectory")

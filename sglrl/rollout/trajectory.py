@@ -74,7 +74,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
     """One agent's run over one prompt: token-exact, with the policy's part marked.
 
     The constructor takes arrays or sequences, checks all that is said here and raises
-    ``UsageError``; ``msgspec.structs.replace`` makes a changed one. Arrays are read-only.
+    ``UsageError``; ``replace`` makes a changed one. Arrays are read-only.
 
     Attributes:
         prompt_ids: int32 [p], at least one.
@@ -214,6 +214,11 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
             f"tokens, {int(self.loss_mask.sum())} of them sampled, {len(self.turns)} turns, "
             f"reward={self.reward:g}>"
         )
+
+    def replace(self, **changes: Any) -> Trajectory:
+        """This one with other values of some fields; checked like any."""
+        # Not msgspec.structs.replace, which leaves out __post_init__ before msgspec 0.21.
+        return Trajectory(**{**msgspec.structs.asdict(self), **changes})
 
     @property
     def finish_reason(self) -> str:

@@ -127,10 +127,10 @@ def test_an_array_that_nobody_can_write_to_is_kept() -> None:
 
 
 def test_a_changed_copy_is_checked_too() -> None:
-    trajectory = msgspec.structs.replace(make(), metadata={"group": 8})
+    trajectory = make().replace(metadata={"group": 8})
     assert trajectory.metadata == {"group": 8}
     with pytest.raises(UsageError, match="versions has 4 positions, response_ids 5"):
-        msgspec.structs.replace(make(), versions=np.zeros(4, np.int32))
+        make().replace(versions=np.zeros(4, np.int32))
 
 
 # --- what is refused ------------------------------------------------------------------------------
@@ -263,7 +263,7 @@ def test_from_turns() -> None:
     assert_same(trajectory, expected)
     assert trajectory.timing[1:] == (5.0, 4.0)
     # It is what the checks let pass, and read-only.
-    assert_same(msgspec.structs.replace(trajectory), expected)
+    assert_same(trajectory.replace(), expected)
     for name, dtype in zip(ARRAYS, DTYPES, strict=True):
         assert getattr(trajectory, name).dtype == dtype
         assert not getattr(trajectory, name).flags.writeable
@@ -284,7 +284,7 @@ def test_from_a_turn_that_was_aborted_at_once_and_one_without_logprobs() -> None
     assert [(turn.start, turn.stop) for turn in trajectory.turns] == [(0, 0), (1, 2)]
     np.testing.assert_array_equal(trajectory.logprobs, np.array([0, np.nan], np.float32))
     assert trajectory.loss_mask.tolist() == [False, True]
-    assert msgspec.structs.replace(trajectory).rewards.tolist() == [0.0, 2.0]
+    assert trajectory.replace().rewards.tolist() == [0.0, 2.0]
 
 
 # --- files ----------------------------------------------------------------------------------------
