@@ -1,0 +1,290 @@
+"""``python -m bench.rollout``: what agents cost their driver, and how busy they keep the engines.
+
+Without a GPU: thousands of agents with simulated tools over fake engines, next to the same agents
+over HTTP, and next to batches that are waited for. With one (``--case h200``): how much of what the
+prefix cache of a real engine holds is found in it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from .cases import CASES, engine_arguments, environment, model_folder
+from .parts import PartFailed, run_part
+from .payload import TOKENS
+from .report import (
+    Target,
+    console,
+    describe,
+    machine,
+    number,
+    print_note,
+    print_targets,
+    steps,
+    table,
+    write_json,
+)
+
+_PARTS = "bench.rollout_parts"
+_LIMIT = 600.0
+_TURNS = 5
+_OURS = "sglrl.rollout"
+_HTTP = "gather over HTTP"
+_BARE = "client.generate, one turn"
+_ADAPTS = "as it adapts"
+_TOOL_SECONDS = (0.01, 0.05)
+
+
+def main(
+    case: Annotated[
+        Literal["fake", "h200"],
+        typer.Option(help="fake: no GPU. h200: one real engine, Qwen3-0.6B's shapes, one GPU."),
+    ] = "fake",
+    json: Annotated[Path | None, typer.Option(help="Write all figures to this file.")] = None,
+    agents: Annotated[
+        int | None, typer.Option(min=8, help="None: 10,000; 512 of --case h200.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Repetitions; the median counts.")] = 3,
+    replicas: Annotated[int, typer.Option(min=1, help="Fake engines.")] = 4,
+    quick: Annotated[bool, typer.Option("--quick", help="Few agents, for CI.")] = False,
+    peers: Annotated[bool, typer.Option(help="Measure the HTTP loop too.")] = True,
+    device: Annotated[
+        Literal["cuda", "cpu"], typer.Option(help="Of --case h200; cpu: the tiny model.")
+    ] = "cuda",
+) -> None:
+    """Cost of an agent's turn, how busy engines are, hits in the prefix cache."""
+    if case == "fake":
+        count = agents or (400 if quick else 10_000)
+        _fake(json, count, 1 if quick else repeats, replicas, quick, peers)
+    else:
+        _h200(json, agents or (32 if device == "cpu" else 512), repeats, device)
+
+
+# --- fake engines -----------------------------------------------------------------------------
+
+
+def _fake(
+    json: Path | None, agents: int, repeats: int, replicas: int, quick: bool, peers: bool
+) -> None:
+    info = machine()
+    load = {
+        "agents": agents,
+        "turns": _TURNS,
+        "tool": _TOOL_SECONDS,
+        "replicas": replicas,
+        "repeats": repeats,
+    }
+    # The tools of the quick agents take about as long as their turns do.
+    busy = load | {
+        "tool": (0.005, 0.025) if quick else (0.02, 0.1),
+        "slower": 4,
+        "places": 8 if quick else 64,
+        "step_seconds": 0.008,
+        "tokens_per_step": 32 if quick else 8,
+        "capacity_seconds": 0.5 if quick else 4.0,
+        "other_agents": max(64, agents // 4),
+        "fixed": (2,) if quick else (0.5, 1, 2, 4, 16),
+        "batches": (2,) if quick else (2, 4),
+    }
+    bare = {
+        "seconds": 0.3 if quick else 1.0,
+        "repeats": 2 if quick else 5,
+        "levels": (512,),
+        "replicas": replicas,
+        "address": "ipc",
+        "idle": 0.1,
+    }
+    plan: list[tuple[str, str, str, dict[str, Any]]] = [
+        (_OURS, _PARTS, "agents", load),
+        (_BARE, "bench.fabric_parts", "sglrl", bare),
+    ]
+    if peers:
+        plan.append((_HTTP, _PARTS, "http", load | {"in_flight": 512}))
+    plan.append(("busy", _PARTS, "busy", busy))
+
+    results: dict[str, Any] = {}
+    failed: dict[str, str] = {}
+    with steps(len(plan)) as (begin, note):
+        for name, module, part, options in plan:
+            begin("engines kept busy" if name == "busy" else name)
+            try:
+                results[name] = run_part(module, part, options, note, _LIMIT)
+            except PartFailed as failure:
+                failed[name] = str(failure)
+                print_note(f"{name} failed: {failure}\n{failure.log}")
+    if _BARE in results:
+        results[_BARE] = results[_BARE]["rates"]["512"]
+
+    console.print(describe(info))
+    _print_cost(results, failed, agents)
+    if "busy" in results:
+        _print_busy(results["busy"], busy)
+    targets = _targets(results, peers)
+    print_targets(targets)
+    document = {
+        "bench": "rollout",
+        "case": "fake",
+        "machine": info,
+        "options": {"cost": load, "busy": busy},
+        "results": results,
+        "failed": failed,
+    }
+    write_json(json, document, targets)
+    if any(name != _HTTP for name in failed):
+        raise typer.Exit(1)
+
+
+def _print_cost(results: dict[str, Any], failed: dict[str, str], agents: int) -> None:
+    rows = []
+    for name in (_OURS, _BARE, _HTTP):
+        if name not in results:
+            continue
+        result = results[name]
+        parser = f" ({result['parser']})" if "parser" in result else ""
+        held = result.get("bytes_per_agent")
+        rows.append(
+            (
+                name + parser,
+                number(result["rate"]),
+                number(result["cpu_us"]),
+                number(result["loop_us"]),
+                number(1e6 / result["cpu_us"]),
+                number(held and held / 1000),
+            )
+        )
+    table(
+        f"{agents:,} agents of {_TURNS} turns at a time; a turn: {TOKENS} ids + logprobs out",
+        ("", "turns/s", "CPU us/turn", "loop us/turn", "turns/s of a core", "kB an agent"),
+        rows,
+    )
+    for name, reason in failed.items():
+        console.print(f"{name}: not measured: {reason}", markup=False)
+
+
+def _print_busy(result: dict[str, Any], options: dict[str, Any]) -> None:
+    places = options["places"] * options["replicas"]
+    table(
+        f"{options['replicas']} engines with {options['places']} places each ({places} together, "
+        f"{number(result['capacity_tokens_per_s'])} tokens/s when never short of requests); "
+        f"1 of 4 agents takes {options['slower']} times as long, in tokens and in tools",
+        (
+            "agents at a time",
+            "engines busy",
+            "idle",
+            "tokens/s",
+            "agents/s",
+            "agents at a time, at the end",
+            "turn p50 ms",
+            "CPU us/turn",
+        ),
+        [
+            (
+                name,
+                f"{way['busy']:.1%}",
+                f"{1 - way['busy']:.1%}",
+                number(way["tokens_per_s"]),
+                number(way["agents_per_s"]),
+                number(way["concurrency"]),
+                number(way["turn_p50_s"] * 1e3),
+                number(way["cpu_us_per_turn"]),
+            )
+            for name, way in result["ways"].items()
+        ],
+    )
+
+
+def _targets(results: dict[str, Any], peers: bool) -> list[Target]:
+    ours, http = results.get(_OURS), results.get(_HTTP)
+    busy = results.get("busy")
+    targets = [
+        Target("turns/s of a driver core, all threads", 20_000, ours and 1e6 / ours["cpu_us"], ""),
+        Target(
+            "engines busy, 1 of 4 agents 4 times slower",
+            0.95,
+            busy and busy["ways"][_ADAPTS]["busy"],
+            "",
+        ),
+    ]
+    if peers:
+        ratio = ours["rate"] / http["rate"] if ours and http else None
+        targets.append(Target("times the turns/s over HTTP", 10, ratio, ""))
+    return targets
+
+
+# --- a real engine ----------------------------------------------------------------------------
+
+
+def _h200(json: Path | None, agents: int, repeats: int, device: str) -> None:
+    info = machine()
+    on_gpu = device == "cuda"
+    case = CASES["0.6b" if on_gpu else "tiny-cpu"]._replace(in_flight=agents)
+    options = {
+        "model": str(model_folder(case)),
+        "device": device,
+        "dtype": case.dtype,
+        "arguments": engine_arguments(case, {}),
+        "agents": agents,
+        "turns": 4,
+        "system": 512 if on_gpu else 128,
+        "question": 64 if on_gpu else 32,
+        "new": 64 if on_gpu else 16,
+        "tool": 32 if on_gpu else 16,
+        "tool_seconds": 0.05,
+        "repeats": repeats,
+    }
+    failed: dict[str, str] = {}
+    result: dict[str, Any] | None = None
+    with steps(1) as (begin, note):
+        begin(f"{agents} agents, {case.model}")
+        try:
+            result = run_part(_PARTS, "prefix", options, note, _LIMIT, environment(case))
+        except PartFailed as failure:
+            failed["prefix"] = str(failure)
+            print_note(f"failed: {failure}\n{failure.log}")
+
+    console.print(describe(info))
+    if result is not None:
+        _print_prefix(result, options, case.model)
+    targets = [Target("prefix-cache hits of the ideal", 0.9, result and result["of_ideal"], "")]
+    print_targets(targets)
+    document = {
+        "bench": "rollout",
+        "case": "h200",
+        "machine": info,
+        "options": options,
+        "results": result,
+        "failed": failed,
+    }
+    write_json(json, document, targets)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _print_prefix(result: dict[str, Any], options: dict[str, Any], model: str) -> None:
+    rows = [
+        (
+            f"turn {index}",
+            number(row["prompt"]),
+            number(row["cached"]),
+            number(row["ideal"]),
+            f"{row['cached'] / row['ideal']:.2%}",
+        )
+        for index, row in enumerate(result["by_turn"], 1)
+    ]
+    total = {name: sum(row[name] for row in result["by_turn"]) for name in result["by_turn"][0]}
+    rows.append(("all", *(number(n) for n in total.values()), f"{result['of_ideal']:.2%}"))
+    table(
+        f"{model}: {options['agents']} agents of {options['turns']} turns, a system prompt of "
+        f"{options['system']} tokens, {options['question']} of a question, {options['new']} new "
+        f"and {options['tool']} of a tool a turn; {number(result['tokens_per_s'])} tokens/s, "
+        f"start {number(result['start_s'])} s",
+        ("", "prompt tokens", "from the cache", "at best", "of the best"),
+        rows,
+    )
+
+
+if __name__ == "__main__":
+    typer.run(main)

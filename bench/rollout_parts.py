@@ -1,0 +1,445 @@
+"""What ``bench.rollout`` measures, each in a process of its own (see ``parts``)."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import importlib.util
+import itertools
+import os
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import psutil
+import uvloop
+
+from .load import closed_loop
+from .parts import ROOT, Note, serve_part
+from .payload import TOKENS, VOCAB, Prompts
+
+TOOL_TOKENS = 16
+_DELAYS = 1 << 12
+
+
+class Tool:
+    """A simulated tool: after a time that is drawn for this agent and turn it answers with 16 token
+    ids. ``seconds``: shortest and longest time."""
+
+    def __init__(self, seconds: Sequence[float]) -> None:
+        draw = random.Random(0)
+        self._delays = [draw.uniform(*seconds) for _ in range(_DELAYS)]
+        self._answer = [draw.randrange(VOCAB) for _ in range(TOOL_TOKENS)]
+
+    async def __call__(self, agent: int, turn: int, times: float = 1.0) -> list[int]:
+        await asyncio.sleep(times * self._delays[(agent * 31 + turn) % _DELAYS])
+        return self._answer
+
+
+class Cost(NamedTuple):
+    """What some turns cost this process. loop_us: of the event loop's thread; cpu_us: of all
+    threads, ZeroMQ's included."""
+
+    turns: int
+    seconds: float
+    loop_us: float
+    cpu_us: float
+
+    @property
+    def rate(self) -> float:
+        return self.turns / self.seconds
+
+
+async def _cost(turns: int, work: Coroutine[Any, Any, None]) -> Cost:
+    gc.collect()
+    gc.freeze()
+    begun = time.perf_counter(), time.thread_time(), time.process_time()
+    await work
+    seconds, loop, cpu = (
+        ended - before
+        for ended, before in zip(
+            (time.perf_counter(), time.thread_time(), time.process_time()), begun, strict=True
+        )
+    )
+    return Cost(turns, seconds, loop / turns * 1e6, cpu / turns * 1e6)
+
+
+def _summary(costs: Sequence[Cost]) -> dict[str, float]:
+    """Medians over the repetitions."""
+    rates = [cost.rate for cost in costs]
+    return {
+        "rate": statistics.median(rates),
+        "lowest": min(rates),
+        "highest": max(rates),
+        "loop_us": statistics.median(cost.loop_us for cost in costs),
+        "cpu_us": statistics.median(cost.cpu_us for cost in costs),
+    }
+
+
+class _PeakMemory:
+    """RSS of this process, looked at every 50 ms."""
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self.before = self.peak = self._rss()
+
+    def _rss(self) -> int:
+        return int(self._process.memory_info().rss)
+
+    async def watch(self) -> None:
+        while True:
+            self.peak = max(self.peak, self._rss())
+            await asyncio.sleep(0.05)
+
+
+# --- the driver's cost ------------------------------------------------------------------------
+
+
+def _agents(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
+    """``sglrl.rollout`` over engines that answer at once: all agents at the same time."""
+    return uvloop.run(_agents_main(options, note))
+
+
+async def _agents_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
+    import sglrl
+
+    count, turns, replicas = options["agents"], options["turns"], options["replicas"]
+    prompts, tool = Prompts(), Tool(options["tool"])
+
+    async def agent(session: sglrl.rollout.Session, item: Mapping[str, Any]) -> float:
+        for turn in range(turns):
+            if turn:
+                session.observe(await tool(item["number"], turn))
+            await session.generate()
+        return 1.0
+
+    note("starting workers")
+    async with sglrl.launch("fake", engine="fake", replicas=replicas, vocab_size=VOCAB) as client:
+
+        async def run(agents: int) -> None:
+            items = ({"number": i, "input_ids": prompts[i]} for i in range(agents))
+            done = 0
+            async for group in sglrl.rollout(
+                client, agent, items, concurrency=count, max_new_tokens=TOKENS
+            ):
+                (trajectory,) = group.trajectories
+                assert len(trajectory.turns) == turns
+                assert int(trajectory.loss_mask.sum()) == turns * TOKENS
+                done += 1
+            assert done == agents
+
+        await run(min(count, 500))
+        gc.collect()
+        memory = _PeakMemory()
+        watch = asyncio.create_task(memory.watch())
+        costs = []
+        for repetition in range(options["repeats"]):
+            note(f"repetition {repetition + 1} of {options['repeats']}")
+            costs.append(await _cost(count * turns, run(count)))
+        watch.cancel()
+        return _summary(costs) | {"bytes_per_agent": (memory.peak - memory.before) / count}
+
+
+# --- the same over HTTP -----------------------------------------------------------------------
+
+
+def _http(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
+    """``asyncio.gather`` over the same agents, with a semaphore around each request; of an agent
+    the lists of its ids and logprobs are kept, and nothing else is done with them."""
+    with socket.create_server(("127.0.0.1", 0), backlog=8192) as listening:
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}/"
+        server = subprocess.Popen(
+            [sys.executable, "-m", "bench.http_echo", str(listening.fileno())],
+            cwd=ROOT,
+            pass_fds=(listening.fileno(),),
+        )
+    try:
+        result = uvloop.run(_http_main(url, options, note))
+    finally:
+        server.terminate()
+        server.wait()
+    result["parser"] = "httptools" if importlib.util.find_spec("httptools") else "h11"
+    return result
+
+
+async def _http_main(url: str, options: Mapping[str, Any], note: Note) -> dict[str, Any]:
+    import aiohttp
+    import msgspec
+
+    from .http_echo import Answer, Request
+
+    count, turns = options["agents"], options["turns"]
+    prompts, tool = Prompts(), Tool(options["tool"])
+    # The JSON codec that costs the peer least.
+    encode = msgspec.json.Encoder().encode
+    decode = msgspec.json.Decoder(Answer).decode
+    headers = {"content-type": "application/json"}
+    semaphore = asyncio.Semaphore(options["in_flight"])
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
+    ) as session:
+
+        async def agent(number: int) -> tuple[list[int], list[float]]:
+            ids, logprobs = prompts[number], []
+            for turn in range(turns):
+                if turn:
+                    ids += await tool(number, turn)
+                    logprobs += [0.0] * TOOL_TOKENS
+                async with semaphore:
+                    body = encode(Request(ids, TOKENS, True))
+                    async with session.post(url, data=body, headers=headers) as response:
+                        answer = decode(await response.read())
+                ids += answer.output_ids
+                logprobs += answer.logprobs
+            return ids, logprobs
+
+        async def run(agents: int) -> None:
+            found = await asyncio.gather(*(agent(i) for i in range(agents)))
+            assert len(found[0][1]) == turns * TOKENS + (turns - 1) * TOOL_TOKENS
+
+        await run(min(count, 500))
+        gc.collect()
+        memory = _PeakMemory()
+        watch = asyncio.create_task(memory.watch())
+        note(f"{count:,} agents")
+        cost = await _cost(count * turns, run(count))
+        watch.cancel()
+        return _summary([cost]) | {"bytes_per_agent": (memory.peak - memory.before) / count}
+
+
+# --- engines kept busy ------------------------------------------------------------------------
+
+
+def _busy(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
+    """Agents of which one in four is slow, over engines that take time and have a bounded number of
+    places, run in several ways on the same engines."""
+    return uvloop.run(_busy_main(options, note))
+
+
+async def _busy_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
+    import sglrl
+
+    turns, places = options["turns"], options["places"]
+    replicas, slower = options["replicas"], options["slower"]
+    prompts, tool = Prompts(), Tool(options["tool"])
+
+    async def agent(session: sglrl.rollout.Session, item: Mapping[str, Any]) -> float:
+        times = slower if item["number"] % 4 == 3 else 1
+        for turn in range(turns):
+            if turn:
+                session.observe(await tool(item["number"], turn, times))
+            await session.generate(max_new_tokens=TOKENS * times)
+        return 1.0
+
+    def items() -> Iterator[dict[str, Any]]:
+        return ({"number": i, "input_ids": prompts[i]} for i in itertools.count())
+
+    note("starting workers")
+    async with sglrl.launch(
+        "fake",
+        engine="fake",
+        replicas=replicas,
+        vocab_size=VOCAB,
+        step_seconds=options["step_seconds"],
+        tokens_per_step=options["tokens_per_step"],
+        max_running_requests=places,
+    ) as client:
+
+        async def generated() -> int:
+            return sum([s.engine.generated_tokens for s in await client.stats()])
+
+        async def call(i: int) -> None:
+            await client.generate(input_ids=prompts[i], max_new_tokens=TOKENS, logprobs=True)
+
+        async def capacity() -> float:
+            """Tokens/s of the same engines when twice as many requests as they have places are
+            always there."""
+            before: list[Any] = []
+
+            async def look(after: float) -> None:
+                await asyncio.sleep(after)
+                before.append((await generated(), time.perf_counter()))
+
+            seconds = options["capacity_seconds"]
+            looks = asyncio.gather(look(0.6), look(0.6 + seconds))
+            await closed_loop(call, 2 * places * replicas, seconds + 0.8, 1)
+            await looks
+            (tokens, begun), (later, ended) = before
+            return float((later - tokens) / (ended - begun))
+
+        note("capacity of the engines")
+        most = await capacity()
+
+        async def measured(take: Callable[[int], Any], agents: int, warm: int) -> dict[str, float]:
+            """``await take(n)`` returns the groups of the next n agents that end."""
+            await take(warm)
+            gc.collect()
+            gc.freeze()
+            before, begun = await generated(), time.perf_counter()
+            cpu = time.process_time()
+            trajectories = [t for g in await take(agents) for t in g.trajectories]
+            cpu = time.process_time() - cpu
+            seconds = time.perf_counter() - begun
+            speed = (await generated() - before) / seconds
+            waits = [turn.seconds for t in trajectories for turn in t.turns]
+            return {
+                "tokens_per_s": speed,
+                "busy": speed / most,
+                "agents_per_s": agents / seconds,
+                "turn_p50_s": statistics.median(waits),
+                "agent_p50_s": statistics.median(t.timing.total for t in trajectories),
+                "cpu_us_per_turn": cpu / len(waits) * 1e6,
+            }
+
+        async def refilled(concurrency: int | None, agents: int) -> dict[str, float]:
+            run = sglrl.rollout(client, agent, items(), concurrency=concurrency)
+            async with run:
+
+                async def take(n: int) -> list[sglrl.rollout.Group]:
+                    return [(await run.take())[0] for _ in range(n)]
+
+                # The first to end are quick ones: wait until slow ones have ended too.
+                found = await measured(take, agents, max(agents // 4, 3 * run.concurrency))
+                return found | {"concurrency": run.concurrency}
+
+        async def in_batches(size: int, agents: int) -> dict[str, float]:
+            endless = items()
+
+            async def take(n: int) -> list[sglrl.rollout.Group]:
+                found = []
+                for _ in range(0, n, size):
+                    batch = itertools.islice(endless, size)
+                    run = sglrl.rollout(client, agent, batch, concurrency=size)
+                    found += [group async for group in run]
+                return found
+
+            found = await measured(take, agents // size * size or size, size)
+            return found | {"concurrency": size}
+
+        result: dict[str, Any] = {"capacity_tokens_per_s": most, "ways": {}}
+        fewer = options["other_agents"]
+        everywhere = places * replicas
+        for name, way in (
+            ("as it adapts", refilled(None, options["agents"])),
+            *(
+                (f"always {round(n * everywhere)}", refilled(round(n * everywhere), fewer))
+                for n in options["fixed"]
+            ),
+            *(
+                (
+                    f"batches of {round(n * everywhere)}, each waited for",
+                    in_batches(round(n * everywhere), fewer),
+                )
+                for n in options["batches"]
+            ),
+        ):
+            note(name)
+            result["ways"][name] = await way
+        return result
+
+
+# --- the prefix cache of a real engine --------------------------------------------------------
+
+
+def _prefix(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
+    return uvloop.run(_prefix_main(options, note))
+
+
+async def _prefix_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
+    """Agents with one system prompt, all at the same time: what the engine took from its prefix
+    cache, and what it could have taken."""
+    import sglrl
+
+    count, turns, new = options["agents"], options["turns"], options["new"]
+    begun = time.perf_counter()
+    note("starting")
+    async with sglrl.launch(
+        options["model"],
+        device=options["device"],
+        dtype=options["dtype"],
+        **options["arguments"],
+    ) as client:
+        start_seconds = time.perf_counter() - begun
+        vocab = client.info.vocab_size
+
+        async def repetition(number: int) -> tuple[list[sglrl.rollout.Trajectory], float]:
+            draw = random.Random(number)
+
+            def ids(size: int) -> list[int]:
+                return [draw.randrange(vocab) for _ in range(size)]
+
+            system = ids(options["system"])
+            answers = [[ids(options["tool"]) for _ in range(turns - 1)] for _ in range(count)]
+            items = [
+                {"number": i, "input_ids": system + ids(options["question"])} for i in range(count)
+            ]
+
+            async def agent(session: sglrl.rollout.Session, item: Mapping[str, Any]) -> float:
+                for turn in range(turns):
+                    if turn:
+                        await asyncio.sleep(options["tool_seconds"])
+                        session.observe(answers[item["number"]][turn - 1])
+                    await session.generate()
+                return 1.0
+
+            await client.flush_cache()
+            begun = time.perf_counter()
+            found = [
+                trajectory
+                async for group in sglrl.rollout(
+                    client, agent, items, concurrency=count, max_new_tokens=new, ignore_eos=True
+                )
+                for trajectory in group.trajectories
+            ]
+            return found, time.perf_counter() - begun
+
+        note("warming up")
+        await repetition(-1)
+        speeds, found = [], []
+        for number in range(options["repeats"]):
+            note(f"repetition {number + 1} of {options['repeats']}")
+            trajectories, seconds = await repetition(number)
+            speeds.append(count * turns * new / seconds)
+            found.append(_cached(trajectories, options["system"]))
+    rows = [[sum(column) for column in zip(*row, strict=True)] for row in zip(*found, strict=True)]
+    prompt, cached, ideal = (sum(column) for column in zip(*rows, strict=True))
+    return {
+        "start_s": start_seconds,
+        "tokens_per_s": statistics.median(speeds),
+        "all_tokens_per_s": speeds,
+        "by_turn": [dict(zip(("prompt", "cached", "ideal"), row, strict=True)) for row in rows],
+        "hit_rate": cached / prompt,
+        "ideal_hit_rate": ideal / prompt,
+        "of_ideal": cached / ideal,
+    }
+
+
+def _cached(trajectories: Sequence[Any], system: int) -> list[list[int]]:
+    """For each turn, over all agents: tokens of the prompt, those that came from the cache, and
+    those whose KV cache some request before had computed: the system prompt, and in later turns all
+    of the turn before but its last token, which no step was given. The rest was drawn at random, so
+    nobody shares it."""
+    rows = []
+    for number in range(len(trajectories[0].turns)):
+        turns = [t.turns[number] for t in trajectories]
+        if number:
+            before = [t.turns[number - 1] for t in trajectories]
+            ideal = sum(b.prompt_tokens + b.stop - b.start - 1 for b in before)
+        else:
+            ideal = system * (len(turns) - 1)
+        rows.append(
+            [sum(t.prompt_tokens for t in turns), sum(t.cached_tokens for t in turns), ideal]
+        )
+    return rows
+
+
+if __name__ == "__main__":
+    serve_part({"agents": _agents, "http": _http, "busy": _busy, "prefix": _prefix})
+    sys.stderr.flush()
+    # As in bench.engine: what SGLang brings can take seconds to end.
+    os._exit(0)
