@@ -1,0 +1,276 @@
+"""Sessions on the real engine: what is in a trajectory is what the model saw and sampled, to the
+token; and what a chat template makes of the same conversation."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+import sglrl
+from sglrl.demo.tiny import CHAT_TEMPLATE
+
+from .policies import PROMPTS, Lab, Policies, until_running
+from .reference import Reference
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+ASK = [{"role": "system", "content": "Answer."}, {"role": "user", "content": "2 + 3 = ?"}]
+WORDS: dict[str, Any] = {"regex": "[a-z]{3,8}( [a-z]{2,5}){1,3}", "max_new_tokens": 48}
+"""Answers that are text, and that the model ends itself."""
+
+
+@pytest.fixture
+def template(client: sglrl.Client) -> Iterator[Any]:
+    """Sets another chat template until the test ends."""
+    tokenizer = client.tokenizer
+
+    def use(text: str) -> None:
+        tokenizer.chat_template = text
+
+    yield use
+    tokenizer.chat_template = CHAT_TEMPLATE
+
+
+def rendered(client: sglrl.Client, messages: list[dict[str, str]], **more: Any) -> str:
+    text = client.tokenizer.apply_chat_template(messages, tokenize=False, **more)
+    assert isinstance(text, str)
+    return text
+
+
+TEMPLATES = {
+    "chatml": CHAT_TEMPLATE,
+    # No line end behind a turn, and another way to begin one.
+    "tight": (
+        "{% for m in messages %}<|im_start|>{{ m.role }}:{{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}"
+    ),
+    # The turn's end is text, which no single token matches.
+    "text": (
+        "{% for m in messages %}[{{ m.role }}] {{ m.content }} [end]\n{% endfor %}"
+        "{% if add_generation_prompt %}[assistant] {% endif %}"
+    ),
+    "tools": (
+        "{% if tools %}{{ tools | length }} tools\n{% endif %}{% for m in messages %}"
+        "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+async def test_a_conversation_is_what_the_template_makes_of_it(
+    client: sglrl.Client, template: Any, name: str
+) -> None:
+    template(TEMPLATES[name])
+    tools = [{"name": "add"}] if name == "tools" else None
+    messages: list[dict[str, str]] = list(ASK)
+    async with client.session(messages=messages, tools=tools, **WORDS) as session:
+        replies: list[list[dict[str, str]]] = [
+            [{"role": "tool", "content": "5"}],
+            [{"role": "tool", "content": "6"}, {"role": "user", "content": "Sure?"}],
+            [],
+        ]
+        for reply in replies:
+            turn = await session.generate()
+            assert turn.finish_reason == "stop"
+            messages.append({"role": "assistant", "content": turn.text})
+            for message in reply:
+                session.observe(message)
+            messages += reply
+        ids = session.ids
+        whole = rendered(client, messages, tools=tools)
+        text = client.tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+        # The last turn is as the model ended it: the template goes on behind that.
+        end = client.tokenizer.eos_token
+        if name == "text":
+            text = text.replace(end, "")
+        assert whole.startswith(text)
+        assert whole[len(text) :] in ("", "\n", " [end]\n")
+        trajectory = session.trajectory(1.0)
+    sampled = np.concatenate([t.output_ids for t in session.turns])
+    assert trajectory.response_ids[trajectory.loss_mask].tolist() == sampled.tolist()
+    assert [t.prompt_ids.tolist() for t in session.turns] == [
+        trajectory.input_ids[: len(trajectory.prompt_ids) + turn.start].tolist()
+        for turn in trajectory.turns
+    ]
+
+
+REASONING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content.split('q')[-1] if m.role == 'assistant' and not loop.last else m.content }}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Leaves out what an earlier answer has in front of a "q", as others leave out reasoning."""
+
+
+async def test_a_template_that_rewrites_history_is_refused(
+    client: sglrl.Client, template: Any
+) -> None:
+    template(REASONING)
+    thinks: dict[str, Any] = {"regex": "think[a-z]{2}q[a-p]{4}", "max_new_tokens": 32}
+    async with client.session(messages=ASK, **thinks) as session:
+        turn = await session.generate()
+        assert turn.text.startswith("think")
+        session.observe({"role": "user", "content": "Go on."})
+        before = session.ids.tolist()
+        with pytest.raises(sglrl.InvalidRequest, match=r"rewrites earlier turns.*allow_rewrite"):
+            await session.generate()
+        assert session.ids.tolist() == before, "nothing was appended"
+    async with client.session(messages=ASK, allow_rewrite=True, **thinks) as session:
+        first = await session.generate()
+        session.observe({"role": "user", "content": "Go on."})
+        second = await session.generate()
+        # As sampled, reasoning included, and then what the template puts behind an answer.
+        text = client.tokenizer.decode(second.prompt_ids.tolist(), skip_special_tokens=False)
+        assert text == (
+            rendered(client, ASK, add_generation_prompt=True)
+            + first.text
+            + "<|im_end|>\n<|im_start|>user\nGo on.<|im_end|>\n<|im_start|>assistant\n"
+        )
+
+
+async def test_a_turn_cut_short_is_ended_as_the_template_does(client: sglrl.Client) -> None:
+    end = client.tokenizer.eos_token_id
+    async with client.session(messages=ASK, regex="[a-z]{90}") as session:
+        turn = await session.generate(max_new_tokens=3)
+        assert turn.finish_reason == "length"
+        session.observe({"role": "user", "content": "Go on."})
+        following = await session.generate(max_new_tokens=3)
+    added = following.prompt_ids[len(turn.prompt_ids) + 3 :].tolist()
+    assert added[0] == end
+    assert client.tokenizer.decode(added).startswith("<|im_end|>\n<|im_start|>user\nGo on.")
+
+
+async def test_text_within_a_turn_belongs_to_it(client: sglrl.Client) -> None:
+    async with client.session(messages=ASK, **WORDS) as session:
+        await session.generate(max_new_tokens=2)
+        session.observe(" = (looked up) ")
+        turn = await session.generate()
+        session.observe({"role": "user", "content": "Thanks."})
+        following = await session.generate(max_new_tokens=2)
+        text = client.tokenizer.decode(following.prompt_ids.tolist())
+    answer = text.removeprefix(rendered(client, ASK, add_generation_prompt=True))
+    answer = answer.partition("<|im_end|>")[0]
+    assert " = (looked up) " in answer
+    assert answer.endswith(turn.text)
+    messages = [
+        *ASK,
+        {"role": "assistant", "content": answer},
+        {"role": "user", "content": "Thanks."},
+    ]
+    assert text == rendered(client, messages, add_generation_prompt=True)
+
+
+async def test_messages_need_a_template_and_a_turn(client: sglrl.Client, template: Any) -> None:
+    async with client.session("2 + 3 =", max_new_tokens=2) as session:
+        await session.generate()
+        with pytest.raises(sglrl.UsageError, match="began without messages"):
+            session.observe({"role": "user", "content": "x"})
+    async with client.session(messages=ASK) as session:
+        with pytest.raises(sglrl.UsageError, match="no turn was sampled yet"):
+            session.observe({"role": "user", "content": "x"})
+    with pytest.raises(sglrl.InvalidRequest, match="exactly one"):
+        client.session("x", messages=ASK)
+    template("{{ raise_exception('no') }}")
+    async with client.session(messages=ASK) as session:
+        with pytest.raises(sglrl.InvalidRequest, match="template rejects these messages: no"):
+            await session.generate()
+
+
+# --- logprobs and versions ------------------------------------------------------------------------
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def lab(models: Path) -> AsyncIterator[Lab]:
+    policies = Policies(models / "session-policies")
+    async with sglrl.launch(
+        policies[0].folder, device="cpu", max_running_requests=8, weight_device="cpu"
+    ) as client:
+        yield Lab(client, policies)
+
+
+def check_replay(lab: Lab, session: sglrl.Session, trajectory: sglrl.Trajectory) -> None:
+    """Every sampled token's logprob, by transformers with the weights of the token's version."""
+    turns = session.turns
+    assert len(turns) == len(trajectory.turns)
+    expected = np.zeros(len(trajectory.response_ids), np.float32)
+    for turn, completion in zip(trajectory.turns, turns, strict=True):
+        expected[turn.start : turn.stop] = lab.expected(completion, again=False)
+    np.testing.assert_allclose(trajectory.logprobs, expected, atol=lab.tolerance, rtol=0)
+
+
+def check_simple_replay(reference: Reference, trajectory: sglrl.Trajectory) -> None:
+    """The same for a trajectory of one version: one pass over all of it."""
+    logprobs = reference.logprobs_of(trajectory.prompt_ids, trajectory.response_ids)
+    mask = trajectory.loss_mask
+    np.testing.assert_allclose(trajectory.logprobs[mask], logprobs[mask], atol=1e-4, rtol=0)
+    assert (trajectory.logprobs[~mask] == 0).all()
+    assert (trajectory.versions[~mask] == -1).all()
+
+
+async def test_turns_of_one_version_replay_in_one_pass(lab: Lab) -> None:
+    await lab.update(0)
+    async with lab.client.session(input_ids=PROMPTS[2], max_new_tokens=20) as session:
+        for observed in ([5, 6, 7], [400, 8]):
+            await session.generate()
+            session.observe(observed)
+        await session.generate()
+        trajectory = session.trajectory(0.0)
+    check_simple_replay(lab.current, trajectory)
+    assert set(trajectory.versions[trajectory.loss_mask].tolist()) == {lab.client.weight_version}
+
+
+async def test_a_session_through_weight_updates_replays_span_by_span(lab: Lab) -> None:
+    """Updates come between turns and into the middle of turns."""
+    long: dict[str, Any] = {"ignore_eos": True, "max_new_tokens": 200}
+    sessions = [lab.client.session(input_ids=p, **long) for p in PROMPTS]
+    first = lab.client.weight_version
+    for seed in (1, 2):
+        turns = [asyncio.ensure_future(s.generate()) for s in sessions]
+        await until_running(lab.client, len(sessions))
+        await lab.update(seed)
+        await asyncio.gather(*turns)
+        for session in sessions:
+            session.observe([9, 10 + seed])
+        await lab.update(0)
+    await asyncio.gather(*(s.generate(max_new_tokens=8) for s in sessions))
+    for session in sessions:
+        trajectory = session.trajectory(1.0)
+        check_replay(lab, session, trajectory)
+        found = trajectory.versions[trajectory.loss_mask].tolist()
+        assert found == sorted(found)
+        assert trajectory.oldest_version == session.oldest_version == first
+        # Of the versions between, an update may have come too late for one.
+        assert {first + 2, first + 4} <= set(found) <= {first + i for i in range(5)}
+
+
+@pytest.mark.parametrize("seed", [None, 5])
+async def test_a_turn_that_an_update_returned_goes_on_with_the_new_weights(
+    lab: Lab, seed: int | None
+) -> None:
+    long: dict[str, Any] = {"ignore_eos": True, "max_new_tokens": 800, "seed": seed}
+    for _ in range(10):
+        first = lab.client.weight_version
+        session = lab.client.session(input_ids=PROMPTS[1], **long)
+        turn = asyncio.ensure_future(session.generate())
+        await until_running(lab.client, 1)
+        await lab.other(inflight="abort")
+        completion = await turn
+        assert completion.finish_reason == "length"
+        assert len(completion.output_ids) == 800
+        if len(completion.versions) > 1:
+            # Else the turn had ended when the update came.
+            break
+    assert [s.version for s in completion.versions] == [first, first + 1]
+    trajectory = session.trajectory(0.0)
+    assert len(trajectory.turns) == 1
+    # What was there is computed again with the new weights: another request, another prefill.
+    np.testing.assert_allclose(
+        trajectory.logprobs, lab.expected(completion, again=True), atol=lab.tolerance, rtol=0
+    )
