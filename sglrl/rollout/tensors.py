@@ -167,7 +167,7 @@ def _flat(batch: Sequence[Trajectory], lengths: NDArray[np.int64]) -> dict[str, 
 
 def _metadata(batch: Sequence[Trajectory], name: str) -> Any:
     import torch
-    from tensordict import NonTensorData, NonTensorStack
+    from tensordict import NonTensorStack
 
     try:
         values = [trajectory.metadata[name] for trajectory in batch]
@@ -176,4 +176,4 @@ def _metadata(batch: Sequence[Trajectory], name: str) -> Any:
     values = [v.item() if isinstance(v, np.generic) else v for v in values]
     if all(isinstance(value, int | float) for value in values):
         return torch.tensor(values)
-    return NonTensorStack(*[NonTensorData(value) for value in values])
+    return NonTensorStack(*values)
