@@ -425,8 +425,9 @@ class Client:
             # The path of almost every call: no lists, no gather.
             ids = prompts[0]
             max_new = self._max_new_tokens(prepared, len(ids) // 4)
+            route = Route(ids, self._pool.weights.version, session)
             completion = await self._sample(
-                ids, prepared, max_new, logprobs, top_logprobs, session, deadline, priority, worker
+                ids, prepared, max_new, logprobs, top_logprobs, route, deadline, priority, worker
             )
             return [completion] if several else completion
         loop = asyncio.get_running_loop()
@@ -697,7 +698,7 @@ class Client:
         max_new_tokens: int,
         logprobs: bool,
         top: int,
-        session: str | None,
+        route: Route,
         deadline: float | None,
         priority: int,
         worker: int | None = None,
@@ -723,7 +724,7 @@ class Client:
             deadline,
             priority,
             worker,
-            Route(ids, self._pool.weights.version, session),
+            route,
             True,
             False,
             True,

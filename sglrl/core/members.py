@@ -45,6 +45,7 @@ class Member:
     """One worker: its state, its window, and the calls it holds by id."""
 
     __slots__ = (
+        "alone",
         "calls",
         "index",
         "kv_usage",
@@ -59,6 +60,7 @@ class Member:
 
     def __init__(self, index: int) -> None:
         self.index = index
+        self.alone = (self,)
         self.state = STARTING
         self.window = 0
         self.load = 0

@@ -12,47 +12,89 @@ before, unless it is overloaded. Samples of one prompt share a worker because th
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from itertools import islice
 from typing import Final
 
 from ..config import FabricConfig
 from .calls import Call
-from .members import LoadIndex, Member
+from .members import READY, LoadIndex, Member
 
 _HOLDERS: Final = 32
 
+Holders = tuple[Member, ...] | dict[Member, None]
+
 
 class Route:
-    """What routing may know of a call; shared by the n samples of one prompt.
+    """What routing may know of a call; shared by the n samples of one prompt, and by the calls of
+    one conversation, which go where the one before went (``extend``).
 
     ``tokens``: the prompt as int32 bytes. ``version``: policy version; KV of different versions
-    is never shared, so neither are prefixes.
+    is never shared, so neither are prefixes. ``member``: who got the call before; it gets the next
+    one of a conversation (``sticky``).
     """
 
-    __slots__ = ("keys", "session", "tokens", "version")
+    __slots__ = (
+        "_blocks",
+        "_hashed",
+        "_keys",
+        "member",
+        "recorded",
+        "session",
+        "sticky",
+        "tokens",
+        "version",
+    )
 
     def __init__(self, tokens: bytes, version: int = 0, session: str | None = None) -> None:
         self.tokens = tokens
         self.version = version
         self.session = session
-        self.keys: list[int] | None = None
+        self.sticky = False
+        self.member: Member | None = None
+        self.recorded = 0
+        """Keys of ``member`` that the index has, and that will not change."""
+        self._keys: list[int] = []
+        self._blocks = self._hashed = 0
+
+    def extend(self, tokens: bytes, version: int) -> None:
+        """The next call of a conversation: its tokens begin with those of the one before."""
+        self.tokens = tokens
+        self.sticky = True
+        if version != self.version:
+            self.version = version
+            self._keys = []
+            self._blocks = self._hashed = self.recorded = 0
 
     def prefix_keys(self, block: int) -> list[int]:
         """One key per full block of ``block`` tokens, each depending on all tokens before it,
         then one for the whole prompt. A collision costs a cache miss, never a wrong result."""
-        keys = self.keys
-        if keys is None:
-            tokens, step = self.tokens, block * 4
-            key = hash(("sglrl", self.version))
-            keys = []
-            for end in range(step, len(tokens) + 1, step):
-                key = hash((key, tokens[end - step : end]))
+        keys, tokens, size = self._keys, self.tokens, len(self.tokens)
+        if self._hashed != size:
+            # What there is goes on behind its last full block.
+            del keys[self._blocks :]
+            key = keys[-1] if keys else hash(("sglrl", self.version))
+            step = block * 4
+            begin = self._blocks * step
+            for end in range(begin + step, size + 1, step):
+                key = hash((key, tokens[begin:end]))
                 keys.append(key)
-            if len(tokens) % step:
-                keys.append(hash((key, tokens[len(tokens) - len(tokens) % step :])))
-            self.keys = keys
+                begin = end
+            self._blocks = len(keys)
+            if begin < size:
+                keys.append(hash((key, tokens[begin:])))
+            self._hashed = size
         return keys
+
+    def record(self, index: PrefixIndex, member: Member, block: int) -> None:
+        """The member gets the call."""
+        keys = self.prefix_keys(block)
+        if member is not self.member:
+            self.member = member
+            self.recorded = 0
+        index.record(keys[self.recorded :] if self.recorded else keys, member)
+        self.recorded = self._blocks
 
 
 class PrefixIndex:
@@ -61,16 +103,18 @@ class PrefixIndex:
     Two generations: entries are read from both and written to the younger; when it holds half of
     ``entries`` the older one is dropped. So an entry is forgotten only after at least
     ``entries / 2`` others were used since its last use.
+
+    An entry of one member, as most are, is the member's own tuple; one of several a dict.
     """
 
     def __init__(self, entries: int) -> None:
         self.half = max(1, entries // 2)
-        self.young: dict[int, dict[Member, None]] = {}
-        self.old: dict[int, dict[Member, None]] = {}
+        self.young: dict[int, Holders] = {}
+        self.old: dict[int, Holders] = {}
 
-    def holders(self, keys: list[int]) -> dict[Member, None]:
+    def holders(self, keys: list[int]) -> Holders:
         """The members known to hold the longest prefix that any member holds."""
-        found: dict[Member, None] = {}
+        found: Holders = ()
         young, old = self.young, self.old
         for key in keys:
             entry = young.get(key) or old.get(key)
@@ -82,19 +126,23 @@ class PrefixIndex:
     def forget(self, member: Member) -> None:
         """The member takes no calls any more: what only it held is nobody's. O(entries), once."""
         for generation in (self.young, self.old):
-            for entry in generation.values():
-                entry.pop(member, None)
+            for key, entry in generation.items():
+                if entry is member.alone:
+                    generation[key] = ()
+                elif isinstance(entry, dict):
+                    entry.pop(member, None)
 
     def record(self, keys: list[int], member: Member) -> None:
-        young = self.young
+        young, old, alone = self.young, self.old, member.alone
         for key in keys:
-            entry = young.get(key)
-            if entry is None:
-                entry = self.old.pop(key, None)
-                if entry is None:
-                    entry = {}
+            entry = young.get(key) or old.pop(key, None)
+            if not entry or entry is alone:
+                young[key] = alone
+            elif isinstance(entry, dict):
+                entry[member] = None
                 young[key] = entry
-            entry[member] = None
+            else:
+                young[key] = {entry[0]: None, member: None}
         if len(young) >= self.half:
             self.old, self.young = young, {}
 
@@ -109,7 +157,7 @@ class Router:
         self.config = config
         self.loads = loads
         self.prefixes = PrefixIndex(config.prefix_entries)
-        self.sessions: dict[str, Member] = {}
+        self.sessions: OrderedDict[str, Member] = OrderedDict()
         self.ready: list[Member] = []
         self.turn = 0
         by_name: dict[str, Callable[[Call], Member | None]] = {
@@ -127,7 +175,8 @@ class Router:
     def leave(self, member: Member) -> None:
         self.ready.remove(member)
         self.prefixes.forget(member)
-        self.sessions = {s: m for s, m in self.sessions.items() if m is not member}
+        for session in [s for s, m in self.sessions.items() if m is member]:
+            del self.sessions[session]
 
     def choose(self, call: Call) -> Member | None:
         """A member with room for the call, or None when nobody has room."""
@@ -136,8 +185,8 @@ class Router:
             return loads.least()
         route = call.route
         member: Member | None = None
-        if route is not None and route.session is not None:
-            member = self._by_session(route.session)
+        if route is not None and (route.sticky or route.session is not None):
+            member = self._by_affinity(route)
         if member is None:
             for strategy in self.chain:
                 member = strategy(call)
@@ -147,9 +196,9 @@ class Router:
                 member = loads.least()
         if route is not None and member is not None:
             if self.tracks_prefixes:
-                self.prefixes.record(
-                    route.keys or route.prefix_keys(self.config.prefix_block), member
-                )
+                route.record(self.prefixes, member, self.config.prefix_block)
+            else:
+                route.member = member
             if route.session is not None:
                 self._remember(route.session, member)
         return member
@@ -165,14 +214,19 @@ class Router:
         )
 
     def _remember(self, session: str, member: Member) -> None:
-        self.sessions.pop(session, None)
-        self.sessions[session] = member
-        if len(self.sessions) > self.config.prefix_entries:
-            del self.sessions[next(iter(self.sessions))]
+        sessions = self.sessions
+        sessions[session] = member
+        sessions.move_to_end(session)
+        if len(sessions) > self.config.prefix_entries:
+            sessions.popitem(last=False)
 
-    def _by_session(self, session: str) -> Member | None:
-        member = self.sessions.get(session)
-        return None if member is None or self.overloaded(member) else member
+    def _by_affinity(self, route: Route) -> Member | None:
+        """Who got the call before of this conversation, or of this session."""
+        name = route.session
+        member = route.member if name is None else self.sessions.get(name)
+        if member is None or member.state is not READY or self.overloaded(member):
+            return None
+        return member
 
     def _by_prefix(self, call: Call) -> Member | None:
         if call.route is None:

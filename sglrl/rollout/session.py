@@ -4,7 +4,6 @@ sampled and was given before, and the new ones behind them."""
 from __future__ import annotations
 
 import asyncio
-import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 
 from ..actor import deadline_from
 from ..completion import Completion
+from ..core.routing import Route
 from ..errors import Closed, InvalidRequest, UsageError
 from ..sampling import DEFAULT_MAX_NEW_TOKENS, Prepared, SamplingParams
 from ..tokens import TokenIds, check_ids
@@ -24,8 +24,6 @@ from .trajectory import Trajectory
 
 if TYPE_CHECKING:
     from ..client import Client
-
-_numbers = itertools.count()
 
 
 class Opening:
@@ -112,7 +110,7 @@ class Session:
         self._on_turn = on_turn
         self._seed = seed
         self._client = opening.client
-        self._name = f"session-{next(_numbers)}"
+        self._route = Route(b"")
         self._prompt: bytes | None = None
         self._response = b""
         self._turns: list[tuple[int, Completion]] = []
@@ -191,13 +189,14 @@ class Session:
                 self._oldest = self._client.weight_version
             completion = None
             while completion is None or completion.finish_reason == "abort":
+                self._route.extend(ids, self._client.weight_version)
                 completion = await self._client._sample(
                     ids,
                     prepared,
                     limit,
                     True,
                     0,
-                    self._name,
+                    self._route,
                     deadline,
                     opening.priority,
                     None,

@@ -136,6 +136,50 @@ def test_a_session_moves_when_its_worker_is_gone() -> None:
     assert worker_of(submit(fabric, route=route([2], session="a"))) == new
 
 
+@pytest.mark.parametrize("strategy", ROUTING_STRATEGIES)
+def test_a_conversation_stays_with_its_worker_until_that_is_gone(strategy: str) -> None:
+    fabric = make_fabric(8, routing=(strategy,))
+    routes = [route([n] * 40) for n in range(3)]
+    homes: dict[int, int | None] = {}
+    for turn in range(1, 6):
+        for n, one in enumerate(routes):
+            one.extend(route([n] * 40 * turn).tokens, 0)
+            call = submit(fabric, route=one)
+            assert homes.setdefault(n, worker_of(call)) == worker_of(call)
+            finish(fabric, call)
+    fabric.member_lost(homes[0] or 0, "it was killed", 0.0)
+    assert worker_of(submit(fabric, route=routes[0])) != homes[0]
+
+
+@given(
+    parts=st.lists(st.tuples(prompts, st.integers(0, 1)), min_size=1, max_size=8),
+    members=st.lists(st.integers(0, 1), min_size=8, max_size=8),
+)
+@settings(deadline=None)
+def test_an_extended_route_is_known_as_a_new_one_would_be(
+    parts: list[tuple[list[int], int]], members: list[int]
+) -> None:
+    plain, extended = PrefixIndex(10_000), PrefixIndex(10_000)
+    both = [Member(0), Member(1)]
+    one, tokens = route([]), []
+    for (more, version), index in zip(parts, members, strict=False):
+        tokens += more
+        new = route(tokens, version)
+        one.extend(new.tokens, version)
+        assert one.prefix_keys(BLOCK) == new.prefix_keys(BLOCK)
+        assert set(plain.holders(one.prefix_keys(BLOCK))) == set(
+            extended.holders(new.prefix_keys(BLOCK))
+        )
+        new.record(plain, both[index], BLOCK)
+        one.record(extended, both[index], BLOCK)
+    for member in both:
+        plain.forget(member)
+        extended.forget(member)
+        found = [set(i.holders(one.prefix_keys(BLOCK))) for i in (plain, extended)]
+        assert found[0] == found[1]
+        assert member not in found[0]
+
+
 @given(ends=st.lists(st.integers(0, 1 << 16), max_size=60), members=st.integers(2, 6))
 @settings(deadline=None)
 def test_requests_takes_the_member_with_the_fewest_calls(ends: list[int], members: int) -> None:
