@@ -12,7 +12,7 @@ One sample's: WAITING ──▶ RUNNING ──▶ DONE or LOST; a failed one may
 Staleness is bounded as in AReaL (https://arxiv.org/abs/2505.24298, eq. 3): with policy version v,
 batches of B groups and a bound of η versions, at most ``(v + η + 1) B`` groups have been begun and
 not given up. That alone bounds it only if groups finish in order; so samples whose oldest token is
-more than η versions old are lost too, whenever that is seen: running, ready, or when taken.
+more than η versions old are lost too, running or done, when new weights come.
 
 Pure: no clock, no I/O. Results are opaque, versions are integers.
 """
@@ -157,20 +157,26 @@ class Plan:
         self.waiting.extend(group.samples)
         return group
 
-    def take(self) -> Group | None:
-        """A READY group whose tokens are recent enough: the one with the oldest first, among
-        equals the one that was ready first. What is too old is lost on the way."""
-        while self.ready:
-            group = next(iter(self.by_age[min(self.by_age)]))
-            if not self._too_old(group.oldest):
-                self._leave(group, TAKEN)
-                self.taken += 1
-                return group
+    def advance(self, version: int) -> None:
+        """There are new weights. What is done and too old by now is lost."""
+        self.version = version
+        if self.max_staleness is None:
+            return
+        for group in list(self.live):
             for sample in group.done:
-                if self._too_old(sample.oldest) and sample.state is DONE:
+                # Unless its group was given up with the one before.
+                if sample.state is DONE and self._too_old(sample.oldest):
                     self.samples_done -= 1
                     self._lose(sample, STALE)
-        return None
+
+    def take(self) -> Group | None:
+        """The READY group with the oldest tokens; among equals the one that was ready first."""
+        if not self.ready:
+            return None
+        group = next(iter(self.by_age[min(self.by_age)]))
+        self._leave(group, TAKEN)
+        self.taken += 1
+        return group
 
     def filter(self, group: Group) -> None:
         """A READY group is not wanted; another may take its place."""

@@ -506,7 +506,7 @@ class Rollout:
                 task.cancel()
 
     def _on_version(self) -> None:
-        self._plan.version = self._client.weight_version
+        self._plan.advance(self._client.weight_version)
         if self._plan.max_staleness is not None:
             self._give_up(self._running)
         self._wake.set()
@@ -582,13 +582,15 @@ class Rollout:
             enough = len(self._partial) + len(plan.ready) >= n
             # At the end, what there is; groups that run, or are begun again, are waited for.
             last = plan.exhausted and not plan.again and len(plan.live) == len(plan.ready)
-            group = plan.take() if enough or last else None
+            if not (enough or last):
+                break
+            group = plan.take()
             if group is None:
                 break
+            self._wake.set()
             made = self._made(group)
             self._staleness += made.staleness
             self._partial.append(made)
-            self._wake.set()
         return len(self._partial) >= n
 
     def _made(self, group: core.Group) -> Group:

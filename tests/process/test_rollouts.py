@@ -1,0 +1,488 @@
+"""Agents over a data set, on the fake engine: which groups come, and what becomes of the rest."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import sglrl
+
+ITEMS = [{"input_ids": [1 + i % 900, 2, 3], "id": i} for i in range(40)]
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[sglrl.Client]:
+    async with sglrl.launch(
+        "fake", engine="fake", replicas=2, tokens_per_step=4, vocab_size=1000, context_length=256
+    ) as client:
+        yield client
+
+
+async def of_now(session: sglrl.Session, item: dict[str, Any]) -> sglrl.Trajectory:
+    """As ``two_turns``, and the tokens say the version of the weights, as a real engine's do."""
+    client = session._client
+    version = client.weight_version
+    reward = await two_turns(session, item)
+    made = session.trajectory(reward)
+    return made.replace(versions=np.where(made.loss_mask, version, -1))
+
+
+def new_weights(client: sglrl.Client) -> None:
+    """What the weight channel does when an update is done; the fake engine has no weights."""
+    weights = client._pool.weights
+    weights.version += 1
+    for listener in weights.on_version:
+        listener()
+
+
+async def two_turns(session: sglrl.Session, item: dict[str, Any]) -> float:
+    first = await session.generate(max_new_tokens=6)
+    assert first.output_ids.tolist() == (item["input_ids"] * 2)[:6]
+    session.observe([7, 8])
+    second = await session.generate(max_new_tokens=3)
+    assert second.prompt_ids.tolist() == [*item["input_ids"], *first.output_ids.tolist(), 7, 8]
+    return float(item["id"])
+
+
+# --- sessions -------------------------------------------------------------------------------------
+
+
+async def test_a_trajectory_is_what_happened(client: sglrl.Client) -> None:
+    session = client.session(input_ids=[4, 5], max_new_tokens=3, metadata={"who": "me"})
+    async with session:
+        assert session.ids.tolist() == []
+        turn = await session.generate()
+        session.reward(0.25)
+        session.observe(np.array([9, 9], np.int32))
+        session.observe([8])
+        await session.generate(max_new_tokens=5)
+        session.observe([6])
+        trajectory = session.trajectory(reward=1.0)
+    assert turn.output_ids.tolist() == [4, 5, 4]
+    assert trajectory.prompt_ids.tolist() == [4, 5]
+    assert trajectory.response_ids.tolist() == [4, 5, 4, 9, 9, 8, 4, 5, 4, 5, 4]
+    assert trajectory.loss_mask.tolist() == [True] * 3 + [False] * 3 + [True] * 5
+    table = [-(i + 1) / 1024 for i in range(5)]
+    np.testing.assert_allclose(trajectory.logprobs, [*table[:3], 0, 0, 0, *table])
+    assert trajectory.versions.tolist() == [0, 0, 0, -1, -1, -1, 0, 0, 0, 0, 0]
+    assert trajectory.rewards.tolist() == [0.25, 1.0]
+    assert [(t.start, t.stop, t.prompt_tokens) for t in trajectory.turns] == [(0, 3, 2), (6, 11, 8)]
+    assert trajectory.finish_reason == "length"
+    assert trajectory.metadata == {"who": "me"}
+    assert 0 < trajectory.timing.generating <= trajectory.timing.total
+
+
+async def test_what_a_session_refuses(client: sglrl.Client) -> None:
+    session = client.session(input_ids=[1], max_new_tokens=2)
+    with pytest.raises(sglrl.UsageError, match="no turn"):
+        session.trajectory()
+    with pytest.raises(sglrl.UsageError, match="no turn"):
+        session.reward(1.0)
+    with pytest.raises(sglrl.InvalidRequest, match="outside the vocabulary"):
+        session.observe([1000])
+    with pytest.raises(sglrl.InvalidRequest, match="did you mean"):
+        await session.generate(max_new_token=3)
+    turn = asyncio.ensure_future(session.generate())
+    await asyncio.sleep(0)
+    with pytest.raises(sglrl.UsageError, match="being sampled"):
+        await session.generate()
+    await turn
+    with pytest.raises(sglrl.UsageError, match="finite"):
+        session.reward(float("nan"))
+    session.close()
+    with pytest.raises(sglrl.Closed):
+        await session.generate()
+
+
+async def test_turns_fit_the_context_until_it_is_full(client: sglrl.Client) -> None:
+    session = client.session(input_ids=[1] * 100)
+    assert session.room > 0
+    turn = await session.generate(max_new_tokens=100)
+    assert len(turn.output_ids) == 100
+    turn = await session.generate(max_new_tokens=1000)
+    assert len(turn.output_ids) + 200 == len(session.ids)
+    assert session.room == 0
+    with pytest.raises(sglrl.InvalidRequest, match=r"context is full.*Session\.room"):
+        await session.generate()
+
+
+async def test_a_cancelled_turn_did_not_happen() -> None:
+    async with sglrl.launch(
+        "fake", engine="fake", tokens_per_step=1, step_seconds=0.002, context_length=10_000
+    ) as client:
+        session = client.session(input_ids=[5, 6])
+        session.observe([7])
+        turn = asyncio.ensure_future(session.generate(max_new_tokens=5000))
+        # An answer of the same worker: by then the turn has reached it.
+        await client.generate(input_ids=[1], max_new_tokens=1)
+        assert client.workers[0].load == 1
+        turn.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await turn
+        completion = await session.generate(max_new_tokens=2)
+        assert completion.prompt_ids.tolist() == [5, 6, 7]
+        with pytest.raises(sglrl.DeadlineExceeded):
+            await client.session(input_ids=[1], timeout=0.05).generate(max_new_tokens=5000)
+
+
+# --- a run from beginning to end ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("concurrency", [None, 1, 7, 500])
+async def test_every_item_gives_one_group(client: sglrl.Client, concurrency: int | None) -> None:
+    seen = []
+    run = sglrl.rollout(client, two_turns, ITEMS, group_size=3, concurrency=concurrency)
+    async for group in run:
+        seen.append(group.index)
+        assert group.item is ITEMS[group.index]
+        assert group.rewards.tolist() == [group.index] * 3
+        assert group.failed == 0
+        assert group.tokens == 27
+        assert [t.metadata for t in group.trajectories] == [
+            {"item": group.index, "sample": i} for i in range(3)
+        ]
+    assert sorted(seen) == list(range(40))
+    metrics = run.metrics
+    assert (metrics.groups_taken, metrics.samples_done, metrics.turns) == (40, 120, 240)
+    assert metrics.generated_tokens == 120 * 9
+    assert metrics.samples_running == metrics.groups_running == 0
+    if concurrency is not None:
+        assert metrics.concurrency == concurrency
+
+
+async def test_items_of_every_kind(client: sglrl.Client) -> None:
+    async def agent(session: sglrl.Session, item: Any) -> sglrl.Trajectory | None:
+        turn = await session.generate(max_new_tokens=1)
+        session.reward(float(turn.output_ids[0]))
+        return session.trajectory() if item == 5 else None
+
+    async def items() -> AsyncIterator[int]:
+        for i in (4, 5, 6):
+            yield i
+
+    run = sglrl.rollout(client, agent, items(), open_session=lambda i: {"input_ids": [i]})
+    assert sorted([g.rewards.tolist() async for g in run]) == [[4.0], [5.0], [6.0]]
+    with pytest.raises(sglrl.UsageError, match="cannot tell what a session begins with"):
+        async for _ in sglrl.rollout(client, agent, [object()], on_error="raise"):
+            pass
+    with pytest.raises(sglrl.UsageError, match="dataset must be an iterable"):
+        sglrl.rollout(client, agent, "a text")
+    for wrong in ({"group_size": 0}, {"max_staleness": 1}, {"on_error": "ignore"}, {"timeout": 0}):
+        with pytest.raises(sglrl.UsageError):
+            sglrl.rollout(client, agent, [], **wrong)
+    assert [g async for g in sglrl.rollout(client, agent, [])] == []
+
+
+async def test_groups_come_as_they_finish_not_as_they_began(client: sglrl.Client) -> None:
+    held = asyncio.Event()
+
+    async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:
+        if item["id"] == 0:
+            await held.wait()
+        return await two_turns(session, item)
+
+    async with sglrl.rollout(client, agent, ITEMS, concurrency=4) as run:
+        others = await run.take(39)
+        assert 0 not in {g.index for g in others}
+        held.set()
+        assert [g.index for g in await run.take(5)] == [0]
+        assert await run.take(5) == []
+
+
+async def test_leaving_early_leaves_nothing(client: sglrl.Client) -> None:
+    """The fixtures see to it that no task is left; here, that no call is."""
+    async with sglrl.rollout(client, two_turns, ITEMS, group_size=4) as run:
+        await run.take(1)
+    assert not client._driver.fabric.calls
+    assert await run.take(1) == []
+    with pytest.raises(sglrl.UsageError, match="begun once"):
+        await run.__aenter__()
+
+
+async def test_nothing_is_lost_when_taking_is_given_up(client: sglrl.Client) -> None:
+    held = asyncio.Event()
+
+    async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:
+        if item["id"] >= 3:
+            await held.wait()
+        return await two_turns(session, item)
+
+    async with sglrl.rollout(client, agent, ITEMS[:5], concurrency=5) as run:
+        with pytest.raises(sglrl.DeadlineExceeded, match="of 5 groups"):
+            await run.take(5, timeout=0.2)
+        held.set()
+        assert sorted(g.index for g in await run.take(5)) == [0, 1, 2, 3, 4]
+
+
+# --- what goes wrong ------------------------------------------------------------------------------
+
+
+class Flaky:
+    """Fails the first ``times`` tries of each sample of the items with these numbers."""
+
+    def __init__(self, items: set[int], times: int) -> None:
+        self.items = items
+        self.times = times
+        self.tries: dict[tuple[int, int], int] = {}
+
+    async def __call__(self, session: sglrl.Session, item: dict[str, Any]) -> float:
+        key = (item["id"], session.metadata["sample"])
+        self.tries[key] = self.tries.get(key, 0) + 1
+        if item["id"] in self.items and self.tries[key] <= self.times:
+            await session.generate(max_new_tokens=1)
+            raise RuntimeError("the environment broke")
+        return await two_turns(session, item)
+
+
+async def test_failed_samples_are_run_again(client: sglrl.Client) -> None:
+    agent = Flaky({3, 17}, times=2)
+    run = sglrl.rollout(client, agent, ITEMS, group_size=2, retries=2)
+    groups = [g async for g in run]
+    assert sorted(g.index for g in groups) == list(range(40))
+    assert all(len(g.trajectories) == 2 for g in groups)
+    assert run.metrics.samples_retried == 8
+    assert run.metrics.samples_lost == {}
+    assert len(run.errors) == 8
+
+
+async def test_what_fails_again_and_again_is_dropped(client: sglrl.Client) -> None:
+    agent = Flaky({3}, times=99)
+    run = sglrl.rollout(client, agent, ITEMS, group_size=2, retries=1, on_error="retry")
+    groups = [g async for g in run]
+    assert sorted({*range(40)} - {g.index for g in groups}) == [3]
+    metrics = run.metrics
+    assert metrics.groups_dropped == 1
+    # One sample of the group fails for good and takes the group with it; that twice.
+    assert sum(metrics.samples_lost.values()) == 4
+    assert metrics.samples_done == 78
+
+
+async def test_a_smaller_group_may_be_enough(client: sglrl.Client) -> None:
+    async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:
+        if session.metadata["sample"] == 1:
+            raise RuntimeError("the environment broke")
+        return await two_turns(session, item)
+
+    run = sglrl.rollout(client, agent, ITEMS, group_size=3, min_group=2, on_error="drop")
+    groups = [g async for g in run]
+    assert [(len(g.trajectories), g.failed) for g in groups] == [(2, 1)] * 40
+    assert run.metrics.samples_lost == {"error": 40}
+    assert run.metrics.samples_retried == 0
+
+
+async def test_an_error_may_end_the_run(client: sglrl.Client) -> None:
+    agent = Flaky({5}, times=1)
+    with pytest.raises(RuntimeError, match="the environment broke"):
+        async for _ in sglrl.rollout(client, agent, ITEMS, on_error="raise", concurrency=3):
+            pass
+
+
+async def test_an_agent_that_never_works_is_not_run_over_all_data(client: sglrl.Client) -> None:
+    async def agent(session: sglrl.Session, item: dict[str, Any]) -> Any:
+        await session.generate(max_new_tokens=1)
+        return "a text"
+
+    endless = (ITEMS[i % 40] for i in range(10**9))
+    with pytest.raises(sglrl.UsageError, match="must return its reward") as caught:
+        async for _ in sglrl.rollout(client, agent, endless):
+            pass
+    assert "none of the first 32 samples" in "".join(caught.value.__notes__)
+
+
+async def test_stragglers_are_cancelled_and_counted(client: sglrl.Client) -> None:
+    cancelled = []
+
+    async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:
+        if item["id"] == 7 and session.metadata["sample"] == 2:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                cancelled.append(item["id"])
+                raise
+        return await two_turns(session, item)
+
+    run = sglrl.rollout(client, agent, ITEMS, group_size=3, timeout=0.5)
+    groups = {g.index: g async for g in run}
+    assert cancelled == [7]
+    assert len(groups) == 40
+    assert (len(groups[7].trajectories), groups[7].failed) == (2, 1)
+    assert run.metrics.samples_lost == {"timeout": 1}
+
+
+async def test_a_timeout_of_a_tool_is_an_error_like_others(client: sglrl.Client) -> None:
+    async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:
+        if item["id"] == 7 and not session.metadata.get("again"):
+            raise TimeoutError("the tool is slow")
+        return await two_turns(session, item)
+
+    run = sglrl.rollout(client, agent, ITEMS, timeout=100, on_error="drop")
+    assert len([g async for g in run]) == 39
+    assert run.metrics.samples_lost == {"error": 3}, "and its group was begun again, twice"
+
+
+async def test_groups_without_a_signal_are_replaced(client: sglrl.Client) -> None:
+    run = sglrl.rollout(
+        client, two_turns, ITEMS, batch_size=5, keep=lambda group: group.index % 2 == 0
+    )
+    async with run:
+        batches = [[g.index for g in batch] async for batch in run.batches()]
+    assert [len(b) for b in batches] == [5, 5, 5, 5]
+    assert sorted(i for batch in batches for i in batch) == list(range(0, 40, 2))
+    assert run.metrics.groups_filtered == 20
+
+
+async def test_a_lost_worker_costs_no_sample(client: sglrl.Client) -> None:
+    async with sglrl.rollout(client, two_turns, ITEMS * 20, group_size=2) as run:
+        await run.take(10)
+        os.kill(client.workers[0].pid, signal.SIGKILL)
+        groups = await run.take(790)
+    assert len(groups) == 790
+    assert all(len(g.trajectories) == 2 for g in groups)
+    assert run.metrics.samples_lost == {}
+
+
+class Bomb(sglrl.Actor):
+    """A tool. It ends its process when it is told to."""
+
+    @sglrl.endpoint
+    async def use(self, number: int) -> int:
+        if number == 13:
+            os._exit(1)
+        return number + 1
+
+
+async def test_a_tool_that_crashes_harms_its_own_trajectory_only(client: sglrl.Client) -> None:
+    async with sglrl.spawn(Bomb, replicas=3, window=1, restarts=100) as tool:
+
+        async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:
+            await session.generate(max_new_tokens=4)
+            session.observe([await tool.use(item["id"])])
+            await session.generate(max_new_tokens=2)
+            return float(session.ids[-3])
+
+        run = sglrl.rollout(client, agent, ITEMS, group_size=2, on_error="drop", retries=0)
+        groups = {g.index: g async for g in run}
+    assert sorted({*range(40)} - set(groups)) == [13]
+    assert all(g.rewards.tolist() == [g.index + 1] * 2 for g in groups.values())
+    assert {type(error) for error in run.errors} <= {sglrl.WorkerLost}
+
+
+# --- staleness ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+async def test_rollouts_run_ahead_by_so_many_versions(client: sglrl.Client, staleness: int) -> None:
+    begun: list[int] = []
+
+    async def agent(session: sglrl.Session, item: dict[str, Any]) -> sglrl.Trajectory:
+        begun.append(item["id"])
+        return await of_now(session, item)
+
+    async with sglrl.rollout(
+        client, agent, ITEMS, batch_size=4, max_staleness=staleness, concurrency=40
+    ) as run:
+        for step in range(4):
+            batch = await run.take(4)
+            assert len(batch) == 4
+            # The trainer is at it; meanwhile no more than this is begun.
+            with pytest.raises(sglrl.DeadlineExceeded):
+                await run.take(40, timeout=0.1)
+            assert len(begun) == (step + staleness + 1) * 4
+            new_weights(client)
+
+
+async def test_tokens_that_are_too_old_are_not_handed_out(client: sglrl.Client) -> None:
+    sampled, held = asyncio.Event(), asyncio.Event()
+    tries: dict[int, int] = {}
+
+    async def agent(session: sglrl.Session, item: dict[str, Any]) -> sglrl.Trajectory:
+        tries[item["id"]] = tries.get(item["id"], 0) + 1
+        made = await of_now(session, item)
+        if item["id"] == 0 and tries[0] == 1:
+            sampled.set()
+            await held.wait()
+        return made
+
+    async with sglrl.rollout(
+        client, agent, ITEMS, batch_size=2, max_staleness=0, concurrency=8
+    ) as run:
+        await sampled.wait()
+        with pytest.raises(sglrl.DeadlineExceeded):
+            await run.take(2, timeout=0.1)
+        # Item 1 is ready, and 0 holds tokens of version 0: neither can be of use any more.
+        new_weights(client)
+        batch = await run.take(2)
+        assert not held.is_set(), "the straggler was cancelled, not awaited"
+        assert run.metrics.samples_lost == {"stale": 2}
+        assert all(g.staleness == 0 for g in batch)
+        assert len(batch) == 2
+        # Their items come again.
+        rest = await run.take(2)
+        assert {0, 1} <= {g.index for g in (*batch, *rest)}
+        assert (tries[0], tries[1]) == (2, 2)
+
+
+# --- pause and resume -----------------------------------------------------------------------------
+
+
+async def test_a_paused_run_samples_nothing(client: sglrl.Client) -> None:
+    async with sglrl.rollout(client, two_turns, ITEMS * 50, group_size=2) as run:
+        await run.take(5)
+        await run.pause(timeout=60)
+        turns = run.metrics.turns
+        assert not client._driver.fabric.calls
+        await client.generate(input_ids=[1], max_new_tokens=50)
+        assert run.metrics.turns == turns
+        run.resume()
+        await run.take(20)
+        assert run.metrics.turns > turns
+        await run.pause(timeout=60)
+        # Closing a paused run ends the agents that wait for their turn.
+
+
+async def test_a_run_that_was_stopped_goes_on_where_it_was(client: sglrl.Client) -> None:
+    async with sglrl.rollout(client, two_turns, iter(ITEMS), concurrency=5) as run:
+        seen = [g.index for g in await run.take(11)]
+        state = run.state_dict()
+    assert state["next"] >= 11
+    assert not set(state["unfinished"]) & set(seen)
+    async with sglrl.rollout(client, two_turns, iter(ITEMS), state=state, concurrency=3) as run:
+        more = [g.index for g in await run.take(9)]
+        state = run.state_dict()
+    rest = [g.index async for g in sglrl.rollout(client, two_turns, iter(ITEMS), state=state)]
+    assert sorted(seen + more + rest) == list(range(40))
+    with pytest.raises(sglrl.UsageError, match="state_dict"):
+        sglrl.rollout(client, two_turns, ITEMS, state={"next": 3})
+
+
+# --- concurrency ----------------------------------------------------------------------------------
+
+
+async def test_the_limit_grows_to_what_the_engines_take() -> None:
+    most = 0
+    running = 0
+
+    async def agent(session: sglrl.Session, item: Any) -> float:
+        nonlocal most, running
+        running += 1
+        most = max(most, running)
+        for _ in range(5):
+            await session.generate(max_new_tokens=20)
+        running -= 1
+        return 1.0
+
+    async with sglrl.launch(
+        "fake", engine="fake", tokens_per_step=1, step_seconds=0.002, context_length=1000
+    ) as client:
+        items = [{"input_ids": [1]} for _ in range(5000)]
+        async with sglrl.rollout(client, agent, items) as run:
+            first = run.metrics.concurrency
+            while run.metrics.concurrency < 64 * first:
+                await run.take(10)
+            assert most > 32 * first
