@@ -24,8 +24,8 @@ from sglrl.core.calls import RUNNING, SENT
 _TIMEOUT = 60.0
 """Seconds after which a call that nobody answers counts as lost."""
 _EXAMPLES = 20
-_REMEMBERED = 10_000
-"""Ends of calls; a soak must not grow by its own bookkeeping."""
+_REMEMBERED = 2_000
+"""Ends of calls; a soak must not grow by its own bookkeeping once it is warm."""
 
 
 class Prompt(NamedTuple):

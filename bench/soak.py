@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import itertools
 import os
 import time
@@ -34,6 +35,9 @@ from .report import Target, console, describe, machine, number, print_targets, t
 _UPDATE_SECONDS = 20.0
 _PAUSE_SECONDS = 0.2
 """Between two calls of a caller: a machine can do something else meanwhile."""
+_CACHE_TOKENS = 8192
+"""Of SGLang's prefix cache. It keeps objects for every answer until it is full, which is no leak: a
+cache this small is full before the looks count."""
 _SLACK = 2
 """Open files and threads that one more of is no growth: a look may fall into an update."""
 
@@ -95,7 +99,9 @@ class Soak:
     @contextlib.asynccontextmanager
     async def _pool(self, case: FaultCase) -> AsyncIterator[tuple[FaultCase, Any]]:
         model, weights, update = "fake", None, None
+        arguments = case.arguments()
         if not case.is_fake:
+            arguments["max_total_tokens"] = _CACHE_TOKENS
             from sglrl.demo.tiny import tiny_model
 
             model = str(tiny_model())
@@ -105,7 +111,7 @@ class Soak:
             replicas=case.replicas,
             restarts=10**9,
             hang_timeout=case.hang_timeout,
-            **case.arguments(),
+            **arguments,
         ) as client:
             if weights is not None:
 
@@ -162,7 +168,10 @@ class Soak:
                     self.early["stream left"] += 1
 
     async def _look(self, interval: float, on_look: Callable[[float], None]) -> None:
+        libc = ctypes.CDLL(None)
         while True:
+            # What malloc holds for later is no leak of the driver's; a worker has no such hook.
+            libc.malloc_trim(0)
             minute = (time.monotonic() - self.begun) / 60
             for name, pid in self._processes():
                 with contextlib.suppress(psutil.NoSuchProcess):
