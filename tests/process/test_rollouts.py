@@ -199,7 +199,9 @@ async def test_leaving_early_leaves_nothing(client: sglrl.Client) -> None:
     """The fixtures see to it that no task is left; here, that no call is."""
     async with sglrl.rollout(client, two_turns, ITEMS, group_size=4) as run:
         await run.take(1)
-    assert not client._driver.fabric.calls
+    async with asyncio.timeout(60):
+        # The workers confirm that they have stopped.
+        await client._driver.idle()
     assert await run.take(1) == []
     with pytest.raises(sglrl.UsageError, match="begun once"):
         await run.__aenter__()
@@ -436,7 +438,7 @@ async def test_a_paused_run_samples_nothing(client: sglrl.Client) -> None:
         await run.take(5)
         await run.pause(timeout=60)
         turns = run.metrics.turns
-        assert not client._driver.fabric.calls
+        assert not any(w.load for w in client.workers)
         await client.generate(input_ids=[1], max_new_tokens=50)
         assert run.metrics.turns == turns
         run.resume()

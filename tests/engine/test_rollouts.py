@@ -1,0 +1,127 @@
+"""Agents that run ahead of a trainer on the real engine: every trajectory that is handed out is
+replayed through transformers, with the weights of each of its version spans."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+import sglrl
+
+from .policies import PROMPTS, Lab, Policies
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+ITEMS = [{"input_ids": prompt} for prompt in PROMPTS]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def lab(models: Path) -> AsyncIterator[Lab]:
+    policies = Policies(models / "rollout-policies")
+    async with sglrl.launch(
+        policies[0].folder, device="cpu", max_running_requests=12, weight_device="cpu"
+    ) as client:
+        yield Lab(client, policies)
+
+
+async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:
+    for observed in ([7, 8], [300]):
+        await session.generate(max_new_tokens=25, ignore_eos=True)
+        session.observe(observed)
+    await session.generate(max_new_tokens=10)
+    return float(session.ids.sum() % 7)
+
+
+def replay(lab: Lab, trajectory: sglrl.Trajectory) -> None:
+    """From the trajectory alone: tokens, versions and where the turns are."""
+    ids, start = trajectory.input_ids, len(trajectory.prompt_ids)
+    for turn in trajectory.turns:
+        versions = trajectory.versions[turn.start : turn.stop].tolist()
+        spans, at = [], 0
+        for version, same in itertools.groupby(versions):
+            count = len(list(same))
+            spans.append(sglrl.VersionSpan(at, at + count, version))
+            at += count
+        made: Any = SimpleNamespace(
+            prompt_ids=ids[: start + turn.start],
+            output_ids=ids[start + turn.start : start + turn.stop],
+            versions=tuple(spans),
+            resumed_at=(),
+        )
+        np.testing.assert_allclose(
+            trajectory.logprobs[turn.start : turn.stop],
+            lab.expected(made, again=False),
+            atol=lab.tolerance,
+            rtol=0,
+        )
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+async def test_training_on_rollouts_that_run_ahead(lab: Lab, staleness: int) -> None:
+    client = lab.client
+    run = sglrl.rollout(
+        client,
+        agent,
+        itertools.cycle(ITEMS),
+        group_size=2,
+        batch_size=3,
+        max_staleness=staleness,
+        concurrency=12,
+        seed=1,
+    )
+    spans = set()
+    async with run:
+        for step in range(5):
+            for group in await run.take(3):
+                assert 0 <= client.weight_version - group.oldest_version <= staleness
+                for trajectory in group.trajectories:
+                    replay(lab, trajectory)
+                    found = set(trajectory.versions[trajectory.loss_mask].tolist())
+                    spans.add(len(found))
+                    assert min(found) >= client.weight_version - staleness
+            await lab.update(1 + step % 2)
+        assert run.metrics.groups_taken == 15
+    if not staleness:
+        assert spans == {1}
+
+
+async def test_the_same_seed_gives_the_same_rollouts(lab: Lab) -> None:
+    async def rolled(seed: int | None) -> list[list[list[int]]]:
+        run = sglrl.rollout(lab.client, agent, ITEMS, group_size=3, seed=seed)
+        groups = {g.index: g async for g in run}
+        return [
+            [t.response_ids.tolist() for t in groups[i].trajectories] for i in range(len(ITEMS))
+        ]
+
+    first = await rolled(3)
+    assert await rolled(3) == first
+    assert await rolled(4) != first
+    for group in first:
+        assert len({tuple(ids) for ids in group}) == 3, "samples of a group differ"
+
+
+async def test_turns_of_a_group_share_the_prefix_cache(lab: Lab) -> None:
+    """Whatever a sample's turn finds of its prompt in the cache was computed with the weights that
+    it is sampled with."""
+    await lab.other()
+    prompt = [3 + (7 * i) % 480 for i in range(200)]
+    run = sglrl.rollout(
+        lab.client, agent, [{"input_ids": prompt}], group_size=6, concurrency=1, seed=0
+    )
+    (group,) = [g async for g in run]
+    turns = [t.turns for t in group.trajectories]
+    assert turns[0][0].cached_tokens == 0, "these weights have not seen it yet"
+    # The engine computes at least the last token of every prompt.
+    assert all(t[0].cached_tokens == 199 for t in turns[1:])
+    assert all(
+        after.cached_tokens >= before.prompt_tokens + (before.stop - before.start) - 1
+        for t in turns
+        for before, after in itertools.pairwise(t)
+    )
