@@ -17,11 +17,10 @@ class Gate:
     def closed(self) -> bool:
         return self._open is not None
 
-    async def enter(self) -> None:
-        """Begin a turn, as soon as the gate is open."""
+    async def opened(self) -> None:
+        """Wait until the gate is open. Who then goes inside adds to ``inside`` at once."""
         while self._open is not None:
             await asyncio.shield(self._open)
-        self.inside += 1
 
     def leave(self) -> None:
         self.inside -= 1

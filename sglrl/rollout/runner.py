@@ -667,9 +667,9 @@ class Rollout:
             seconds=time.monotonic() - self._begun if self._begun else 0.0,
         )
 
-    def _on_turn(self, completion: Completion) -> None:
+    def _on_turn(self, completion: Completion, tokens: int) -> None:
         self._turns += 1
-        self._generated += sum([len(chunk.ids) for chunk in completion._chunks]) // 4
+        self._generated += tokens
         self._prompted += len(completion._prompt) // 4
         self._cached += completion.cached_tokens
         if self._limit is not None:

@@ -62,10 +62,14 @@ class Opening:
         if tools is not None:
             self.template["tools"] = list(tools)
         self._prompt = prompt
+        info = client.info
+        self.vocab_size = info.vocab_size
+        self.most_tokens = min(info.max_total_tokens, info.max_prompt_tokens + 1)
+        """Of a prompt and what is sampled behind it."""
         self._lock = asyncio.Lock()
         self._ids: bytes | None = None
         if input_ids is not None:
-            self._ids = check_ids(input_ids, client.info.vocab_size)
+            self._ids = check_ids(input_ids, info.vocab_size)
 
     async def ids(self) -> bytes:
         """The prompt, int32."""
@@ -102,7 +106,7 @@ class Session:
         self,
         opening: Opening,
         gate: Gate | None = None,
-        on_turn: Callable[[Completion], None] | None = None,
+        on_turn: Callable[[Completion, int], None] | None = None,
         seed: int | None = None,
     ) -> None:
         self._opening = opening
@@ -167,15 +171,22 @@ class Session:
         self._busy = True
         gate = self._gate
         if gate is not None:
-            await self._enter(gate)
+            if gate.closed:
+                await self._enter(gate)
+            gate.inside += 1
         begun = time.monotonic()
         try:
             if self._prompt is None:
                 self._prompt = await opening.ids()
-            if self._pending:
+            pending = self._pending
+            if len(pending) == 1 and type(pending[0]) is bytes:
+                self._response += pending[0]
+                self._pending = []
+            elif pending:
                 await self._append_pending()
             ids = self._prompt + self._response
-            limit = min(prepared.max_new_tokens or DEFAULT_MAX_NEW_TOKENS, self.room)
+            room = opening.most_tokens - len(ids) // 4
+            limit = min(prepared.max_new_tokens or DEFAULT_MAX_NEW_TOKENS, room)
             if limit < 1:
                 raise InvalidRequest(
                     f"the context is full: the session has {len(ids) // 4} tokens, of "
@@ -207,18 +218,20 @@ class Session:
             self._generating += time.monotonic() - begun
             if gate is not None:
                 gate.leave()
+        chunks = completion._chunks
         if not self._turns:
-            self._oldest = completion._chunks[0].version
+            self._oldest = chunks[0].version
         self._turns.append((len(self._response) // 4, completion))
         self._rewards.append(0.0)
-        self._response += b"".join([chunk.ids for chunk in completion._chunks])
+        new = chunks[0].ids if len(chunks) == 1 else b"".join([chunk.ids for chunk in chunks])
+        self._response += new
         if self._on_turn is not None:
-            self._on_turn(completion)
+            self._on_turn(completion, len(new) // 4)
         return completion
 
     async def _enter(self, gate: Gate) -> None:
         try:
-            await gate.enter()
+            await gate.opened()
         except BaseException:
             self._busy = False
             raise
@@ -238,9 +251,13 @@ class Session:
             if what:
                 self._pending.append(what)
             return
+        if type(what) is list and what and type(what[0]) is int:
+            # What is cheap to recognize first: the looks at Mapping take longer than the rest.
+            self._pending.append(check_ids(what, self._opening.vocab_size))
+            return
         several = isinstance(what, (list, tuple)) and what and isinstance(what[0], Mapping)
         if not isinstance(what, Mapping) and not several:
-            self._pending.append(check_ids(what, self._client.info.vocab_size))
+            self._pending.append(check_ids(what, self._opening.vocab_size))
             return
         new: list[Any] = [what] if isinstance(what, Mapping) else list(what)
         if self._messages is None:
@@ -288,8 +305,7 @@ class Session:
     def room(self) -> int:
         """Tokens that fit the context behind those that there are."""
         used = (len(self._prompt or b"") + len(self._response)) // 4
-        most = min(self._client.info.max_total_tokens, self._client.info.max_prompt_tokens + 1)
-        return max(0, most - used)
+        return max(0, self._opening.most_tokens - used)
 
     @property
     def text(self) -> str:

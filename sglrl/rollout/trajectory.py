@@ -167,6 +167,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
         logprobs: list[bytes] = []
         versions: list[bytes] = []
         at = 0
+        oldest = -1
         for (start, completion), reward in zip(turns, rewards, strict=True):
             if start > at:
                 mask.append(bytes(start - at))
@@ -177,7 +178,10 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
                 size = len(chunk.ids) // 4
                 mask.append(b"\1" * size)
                 logprobs.append(chunk.logprobs if completion._wants_logprobs else _NAN * size)
-                versions.append(chunk.version.to_bytes(4, "little") * size)
+                version = chunk.version
+                versions.append(version.to_bytes(4, "little") * size)
+                if size and (version < oldest or oldest < 0):
+                    oldest = version
                 at += size
             marked.append(
                 Turn(
@@ -206,6 +210,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
         force_setattr(self, "turns", tuple(marked))
         force_setattr(self, "timing", TrajectoryTiming(time.time() - total, total, generating))
         force_setattr(self, "metadata", metadata)
+        self.__dict__["oldest_version"] = oldest
         return self
 
     def __repr__(self) -> str:
@@ -235,7 +240,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
         """The sum over the turns."""
         return sum([turn.reward for turn in self.turns], 0.0)
 
-    @property
+    @cached_property
     def oldest_version(self) -> int:
         """The oldest policy version that sampled a token; -1 if none was sampled."""
         sampled = self.versions[self.loss_mask]
