@@ -1,4 +1,4 @@
-"""The ``sglrl`` command: demo, generate, doctor, keys.
+"""The ``sglrl`` command: demo, check, generate, doctor, keys.
 
 Exit codes: 0 success, 1 a check failed or the engine did, 2 wrong usage, 130 Ctrl-C.
 """
@@ -52,8 +52,65 @@ Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda where there 
 Engine = Annotated[str, typer.Option(help="sglang, or fake: repeats the prompt, needs no torch.")]
 
 
+Json = Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the result there.")]
+
+
 @_command
 def demo(
+    task: Annotated[
+        list[str] | None, typer.Option(help="repeat or lookup.", show_default="both")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Weight updates at most.")] = 150,
+    seed: Annotated[int, typer.Option(min=0, help="Of weights, questions and sampling.")] = 0,
+    replicas: Replicas = 1,
+    max_staleness: Annotated[
+        int, typer.Option(min=0, help="Versions a token may be behind; 0 waits for every batch.")
+    ] = 1,
+    within: Annotated[
+        float, typer.Option(min=0.0, help="Seconds until the goal must be reached.")
+    ] = 240.0,
+    compare: Annotated[
+        bool, typer.Option(help="Also time some steps with running ahead, and without.")
+    ] = True,
+    plot: Annotated[
+        Path, typer.Option(metavar="FILE", help="Reward over the steps, a PNG.")
+    ] = Path("demo/reward.png"),
+    json: Json = None,
+) -> None:
+    """Train a tiny model from random weights, with rollouts on a real SGLang.
+
+    Needs no download and no GPU. Exits with 1 if the reward does not rise to 0.8 of the maximum
+    in time, if waiting for every batch is no slower than running ahead, or if a logprob differs
+    from what Hugging Face transformers computes with the weights of its policy version.
+    """
+    from .demo.report import save_plot, table_of
+    from .demo.run import DemoSettings, run_demo
+    from .demo.tasks import TASKS
+
+    _check_folder(json)
+    report = run_demo(
+        DemoSettings(
+            tasks=tuple(task or TASKS),
+            steps=steps,
+            seed=seed,
+            replicas=replicas,
+            max_staleness=max_staleness,
+            goal_within=within,
+            compare=compare,
+        ),
+        Console(stderr=True),
+    )
+    Console().print(table_of(report))
+    save_plot(report, plot)
+    Console().print(f"plot: {plot}", highlight=False, soft_wrap=True)
+    if json is not None:
+        json.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
+    if report.failures:
+        raise typer.Exit(1)
+
+
+@_command
+def check(
     rollouts: Annotated[int, typer.Option(min=1, help="Conversations to sample.")] = 512,
     in_flight: Annotated[int, typer.Option(min=1, help="Of them at a time.")] = 64,
     replicas: Replicas = 2,
@@ -72,22 +129,19 @@ def demo(
             show_default="1e-4 for float32, 3e-2 for 16 bits",
         ),
     ] = None,
-    json: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also write the result there.")
-    ] = None,
+    json: Json = None,
 ) -> None:
     """Run hundreds of rollouts on SGLang workers and check every logprob.
 
     Needs no download and no GPU. Exits with 1 if a logprob differs from what Hugging Face
     transformers computes for the same tokens by more than the tolerance.
     """
-    from .demo.report import table_of
-    from .demo.run import DemoSettings, run_demo
+    from .check.report import table_of
+    from .check.run import CheckSettings, run_check
 
-    if json is not None and not json.absolute().parent.is_dir():
-        raise UsageError(f"--json {json}: there is no such folder")
-    report = run_demo(
-        DemoSettings(
+    _check_folder(json)
+    report = run_check(
+        CheckSettings(
             model=model,
             rollouts=rollouts,
             in_flight=in_flight,
@@ -230,6 +284,11 @@ def keys(
         f'  Sender.connect(client.weights_address, keys="FOLDER/{client}.secret")',
     ]
     sys.stdout.write("\n".join(lines) + "\n")
+
+
+def _check_folder(json: Path | None) -> None:
+    if json is not None and not json.absolute().parent.is_dir():
+        raise UsageError(f"--json {json}: there is no such folder")
 
 
 def _model(name: str) -> str:

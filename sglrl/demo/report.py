@@ -1,190 +1,218 @@
-"""What the demo measured: a struct (``--json`` writes it as it is) and a table made from nothing
-else."""
+"""What the demo found out: a struct, which ``--json`` writes as it is; a table and a plot of it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
 
 import msgspec
-import numpy as np
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..completion import Completion
-from .check import LogprobCheck
-from .rollouts import Rollout
+from ..check.logprobs import LogprobCheck
+
+WINDOW = 5
+"""Steps over which rewards are averaged, so that a lucky batch is no success."""
+GOAL = 0.8
+"""Mean reward that every task must reach; the maximum is 1."""
 
 
-class WorkerShare(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker's part of the work. ``share``: of all generated tokens, 0..1."""
+class Step(msgspec.Struct, frozen=True, kw_only=True):
+    """One weight update and the batch that it was trained on.
 
-    worker: int
-    requests: int
-    prompt_tokens: int
-    cached_tokens: int
-    generated_tokens: int
-    share: float
+    Attributes:
+        version: the policy's when the batch was taken.
+        rewards: mean by task; a task may be missing from a batch.
+        staleness: mean over the groups: by how many versions their oldest token was behind.
+        tokens: that the policy sampled.
+        entropy: nats per sampled token.
+        clipped: share of the tokens whose ratio was clipped.
+        train_seconds, update_seconds: the trainer's part, and the new weights' way to the engines.
+        seconds: since the command began, at the end of the step.
+    """
+
+    version: int
+    rewards: dict[str, float]
+    staleness: float
+    tokens: int
+    entropy: float
+    clipped: float
+    train_seconds: float
+    update_seconds: float
+    seconds: float
+
+
+class TaskResult(msgspec.Struct, frozen=True, kw_only=True):
+    """How a task was learnt. ``first`` and ``last``: mean reward over the first and the last
+    ``WINDOW`` steps; ``goal_step`` and ``goal_seconds``: when the mean over the last ``WINDOW``
+    steps had reached the goal, None if it never did."""
+
+    task: str
+    first: float
+    last: float
+    goal_step: int | None
+    goal_seconds: float | None
+
+
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """The same number of steps with rollouts running ahead, and without. Seconds in all."""
+
+    steps: int
+    asynchronous: float
+    synchronous: float
+
+    @property
+    def ratio(self) -> float:
+        return self.synchronous / self.asynchronous
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of one run. Times are in seconds, rates per second, hit rates 0..1.
-
-    Attributes:
-        seconds: from the first rollout's start to the last one's end.
-        latency_p50, latency_p99: of single requests, from ``generate`` to its result.
-        cache_hit_rate: prompt tokens that came from a prefix cache, of all prompt tokens.
-        ideal_cache_hit_rate: the same for one cache that all workers share, that never forgets and
-            holds every token at once.
-    """
+    """One run. Times are in seconds; ``goal_within``: since the command began."""
 
     sglrl_version: str
     sglang_version: str
-    model: str
-    architecture: str
-    dtype: str
-    device: str
-    replicas: int
-    in_flight: int
     seed: int
-    rollouts: int
-    multi_turn_rollouts: int
-    requests: int
-    prompt_tokens: int
-    generated_tokens: int
+    replicas: int
+    group_size: int
+    batch_size: int
+    max_staleness: int
+    goal_within: float
     start_seconds: float
+    learn_seconds: float
     seconds: float
-    requests_per_second: float
-    tokens_per_second: float
-    latency_p50: float
-    latency_p99: float
-    cache_hit_rate: float
-    ideal_cache_hit_rate: float
-    workers: list[WorkerShare]
+    steps: list[Step]
+    tasks: list[TaskResult]
+    comparison: Comparison | None
     logprobs: LogprobCheck
-    passed: bool
+
+    @property
+    def failures(self) -> list[str]:
+        """What was not as it must be; empty when all is well."""
+        wrong = []
+        for task in self.tasks:
+            if task.goal_seconds is None or task.last < GOAL:
+                wrong.append(f"{task.task}: the reward ended at {task.last:.2f}, not at {GOAL}")
+            elif task.goal_seconds > self.goal_within:
+                wrong.append(
+                    f"{task.task}: learnt after {task.goal_seconds:.0f} s, later than "
+                    f"{self.goal_within:g} s"
+                )
+        if self.comparison is not None and self.comparison.ratio <= 1:
+            wrong.append("waiting for every batch took no longer than running ahead")
+        if not self.logprobs.tokens or not self.logprobs.passed:
+            wrong.append(f"logprobs are not the model's: {self.logprobs.worst}")
+        return wrong
 
 
-def make_report(
-    rollouts: Sequence[Rollout],
-    check: LogprobCheck,
-    *,
-    seconds: float,
-    start_seconds: float,
-    **facts: Any,
-) -> Report:
-    """``facts``: the fields of ``Report`` that cannot be read off the rollouts."""
-    completions = [turn for rollout in rollouts for turn in rollout.turns]
-    prompt_tokens = sum(len(c.prompt_ids) for c in completions)
-    generated = sum(len(c.output_ids) for c in completions)
-    p50, p99 = np.percentile([c.timing.total for c in completions], [50, 99]).tolist()
-    return Report(
-        rollouts=len(rollouts),
-        multi_turn_rollouts=sum(len(rollout.turns) > 1 for rollout in rollouts),
-        requests=len(completions),
-        prompt_tokens=prompt_tokens,
-        generated_tokens=generated,
-        start_seconds=start_seconds,
-        seconds=seconds,
-        requests_per_second=len(completions) / seconds,
-        tokens_per_second=generated / seconds,
-        latency_p50=p50,
-        latency_p99=p99,
-        cache_hit_rate=sum(c.cached_tokens for c in completions) / prompt_tokens,
-        ideal_cache_hit_rate=ideal_cached_tokens(completions) / prompt_tokens,
-        workers=_shares(completions, generated),
-        logprobs=check,
-        passed=check.passed,
-        **facts,
+def mean_rewards(steps: list[Step], task: str) -> list[float]:
+    """By step: the mean over up to ``WINDOW`` steps up to it; without those that lack the task."""
+    means = []
+    for end in range(1, len(steps) + 1):
+        recent = [s.rewards[task] for s in steps[max(0, end - WINDOW) : end] if task in s.rewards]
+        means.append(sum(recent) / len(recent) if recent else 0.0)
+    return means
+
+
+def task_result(steps: list[Step], task: str) -> TaskResult:
+    means = mean_rewards(steps, task)
+    goal = next((i for i, m in enumerate(means) if i + 1 >= WINDOW and m >= GOAL), None)
+    return TaskResult(
+        task=task,
+        first=means[min(WINDOW, len(means)) - 1],
+        last=means[-1],
+        goal_step=None if goal is None else goal + 1,
+        goal_seconds=None if goal is None else steps[goal].seconds,
     )
-
-
-def _shares(completions: Sequence[Completion], generated: int) -> list[WorkerShare]:
-    shares = []
-    for worker in sorted({c.worker for c in completions}):
-        own = [c for c in completions if c.worker == worker]
-        tokens = sum(len(c.output_ids) for c in own)
-        shares.append(
-            WorkerShare(
-                worker=worker,
-                requests=len(own),
-                prompt_tokens=sum(len(c.prompt_ids) for c in own),
-                cached_tokens=sum(c.cached_tokens for c in own),
-                generated_tokens=tokens,
-                share=tokens / generated,
-            )
-        )
-    return shares
-
-
-def ideal_cached_tokens(completions: Sequence[Completion]) -> int:
-    """Prompt tokens that an unlimited cache would serve, if the requests came one after the other
-    in this order. A prompt's last token is always computed: its logits are the answer's first."""
-    Node = dict[int, Any]
-    root: Node = {}
-    cached = 0
-    for completion in completions:
-        prompt = completion.prompt_ids.tolist()
-        node, known = root, True
-        for i, token in enumerate([*prompt, *completion.output_ids.tolist()]):
-            child = node.get(token)
-            if child is None:
-                child = node[token] = {}
-                known = False
-            elif known and i < len(prompt) - 1:
-                cached += 1
-            node = child
-    return cached
 
 
 def table_of(report: Report) -> RenderableType:
     """The report for a person, on a terminal or in a log."""
     r = report
-    facts = Table(title="sglrl demo", title_justify="left", show_header=False, min_width=60)
+    learnt = Table(title="sglrl demo", title_justify="left", min_width=60)
+    learnt.add_column("task", style="bold")
+    for column in ("reward at first", "at last", "goal", "after"):
+        learnt.add_column(column, justify="right")
+    for task in r.tasks:
+        learnt.add_row(
+            task.task,
+            f"{task.first:.2f}",
+            f"{task.last:.2f}",
+            f"{GOAL}",
+            "never"
+            if task.goal_seconds is None
+            else f"{task.goal_step} steps, {task.goal_seconds:.0f} s",
+        )
+    facts = Table(show_header=False, min_width=60)
     facts.add_column("what", style="bold")
     facts.add_column("value")
-    for name, value in (
-        ("model", f"{r.architecture}, {r.dtype}, on {r.device}"),
-        ("workers", f"{r.replicas} x SGLang {r.sglang_version}, up in {r.start_seconds:.1f} s"),
+    count = len(r.steps)
+    tokens = sum(s.tokens for s in r.steps)
+    compared = r.comparison
+    rows = [
         (
-            "rollouts",
-            f"{r.rollouts:,} ({r.multi_turn_rollouts:,} multi-turn), {r.in_flight} in flight",
+            "steps",
+            f"{count} of {r.batch_size} x {r.group_size} samples in {r.learn_seconds:.0f} s "
+            f"({r.learn_seconds / count:.2f} s each), workers up in {r.start_seconds:.0f} s",
         ),
-        ("requests", f"{r.requests:,} in {r.seconds:.2f} s ({r.requests_per_second:,.0f}/s)"),
-        ("tokens", f"{r.prompt_tokens:,} prompt, {r.generated_tokens:,} generated"),
-        ("tokens/s", f"{r.tokens_per_second:,.0f} generated"),
-        ("latency", f"p50 {r.latency_p50 * 1000:,.0f} ms, p99 {r.latency_p99 * 1000:,.0f} ms"),
+        ("tokens", f"{tokens:,} sampled, {tokens / r.learn_seconds:,.0f} a second"),
         (
-            "prefix cache",
-            f"{r.cache_hit_rate:.1%} of prompt tokens "
-            f"(an ideal cache: {r.ideal_cache_hit_rate:.1%})",
+            "trainer",
+            f"{sum(s.train_seconds for s in r.steps) / count:.2f} s a step; new weights in "
+            f"{sum(s.update_seconds for s in r.steps) / count * 1000:.0f} ms",
+        ),
+        (
+            "staleness",
+            f"{sum(s.staleness for s in r.steps) / count:.2f} versions, at most {r.max_staleness}",
         ),
         (
             "logprobs",
-            f"{r.logprobs.tokens:,} compared with transformers, largest difference "
-            f"{r.logprobs.largest_difference:.2e} (tolerance "
+            f"{r.logprobs.tokens:,} replayed in transformers with the weights of their versions, "
+            f"largest difference {r.logprobs.largest_difference:.2e} (tolerance "
             f"{r.logprobs.tolerance:.0e})",
         ),
-    ):
+    ]
+    if compared is not None:
+        rows.append(
+            (
+                "synchronous",
+                f"{compared.steps} steps in {compared.synchronous:.1f} s, running ahead "
+                f"{compared.asynchronous:.1f} s: {compared.ratio:.2f} times as long",
+            )
+        )
+    for name, value in rows:
         facts.add_row(name, value)
-    workers = Table(min_width=60)
-    for column in ("worker", "requests", "prompt tokens", "cached", "generated", "share"):
-        workers.add_column(column, justify="right")
-    for w in r.workers:
-        workers.add_row(
-            str(w.worker),
-            f"{w.requests:,}",
-            f"{w.prompt_tokens:,}",
-            f"{w.cached_tokens / w.prompt_tokens:.1%}",
-            f"{w.generated_tokens:,}",
-            f"{w.share:.1%}",
-        )
-    if r.passed:
-        verdict = Text("passed: our logprobs are the model's", style="green")
+    failures = r.failures
+    if failures:
+        verdict = Text("\n".join(f"FAILED: {line}" for line in failures), style="bold red")
     else:
-        verdict = Text(
-            f"FAILED: the largest difference exceeds the tolerance\n{r.logprobs.worst}",
-            style="bold red",
-        )
-    return Group(facts, workers, verdict)
+        verdict = Text("passed: it has learnt, and every logprob is the model's", style="green")
+    return Group(learnt, facts, verdict)
+
+
+def save_plot(report: Report, file: Path) -> None:
+    """The reward of every task over the steps, as a PNG."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for number, result in enumerate(report.tasks):
+        color = f"C{number}"
+        found = [
+            (i, s.rewards[result.task])
+            for i, s in enumerate(report.steps, 1)
+            if result.task in s.rewards
+        ]
+        axes.plot(*zip(*found, strict=True), color=color, alpha=0.3, linewidth=1)
+        means = mean_rewards(report.steps, result.task)
+        axes.plot(range(1, len(means) + 1), means, color=color, label=result.task)
+    axes.axhline(GOAL, color="0.5", linestyle="--", linewidth=1)
+    axes.set(
+        xlabel=f"step ({report.learn_seconds / len(report.steps):.2f} s each)",
+        ylabel=f"reward (mean over {WINDOW} steps)",
+        ylim=(0, 1.02),
+        xlim=(0, None),
+        title=f"GRPO from random weights, at most {report.max_staleness} version(s) stale",
+    )
+    axes.legend(loc="lower right")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=120, format="png")

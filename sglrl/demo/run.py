@@ -1,9 +1,10 @@
-"""The demo from beginning to end: model, workers, rollouts, check, report."""
+"""The demo from beginning to end: model, workers, training, comparison, replay, report."""
 
 from __future__ import annotations
 
+import asyncio
 import time
-import warnings
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 
 import msgspec
@@ -11,128 +12,200 @@ import uvloop
 from rich.console import Console
 
 from .. import __version__
+from ..check.logprobs import LogprobCheck, tolerance_for
+from ..check.run import quiet_transformers
+from ..client import Client
 from ..errors import UsageError
 from ..launch import launch
-from ..messages import EngineInfo
-from .check import compare, load_reference, tolerance_for
+from ..rollout import Group, Trajectory, rollout
+from ..spawn import spawn
 from .display import stage, start_up
-from .report import Report, make_report
-from .rollouts import Rollout, run_rollouts
-from .tasks import make_tasks
+from .replay import replay
+from .report import WINDOW, Comparison, Report, Step, mean_rewards, task_result
+from .tasks import CHARACTERS, TASKS, Agent, Shelf, items
 from .tiny import tiny_model
 
-SAMPLES = 4
-"""Rollouts per prompt."""
+GROUP_SIZE = 16
+GROUPS_PER_TASK = 16
+"""In a batch; a step trains on as many of each task."""
+DONE = 0.9
+"""Mean reward of every task at which training stops: well above the goal."""
+REPLAYED = 8
+"""Trajectories of each batch that are replayed, beside those of several versions."""
+COMPARED_STEPS = 12
 
 
 class DemoSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What to run.
 
     Attributes:
-        model: a folder or hub name; None for a tiny random Qwen3.
-        tolerance: largest allowed difference of a logprob; None for the dtype's own
-            (``check.tolerance_for``).
+        tasks: of ``TASKS``.
+        steps: weight updates at most.
+        max_staleness: policy versions that a token may be behind; 0 trains synchronously.
+        goal_within: seconds since the command began within which the goal must be reached.
+        compare: also time some steps with running ahead, and as many without.
     """
 
-    model: str | None = None
-    rollouts: int = 512
-    in_flight: int = 64
-    replicas: int = 2
-    device: str = "cpu"
-    max_new_tokens: int = 32
+    tasks: tuple[str, ...] = TASKS
+    steps: int = 150
     seed: int = 0
-    tolerance: float | None = None
+    replicas: int = 1
+    max_staleness: int = 1
+    goal_within: float = 240.0
+    compare: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("rollouts", "in_flight", "replicas", "max_new_tokens"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.seed < 0:
-            raise UsageError(f"seed must be at least 0, got {self.seed}")
+        for task in self.tasks:
+            if task not in TASKS:
+                raise UsageError(f"unknown task {task!r}; known: {', '.join(TASKS)}")
+        for name, least in (("steps", 1), ("seed", 0), ("replicas", 1), ("max_staleness", 0)):
+            if getattr(self, name) < least:
+                raise UsageError(f"{name} must be at least {least}, got {getattr(self, name)}")
 
-
-class _Measured(msgspec.Struct):
-    """What the part on the event loop hands to the part after it."""
-
-    rollouts: list[Rollout]
-    info: EngineInfo
-    start_seconds: float
-    seconds: float
+    @property
+    def batch_size(self) -> int:
+        """Groups in a batch."""
+        return GROUPS_PER_TASK * len(self.tasks)
 
 
 def run_demo(settings: DemoSettings, console: Console) -> Report:
-    """Everything, with progress on ``console``. Whether all is well is ``Report.passed``.
-
-    Only the rollouts run on the event loop: a Ctrl-C ends the rest at once.
-    """
-    quiet_transformers()
-    console.print(f"model: {settings.model or 'a tiny random Qwen3'}", highlight=False)
-    model = settings.model or str(tiny_model())
-    measured = uvloop.run(_sample(model, settings, console))
-    # The workers have ended by now, so on a GPU their memory is free for the reference.
-    info = measured.info
-    completions = [turn for rollout in measured.rollouts for turn in rollout.turns]
-    with stage(console, "checking logprobs", len(completions)) as advance:
-        check = compare(
-            load_reference(model, info.device),
-            completions,
-            tolerance_for(info.dtype) if settings.tolerance is None else settings.tolerance,
-            lambda: advance("against transformers"),
-        )
-    return make_report(
-        measured.rollouts,
-        check,
-        seconds=measured.seconds,
-        start_seconds=measured.start_seconds,
-        sglrl_version=__version__,
-        sglang_version=info.sglang_version,
-        model=model,
-        architecture=info.architecture,
-        dtype=info.dtype,
-        device=info.device.partition(":")[0],
-        replicas=settings.replicas,
-        in_flight=settings.in_flight,
-        seed=settings.seed,
-    )
-
-
-async def _sample(model: str, settings: DemoSettings, console: Console) -> _Measured:
-    tasks = make_tasks(-(-settings.rollouts // SAMPLES), settings.seed)
+    """Everything, with progress on ``console``. What is wrong is in ``Report.failures``."""
     begun = time.perf_counter()
-    client = launch(model, replicas=settings.replicas, device=settings.device)
-    async with AsyncExitStack() as stack:
-        with start_up(console):
-            await stack.enter_async_context(client)
-        # Loaded when first used; here, so that it does not count as the first request's latency.
-        assert client.tokenizer is not None
-        ready = time.perf_counter()
-        tokens = 0
-        with stage(console, "rollouts", settings.rollouts) as advance:
+    quiet_transformers()
+    console.print("model: a tiny Qwen3 with random weights", highlight=False)
+    folder = str(tiny_model(characters=CHARACTERS, initializer_range=0.02, seed=settings.seed))
+    return uvloop.run(_Demo(settings, console, begun).run(folder))
 
-            def on_done(rollout: Rollout) -> None:
-                nonlocal tokens
-                tokens += sum(len(turn.output_ids) for turn in rollout.turns)
-                advance(f"{tokens / (time.perf_counter() - ready):,.0f} tokens/s")
 
-            rollouts = await run_rollouts(
-                client,
-                tasks,
-                samples=SAMPLES,
-                limit=settings.rollouts,
-                in_flight=settings.in_flight,
-                max_new_tokens=settings.max_new_tokens,
+class _Demo:
+    def __init__(self, settings: DemoSettings, console: Console, begun: float) -> None:
+        self.settings = settings
+        self.console = console
+        self.begun = begun
+        self.steps: list[Step] = []
+        self.kept: list[Trajectory] = []
+
+    async def run(self, folder: str) -> Report:
+        # Torch is imported when a run has begun, and not with the command line.
+        from .trainer import Trainer
+
+        settings = self.settings
+        async with AsyncExitStack() as stack:
+            with start_up(self.console):
+                client = await stack.enter_async_context(
+                    launch(folder, replicas=settings.replicas, device="cpu", weight_device="cpu")
+                )
+                shelf = await stack.enter_async_context(spawn(Shelf, window=1024))
+            self.client: Client = client
+            self.agent = Agent(shelf)
+            self.trainer = Trainer(folder, settings.seed)
+            ready = time.perf_counter()
+            with stage(self.console, "training", settings.steps) as advance:
+                await self.learn(
+                    settings.steps,
+                    settings.max_staleness,
+                    lambda step: self._on_step(step, advance),
+                )
+            learnt = time.perf_counter()
+            comparison = await self.compare() if settings.compare else None
+            logprobs = await asyncio.to_thread(self.check)
+            return Report(
+                sglrl_version=__version__,
+                sglang_version=client.info.sglang_version,
                 seed=settings.seed,
-                on_done=on_done,
+                replicas=settings.replicas,
+                group_size=GROUP_SIZE,
+                batch_size=settings.batch_size,
+                max_staleness=settings.max_staleness,
+                goal_within=settings.goal_within,
+                start_seconds=ready - self.begun,
+                learn_seconds=learnt - ready,
+                seconds=time.perf_counter() - self.begun,
+                steps=self.steps,
+                tasks=[task_result(self.steps, task) for task in settings.tasks],
+                comparison=comparison,
+                logprobs=logprobs,
             )
-        seconds = time.perf_counter() - ready
-        return _Measured(rollouts, client.info, ready - begun, seconds)
+
+    async def learn(self, steps: int, max_staleness: int, on_step: Callable[[Step], bool]) -> None:
+        """Train for so many steps, or until ``on_step`` returns True. This is what a program that
+        trains with sglrl looks like."""
+        client, trainer = self.client, self.trainer
+        run = rollout(
+            client,
+            self.agent,
+            items(self.settings.tasks, self.settings.seed),
+            group_size=GROUP_SIZE,
+            batch_size=self.settings.batch_size,
+            max_staleness=max_staleness,
+            seed=self.settings.seed,
+            progress=False,
+        )
+        async with run:
+            for _ in range(steps):
+                groups = await run.take(self.settings.batch_size, timeout=300)
+                # Rollouts go on meanwhile: the trainer has a thread of its own.
+                trained = await asyncio.to_thread(trainer.step, groups)
+                # "retract": what is half done goes on, on a KV cache of the new weights.
+                update = await client.update_weights(trainer.model, inflight="retract")
+                trainer.remember(update.version)
+                step = Step(
+                    version=groups[0].version,
+                    rewards=_rewards(groups),
+                    staleness=sum(g.staleness for g in groups) / len(groups),
+                    tokens=sum(g.tokens for g in groups),
+                    entropy=trained.entropy,
+                    clipped=trained.policy.clipped,
+                    train_seconds=trained.seconds,
+                    update_seconds=update.total_ms / 1000,
+                    seconds=time.perf_counter() - self.begun,
+                )
+                self._keep(groups)
+                if on_step(step):
+                    break
+
+    async def compare(self) -> Comparison:
+        """The policy goes on learning: what it is asked, and samples, costs the same."""
+        seconds = []
+        with stage(self.console, "comparing", 2 * COMPARED_STEPS) as advance:
+            for ahead in (1, 0):
+                begun = time.perf_counter()
+
+                def on_step(step: Step, ahead: int = ahead) -> bool:
+                    advance("running ahead" if ahead else "synchronous")
+                    return False
+
+                await self.learn(COMPARED_STEPS, ahead, on_step)
+                seconds.append(time.perf_counter() - begun)
+        return Comparison(steps=COMPARED_STEPS, asynchronous=seconds[0], synchronous=seconds[1])
+
+    def check(self) -> LogprobCheck:
+        self.console.print(f"replaying {len(self.kept)} trajectories", highlight=False)
+        return replay(
+            self.trainer.model, self.trainer.versions, self.kept, tolerance_for("float32")
+        )
+
+    def _on_step(self, step: Step, advance: Callable[[str], None]) -> bool:
+        self.steps.append(step)
+        means = {task: mean_rewards(self.steps, task)[-1] for task in self.settings.tasks}
+        taken = step.seconds - self.steps[-2].seconds if len(self.steps) > 1 else step.seconds
+        advance(
+            f"reward {', '.join(f'{task} {mean:.2f}' for task, mean in means.items())}; "
+            f"{step.tokens / taken:,.0f} tokens/s, staleness {step.staleness:.1f}"
+        )
+        return len(self.steps) >= WINDOW and min(means.values()) >= DONE
+
+    def _keep(self, groups: list[Group]) -> None:
+        """What will be replayed."""
+        for i, group in enumerate(groups):
+            for j, trajectory in enumerate(group.trajectories):
+                mixed = trajectory.oldest_version != trajectory.newest_version
+                if mixed or (i < REPLAYED and j == 0):
+                    self.kept.append(trajectory)
 
 
-def quiet_transformers() -> None:
-    """Keep transformers' bars and advice off the demo's screen; its errors still raise."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+def _rewards(groups: list[Group]) -> dict[str, float]:
+    by_task: dict[str, list[float]] = {}
+    for group in groups:
+        by_task.setdefault(group.item["task"], []).extend(group.rewards.tolist())
+    return {task: sum(found) / len(found) for task, found in sorted(by_task.items())}

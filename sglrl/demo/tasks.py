@@ -1,46 +1,72 @@
-"""What the demo asks: short word problems under one system prompt, some with follow-ups."""
+"""Two tasks that a policy with random weights can learn: what is asked, the agents, their tool."""
 
 from __future__ import annotations
 
+import asyncio
 import random
+from collections.abc import Iterator, Sequence
+from itertools import count
+from typing import Any
 
-import msgspec
+from ..actor import Actor, endpoint
+from ..rollout.session import Session
+from ..spawn import ActorHandle
 
-SYSTEM_PROMPT = (
-    "You are a careful assistant who solves short problems. Think step by step, check every "
-    "number you write down, and keep the answer in one line. When a question builds on the one "
-    "before, begin with the result that you had. Always end with the number alone."
-)
-"""Shared by all rollouts, so a prefix cache computes it once per worker."""
-
-_PROBLEMS = (
-    "What is the sum of {a} and {b}?",
-    "What is {a} times {b}, minus {c}?",
-    "A box holds {a} pens. How many pens are in {b} boxes when {c} pens are missing?",
-    "A train leaves at {c} o'clock and takes {a} minutes for {b} stops. How long is one stop?",
-    "Of {a} students, {c} are ill and {b} more join the class. How many are there today?",
-)
-_FOLLOW_UPS = (
-    "Now double the result.",
-    "Now take {c} away from that, and say how you checked it.",
-)
+DIGITS = "0123456789"
+NAMES = "abcdef"
+CHARACTERS = DIGITS + NAMES
+"""The policy's vocabulary, beside the chat template's tokens."""
+TASKS = ("repeat", "lookup")
+TOOL_SECONDS = 0.1, 0.3
 
 
-class Task(msgspec.Struct, frozen=True):
-    """One prompt of the data set. ``questions`` are the user's turns, asked one after the other."""
+class Shelf(Actor):
+    """The tool, in a process of its own: what is on a shelf under a name. No policy can know that
+    without asking, because every question has a shelf of its own."""
 
-    name: str
-    questions: tuple[str, ...]
+    @endpoint(idempotent=True)
+    async def look_up(self, shelf: int, name: str) -> str:
+        """Two digits. Takes its time, as tools do."""
+        found = random.Random(f"{shelf}/{name}")
+        await asyncio.sleep(found.uniform(*TOOL_SECONDS))
+        return "".join(found.choices(DIGITS, k=2))
 
 
-def make_tasks(count: int, seed: int) -> list[Task]:
-    """``count`` tasks, the same for the same seed. Every fourth has two turns, every eighth
-    three."""
-    chance = random.Random(seed)
-    tasks = []
-    for i in range(count):
-        numbers = {name: chance.randint(2, 99) for name in "abc"}
-        follow_ups = (i % 4 == 3) + (i % 8 == 7)
-        lines = (chance.choice(_PROBLEMS), *_FOLLOW_UPS[:follow_ups])
-        tasks.append(Task(f"task-{i}", tuple(line.format(**numbers) for line in lines)))
-    return tasks
+def items(tasks: Sequence[str], seed: int) -> Iterator[dict[str, Any]]:
+    """The data set: without an end, the tasks in turn, the same for the same seed."""
+    for number in count():
+        chance = random.Random(f"{seed}/{number}")
+        task = tasks[number % len(tasks)]
+        text = "".join(chance.choices(DIGITS, k=4)) if task == "repeat" else chance.choice(NAMES)
+        yield {
+            "task": task,
+            "messages": [{"role": "user", "content": text}],
+            "shelf": chance.randrange(1 << 40),
+        }
+
+
+class Agent:
+    """Both tasks; the most one can earn is 1."""
+
+    def __init__(self, shelf: ActorHandle) -> None:
+        self._shelf = shelf
+
+    async def __call__(self, session: Session, item: dict[str, Any]) -> float | None:
+        session.metadata["task"] = item["task"]
+        question = item["messages"][0]["content"]
+        if item["task"] == "repeat":
+            turn = await session.generate(max_new_tokens=len(question))
+            return share(turn.text, question)
+        call = await session.generate(max_new_tokens=1)
+        if call.text != question:
+            return 0.0
+        session.reward(0.5)
+        answer = await self._shelf.look_up(item["shelf"], call.text)
+        session.observe({"role": "tool", "content": answer})
+        turn = await session.generate(max_new_tokens=len(answer))
+        return 0.5 * share(turn.text, answer)
+
+
+def share(text: str, wanted: str) -> float:
+    """Of the wanted characters, how many are in their place: 0..1."""
+    return sum(a == b for a, b in zip(text, wanted, strict=False)) / len(wanted)

@@ -25,6 +25,11 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+CHARACTER_SPECIAL_TOKENS = ("<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|tool|>")
+CHARACTER_CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
 _CORPUS = [
     "You are a careful assistant. Think step by step and answer with a number.",
     "What is the sum of two numbers? The answer is the result of adding them together.",
@@ -59,16 +64,39 @@ def make_tokenizer(folder: Path, vocab_size: int) -> Any:
     return fast
 
 
+def make_character_tokenizer(folder: Path, characters: str) -> Any:
+    """A tokenizer with one token for each of these characters and a few special ones for chat;
+    other characters are left out. Small, so that a policy can learn from random weights."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    names = [*CHARACTER_SPECIAL_TOKENS, *characters]
+    tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, []))
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|end|>",
+        pad_token="<|pad|>",
+        extra_special_tokens=list(CHARACTER_SPECIAL_TOKENS[2:]),
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = CHARACTER_CHAT_TEMPLATE
+    fast.save_pretrained(folder)
+    return fast
+
+
 def make_model(
     folder: Path,
     *,
     architecture: str = "qwen3",
     dtype: str = "float32",
     vocab_size: int = 512,
+    characters: str = "",
     hidden_size: int = 64,
     layers: int = 2,
     context_length: int = 2048,
     tied: bool = False,
+    initializer_range: float = 0.2,
     seed: int = 0,
 ) -> Path:
     """Write a random model and its tokenizer into ``folder``.
@@ -76,12 +104,21 @@ def make_model(
     Args:
         architecture: "qwen3" or "llama".
         dtype: of the saved weights: "float32" or "bfloat16".
+        characters: the whole vocabulary but for special tokens (``make_character_tokenizer``), in
+            place of one of ``vocab_size``.
         tied: the output layer has no weights of its own but the embedding's.
+        initializer_range: standard deviation of the weights. As it is, wide enough that the logits
+            of a random model differ clearly; with 0.02, as of models to be trained, every token is
+            about as likely.
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-    tokenizer = make_tokenizer(folder, vocab_size)
+    if characters:
+        tokenizer = make_character_tokenizer(folder, characters)
+        vocab_size = len(tokenizer)
+    else:
+        tokenizer = make_tokenizer(folder, vocab_size)
     common: dict[str, Any] = {
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,
@@ -95,8 +132,7 @@ def make_model(
         "bos_token_id": None,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
-        # Wide enough that the logits of a random model differ clearly.
-        "initializer_range": 0.2,
+        "initializer_range": initializer_range,
     }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

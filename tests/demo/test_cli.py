@@ -20,7 +20,7 @@ def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("command", ["demo", "generate", "doctor", "keys"])
+@pytest.mark.parametrize("command", ["demo", "check", "generate", "doctor", "keys"])
 def test_help(command: str) -> None:
     process = run(command, "--help")
     assert process.returncode == 0, process.stderr
@@ -30,7 +30,7 @@ def test_help(command: str) -> None:
 def test_help_lists_the_commands() -> None:
     process = run("--help")
     assert process.returncode == 0
-    for command in ("demo", "generate", "doctor", "keys"):
+    for command in ("demo", "check", "generate", "doctor", "keys"):
         assert command in process.stdout
 
 
@@ -86,10 +86,13 @@ def test_generate_prints_text() -> None:
         (["generate", "/no/such/model", "hi"], "no model at '/no/such/model'"),
         (["generate", "tiny", "--engine", "fake"], "there is no prompt"),
         (["generate", "tiny", "hi", "--engine", "fake", "--top-p", "3"], "top_p must be in"),
-        (["demo", "--model", "/no/such/model"], "no model at '/no/such/model'"),
-        (["demo", "--device", "tpu"], "device must be"),
+        (["check", "--model", "/no/such/model"], "no model at '/no/such/model'"),
+        (["check", "--device", "tpu"], "device must be"),
         (["demo", "--json", "/no/such/folder/x.json"], "there is no such folder"),
-        (["demo", "--rollouts", "0"], "--rollouts"),
+        (["check", "--json", "/no/such/folder/x.json"], "there is no such folder"),
+        (["check", "--rollouts", "0"], "--rollouts"),
+        (["demo", "--task", "sing"], "unknown task 'sing'; known: repeat, lookup"),
+        (["demo", "--steps", "0"], "--steps"),
         (["keys", "/proc/none"], "/proc/none cannot be made"),
         (["keys", "/no/such/folder", "--add", "me"], "there is no folder /no/such/folder"),
         (["keys"], "DIR"),

@@ -15,9 +15,9 @@ import psutil
 import pytest
 
 import sglrl
-import sglrl.demo.run
+import sglrl.check.run
 from sglrl.__main__ import main
-from sglrl.demo.report import Report
+from sglrl.check.report import Report
 
 # Importing SGLang takes 20 s on a quiet machine, more on a busy one.
 PROGRESS = ("model: ", "start: ", "rollouts: ", "checking logprobs: ")
@@ -31,9 +31,11 @@ def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+def check(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[subprocess.CompletedProcess[str], Path]:
     """One small run on real SGLang workers."""
-    file = tmp_path_factory.mktemp("demo") / "demo.json"
+    file = tmp_path_factory.mktemp("check") / "check.json"
     options = [
         "--rollouts",
         "34",
@@ -44,13 +46,13 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.Completed
         "--json",
         str(file),
     ]
-    return run("sglrl.demo", *options), file
+    return run("sglrl", "check", *options), file
 
 
-def test_demo_passes_with_real_workers(
-    demo: tuple[subprocess.CompletedProcess[str], Path],
+def test_check_passes_with_real_workers(
+    check: tuple[subprocess.CompletedProcess[str], Path],
 ) -> None:
-    process, file = demo
+    process, file = check
     assert process.returncode == 0, process.stderr
     report = msgspec.json.decode(file.read_bytes(), type=Report)
     assert report.passed
@@ -63,10 +65,10 @@ def test_demo_passes_with_real_workers(
     assert 0 < report.cache_hit_rate <= report.ideal_cache_hit_rate < 1
 
 
-def test_demo_shows_what_it_writes_and_nothing_of_its_libraries(
-    demo: tuple[subprocess.CompletedProcess[str], Path],
+def test_check_shows_what_it_writes_and_nothing_of_its_libraries(
+    check: tuple[subprocess.CompletedProcess[str], Path],
 ) -> None:
-    process, file = demo
+    process, file = check
     report = msgspec.json.decode(file.read_bytes(), type=Report)
     for value in (
         f"{report.requests:,} in {report.seconds:.2f} s",
@@ -78,16 +80,16 @@ def test_demo_shows_what_it_writes_and_nothing_of_its_libraries(
         assert line.startswith(PROGRESS), line
 
 
-def test_demo_fails_when_logprobs_are_not_the_models(
+def test_check_fails_when_logprobs_are_not_the_models(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # The fake engine's logprobs are nobody's; everything around it is as always.
     monkeypatch.setattr(
-        sglrl.demo.run, "launch", partial(sglrl.launch, engine="fake", vocab_size=512)
+        sglrl.check.run, "launch", partial(sglrl.launch, engine="fake", vocab_size=512)
     )
-    file = tmp_path / "demo.json"
+    file = tmp_path / "check.json"
     with pytest.raises(SystemExit) as exit_:
-        main(["demo", "--rollouts", "5", "--max-new-tokens", "4", "--json", str(file)])
+        main(["check", "--rollouts", "5", "--max-new-tokens", "4", "--json", str(file)])
     assert exit_.value.code == 1
     report = msgspec.json.decode(file.read_bytes(), type=Report)
     assert not report.passed
@@ -95,20 +97,20 @@ def test_demo_fails_when_logprobs_are_not_the_models(
     assert "FAILED" in capsys.readouterr().out
 
 
-DEMO = """
+CHECK = """
 import signal, sys
 from sglrl.__main__ import main
 
 # A shell that runs the tests in the background has SIGINT ignored, and children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-main(["demo", *sys.argv[1:]])
+main(["check", *sys.argv[1:]])
 """
 
 
 @contextmanager
 def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen(
-        [sys.executable, "-c", DEMO, *arguments],
+        [sys.executable, "-c", CHECK, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -1,4 +1,4 @@
-"""The demo's parts one by one: the check notices, the report counts, the table says the same."""
+"""The check's parts one by one: the check notices, the report counts, the table says the same."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from sglrl.check.logprobs import compare, reference_logprobs, tolerance_for
+from sglrl.check.report import Report, ideal_cached_tokens, make_report, table_of
+from sglrl.check.rollouts import Rollout, run_rollouts
+from sglrl.check.tasks import Task, make_tasks
 from sglrl.completion import Completion
-from sglrl.demo.check import compare, reference_logprobs, tolerance_for
 from sglrl.demo.display import stage
-from sglrl.demo.report import Report, ideal_cached_tokens, make_report, table_of
-from sglrl.demo.rollouts import Rollout, run_rollouts
-from sglrl.demo.tasks import Task, make_tasks
 from sglrl.messages import TokenChunk
 
 VOCABULARY = 11

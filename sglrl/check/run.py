@@ -1,0 +1,138 @@
+"""The check from beginning to end: model, workers, rollouts, check, report."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from contextlib import AsyncExitStack
+
+import msgspec
+import uvloop
+from rich.console import Console
+
+from .. import __version__
+from ..demo.display import stage, start_up
+from ..demo.tiny import tiny_model
+from ..errors import UsageError
+from ..launch import launch
+from ..messages import EngineInfo
+from .logprobs import compare, load_reference, tolerance_for
+from .report import Report, make_report
+from .rollouts import Rollout, run_rollouts
+from .tasks import make_tasks
+
+SAMPLES = 4
+"""Rollouts per prompt."""
+
+
+class CheckSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What to run.
+
+    Attributes:
+        model: a folder or hub name; None for a tiny random Qwen3.
+        tolerance: largest allowed difference of a logprob; None for the dtype's own
+            (``check.tolerance_for``).
+    """
+
+    model: str | None = None
+    rollouts: int = 512
+    in_flight: int = 64
+    replicas: int = 2
+    device: str = "cpu"
+    max_new_tokens: int = 32
+    seed: int = 0
+    tolerance: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("rollouts", "in_flight", "replicas", "max_new_tokens"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.seed < 0:
+            raise UsageError(f"seed must be at least 0, got {self.seed}")
+
+
+class _Measured(msgspec.Struct):
+    """What the part on the event loop hands to the part after it."""
+
+    rollouts: list[Rollout]
+    info: EngineInfo
+    start_seconds: float
+    seconds: float
+
+
+def run_check(settings: CheckSettings, console: Console) -> Report:
+    """Everything, with progress on ``console``. Whether all is well is ``Report.passed``.
+
+    Only the rollouts run on the event loop: a Ctrl-C ends the rest at once.
+    """
+    quiet_transformers()
+    console.print(f"model: {settings.model or 'a tiny random Qwen3'}", highlight=False)
+    model = settings.model or str(tiny_model())
+    measured = uvloop.run(_sample(model, settings, console))
+    # The workers have ended by now, so on a GPU their memory is free for the reference.
+    info = measured.info
+    completions = [turn for rollout in measured.rollouts for turn in rollout.turns]
+    with stage(console, "checking logprobs", len(completions)) as advance:
+        check = compare(
+            load_reference(model, info.device),
+            completions,
+            tolerance_for(info.dtype) if settings.tolerance is None else settings.tolerance,
+            lambda: advance("against transformers"),
+        )
+    return make_report(
+        measured.rollouts,
+        check,
+        seconds=measured.seconds,
+        start_seconds=measured.start_seconds,
+        sglrl_version=__version__,
+        sglang_version=info.sglang_version,
+        model=model,
+        architecture=info.architecture,
+        dtype=info.dtype,
+        device=info.device.partition(":")[0],
+        replicas=settings.replicas,
+        in_flight=settings.in_flight,
+        seed=settings.seed,
+    )
+
+
+async def _sample(model: str, settings: CheckSettings, console: Console) -> _Measured:
+    tasks = make_tasks(-(-settings.rollouts // SAMPLES), settings.seed)
+    begun = time.perf_counter()
+    client = launch(model, replicas=settings.replicas, device=settings.device)
+    async with AsyncExitStack() as stack:
+        with start_up(console):
+            await stack.enter_async_context(client)
+        # Loaded when first used; here, so that it does not count as the first request's latency.
+        assert client.tokenizer is not None
+        ready = time.perf_counter()
+        tokens = 0
+        with stage(console, "rollouts", settings.rollouts) as advance:
+
+            def on_done(rollout: Rollout) -> None:
+                nonlocal tokens
+                tokens += sum(len(turn.output_ids) for turn in rollout.turns)
+                advance(f"{tokens / (time.perf_counter() - ready):,.0f} tokens/s")
+
+            rollouts = await run_rollouts(
+                client,
+                tasks,
+                samples=SAMPLES,
+                limit=settings.rollouts,
+                in_flight=settings.in_flight,
+                max_new_tokens=settings.max_new_tokens,
+                seed=settings.seed,
+                on_done=on_done,
+            )
+        seconds = time.perf_counter() - ready
+        return _Measured(rollouts, client.info, ready - begun, seconds)
+
+
+def quiet_transformers() -> None:
+    """Keep transformers' bars and advice off the check's screen; its errors still raise."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()

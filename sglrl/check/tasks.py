@@ -1,0 +1,46 @@
+"""What the check asks: short word problems under one system prompt, some with follow-ups."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+
+SYSTEM_PROMPT = (
+    "You are a careful assistant who solves short problems. Think step by step, check every "
+    "number you write down, and keep the answer in one line. When a question builds on the one "
+    "before, begin with the result that you had. Always end with the number alone."
+)
+"""Shared by all rollouts, so a prefix cache computes it once per worker."""
+
+_PROBLEMS = (
+    "What is the sum of {a} and {b}?",
+    "What is {a} times {b}, minus {c}?",
+    "A box holds {a} pens. How many pens are in {b} boxes when {c} pens are missing?",
+    "A train leaves at {c} o'clock and takes {a} minutes for {b} stops. How long is one stop?",
+    "Of {a} students, {c} are ill and {b} more join the class. How many are there today?",
+)
+_FOLLOW_UPS = (
+    "Now double the result.",
+    "Now take {c} away from that, and say how you checked it.",
+)
+
+
+class Task(msgspec.Struct, frozen=True):
+    """One prompt of the data set. ``questions`` are the user's turns, asked one after the other."""
+
+    name: str
+    questions: tuple[str, ...]
+
+
+def make_tasks(count: int, seed: int) -> list[Task]:
+    """``count`` tasks, the same for the same seed. Every fourth has two turns, every eighth
+    three."""
+    chance = random.Random(seed)
+    tasks = []
+    for i in range(count):
+        numbers = {name: chance.randint(2, 99) for name in "abc"}
+        follow_ups = (i % 4 == 3) + (i % 8 == 7)
+        lines = (chance.choice(_PROBLEMS), *_FOLLOW_UPS[:follow_ups])
+        tasks.append(Task(f"task-{i}", tuple(line.format(**numbers) for line in lines)))
+    return tasks

@@ -1,0 +1,75 @@
+"""The trainer: GRPO with a clipped, token-level loss, in the driver's process on one thread."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..rl import (
+    PolicyStats,
+    group_advantages,
+    masked_mean,
+    policy_loss,
+    token_entropies,
+    token_logprobs,
+)
+from ..rollout import Group, stack
+
+EPOCHS = 2
+LEARNING_RATE = 2e-3
+ENTROPY_BONUS = 0.01
+"""Keeps a policy that has found one answer trying others."""
+
+
+class TrainStats(NamedTuple):
+    """Of one ``Trainer.step``. entropy: nats per sampled token; seconds: that it took."""
+
+    policy: PolicyStats
+    entropy: float
+    seconds: float
+
+
+class Trainer:
+    """Holds the policy. ``versions[v]``: its weights as of policy version v, to check tokens
+    against later."""
+
+    def __init__(self, folder: str, seed: int) -> None:
+        from transformers import AutoModelForCausalLM
+
+        torch.manual_seed(seed)
+        # Beside an engine on the other core.
+        torch.set_num_threads(1)
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0
+        )
+        self.versions: dict[int, dict[str, torch.Tensor]] = {}
+        self.remember(0)
+
+    def remember(self, version: int) -> None:
+        """The weights are this version's."""
+        self.versions[version] = {k: v.clone() for k, v in self.model.state_dict().items()}
+
+    def step(self, groups: Sequence[Group]) -> TrainStats:
+        """Train on a batch. The samples may be of older versions than the weights: their own
+        logprobs are what the ratio and its clip start from."""
+        begun = time.perf_counter()
+        batch = stack([t for group in groups for t in group.trajectories])
+        advantages = torch.cat([group_advantages(group.rewards) for group in groups])
+        ids, mask = batch["input_ids"], batch["loss_mask"]
+        for _ in range(EPOCHS):
+            logits = self.model(
+                input_ids=ids, attention_mask=batch["attention_mask"].long(), use_cache=False
+            ).logits
+            loss, stats = policy_loss(
+                token_logprobs(logits, ids), batch["logprobs"], advantages, mask
+            )
+            entropy = masked_mean(token_entropies(logits), mask)
+            self.optimizer.zero_grad()
+            (loss - ENTROPY_BONUS * entropy).backward()
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimizer.step()
+        return TrainStats(stats, float(entropy.detach()), time.perf_counter() - begun)
