@@ -318,7 +318,10 @@ class Rollout:
         self._state = _checked_state(state)
         self._read = 0
         self._openings: dict[core.Group, Opening] = {}
-        self._running: dict[core.Sample, tuple[asyncio.Task[None], Session]] = {}
+        self._running: dict[core.Sample, Session] = {}
+        self._tasks: dict[core.Sample, asyncio.Task[None]] = {}
+        """Of samples that run and have taken their first step: one that is cancelled before would
+        end without a word."""
         self._given_up: dict[core.Sample, str] = {}
         self._gate = Gate()
         self._wake = asyncio.Event()
@@ -425,12 +428,18 @@ class Rollout:
         session = Session(opening, self._gate, self._on_turn, seed)
         session.metadata["item"] = group.index
         session.metadata["sample"] = sample.index
-        self._running[sample] = (tasks.create_task(self._one(sample, session)), session)
+        self._running[sample] = session
+        tasks.create_task(self._one(sample, session))
 
     async def _one(self, sample: core.Sample, session: Session) -> None:
         """One sample, to whatever end; nothing but a cancellation of the run gets out."""
         limit = asyncio.timeout(self._timeout)
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks[sample] = task
         try:
+            if sample in self._given_up:
+                raise asyncio.CancelledError
             async with limit:
                 result = await self._agent(session, sample.group.item)
             trajectory = _trajectory(session, result)
@@ -453,6 +462,7 @@ class Rollout:
                 sample.group, self._plan.done(sample, trajectory, trajectory.oldest_version)
             )
         finally:
+            del self._tasks[sample]
             session.close()
 
     def _failed(self, sample: core.Sample, error: Exception) -> None:
@@ -499,11 +509,11 @@ class Rollout:
         for sample in samples:
             if sample not in self._running or sample in self._given_up:
                 continue
-            task, session = self._running[sample]
-            if self._plan.is_stale(sample, session.oldest_version):
+            if self._plan.is_stale(sample, self._running[sample].oldest_version):
                 alive = sample.group.state is core.RUNNING
                 self._given_up[sample] = core.STALE if alive else core.GIVEN_UP
-                task.cancel()
+                if sample in self._tasks:
+                    self._tasks[sample].cancel()
 
     def _on_version(self) -> None:
         self._plan.advance(self._client.weight_version)
@@ -561,10 +571,10 @@ class Rollout:
             self._wake.set()
         try:
             async with asyncio.timeout(timeout):
-                while not self._take_ready(n):
-                    if self._failure is not None and not self._closed:
+                while not self._closed and not self._take_ready(n):
+                    if self._failure is not None:
                         raise self._failure
-                    if self._closed or self._task.done() or (plan.over and not plan.ready):
+                    if self._task.done() or (plan.over and not plan.ready):
                         break
                     self._arrival = asyncio.get_running_loop().create_future()
                     await self._arrival
@@ -572,6 +582,8 @@ class Rollout:
             raise DeadlineExceeded(
                 f"{len(self._partial)} of {n} groups were ready within {timeout:g} s"
             ) from None
+        if self._closed:
+            return []
         found, self._partial = self._partial[:n], self._partial[n:]
         return found
 

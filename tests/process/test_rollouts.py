@@ -488,3 +488,19 @@ async def test_the_limit_grows_to_what_the_engines_take() -> None:
             while run.metrics.concurrency < 64 * first:
                 await run.take(10)
             assert most > 32 * first
+
+
+async def test_what_is_given_up_before_its_first_step_is_counted(client: sglrl.Client) -> None:
+    """A sample fails, and drops a group whose other one has been started in the same tick."""
+
+    async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:
+        if session.metadata["sample"] == 0 and item["id"] < 10:
+            raise RuntimeError("at once")
+        return await two_turns(session, item)
+
+    run = sglrl.rollout(
+        client, agent, ITEMS, group_size=2, concurrency=2, retries=0, on_error="drop"
+    )
+    assert len([g async for g in run]) == 30
+    assert run.metrics.samples_lost == {"error": 10, "given up": 10}
+    assert run.metrics.samples_running == 0

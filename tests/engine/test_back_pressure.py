@@ -1,0 +1,39 @@
+"""An engine with little KV cache says so, and a run gives it no more agents than it can hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import sglrl
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:
+    await session.generate(max_new_tokens=120, ignore_eos=True)
+    return 1.0
+
+
+async def test_agents_are_as_many_as_the_kv_cache_holds(qwen: Path) -> None:
+    items = [{"input_ids": [3 + i % 400, 5, 7]} for i in range(80)]
+    # Room for seven whole ones, and for some more at the beginning of their answers.
+    async with sglrl.launch(
+        qwen, device="cpu", max_total_tokens=900, max_running_requests=128
+    ) as client:
+        async with sglrl.rollout(client, agent, items[:30], concurrency=30) as run:
+            await run.take(15)
+            loads, _ = client._loads()
+            assert loads[0].waiting > 0
+            await run.take(15)
+        (load,), _ = client._loads()
+        assert load.preempted > 0, "it took requests out of its cache, and computed them twice"
+        assert run.metrics.samples_lost == {}
+        limits = []
+        async with sglrl.rollout(client, agent, items[30:]) as run:
+            while await run.take(5):
+                limits.append(run.metrics.concurrency)
+    assert run.metrics.samples_done == 50
+    assert max(limits) <= 24
