@@ -129,7 +129,7 @@ async def _agents_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]
             ):
                 (trajectory,) = group.trajectories
                 assert len(trajectory.turns) == turns
-                assert int(trajectory.loss_mask.sum()) == turns * TOKENS
+                assert len(trajectory.response_ids) == turns * (TOKENS + TOOL_TOKENS) - TOOL_TOKENS
                 done += 1
             assert done == agents
 

@@ -135,7 +135,11 @@ class PrefixIndex:
     def record(self, keys: list[int], member: Member) -> None:
         young, old, alone = self.young, self.old, member.alone
         for key in keys:
-            entry = young.get(key) or old.pop(key, None)
+            entry = young.get(key)
+            if entry is alone:
+                continue
+            if not entry and old:
+                entry = old.pop(key, None)
             if not entry or entry is alone:
                 young[key] = alone
             elif isinstance(entry, dict):
