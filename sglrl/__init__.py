@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import errors as errors
     from .actor import Actor, endpoint
-    from .blocking import BlockingClient, blocking
+    from .blocking import BlockingClient, BlockingRollout, BlockingSession, blocking
     from .client import Client, Stream, WorkerStats
     from .completion import Chunk, Completion, Timing, TopLogprobs, VersionSpan
     from .errors import (
@@ -66,6 +66,8 @@ _HOME = {
     "Actor": "actor",
     "ActorHandle": "spawn",
     "BlockingClient": "blocking",
+    "BlockingRollout": "blocking",
+    "BlockingSession": "blocking",
     "Chunk": "completion",
     "Client": "client",
     "Closed": "errors",
@@ -117,6 +119,8 @@ __all__ = [
     "Actor",
     "ActorHandle",
     "BlockingClient",
+    "BlockingRollout",
+    "BlockingSession",
     "Chunk",
     "Client",
     "Closed",

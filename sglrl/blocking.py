@@ -6,17 +6,22 @@ import asyncio
 import concurrent.futures
 import os
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, Self, TypeVar
 
+import numpy as np
 import uvloop
+from numpy.typing import NDArray
 
 from .client import Client, WorkerStats
-from .completion import Chunk
-from .errors import Closed
+from .completion import Chunk, Completion
+from .errors import Closed, UsageError
 from .launch import launch
 from .messages import EngineInfo
 from .pool import WorkerInfo
+from .rollout.runner import Agent, Group, Rollout, RolloutMetrics, rollout
+from .rollout.session import Session
+from .rollout.trajectory import Trajectory
 from .weights.local import TensorMetadata
 from .weights.report import UpdateReport
 
@@ -88,6 +93,15 @@ class BlockingClient:
                 yield chunk
         finally:
             self._wait(stream.aclose())
+
+    def session(self, *args: Any, **kwargs: Any) -> BlockingSession:
+        """See ``Client.session``."""
+        return BlockingSession(self, self._client.session(*args, **kwargs))
+
+    def rollout(self, agent: Agent, dataset: Any, **kwargs: Any) -> BlockingRollout:
+        """See ``sglrl.rollout``. The agent is a coroutine function; it runs on the client's thread,
+        and goes on while the caller trains."""
+        return BlockingRollout(self, rollout(self._client, agent, dataset, **kwargs))
 
     def score(self, *args: Any, **kwargs: Any) -> Any:
         """See ``Client.score``."""
@@ -168,6 +182,130 @@ class BlockingClient:
             loop.call_soon_threadsafe(loop.stop)
             thread.join()
             loop.close()
+
+
+class BlockingSession:
+    """``Session`` without ``await``; made by ``BlockingClient.session``. For one thread at a
+    time."""
+
+    def __init__(self, client: BlockingClient, session: Session) -> None:
+        self._client = client
+        self._session = session
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._session.close()
+
+    def close(self) -> None:
+        """See ``Session.close``."""
+        self._session.close()
+
+    def generate(self, **values: Any) -> Completion:
+        """See ``Session.generate``."""
+        return self._client._wait(self._session.generate(**values))
+
+    def observe(self, what: Any) -> None:
+        """See ``Session.observe``."""
+        self._session.observe(what)
+
+    def reward(self, value: float) -> None:
+        """See ``Session.reward``."""
+        self._session.reward(value)
+
+    def trajectory(self, reward: float | None = None) -> Trajectory:
+        """See ``Session.trajectory``."""
+        return self._session.trajectory(reward)
+
+    @property
+    def ids(self) -> NDArray[np.int32]:
+        """See ``Session.ids``."""
+        return self._session.ids
+
+    @property
+    def turns(self) -> list[Completion]:
+        """See ``Session.turns``."""
+        return self._session.turns
+
+    @property
+    def room(self) -> int:
+        """See ``Session.room``."""
+        return self._session.room
+
+    @property
+    def text(self) -> str:
+        """See ``Session.text``."""
+        return self._session.text
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """See ``Session.metadata``."""
+        return self._session.metadata
+
+
+class BlockingRollout:
+    """``Rollout`` without ``await``; made by ``BlockingClient.rollout``. Iterate over its groups or
+    its ``batches()``; ``with`` ends what is left when the block is left early."""
+
+    def __init__(self, client: BlockingClient, run: Rollout) -> None:
+        self._client = client
+        self._run = run
+        self._begun = False
+
+    def __enter__(self) -> Self:
+        self._begun = True
+        self._client._wait(self._run.__aenter__())
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """See ``Rollout.close``."""
+        self._client._wait(self._run.close())
+
+    def __iter__(self) -> Iterator[Group]:
+        if not self._begun:
+            with self:
+                yield from self
+            return
+        while groups := self.take(1):
+            yield from groups
+
+    def batches(self) -> Iterator[list[Group]]:
+        """See ``Rollout.batches``."""
+        size = self._run.batch_size
+        if size is None:
+            raise UsageError("batches() needs rollout(..., batch_size=)")
+        while batch := self.take(size):
+            yield batch
+
+    def take(self, n: int = 1, *, timeout: float | None = None) -> list[Group]:
+        """See ``Rollout.take``."""
+        return self._client._wait(self._run.take(n, timeout=timeout))
+
+    def pause(self, *, timeout: float | None = None) -> None:
+        """See ``Rollout.pause``."""
+        self._client._wait(self._run.pause(timeout=timeout))
+
+    def resume(self) -> None:
+        """See ``Rollout.resume``."""
+        self._client._wait(_done(self._run.resume))
+
+    def state_dict(self) -> dict[str, Any]:
+        """See ``Rollout.state_dict``."""
+        return self._client._wait(_done(self._run.state_dict))
+
+    @property
+    def metrics(self) -> RolloutMetrics:
+        """See ``Rollout.metrics``."""
+        return self._client._wait(_done(lambda: self._run.metrics))
+
+
+async def _done(call: Callable[[], _T]) -> _T:
+    """On the loop's thread."""
+    return call()
 
 
 def blocking(model: str | os.PathLike[str], **kwargs: Any) -> BlockingClient:

@@ -296,7 +296,7 @@ class Rollout:
         self._client = client
         self._agent = agent
         self._items = _iterator(dataset)
-        self._batch_size = batch_size
+        self.batch_size = batch_size
         self._timeout = timeout
         self._on_error = on_error
         self._keep = keep
@@ -544,9 +544,9 @@ class Rollout:
         Raises:
             UsageError: the run has no ``batch_size``, or is not entered with ``async with``.
         """
-        if self._batch_size is None:
+        if self.batch_size is None:
             raise UsageError("batches() needs rollout(..., batch_size=)")
-        while batch := await self.take(self._batch_size):
+        while batch := await self.take(self.batch_size):
             yield batch
 
     async def take(self, n: int = 1, *, timeout: float | None = None) -> list[Group]:

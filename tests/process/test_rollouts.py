@@ -393,8 +393,8 @@ async def test_rollouts_run_ahead_by_so_many_versions(client: sglrl.Client, stal
             batch = await run.take(4)
             assert len(batch) == 4
             # The trainer is at it; meanwhile no more than this is begun.
-            with pytest.raises(sglrl.DeadlineExceeded):
-                await run.take(40, timeout=0.1)
+            while run.metrics.groups_ready < 4 * staleness or run.metrics.samples_running:
+                await client.generate(input_ids=[1], max_new_tokens=1)
             assert len(begun) == (step + staleness + 1) * 4
             new_weights(client)
 
@@ -504,3 +504,48 @@ async def test_what_is_given_up_before_its_first_step_is_counted(client: sglrl.C
     assert len([g async for g in run]) == 30
     assert run.metrics.samples_lost == {"error": 10, "given up": 10}
     assert run.metrics.samples_running == 0
+
+
+def test_blocking() -> None:
+    with sglrl.blocking("fake", engine="fake", vocab_size=1000) as client:
+        with client.session(input_ids=[4, 5], max_new_tokens=3) as session:
+            assert session.generate().output_ids.tolist() == [4, 5, 4]
+            session.observe([9])
+            session.reward(0.5)
+            session.generate()
+            assert session.trajectory(1.0).rewards.tolist() == [0.5, 1.0]
+            assert session.ids.tolist() == [4, 5, 4, 5, 4, 9, 4, 5, 4]
+        with pytest.raises(sglrl.Closed):
+            session.generate()
+        run = client.rollout(two_turns, ITEMS, group_size=2)
+        assert sorted(g.index for g in run) == list(range(40))
+        assert run.metrics.samples_done == 80
+        with client.rollout(two_turns, ITEMS, batch_size=5) as run:
+            run.take(5)
+            run.pause(timeout=60)
+            state = run.state_dict()
+            run.resume()
+            assert [len(batch) for batch in run.batches()] == [5] * 7
+        assert state["next"] >= 5
+
+
+def test_the_blocking_forms_have_what_the_others_have() -> None:
+    for blocking, other in (
+        (sglrl.BlockingSession, sglrl.Session),
+        (sglrl.BlockingRollout, sglrl.Rollout),
+    ):
+        public = {name for name in vars(other) if not name.startswith("_")}
+        assert public - {"oldest_version", "concurrency"} <= set(dir(blocking))
+
+
+async def test_progress_is_logged_where_there_is_no_terminal(
+    client: sglrl.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "sglrl.rollout")
+    async for _ in sglrl.rollout(client, two_turns, ITEMS, progress=True):
+        pass
+    assert "reward 19.5" in caplog.messages[-1]
+    caplog.clear()
+    async for _ in sglrl.rollout(client, two_turns, ITEMS, progress=False):
+        pass
+    assert not caplog.messages
