@@ -69,6 +69,6 @@ def _lines(console: Console, title: str, total: int) -> Advance:
         done += 1
         if done * LINES // total != (done - 1) * LINES // total:
             text = f"{title}: {done} of {total}" + (f", {note}" if note else "")
-            console.print(text, highlight=False)
+            console.print(text, highlight=False, soft_wrap=True)
 
     return advance

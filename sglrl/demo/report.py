@@ -67,7 +67,8 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """One run. Times are in seconds; ``goal_within``: since the command began."""
+    """One run. Times are in seconds; ``goal_within``: since the command began. ``failures``: what
+    was not as it must be (``judge``)."""
 
     sglrl_version: str
     sglang_version: str
@@ -84,24 +85,25 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     tasks: list[TaskResult]
     comparison: Comparison | None
     logprobs: LogprobCheck
+    failures: list[str] = []
 
-    @property
-    def failures(self) -> list[str]:
-        """What was not as it must be; empty when all is well."""
-        wrong = []
-        for task in self.tasks:
-            if task.goal_seconds is None or task.last < GOAL:
-                wrong.append(f"{task.task}: the reward ended at {task.last:.2f}, not at {GOAL}")
-            elif task.goal_seconds > self.goal_within:
-                wrong.append(
-                    f"{task.task}: learnt after {task.goal_seconds:.0f} s, later than "
-                    f"{self.goal_within:g} s"
-                )
-        if self.comparison is not None and self.comparison.ratio <= 1:
-            wrong.append("waiting for every batch took no longer than running ahead")
-        if not self.logprobs.tokens or not self.logprobs.passed:
-            wrong.append(f"logprobs are not the model's: {self.logprobs.worst}")
-        return wrong
+
+def judge(report: Report) -> Report:
+    """The same with what is not as it must be in ``failures``."""
+    wrong = []
+    for task in report.tasks:
+        if task.goal_seconds is None or task.last < GOAL:
+            wrong.append(f"{task.task}: the reward ended at {task.last:.2f}, not at {GOAL}")
+        elif task.goal_seconds > report.goal_within:
+            wrong.append(
+                f"{task.task}: learnt after {task.goal_seconds:.0f} s, later than "
+                f"{report.goal_within:g} s"
+            )
+    if report.comparison is not None and report.comparison.ratio <= 1:
+        wrong.append("waiting for every batch took no longer than running ahead")
+    if not report.logprobs.tokens or not report.logprobs.passed:
+        wrong.append(f"logprobs are not the model's: {report.logprobs.worst}")
+    return msgspec.structs.replace(report, failures=wrong)
 
 
 def mean_rewards(steps: list[Step], task: str) -> list[float]:
@@ -181,9 +183,8 @@ def table_of(report: Report) -> RenderableType:
         )
     for name, value in rows:
         facts.add_row(name, value)
-    failures = r.failures
-    if failures:
-        verdict = Text("\n".join(f"FAILED: {line}" for line in failures), style="bold red")
+    if r.failures:
+        verdict = Text("\n".join(f"FAILED: {line}" for line in r.failures), style="bold red")
     else:
         verdict = Text("passed: it has learnt, and every logprob is the model's", style="green")
     return Group(learnt, facts, verdict)

@@ -21,7 +21,7 @@ from ..rollout import Group, Trajectory, rollout
 from ..spawn import spawn
 from .display import stage, start_up
 from .replay import replay
-from .report import WINDOW, Comparison, Report, Step, mean_rewards, task_result
+from .report import WINDOW, Comparison, Report, Step, judge, mean_rewards, task_result
 from .tasks import CHARACTERS, TASKS, Agent, Shelf, items
 from .tiny import tiny_model
 
@@ -109,22 +109,24 @@ class _Demo:
             learnt = time.perf_counter()
             comparison = await self.compare() if settings.compare else None
             logprobs = await asyncio.to_thread(self.check)
-            return Report(
-                sglrl_version=__version__,
-                sglang_version=client.info.sglang_version,
-                seed=settings.seed,
-                replicas=settings.replicas,
-                group_size=GROUP_SIZE,
-                batch_size=settings.batch_size,
-                max_staleness=settings.max_staleness,
-                goal_within=settings.goal_within,
-                start_seconds=ready - self.begun,
-                learn_seconds=learnt - ready,
-                seconds=time.perf_counter() - self.begun,
-                steps=self.steps,
-                tasks=[task_result(self.steps, task) for task in settings.tasks],
-                comparison=comparison,
-                logprobs=logprobs,
+            return judge(
+                Report(
+                    sglrl_version=__version__,
+                    sglang_version=client.info.sglang_version,
+                    seed=settings.seed,
+                    replicas=settings.replicas,
+                    group_size=GROUP_SIZE,
+                    batch_size=settings.batch_size,
+                    max_staleness=settings.max_staleness,
+                    goal_within=settings.goal_within,
+                    start_seconds=ready - self.begun,
+                    learn_seconds=learnt - ready,
+                    seconds=time.perf_counter() - self.begun,
+                    steps=self.steps,
+                    tasks=[task_result(self.steps, task) for task in settings.tasks],
+                    comparison=comparison,
+                    logprobs=logprobs,
+                )
             )
 
     async def learn(self, steps: int, max_staleness: int, on_step: Callable[[Step], bool]) -> None:

@@ -1,0 +1,236 @@
+"""The demo's parts: tasks, what counts as learnt, the replay that notices; and one short run."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from sglrl.check.logprobs import LogprobCheck
+from sglrl.demo.replay import replay
+from sglrl.demo.report import (
+    GOAL,
+    WINDOW,
+    Comparison,
+    Report,
+    Step,
+    judge,
+    mean_rewards,
+    save_plot,
+    table_of,
+    task_result,
+)
+from sglrl.demo.tasks import CHARACTERS, TASKS, items, share
+from sglrl.demo.tiny import CHARACTER_SPECIAL_TOKENS, make_model
+from sglrl.rollout import Trajectory, Turn
+
+
+def test_items_repeat_by_seed_and_tasks_take_turns() -> None:
+    first = list(islice(items(TASKS, 3), 20))
+    assert first == list(islice(items(TASKS, 3), 20)) != list(islice(items(TASKS, 4), 20))
+    assert [item["task"] for item in first] == ["repeat", "lookup"] * 10
+    assert len({item["shelf"] for item in first}) == 20
+    texts = [item["messages"][0]["content"] for item in first]
+    assert {len(text) for text in texts} == {1, 4}
+    assert set("".join(texts)) <= set(CHARACTERS)
+
+
+def test_share_counts_places() -> None:
+    assert [share(text, "0123") for text in ("0123", "0", "", "1230", "9923", "01234")] == [
+        1, 0.25, 0, 0, 0.5, 1,
+    ]  # fmt: skip
+
+
+def test_the_policy_has_a_token_for_each_character_and_begins_undecided(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = make_model(tmp_path / "m", characters=CHARACTERS, initializer_range=0.02)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert len(tokenizer) == len(CHARACTERS) + len(CHARACTER_SPECIAL_TOKENS)
+    ids = tokenizer.encode("07ba", add_special_tokens=False)
+    assert len(ids) == 4
+    assert tokenizer.decode(ids) == "07ba"
+    messages = [{"role": "user", "content": "12"}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == "<|user|>12<|end|><|assistant|>"
+    assert len(tokenizer.encode(text, add_special_tokens=False)) == 5
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    logits = model(torch.tensor([ids])).logits[0]
+    chances = torch.softmax(logits, -1)
+    assert chances.max() < 2 / len(tokenizer)
+
+
+# --- what counts as learnt ------------------------------------------------------------------------
+
+
+def step(number: int, **rewards: float) -> Step:
+    return Step(
+        version=number,
+        rewards=rewards,
+        staleness=1.0,
+        tokens=100,
+        entropy=1.0,
+        clipped=0.1,
+        train_seconds=0.2,
+        update_seconds=0.02,
+        seconds=30.0 + number,
+    )
+
+
+def report(steps: list[Step], **changes: Any) -> Report:
+    values: dict[str, Any] = {
+        "sglrl_version": "0",
+        "sglang_version": "0",
+        "seed": 0,
+        "replicas": 1,
+        "group_size": 16,
+        "batch_size": 32,
+        "max_staleness": 1,
+        "goal_within": 240.0,
+        "start_seconds": 25.0,
+        "learn_seconds": 20.0,
+        "seconds": 60.0,
+        "steps": steps,
+        "tasks": [task_result(steps, task) for task in TASKS],
+        "comparison": Comparison(steps=3, asynchronous=1.0, synchronous=1.5),
+        "logprobs": LogprobCheck(
+            tokens=10, largest_difference=1e-6, mean_difference=1e-7, tolerance=1e-4, worst="here"
+        ),
+        **changes,
+    }
+    return judge(Report(**values))
+
+
+LEARNT = [step(i, repeat=min(1.0, i / 8), lookup=min(1.0, i / 16)) for i in range(25)]
+
+
+def test_the_goal_is_a_mean_over_steps() -> None:
+    lucky = [step(i, repeat=1.0 if i == 3 else 0.1) for i in range(10)]
+    assert task_result(lucky, "repeat").goal_step is None
+    assert mean_rewards(lucky, "repeat")[3] == pytest.approx(1.3 / 4)
+    result = task_result(LEARNT, "repeat")
+    assert result.first == 0.25
+    assert result.last == 1.0
+    # The mean of 5/8, 6/8, 7/8, 1, 1; one step before it is 3/4.
+    assert result.goal_step == 10
+    assert result.goal_seconds == 39.0
+    # The first steps alone do not make a window; a batch may lack a task.
+    assert task_result([step(0, repeat=1.0)] * (WINDOW - 1), "repeat").goal_step is None
+    assert mean_rewards([step(0, repeat=0.5), step(1, lookup=1.0)], "repeat") == [0.5, 0.5]
+
+
+def test_what_is_learnt_in_time_with_right_logprobs_passes() -> None:
+    assert report(LEARNT).failures == []
+    late = report(LEARNT, goal_within=42.0)
+    assert late.failures == ["lookup: learnt after 45 s, later than 42 s"]
+    unlearnt = report(LEARNT[:15])
+    assert [line.partition(":")[0] for line in unlearnt.failures] == ["lookup"]
+    forgotten = [*LEARNT, *(step(25 + i, repeat=0.2, lookup=1.0) for i in range(WINDOW))]
+    assert report(forgotten).failures == [f"repeat: the reward ended at 0.20, not at {GOAL}"]
+    slow = report(LEARNT, comparison=Comparison(steps=3, asynchronous=1.0, synchronous=0.9))
+    assert "no longer than running ahead" in slow.failures[0]
+    wrong = msgspec.structs.replace(report(LEARNT).logprobs, largest_difference=1.0)
+    assert report(LEARNT, logprobs=wrong).failures == ["logprobs are not the model's: here"]
+    nothing = msgspec.structs.replace(wrong, tokens=0, largest_difference=0.0)
+    assert len(report(LEARNT, logprobs=nothing).failures) == 1
+
+
+def test_table_and_plot(tmp_path: Path) -> None:
+    def text(made: Report) -> str:
+        console = Console(file=io.StringIO(), width=200)
+        console.print(table_of(made))
+        return str(console.file.getvalue())  # type: ignore[attr-defined]
+
+    assert "1.50 times as long" in text(report(LEARNT))
+    assert "FAILED: lookup" in text(report(LEARNT[:15], comparison=None))
+    file = tmp_path / "folder" / "reward.png"
+    save_plot(report(LEARNT), file)
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
+# --- replay ---------------------------------------------------------------------------------------
+
+
+class LastToken(torch.nn.Module):
+    """Logits that depend on the last token alone."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        random = torch.Generator().manual_seed(seed)
+        self.table = torch.nn.Parameter(torch.randn((7, 7), generator=random))
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool) -> Any:
+        return SimpleNamespace(logits=self.table[input_ids])
+
+
+def test_replay_takes_each_tokens_own_version() -> None:
+    versions = {v: LastToken(v).state_dict() for v in (4, 5)}
+    prompt, response = [1, 2], [3, 4, 5, 6, 0]
+    mask, made_by = [True, True, False, True, True], [4, 5, -1, 5, 5]
+    logprobs = np.zeros(5, np.float32)
+    for i, version in enumerate(made_by):
+        if version >= 0:
+            before = ([*prompt, *response])[i + 1]
+            rows = torch.log_softmax(versions[version]["table"], -1)
+            logprobs[i] = rows[before, response[i]]
+    good = Trajectory(
+        prompt_ids=np.array(prompt),
+        response_ids=np.array(response),
+        loss_mask=np.array(mask),
+        logprobs=logprobs,
+        versions=np.array(made_by),
+        turns=(Turn(start=0, stop=2), Turn(start=3, stop=5)),
+    )
+    found = replay(LastToken(0), versions, [good, good], 1e-5)
+    assert found.tokens == 8
+    assert found.passed
+    for position in (0, 1, 3):
+        wrong = logprobs.copy()
+        wrong[position] += 0.01
+        found = replay(LastToken(0), versions, [good, good.replace(logprobs=wrong)], 1e-5)
+        assert not found.passed
+        assert found.largest_difference == pytest.approx(0.01, abs=1e-4)
+        assert f"trajectory 1, response token {position}, version {made_by[position]}" in (
+            found.worst
+        )
+    swapped = good.replace(versions=np.array([5, 5, -1, 5, 5]))
+    assert not replay(LastToken(0), versions, [swapped], 1e-5).passed
+    assert replay(LastToken(0), versions, [], 1e-5).tokens == 0
+
+
+# --- a run ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(400)
+def test_a_short_run_is_exact_and_fails_for_what_it_has_not_learnt(tmp_path: Path) -> None:
+    file, plot = tmp_path / "demo.json", tmp_path / "reward.png"
+    files = ["--json", str(file), "--plot", str(plot)]
+    process = subprocess.run(
+        [sys.executable, "-m", "sglrl.demo", "--steps", "4", "--no-compare", *files],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert process.returncode == 1, process.stderr
+    made = msgspec.json.decode(file.read_bytes(), type=Report)
+    assert [line.partition(":")[0] for line in made.failures] == ["repeat", "lookup"]
+    assert made.logprobs.passed
+    assert made.logprobs.tokens > 0
+    assert [s.version for s in made.steps] == [0, 1, 2, 3]
+    assert all(0 <= s.staleness <= 1 for s in made.steps)
+    # Nearly every token is as likely as any other, for a start.
+    assert made.steps[0].entropy == pytest.approx(np.log(21), abs=0.1)
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert "FAILED: repeat" in process.stdout
+    for line in process.stderr.splitlines():
+        assert line.startswith(("model: ", "start: ", "training: ", "replaying ")), line
