@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ from .fault_strikes import Striker
 from .parts import Note, serve_part
 
 _NOTE_SECONDS = 1.0
+_IDLE_SECONDS = 30.0
 
 
 async def measure(case: FaultCase, model: str, seed: int, note: Note) -> dict[str, Any]:
@@ -112,6 +114,11 @@ async def _troubles(client: sglrl.Client, load: Load) -> list[str]:
     if len({worker.weight_version for worker in client.workers}) > 1:
         found.append("the workers' weights are of different versions")
     stats = await client.stats()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_IDLE_SECONDS):
+            # A request that has been answered may stand in the engine's batch for a step more.
+            while any(s.engine.running or s.engine.waiting for s in stats):
+                stats = await client.stats()
     if len(stats) != len(client.workers):
         found.append(f"only {len(stats)} workers of {len(client.workers)} are ready")
     found += [
