@@ -569,6 +569,17 @@ class Rollout:
         if plan.ahead < n:
             plan.ahead = n
             self._wake.set()
+        if not self._closed and not self._take_ready(n):
+            await self._wait_for(n, timeout)
+        if self._closed:
+            return []
+        found, self._partial = self._partial[:n], self._partial[n:]
+        return found
+
+    async def _wait_for(self, n: int, timeout: float | None) -> None:
+        """Until there are ``n``, or all that there will be."""
+        plan = self._plan
+        assert self._task is not None
         try:
             async with asyncio.timeout(timeout):
                 while not self._closed and not self._take_ready(n):
@@ -582,10 +593,6 @@ class Rollout:
             raise DeadlineExceeded(
                 f"{len(self._partial)} of {n} groups were ready within {timeout:g} s"
             ) from None
-        if self._closed:
-            return []
-        found, self._partial = self._partial[:n], self._partial[n:]
-        return found
 
     def _take_ready(self, n: int) -> bool:
         """Whether there are ``n``. They are taken only then, or at the end."""
