@@ -27,32 +27,37 @@ def replay(
     """
     import torch
 
+    from ..rl import token_logprobs
+
     largest, total, tokens, worst = 0.0, 0.0, 0, "nothing was compared"
     for version in sorted({v for t in trajectories for v in t.versions[t.loss_mask].tolist()}):
         model.load_state_dict(versions[version])
+        # Those of one length at a time, so that there is no padding.
+        rows: dict[int, list[int]] = {}
         for number, trajectory in enumerate(trajectories):
-            own = trajectory.versions == version
-            if not own.any():
-                continue
-            ids = torch.from_numpy(trajectory.input_ids.astype(np.int64))[None]
-            start = len(trajectory.prompt_ids)
+            if (trajectory.versions == version).any():
+                rows.setdefault(len(trajectory.input_ids), []).append(number)
+        for numbers in rows.values():
+            ids = torch.tensor(np.array([trajectories[n].input_ids for n in numbers])).long()
             with torch.inference_mode():
-                # The logits at position i are for token i + 1.
-                logits = model(input_ids=ids, use_cache=False).logits[0, start - 1 : -1]
-                rows = torch.log_softmax(logits.float(), dim=-1)
-            expected = rows.gather(1, ids[0, start:, None])[:, 0].numpy()
-            difference = np.abs(trajectory.logprobs - expected)
-            difference = np.where(own, np.nan_to_num(difference, nan=np.inf), 0.0)
-            position = int(difference.argmax())
-            if not tokens or difference[position] > largest:
-                largest = float(difference[position])
-                worst = (
-                    f"trajectory {number}, response token {position}, version {version}: "
-                    f"{trajectory.logprobs[position]:.6f} here, {expected[position]:.6f} in "
-                    "transformers"
-                )
-            total += float(difference.sum())
-            tokens += int(own.sum())
+                logits = model(input_ids=ids, use_cache=False).logits
+                found = token_logprobs(logits, ids).numpy()
+            for number, logprobs in zip(numbers, found, strict=True):
+                trajectory = trajectories[number]
+                own = trajectory.versions == version
+                expected = logprobs[len(trajectory.prompt_ids) :]
+                difference = np.abs(trajectory.logprobs - expected)
+                difference = np.where(own, np.nan_to_num(difference, nan=np.inf), 0.0)
+                position = int(difference.argmax())
+                if not tokens or difference[position] > largest:
+                    largest = float(difference[position])
+                    worst = (
+                        f"trajectory {number}, response token {position}, version {version}: "
+                        f"{trajectory.logprobs[position]:.6f} here, {expected[position]:.6f} in "
+                        "transformers"
+                    )
+                total += float(difference.sum())
+                tokens += int(own.sum())
     return LogprobCheck(
         tokens=tokens,
         largest_difference=largest,

@@ -31,7 +31,7 @@ GROUPS_PER_TASK = 16
 DONE = 0.9
 """Mean reward of every task at which training stops: well above the goal."""
 REPLAYED = 8
-"""Trajectories of each batch that are replayed, beside those of several versions."""
+"""Trajectories of each batch that are replayed, and of those that several versions sampled."""
 COMPARED_STEPS = 12
 
 
@@ -200,12 +200,11 @@ class _Demo:
         return len(self.steps) >= WINDOW and min(means.values()) >= DONE
 
     def _keep(self, groups: list[Group]) -> None:
-        """What will be replayed."""
-        for i, group in enumerate(groups):
-            for j, trajectory in enumerate(group.trajectories):
-                mixed = trajectory.oldest_version != trajectory.newest_version
-                if mixed or (i < REPLAYED and j == 0):
-                    self.kept.append(trajectory)
+        """What will be replayed: the first of each group, and some that were sampled by several
+        versions."""
+        made = [t for group in groups for t in group.trajectories]
+        mixed = [t for t in made if t.oldest_version != t.newest_version]
+        self.kept += [g.trajectories[0] for g in groups[:REPLAYED]] + mixed[:REPLAYED]
 
 
 def _rewards(groups: list[Group]) -> dict[str, float]:
