@@ -213,6 +213,7 @@ def _birth(
     worker_env = dict(env)
     if gpus is not None:
         worker_env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    fake = engine == "fake"
     bodies = [
         EngineSpec(
             engine=engine,
@@ -225,7 +226,7 @@ def _birth(
             dist_port=0,
             threads=threads,
             memory_share=1 / replicas,
-            window=window or (1024 if engine == "fake" else 0),
+            window=window or (2 * int(args.get("max_running_requests", 512)) if fake else 0),
         )
         for rank in range(tp_size)
     ]
