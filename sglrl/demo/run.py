@@ -32,7 +32,7 @@ DONE = 0.9
 """Mean reward of every task at which training stops: well above the goal."""
 REPLAYED = 8
 """Trajectories of each batch that are replayed, and of those that several versions sampled."""
-COMPARED_STEPS = 12
+COMPARED_STEPS = 10
 
 
 class DemoSettings(msgspec.Struct, frozen=True, kw_only=True):
