@@ -21,6 +21,7 @@ from collections.abc import (
     Mapping,
     Sized,
 )
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import msgspec
@@ -49,6 +50,7 @@ _SUSPECT = 32
 """When so many samples have ended and none of them well, the agent is what is wrong."""
 _RECENT = 256
 """Samples over which the mean reward is taken."""
+_NO_LIMIT: nullcontext[None] = nullcontext()
 _LOOK_SECONDS = 0.05
 """Between two looks at the engines' load."""
 
@@ -433,14 +435,14 @@ class Rollout:
 
     async def _one(self, sample: core.Sample, session: Session) -> None:
         """One sample, to whatever end; nothing but a cancellation of the run gets out."""
-        limit = asyncio.timeout(self._timeout)
+        limit = None if self._timeout is None else asyncio.timeout(self._timeout)
         task = asyncio.current_task()
         assert task is not None
         self._tasks[sample] = task
         try:
             if sample in self._given_up:
                 raise asyncio.CancelledError
-            async with limit:
+            async with limit or _NO_LIMIT:
                 result = await self._agent(session, sample.group.item)
             trajectory = _trajectory(session, result)
         except asyncio.CancelledError:
@@ -450,7 +452,7 @@ class Rollout:
             self._ended(sample, reason)
         except Exception as error:
             self._given_up.pop(sample, None)
-            if isinstance(error, TimeoutError) and limit.expired():
+            if isinstance(error, TimeoutError) and limit is not None and limit.expired():
                 self._ended(sample, "timeout")
             else:
                 self._failed(sample, error)

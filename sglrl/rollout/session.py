@@ -66,7 +66,7 @@ class Opening:
         self.vocab_size = info.vocab_size
         self.most_tokens = min(info.max_total_tokens, info.max_prompt_tokens + 1)
         """Of a prompt and what is sampled behind it."""
-        self._lock = asyncio.Lock()
+        self._lock: asyncio.Lock | None = None
         self._ids: bytes | None = None
         if input_ids is not None:
             self._ids = check_ids(input_ids, info.vocab_size)
@@ -74,6 +74,8 @@ class Opening:
     async def ids(self) -> bytes:
         """The prompt, int32."""
         if self._ids is None:
+            if self._lock is None:
+                self._lock = asyncio.Lock()
             async with self._lock:
                 if self._ids is None:
                     several, prompts = await self.client._encode_input(
