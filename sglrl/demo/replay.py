@@ -4,12 +4,14 @@ policy version."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..check.logprobs import LogprobCheck
-from ..rollout import Trajectory
+from ..rollout import Trajectory, Turn
 
 
 def replay(
@@ -18,46 +20,92 @@ def replay(
     trajectories: Sequence[Trajectory],
     tolerance: float,
 ) -> LogprobCheck:
-    """Compare the logprobs of sampled tokens with those that ``model`` gives to the trajectory's
-    own prompt and response, once for every version that sampled some of it. Ends with ``model``
-    holding other weights.
+    """Compare the logprobs of sampled tokens with those that ``model`` gives to the trajectories,
+    each token with the weights of its version. Ends with ``model`` holding other weights.
 
-    That is what the engine computed if no KV cache outlives its version: updates with
-    ``inflight="retract"``, sampling at temperature 1.
+    For sampling at temperature 1 and updates with ``inflight="continue"``: within a turn, what an
+    older version has put into the KV cache stays; a turn begins with nothing of older versions.
     """
+    expected = [np.zeros(len(t.response_ids), np.float32) for t in trajectories]
+    turns: dict[int, dict[int, list[tuple[int, Turn]]]] = {}
+    for number, trajectory in enumerate(trajectories):
+        for turn in trajectory.turns:
+            made_by = trajectory.versions[turn.start : turn.stop]
+            if len(set(made_by.tolist())) > 1:
+                expected[number][turn.start : turn.stop] = _mixed(model, versions, trajectory, turn)
+            elif len(made_by):
+                length = len(trajectory.prompt_ids) + turn.stop
+                of_version = turns.setdefault(int(made_by[0]), {})
+                of_version.setdefault(length, []).append((number, turn))
+    for version, by_length in turns.items():
+        model.load_state_dict(versions[version])
+        # Those of one length at a time, so that there is no padding.
+        for length, found in by_length.items():
+            rows = _logprobs(model, [trajectories[n].input_ids[:length] for n, _ in found])
+            for (number, turn), row in zip(found, rows, strict=True):
+                expected[number][turn.start : turn.stop] = row[length - (turn.stop - turn.start) :]
+    return _compare(trajectories, expected, tolerance)
+
+
+def _logprobs(model: Any, ids: list[NDArray[np.int32]]) -> NDArray[np.float32]:
+    """float32 [b, t]: of each token given those before it."""
     import torch
 
     from ..rl import token_logprobs
 
+    tokens = torch.tensor(np.array(ids)).long()
+    with torch.inference_mode():
+        found: NDArray[np.float32] = token_logprobs(
+            model(input_ids=tokens, use_cache=False).logits, tokens
+        ).numpy()
+    return found
+
+
+def _mixed(
+    model: Any, versions: Mapping[int, Mapping[str, Any]], trajectory: Trajectory, turn: Turn
+) -> NDArray[np.float32]:
+    """Logprobs of a turn that several versions sampled. The step that samples a token computes the
+    KV of those tokens before it that have none yet."""
+    import torch
+    from transformers import DynamicCache
+
+    start = len(trajectory.prompt_ids) + turn.start
+    stop = len(trajectory.prompt_ids) + turn.stop
+    made_by = trajectory.versions[turn.start : turn.stop]
+    ids = torch.from_numpy(trajectory.input_ids.astype(np.int64))[None]
+    cache, held, rows = DynamicCache(), 0, []
+    ends = [*(np.flatnonzero(np.diff(made_by)) + 1 + start).tolist(), stop]
+    for begin, end in pairwise([start, *ends]):
+        model.load_state_dict(versions[int(made_by[begin - start])])
+        with torch.inference_mode():
+            logits = model(
+                input_ids=ids[:, held : end - 1], past_key_values=cache, use_cache=True
+            ).logits[0, begin - end :]
+        held = end - 1
+        rows.append(torch.log_softmax(logits.float(), dim=-1))
+    found: NDArray[np.float32] = (
+        torch.cat(rows).gather(1, ids[0, start:stop, None]).squeeze(1).numpy()
+    )
+    return found
+
+
+def _compare(
+    trajectories: Sequence[Trajectory], expected: Sequence[NDArray[np.float32]], tolerance: float
+) -> LogprobCheck:
     largest, total, tokens, worst = 0.0, 0.0, 0, "nothing was compared"
-    for version in sorted({v for t in trajectories for v in t.versions[t.loss_mask].tolist()}):
-        model.load_state_dict(versions[version])
-        # Those of one length at a time, so that there is no padding.
-        rows: dict[int, list[int]] = {}
-        for number, trajectory in enumerate(trajectories):
-            if (trajectory.versions == version).any():
-                rows.setdefault(len(trajectory.input_ids), []).append(number)
-        for numbers in rows.values():
-            ids = torch.tensor(np.array([trajectories[n].input_ids for n in numbers])).long()
-            with torch.inference_mode():
-                logits = model(input_ids=ids, use_cache=False).logits
-                found = token_logprobs(logits, ids).numpy()
-            for number, logprobs in zip(numbers, found, strict=True):
-                trajectory = trajectories[number]
-                own = trajectory.versions == version
-                expected = logprobs[len(trajectory.prompt_ids) :]
-                difference = np.abs(trajectory.logprobs - expected)
-                difference = np.where(own, np.nan_to_num(difference, nan=np.inf), 0.0)
-                position = int(difference.argmax())
-                if not tokens or difference[position] > largest:
-                    largest = float(difference[position])
-                    worst = (
-                        f"trajectory {number}, response token {position}, version {version}: "
-                        f"{trajectory.logprobs[position]:.6f} here, {expected[position]:.6f} in "
-                        "transformers"
-                    )
-                total += float(difference.sum())
-                tokens += int(own.sum())
+    for number, (trajectory, wanted) in enumerate(zip(trajectories, expected, strict=True)):
+        difference = np.abs(trajectory.logprobs - wanted)
+        difference = np.where(trajectory.loss_mask, np.nan_to_num(difference, nan=np.inf), 0.0)
+        position = int(difference.argmax())
+        if not tokens or difference[position] > largest:
+            largest = float(difference[position])
+            worst = (
+                f"trajectory {number}, response token {position}, version "
+                f"{trajectory.versions[position]}: {trajectory.logprobs[position]:.6f} here, "
+                f"{wanted[position]:.6f} in transformers"
+            )
+        total += float(difference.sum())
+        tokens += int(trajectory.loss_mask.sum())
     return LogprobCheck(
         tokens=tokens,
         largest_difference=largest,

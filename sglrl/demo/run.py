@@ -148,8 +148,8 @@ class _Demo:
                 groups = await run.take(self.settings.batch_size, timeout=300)
                 # Rollouts go on meanwhile: the trainer has a thread of its own.
                 trained = await asyncio.to_thread(trainer.step, groups)
-                # "retract": what is half done goes on, on a KV cache of the new weights.
-                update = await client.update_weights(trainer.model, inflight="retract")
+                # What is half done goes on with the new weights.
+                update = await client.update_weights(trainer.model)
                 trainer.remember(update.version)
                 step = Step(
                     version=groups[0].version,
