@@ -168,8 +168,12 @@ class LastToken(torch.nn.Module):
         super().__init__()
         random = torch.Generator().manual_seed(seed)
         self.table = torch.nn.Parameter(torch.randn((7, 7), generator=random))
+        self.cached: list[list[int]] = []
+        """What came on top of a KV cache."""
 
     def forward(self, input_ids: torch.Tensor, **options: Any) -> Any:
+        if options["use_cache"]:
+            self.cached += input_ids.tolist()
         return SimpleNamespace(logits=self.table[input_ids])
 
 
@@ -191,9 +195,12 @@ def test_replay_takes_each_tokens_own_version() -> None:
         versions=np.array(made_by),
         turns=(Turn(start=0, stop=2), Turn(start=3, stop=5)),
     )
-    found = replay(LastToken(0), versions, [good, good], 1e-5)
+    model = LastToken(0)
+    found = replay(model, versions, [good, good], 1e-5)
     assert found.tokens == 8
     assert found.passed
+    # The first turn had two versions; its first token's step had computed the prompt.
+    assert model.cached == [[1, 2], [3]] * 2
     for position in (0, 1, 3):
         wrong = logprobs.copy()
         wrong[position] += 0.01
