@@ -17,7 +17,7 @@ NAMES = "abcdef"
 CHARACTERS = DIGITS + NAMES
 """The policy's vocabulary, beside the chat template's tokens."""
 TASKS = ("repeat", "lookup")
-TOOL_SECONDS = 0.1, 0.3
+TOOL_SECONDS = 0.2, 0.8
 
 
 class Shelf(Actor):
