@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 
 def descendants(pid: int | None = None) -> dict[int, str]:
-    """Command names of all processes below ``pid`` (this process by default), but for zombies."""
+    """Command names of all processes below ``pid`` (this process by default), but for zombies, and
+    for the resource tracker of multiprocessing, which TorchRL starts here: it ends when we do."""
     below: dict[int, list[tuple[int, str]]] = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -18,12 +20,14 @@ def descendants(pid: int | None = None) -> dict[int, str]:
             state, parent = tail.split()[:2]
             if state != "Z":
                 below.setdefault(int(parent), []).append((int(number), name))
+    tracker = getattr(resource_tracker._resource_tracker, "_pid", None)
     found: dict[int, str] = {}
     todo = [os.getpid() if pid is None else pid]
     while todo:
         for child, name in below.get(todo.pop(), ()):
-            found[child] = name
-            todo.append(child)
+            if child != tracker:
+                found[child] = name
+                todo.append(child)
     return found
 
 
