@@ -3,7 +3,9 @@ replayed through transformers, with the weights of each of its version spans."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -125,3 +127,33 @@ async def test_turns_of_a_group_share_the_prefix_cache(lab: Lab) -> None:
         for t in turns
         for before, after in itertools.pairwise(t)
     )
+
+
+async def test_what_the_readme_shows(lab: Lab) -> None:
+    readme = Path(__file__).parents[2] / "README.md"
+    _, code, *_ = re.findall(r"```python\n(.*?)```", readme.read_text(), re.DOTALL)
+    asked: list[str] = []
+    trained: list[list[sglrl.Group]] = []
+
+    class Calculator:
+        async def evaluate(self, text: str) -> str:
+            asked.append(text)
+            return "4"
+
+    names: dict[str, Any] = {
+        "asyncio": asyncio,
+        "sglrl": sglrl,
+        "calculator": Calculator(),
+        "step": lambda model, groups: trained.append(groups),
+    }
+    exec(compile(code, "README.md", "exec"), names)
+    policy = lab.policies[2 if lab.current is not lab.policies[2] else 1]
+    item = {"messages": [{"role": "user", "content": "2 + 2?"}], "answer": "4"}
+    await names["train"](lab.client, policy.model, [item] * 16)
+    lab.by_version[lab.client.weight_version] = policy
+    (groups,) = trained
+    assert len(groups) == 16
+    assert all(len(g.trajectories) == 8 for g in groups)
+    assert {len(t.turns) for g in groups for t in g.trajectories} == {2}
+    assert len(asked) == 128
+    await lab.check(PROMPTS[:1], 4)

@@ -317,7 +317,7 @@ async def test_a_folder_that_is_not_there(lab: Lab, tmp_path: Path) -> None:
 
 async def test_what_the_readme_shows(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
     readme = Path(__file__).parents[2] / "README.md"
-    _, code, _ = re.findall(r"```python\n(.*?)```", readme.read_text(), re.DOTALL)
+    _, _, code, _ = re.findall(r"```python\n(.*?)```", readme.read_text(), re.DOTALL)
     policy = lab.policies[2 if lab.current is not lab.policies[2] else 1]
     names: dict[str, Any] = {
         "client": lab.client,
