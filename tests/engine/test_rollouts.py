@@ -132,6 +132,9 @@ async def test_turns_of_a_group_share_the_prefix_cache(lab: Lab) -> None:
 async def test_what_the_readme_shows(lab: Lab) -> None:
     readme = Path(__file__).parents[2] / "README.md"
     _, code, *_ = re.findall(r"```python\n(.*?)```", readme.read_text(), re.DOTALL)
+    sizes = "group_size=8, batch_size=16"
+    assert code.count(sizes) == 1
+    code = code.replace(sizes, "group_size=3, batch_size=4")
     asked: list[str] = []
     trained: list[list[sglrl.Group]] = []
 
@@ -149,11 +152,11 @@ async def test_what_the_readme_shows(lab: Lab) -> None:
     exec(compile(code, "README.md", "exec"), names)
     policy = lab.policies[2 if lab.current is not lab.policies[2] else 1]
     item = {"messages": [{"role": "user", "content": "2 + 2?"}], "answer": "4"}
-    await names["train"](lab.client, policy.model, [item] * 16)
+    await names["train"](lab.client, policy.model, [item] * 4)
     lab.by_version[lab.client.weight_version] = policy
     (groups,) = trained
-    assert len(groups) == 16
-    assert all(len(g.trajectories) == 8 for g in groups)
+    assert len(groups) == 4
+    assert all(len(g.trajectories) == 3 for g in groups)
     assert {len(t.turns) for g in groups for t in g.trajectories} == {2}
-    assert len(asked) == 128
+    assert len(asked) == 12
     await lab.check(PROMPTS[:1], 4)
