@@ -13,15 +13,20 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:
-    await session.generate(max_new_tokens=50, ignore_eos=True)
+    await session.generate(max_new_tokens=20 + item["id"] * 7 % 60, ignore_eos=True)
     return 1.0
 
 
 async def test_agents_are_as_many_as_the_kv_cache_holds(qwen: Path) -> None:
-    items = [{"input_ids": [3 + i % 400, 5, 7]} for i in range(60)]
-    # Room for seven whole ones, and for some more at the beginning of their answers.
+    items = [{"id": i, "input_ids": [3 + i, 5, 7]} for i in range(60)]
+    # Room for seven whole ones, and for some more at the beginning of their answers. By default
+    # SGLang would keep nearly all the room that a request may come to need.
     async with sglrl.launch(
-        qwen, device="cpu", max_total_tokens=400, max_running_requests=128
+        qwen,
+        device="cpu",
+        max_total_tokens=400,
+        max_running_requests=128,
+        schedule_conservativeness=0.1,
     ) as client:
         async with sglrl.rollout(client, agent, items[:30], concurrency=30) as run:
             await run.take(15)
