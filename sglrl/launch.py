@@ -209,7 +209,8 @@ def _birth(
     window: int | None,
     env: Mapping[str, str],
 ) -> Birth:
-    threads = max(1, (os.cpu_count() or 1) // (replicas * tp_size))
+    # One core is the driver's, where a trainer may be at work.
+    threads = max(1, ((os.cpu_count() or 1) - 1) // (replicas * tp_size))
     worker_env = dict(env)
     if gpus is not None:
         worker_env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
