@@ -29,7 +29,7 @@ GROUP_SIZE = 16
 GROUPS_PER_TASK = 16
 """In a batch; a step trains on as many of each task."""
 DONE = 0.86
-"""Mean reward of every task at which training stops: well above the goal."""
+"""Mean reward of every task at which training stops: above the goal, which must hold at the end."""
 REPLAYED = 8
 """Trajectories of each batch that are replayed, and of those that several versions sampled."""
 COMPARED_STEPS = 10
