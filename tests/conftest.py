@@ -3,11 +3,16 @@ the fork servers, of which a program has one of a kind, have ended as at interpr
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator
 
 import pytest
 from processes import descendants
+
+# A shell that runs the tests in the background has SIGINT ignored, and children inherit that: the
+# programs that tests interrupt, too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

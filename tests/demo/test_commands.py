@@ -97,20 +97,10 @@ def test_check_fails_when_logprobs_are_not_the_models(
     assert "FAILED" in capsys.readouterr().out
 
 
-CHECK = """
-import signal, sys
-from sglrl.__main__ import main
-
-# A shell that runs the tests in the background has SIGINT ignored, and children inherit that.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-main(["check", *sys.argv[1:]])
-"""
-
-
 @contextmanager
 def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen(
-        [sys.executable, "-c", CHECK, *arguments],
+        [sys.executable, "-m", "sglrl", "check", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
