@@ -20,7 +20,15 @@ if TYPE_CHECKING:
     from .actor import Actor, endpoint
     from .blocking import BlockingClient, BlockingRollout, BlockingSession, blocking
     from .client import Client, Stream, WorkerStats
-    from .completion import Chunk, Completion, Timing, TopLogprobs, VersionSpan
+    from .completion import (
+        Chunk,
+        Completion,
+        NextTokenLogprobs,
+        Scores,
+        Timing,
+        TopLogprobs,
+        VersionSpan,
+    )
     from .errors import (
         Closed,
         DeadlineExceeded,
@@ -82,6 +90,7 @@ _HOME = {
     "InvalidWeights": "errors",
     "MessageTooLarge": "errors",
     "ModelError": "errors",
+    "NextTokenLogprobs": "completion",
     "NotEnoughDevices": "errors",
     "Overloaded": "errors",
     "ProtocolError": "errors",
@@ -89,6 +98,7 @@ _HOME = {
     "Rollout": "rollout",
     "RolloutMetrics": "rollout",
     "SamplingParams": "sampling",
+    "Scores": "completion",
     "Session": "rollout",
     "SettingsMismatch": "errors",
     "SglrlError": "errors",
@@ -135,6 +145,7 @@ __all__ = [
     "InvalidWeights",
     "MessageTooLarge",
     "ModelError",
+    "NextTokenLogprobs",
     "NotEnoughDevices",
     "Overloaded",
     "ProtocolError",
@@ -142,6 +153,7 @@ __all__ = [
     "Rollout",
     "RolloutMetrics",
     "SamplingParams",
+    "Scores",
     "Session",
     "SettingsMismatch",
     "SglrlError",

@@ -14,7 +14,7 @@ import uvloop
 from numpy.typing import NDArray
 
 from .client import Client, WorkerStats
-from .completion import Chunk, Completion
+from .completion import Chunk, Completion, NextTokenLogprobs
 from .errors import Closed, UsageError
 from .launch import launch
 from .messages import EngineInfo
@@ -106,6 +106,10 @@ class BlockingClient:
     def score(self, *args: Any, **kwargs: Any) -> Any:
         """See ``Client.score``."""
         return self._wait(self._client.score(*args, **kwargs))
+
+    def next_token_logprobs(self, *args: Any, **kwargs: Any) -> NextTokenLogprobs:
+        """See ``Client.next_token_logprobs``."""
+        return self._wait(self._client.next_token_logprobs(*args, **kwargs))
 
     def update_weights(self, weights: Any, **kwargs: Any) -> UpdateReport:
         """See ``Client.update_weights``."""

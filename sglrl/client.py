@@ -13,14 +13,12 @@ from functools import partial
 from typing import Any, Literal, Self, overload
 
 import msgspec
-import numpy as np
 from msgspec import Raw
-from numpy.typing import NDArray
 
 from .actor import Actor as _Actor
 from .actor import BroadcastCaller, EndpointSpec, deadline_from, endpoint, endpoints_of, error_of
 from .codec import encode
-from .completion import Chunk, Completion, Decode, StreamText
+from .completion import Chunk, Completion, Decode, NextTokenLogprobs, StreamText
 from .config import positive
 from .core.calls import Call
 from .core.concurrency import Load
@@ -28,9 +26,9 @@ from .core.members import READY
 from .core.routing import Route
 from .driver import ENVELOPE_BYTES, Driver
 from .errors import Closed, InvalidRequest, MessageTooLarge, SglrlError
-from .messages import EngineInfo, EngineStats, GenerateArgs, ItemKind, ScoreArgs
+from .messages import EngineInfo, EngineStats, GenerateArgs, ItemKind, NextTokenArgs, ScoreArgs
 from .pool import Birth, Pool, WorkerInfo
-from .replies import ChunkReply, GenerationReply, ScoreReply
+from .replies import ChunkReply, GenerationReply, NextTokenReply, ScoreReply
 from .rollout.session import Opening, Session
 from .sampling import DEFAULT_MAX_NEW_TOKENS, Prepared, SamplingCache, SamplingParams
 from .tokens import TokenIds, TokenizerBox, check_ids
@@ -569,6 +567,7 @@ class Client:
         input_ids: TokenIds | Sequence[TokenIds],
         *,
         start: int = 0,
+        top_logprobs: int = 0,
         timeout: float | None = None,
         worker: int | None = None,
         priority: int = 0,
@@ -578,33 +577,38 @@ class Client:
         Args:
             input_ids: tokens [length], or a list of such.
             start: first position of interest; earlier ones are context only.
+            top_logprobs: also return so many likeliest tokens at each position.
 
         Returns:
             float32 [length - start]: ``log p(token i | tokens before i)`` at temperature 1.
-            Position 0 has no context and is NaN. A list of arrays for a list.
+            Position 0 has no context and is NaN. With ``top_logprobs``: ``Scores``. A list of that
+            for a list.
         """
         driver = self._running()
         deadline = deadline_from(self._timeout if timeout is None else timeout)
         several, prompts = self._check_input_ids(input_ids)
         if isinstance(start, bool) or not isinstance(start, int) or start < 0:
             raise InvalidRequest(f"start must be an integer of at least 0, got {start!r}")
+        most = min(1000, self._vocab_size)
+        if type(top_logprobs) is not int or not 0 <= top_logprobs <= most:
+            raise InvalidRequest(f"top_logprobs must be in 0..{most}, got {top_logprobs!r}")
         loop = asyncio.get_running_loop()
         calls: list[Call] = []
-        futures: list[asyncio.Future[NDArray[np.float32]]] = []
+        futures: list[asyncio.Future[Any]] = []
         for ids in prompts:
             count = len(ids) // 4
             if start >= count:
                 raise InvalidRequest(f"start={start} is beyond the {count} tokens given")
             self._max_prompt(count)
-            future: asyncio.Future[NDArray[np.float32]] = loop.create_future()
+            future: asyncio.Future[Any] = loop.create_future()
             futures.append(future)
-            body = encode(ScoreArgs(ids, start))
+            body = encode(ScoreArgs(ids, start, top_logprobs))
             self._check_size(body)
             calls.append(
                 Call(
                     "score",
                     Raw(body),
-                    ScoreReply(future, count - start),
+                    ScoreReply(future, count - start, top_logprobs),
                     deadline=deadline,
                     priority=priority,
                     pinned=worker,
@@ -614,6 +618,56 @@ class Client:
             )
         results = await _submit_all(driver, calls, futures)
         return results if several else results[0]
+
+    async def next_token_logprobs(
+        self,
+        ids: TokenIds,
+        top_k: int | None = None,
+        *,
+        worker: int | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> NextTokenLogprobs:
+        """The distribution of the token behind ``ids``: float32 log-softmax of the model's logits.
+
+        Calls that are made at the same time are computed together, also with what ``generate``
+        prefills; what ``ids`` share with earlier calls comes from the prefix cache.
+
+        Args:
+            ids: tokens [length].
+            top_k: only the so many likeliest tokens; None: all of them, in one raw frame.
+            worker, priority, timeout: as for ``generate``.
+
+        Raises:
+            InvalidRequest: something above is wrong; nothing was sent.
+            Overloaded, DeadlineExceeded, WorkerLost, EngineError, Closed: see ``sglrl.errors``.
+        """
+        driver = self._running()
+        deadline = deadline_from(self._timeout if timeout is None else timeout)
+        checked = check_ids(ids, self._vocab_size)
+        self._max_prompt(len(checked) // 4)
+        if top_k is not None and (type(top_k) is not int or not 1 <= top_k <= self._vocab_size):
+            raise InvalidRequest(f"top_k must be None or in 1..{self._vocab_size}, got {top_k!r}")
+        body = self._encode(NextTokenArgs(checked, top_k or 0))
+        self._check_size(body)
+        future: asyncio.Future[NextTokenLogprobs] = asyncio.get_running_loop().create_future()
+        call = Call(
+            "next_token_logprobs",
+            Raw(body),
+            NextTokenReply(future, top_k or 0, self._vocab_size),
+            (),
+            deadline,
+            priority,
+            worker,
+            Route(checked, self._pool.weights.version),
+            True,
+        )
+        driver.submit(call)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            driver.cancel(call)
+            raise
 
     def session(
         self,

@@ -41,6 +41,39 @@ class TopLogprobs(NamedTuple):
     logprobs: NDArray[np.float32]
 
 
+class Scores(NamedTuple):
+    """Of given tokens, at n positions: what ``score(..., top_logprobs=k)`` returns.
+
+    Attributes:
+        logprobs: float32 [n], of the given tokens.
+        top_ids: int32 [n, k]: the likeliest tokens at each position, likeliest first.
+        top_logprobs: float32 [n, k]: their logprobs. Position 0 of a text has no context: ids -1,
+            logprobs NaN.
+    """
+
+    logprobs: NDArray[np.float32]
+    top_ids: NDArray[np.int32]
+    top_logprobs: NDArray[np.float32]
+
+
+class NextTokenLogprobs(NamedTuple):
+    """The distribution of the token behind a prompt, at temperature 1.
+
+    Attributes:
+        logprobs: float32 [v], by token id; with ``top_k`` float32 [k], likeliest first. Read-only.
+        token_ids: int32 [k], which tokens these are; None: all.
+        version: of the weights.
+        cached_tokens: prompt tokens that were served from the prefix cache.
+        worker: index of the worker that computed it.
+    """
+
+    logprobs: NDArray[np.float32]
+    token_ids: NDArray[np.int32] | None
+    version: int
+    cached_tokens: int
+    worker: int
+
+
 class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False):
     """One sampled continuation of one prompt. Made from what came in; everything else, the arrays
     and the text included, is worked out when it is first asked for.

@@ -197,10 +197,21 @@ class TokenChunk(msgspec.Struct, array_like=True, gc=False, frozen=True):
 
 
 class ScoreArgs(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """Logprobs wanted of the tokens of ``input_ids`` (int32) from position ``start`` on."""
+    """Logprobs wanted of the tokens of ``input_ids`` (int32) from position ``start`` on, and of the
+    ``top_logprobs`` likeliest at each of these positions. Answered with a ``TokenChunk``."""
 
     input_ids: bytes
     start: int = 0
+    top_logprobs: int = 0
+
+
+class NextTokenArgs(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """The distribution of the token behind ``input_ids`` (int32): the ``top_k`` likeliest tokens;
+    0: all. Answered with a ``TokenChunk`` that has ``top_ids`` and ``top_logprobs`` of one
+    position, or has none and is followed by one raw frame, float32 [vocab_size]."""
+
+    input_ids: bytes
+    top_k: int = 0
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):

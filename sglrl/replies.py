@@ -6,7 +6,9 @@ Each class is a ``driver.Reply``: called on the event loop, it neither blocks no
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -14,7 +16,7 @@ from numpy.typing import NDArray
 
 from .actor import error_of
 from .codec import MALFORMED, Buffer, encode
-from .completion import Completion, Decode
+from .completion import Completion, Decode, NextTokenLogprobs, Scores
 from .core.calls import Call
 from .driver import now
 from .errors import ProtocolError, SglrlError
@@ -140,17 +142,20 @@ class GenerationReply:
         )
 
 
-class ScoreReply:
-    """Resolves a future with the logprobs of ``count`` tokens."""
+class _WholeReply:
+    """Resolves a future with what one item makes."""
 
-    __slots__ = ("count", "future")
+    __slots__ = ("future",)
 
-    def __init__(self, future: asyncio.Future[NDArray[np.float32]], count: int) -> None:
+    def __init__(self, future: asyncio.Future[Any]) -> None:
         self.future = future
-        self.count = count
+
+    def made(self, call: Call, chunk: TokenChunk, frames: Sequence[Buffer]) -> Any:
+        """Raises ``ProtocolError`` unless it is what was asked for."""
+        raise NotImplementedError
 
     def chunk(self, item: Item, frames: Sequence[Buffer]) -> None:
-        """Scores come whole."""
+        """The answer comes whole."""
 
     def restart(self, call: Call) -> None:
         """Nothing was received yet."""
@@ -164,15 +169,74 @@ class ScoreReply:
             self.future.set_exception(error_of(outcome))
         else:
             try:
-                logprobs = _chunk_of(outcome).logprobs
-                if len(logprobs) != 4 * self.count:
-                    raise ProtocolError(
-                        f"the worker sent {len(logprobs) // 4} logprobs of {self.count} tokens"
-                    )
+                made = self.made(call, _chunk_of(outcome), frames)
             except ProtocolError as error:
                 self.future.set_exception(error)
             else:
-                self.future.set_result(np.frombuffer(logprobs, dtype="<f4"))
+                self.future.set_result(made)
+
+
+class ScoreReply(_WholeReply):
+    """The logprobs of ``count`` tokens, float32 [count]; with ``top``, ``Scores``."""
+
+    __slots__ = ("count", "top")
+
+    def __init__(self, future: asyncio.Future[Any], count: int, top: int) -> None:
+        super().__init__(future)
+        self.count = count
+        self.top = top
+
+    def made(
+        self, call: Call, chunk: TokenChunk, frames: Sequence[Buffer]
+    ) -> NDArray[np.float32] | Scores:
+        count, top = self.count, self.top
+        if len(chunk.logprobs) != 4 * count:
+            raise ProtocolError(
+                f"the worker sent {len(chunk.logprobs) // 4} logprobs of {count} tokens"
+            )
+        logprobs = np.frombuffer(chunk.logprobs, dtype="<f4")
+        if not top:
+            return logprobs
+        return Scores(logprobs, *_top_of(chunk, (count, top)))
+
+
+class NextTokenReply(_WholeReply):
+    """``NextTokenLogprobs`` of the ``top_k`` likeliest tokens, or (0) of all ``vocab_size``."""
+
+    __slots__ = ("top_k", "vocab_size")
+
+    def __init__(self, future: asyncio.Future[Any], top_k: int, vocab_size: int) -> None:
+        super().__init__(future)
+        self.top_k = top_k
+        self.vocab_size = vocab_size
+
+    def made(self, call: Call, chunk: TokenChunk, frames: Sequence[Buffer]) -> NextTokenLogprobs:
+        ids: NDArray[np.int32] | None = None
+        if self.top_k:
+            ids, logprobs = _top_of(chunk, (self.top_k,))
+        elif len(frames) == 1 and len(frames[0]) == 4 * self.vocab_size:
+            logprobs = np.frombuffer(frames[0], dtype="<f4")
+        else:
+            raise ProtocolError(
+                f"the worker sent no logprobs of the {self.vocab_size} tokens that there are"
+            )
+        return NextTokenLogprobs(
+            logprobs,
+            ids,
+            chunk.version,
+            chunk.cached_tokens,
+            call.worker.index,  # type: ignore[union-attr]
+        )
+
+
+def _top_of(
+    chunk: TokenChunk, shape: tuple[int, ...]
+) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """The ids and logprobs of the likeliest tokens."""
+    if not len(chunk.top_ids) == len(chunk.top_logprobs) == 4 * math.prod(shape):
+        raise ProtocolError("the worker did not send the likeliest tokens as asked")
+    ids = np.frombuffer(chunk.top_ids, dtype="<i4").reshape(shape)
+    return ids, np.frombuffer(chunk.top_logprobs, dtype="<f4").reshape(shape)
 
 
 class ChunkReply:

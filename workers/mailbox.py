@@ -13,7 +13,7 @@ import traceback
 
 import msgspec
 
-from sglrl.codec import decode_to_worker, encode, readable
+from sglrl.codec import Buffer, decode_to_worker, encode, readable
 from sglrl.dropped import Dropped
 from sglrl.errors import ProtocolError, SglrlError
 from sglrl.messages import (
@@ -25,6 +25,7 @@ from sglrl.messages import (
     GenerateArgs,
     Item,
     ItemKind,
+    NextTokenArgs,
     Ready,
     Results,
     ScoreArgs,
@@ -41,7 +42,7 @@ from .leave import leave
 
 logger = logging.getLogger("sglrl.worker")
 
-ENDPOINTS = ["flush_cache", "generate", "score", "stats"]
+ENDPOINTS = ["flush_cache", "generate", "next_token_logprobs", "score", "stats"]
 
 
 class Mailbox:
@@ -63,8 +64,11 @@ class Mailbox:
         self._held: set[int] = set()
         """Calls that have not been answered."""
         self._items: list[Item] = []
+        self._frames: list[Buffer] = []
+        """Raw frames of the items, in their order."""
         self._generate = msgspec.msgpack.Decoder(GenerateArgs)
         self._score = msgspec.msgpack.Decoder(ScoreArgs)
+        self._next_token = msgspec.msgpack.Decoder(NextTokenArgs)
         self._encode = msgspec.msgpack.Encoder().encode
 
     def starting(self, stage: str) -> None:
@@ -121,6 +125,13 @@ class Mailbox:
         else:
             self._items.append(Item(id_, kind, msgspec.Raw(self._encode(chunk))))
 
+    def put_row(self, id_: int, chunk: TokenChunk, row: Buffer) -> None:
+        """The answer to ``next_token_logprobs`` for the whole vocabulary. ``row`` is sent as it is:
+        it must not change any more."""
+        self._held.discard(id_)
+        self._items.append(Item(id_, ItemKind.DONE, msgspec.Raw(self._encode(chunk)), 1))
+        self._frames.append(row)
+
     def put_value(self, id_: int, value: object) -> None:
         """The answer of a control endpoint; leaves with the next ``flush``."""
         self._held.discard(id_)
@@ -136,7 +147,9 @@ class Mailbox:
         is goes with it: see ``Results``."""
         if self._items:
             items, self._items = self._items, []
-            self._dealer.send([self._encode(Results(items, kv_usage, waiting, preempted))])
+            frames, self._frames = self._frames, []
+            head = self._encode(Results(items, kv_usage, waiting, preempted))
+            self._dealer.send([head, *frames])
 
     def close(self) -> None:
         self._dealer.close(linger=0.5)
@@ -152,6 +165,8 @@ class Mailbox:
                     engine.generate(call.id, self._generate.decode(call.args))
                 case "score":
                     engine.score(call.id, self._score.decode(call.args))
+                case "next_token_logprobs":
+                    engine.next_token_logprobs(call.id, self._next_token.decode(call.args))
                 case "stats":
                     self.put_value(call.id, engine.stats())
                 case "flush_cache":

@@ -29,6 +29,7 @@ from sglrl.messages import (
     ItemKind,
     Join,
     ModelDescription,
+    NextTokenArgs,
     Offer,
     Piece,
     Prepare,
@@ -173,7 +174,9 @@ def to_worker() -> list[list[bytes]]:
                 [
                     CallMessage(2, "generate", generate_args(prompt, logprobs=True, stream=True)),
                     CallMessage(3, "generate", generate_args(prompt, resume=ids(3, 1))),
-                    CallMessage(4, "score", raw(ScoreArgs(prompt, 1))),
+                    CallMessage(4, "score", raw(ScoreArgs(prompt, 1, 2))),
+                    CallMessage(11, "next_token_logprobs", raw(NextTokenArgs(prompt))),
+                    CallMessage(12, "next_token_logprobs", raw(NextTokenArgs(prompt, 2))),
                 ]
             ),
             [],

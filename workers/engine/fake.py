@@ -1,7 +1,9 @@
 """A deterministic engine without torch, for tests and benchmarks of the fabric.
 
 It answers with the prompt repeated to ``max_new_tokens``; the logprob of output position i is
-``-(i + 1) / 1024``. Options, given as engine arguments:
+``-(i + 1) / 1024``. Of the next token it says that the last one of the prompt is the likeliest, and
+that each further id, round and round, is less likely by a factor of e. Options, given as engine
+arguments:
 
 * ``tokens_per_step`` (default: all at once): new tokens of each running request a step;
 * ``step_seconds`` (default 0): how long a step takes;
@@ -30,12 +32,14 @@ from sglrl.messages import (
     EngineStats,
     GenerateArgs,
     ItemKind,
+    NextTokenArgs,
     Sampling,
     ScoreArgs,
     TokenChunk,
 )
 
 from ..mailbox import Mailbox
+from .protocol import check_top
 
 _SAMPLINGS = 1024
 
@@ -70,6 +74,9 @@ class FakeEngine:
         self.begun = time.monotonic()
         table = -(np.arange(self.context_length, dtype=np.float32) + 1) / 1024
         self.table = table.astype("<f4").tobytes()
+        falling = -np.arange(self.vocab_size, dtype=np.float64)
+        falling -= np.log(np.exp(falling).sum())
+        self.falling = falling.astype("<f4")
         self.sampling = msgspec.msgpack.Decoder(Sampling)
         self.samplings: dict[bytes, Sampling] = {}
 
@@ -101,9 +108,35 @@ class FakeEngine:
         count = len(args.input_ids) // 4
         if not 0 <= args.start < count:
             raise InvalidRequest(f"start={args.start} is not within the {count} tokens given")
+        check_top(args.top_logprobs, self.vocab_size)
+        count -= args.start
+        top = args.top_logprobs
         self.mailbox.put(
-            id_, ItemKind.DONE, TokenChunk(b"", self.table[: 4 * (count - args.start)], "stop")
+            id_,
+            ItemKind.DONE,
+            TokenChunk(
+                b"",
+                self.table[: 4 * count],
+                "stop",
+                top_ids=np.tile(np.arange(top, dtype="<i4"), count).tobytes(),
+                top_logprobs=np.tile(self.falling[:top], count).tobytes(),
+            ),
         )
+
+    def next_token_logprobs(self, id_: int, args: NextTokenArgs) -> None:
+        if len(args.input_ids) < 4:
+            raise InvalidRequest("there is no token given")
+        check_top(args.top_k, self.vocab_size)
+        last = int.from_bytes(args.input_ids[-4:], "little")
+        if args.top_k:
+            ids = (np.arange(args.top_k, dtype="<i4") + last) % self.vocab_size
+            chunk = TokenChunk(
+                b"", top_ids=ids.tobytes(), top_logprobs=self.falling[: args.top_k].tobytes()
+            )
+            self.mailbox.put(id_, ItemKind.DONE, chunk)
+        else:
+            row = np.roll(self.falling, last)
+            self.mailbox.put_row(id_, TokenChunk(b""), row.tobytes())
 
     def abort(self, id_: int) -> None:
         if self.requests.pop(id_, None) is not None:

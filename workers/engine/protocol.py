@@ -5,12 +5,19 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from sglrl.messages import EngineInfo, EngineStats, GenerateArgs, ScoreArgs
+from sglrl.errors import InvalidRequest
+from sglrl.messages import EngineInfo, EngineStats, GenerateArgs, NextTokenArgs, ScoreArgs
+
+
+def check_top(wanted: int, vocab_size: int) -> None:
+    """Raises ``InvalidRequest`` unless a vocabulary has so many likeliest tokens."""
+    if not 0 <= wanted <= vocab_size:
+        raise InvalidRequest(f"there are no {wanted} likeliest of {vocab_size} tokens")
 
 
 class Engine(Protocol):
-    """Invariant: every id taken by ``generate`` or ``score`` is answered exactly once with a final
-    item, also after ``abort``."""
+    """Invariant: every id taken by ``generate``, ``score`` or ``next_token_logprobs`` is answered
+    exactly once with a final item, also after ``abort``."""
 
     def generate(self, id_: int, args: GenerateArgs) -> None:
         """Take a request in. May raise ``InvalidRequest``: then nothing was taken."""
@@ -18,6 +25,10 @@ class Engine(Protocol):
 
     def score(self, id_: int, args: ScoreArgs) -> None:
         """Take a scoring request in. May raise ``InvalidRequest``."""
+        ...
+
+    def next_token_logprobs(self, id_: int, args: NextTokenArgs) -> None:
+        """Take a request for the next token's distribution in. May raise ``InvalidRequest``."""
         ...
 
     def abort(self, id_: int) -> None:

@@ -11,7 +11,14 @@ from sglang.srt.managers.io_struct import BatchTokenIDOutput, TokenizedGenerateR
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglrl.errors import InvalidRequest
-from sglrl.messages import GenerateArgs, ItemKind, Sampling, ScoreArgs, TokenChunk
+from sglrl.messages import (
+    GenerateArgs,
+    ItemKind,
+    NextTokenArgs,
+    Sampling,
+    ScoreArgs,
+    TokenChunk,
+)
 
 _sampling = msgspec.msgpack.Decoder(Sampling)
 PROGRESS_TOKENS = 64
@@ -102,13 +109,31 @@ def score_request(id_: int, args: ScoreArgs, params: SamplingParams) -> Tokenize
         return_logprob=True,
         # SGLang leaves out the first one: it would come from the token before.
         logprob_start_len=max(0, args.start - 1),
+        top_logprobs_num=args.top_logprobs,
+        stream=False,
+    )
+
+
+def next_token_request(
+    id_: int, args: NextTokenArgs, params: SamplingParams
+) -> TokenizedGenerateReqInput:
+    """A prefill whose logits are read where they are computed (``next_token.py``)."""
+    return _request(
+        id_,
+        args,
+        params,
+        return_logprob=False,
+        logprob_start_len=-1,
         top_logprobs_num=0,
         stream=False,
     )
 
 
 def _request(
-    id_: int, args: GenerateArgs | ScoreArgs, params: SamplingParams, **fields: Any
+    id_: int,
+    args: GenerateArgs | ScoreArgs | NextTokenArgs,
+    params: SamplingParams,
+    **fields: Any,
 ) -> TokenizedGenerateReqInput:
     return TokenizedGenerateReqInput(
         rid=request_id(id_),
@@ -162,12 +187,33 @@ def token_chunks(
     return chunks
 
 
-def score_chunk(output: BatchTokenIDOutput, i: int, start: int) -> TokenChunk:
-    """The prompt's logprobs from position ``start`` on; NaN for position 0, which has none."""
-    values = [float("nan") if v is None else v for v in output.input_token_logprobs_val[i]]
-    if start:
-        del values[0]
-    return TokenChunk(b"", np.array(values, dtype="<f4").tobytes(), "stop", output.cached_tokens[i])
+def score_chunk(
+    output: BatchTokenIDOutput, i: int, start: int, top: int, version: int
+) -> TokenChunk:
+    """The prompt's logprobs from position ``start`` on. Position 0 has none: its logprobs are NaN,
+    and the ids of its likeliest tokens -1."""
+    # SGLang's first position is the one before ``start``, if there is one.
+    skip = 1 if start else 0
+    values = [float("nan") if v is None else v for v in output.input_token_logprobs_val[i][skip:]]
+    top_ids = top_values = b""
+    if top:
+        top_ids = _matrix(
+            [row or [-1] * top for row in output.input_top_logprobs_idx[i][skip:]], top, "<i4"
+        )
+        top_values = _matrix(
+            [row or [float("nan")] * top for row in output.input_top_logprobs_val[i][skip:]],
+            top,
+            "<f4",
+        )
+    return TokenChunk(
+        b"",
+        np.array(values, dtype="<f4").tobytes(),
+        "stop",
+        output.cached_tokens[i],
+        version,
+        top_ids,
+        top_values,
+    )
 
 
 def aborted_chunk(version: int) -> TokenChunk:

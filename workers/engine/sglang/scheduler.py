@@ -39,6 +39,7 @@ from sglrl.messages import (
     EngineStats,
     GenerateArgs,
     ItemKind,
+    NextTokenArgs,
     ScoreArgs,
     WorkerSpec,
 )
@@ -47,7 +48,9 @@ from ...beat import start_beats
 from ...mailbox import Mailbox
 from ...weights import RankWeights
 from ..loop import IDLE_WAIT
+from ..protocol import check_top
 from . import compat, convert, resume, seeds
+from .next_token import NextTokens, Rows
 from .resume import Resume
 from .weights import SglangWeights, WeightCommand
 
@@ -62,6 +65,7 @@ class _Request:
 
     ``sent``: tokens reported so far, the ``resumed`` ones of another worker included. ``version``:
     of the next one. ``changes``: (position, version), in order, where it changes later.
+    ``score_start``: of a scoring request; else -1.
     """
 
     __slots__ = ("changes", "resumed", "score_start", "sent", "top", "version")
@@ -113,6 +117,11 @@ class Adapter:
         self.arrived = threading.Event()
         self.draining: WeightCommand | None = None
         self.held_back: list[Any] = []
+        self.next_tokens = NextTokens()
+        self.rows: Rows | None = None
+        """Of the batch whose results are being processed."""
+        self.result_version = 0
+        """Of the weights that it was run with."""
 
     # --- from the driver --------------------------------------------------------------------------
 
@@ -138,9 +147,18 @@ class Adapter:
         count = len(args.input_ids) // 4
         if not 0 <= args.start < count:
             raise InvalidRequest(f"start={args.start} is not within the {count} tokens given")
+        check_top(args.top_logprobs, self.scheduler.model_config.vocab_size)
         params = convert.score_params()
         self.incoming.append(convert.score_request(id_, args, params))
-        self.requests[id_] = _Request(self.scheduler.sglrl_version, 0, args.start)
+        self.requests[id_] = _Request(self.scheduler.sglrl_version, args.top_logprobs, args.start)
+
+    def next_token_logprobs(self, id_: int, args: NextTokenArgs) -> None:
+        if len(args.input_ids) < 4:
+            raise InvalidRequest("there is no token given")
+        check_top(args.top_k, self.scheduler.model_config.vocab_size)
+        self.incoming.append(convert.next_token_request(id_, args, self.next_tokens.params))
+        self.requests[id_] = _Request(self.scheduler.sglrl_version, args.top_k, -1)
+        self.next_tokens.wanted[convert.request_id(id_)] = args.top_k
 
     def abort(self, id_: int) -> None:
         if id_ in self.requests:
@@ -148,6 +166,7 @@ class Adapter:
             if any(request.rid == rid for request in self.held_back):
                 self.held_back = [r for r in self.held_back if r.rid != rid]
                 del self.requests[id_]
+                self.next_tokens.wanted.pop(rid, None)
                 self.mailbox.put(id_, ItemKind.CANCELLED)
                 return
             self.cancelled.add(id_)
@@ -309,6 +328,7 @@ class Adapter:
             if id_ in self.returned and kind == ItemKind.ERROR:
                 kind = ItemKind.DONE
             del self.requests[id_]
+            next_token = self.next_tokens.wanted.pop(rid, None) is not None
             self.prompt_tokens += output.prompt_tokens[i]
             self.cached_tokens += output.cached_tokens[i]
             self.generated_tokens += output.completion_tokens[i] - request.resumed
@@ -318,7 +338,13 @@ class Adapter:
             elif kind == ItemKind.ERROR:
                 mailbox.put_error(id_, error, text)
             elif request.score_start >= 0:
-                mailbox.put(id_, kind, convert.score_chunk(output, i, request.score_start))
+                chunk = convert.score_chunk(
+                    output, i, request.score_start, request.top, self.result_version
+                )
+                mailbox.put(id_, kind, chunk)
+            elif next_token:
+                assert self.rows is not None
+                self.rows.put(mailbox, id_, rid, output.cached_tokens[i], self.result_version)
             else:
                 self.returned.discard(id_)
                 *chunks, last = convert.token_chunks(output, i, request.top, request.take(count))
@@ -348,6 +374,7 @@ class Adapter:
         request = self.requests.pop(id_, None)
         if request is None:
             return
+        self.next_tokens.wanted.pop(output.rid, None)
         if id_ in self.cancelled:
             self.cancelled.discard(id_)
             self.mailbox.put(id_, ItemKind.CANCELLED)
@@ -471,9 +498,13 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
         self._sglrl_launches += 1
         if batch.forward_mode.is_extend():
             self._sglrl_last_prefill = self._sglrl_launches
+            if self.sglrl_adapter is not None:
+                # A prompt that is prefilled in parts has its next token after the last one.
+                self.sglrl_adapter.next_tokens.expect(batch.reqs, self.chunked_req)
         result = super().run_batch(batch, *args, **kwargs)
         result.sglrl_version = self.sglrl_version
         result.sglrl_launch = self._sglrl_launches
+        result.sglrl_rows = self.sglrl_adapter and self.sglrl_adapter.next_tokens.take()
         return result
 
     def process_batch_result(self, batch: Any, result: Any, *args: Any, **kwargs: Any) -> Any:
@@ -488,6 +519,9 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
                 self.sglrl_adapter.version_changed(
                     version, {r.rid: len(r.output_ids) for r in live}
                 )
+        if self.sglrl_adapter is not None:
+            self.sglrl_adapter.rows = result.sglrl_rows
+            self.sglrl_adapter.result_version = version
         returned = super().process_batch_result(batch, result, *args, **kwargs)
         if self.sglrl_adapter is not None:
             # First: a beat must not say that a prefill is over without the progress made in it.
@@ -562,6 +596,7 @@ def run_scheduler(spec: WorkerSpec, body: EngineSpec) -> None:
     if adapter is not None and mailbox is not None:
         adapter.scheduler = scheduler
         adapter.begun = time.monotonic()
+        adapter.next_tokens.install(scheduler.tp_worker.model_runner)
         window = body.window or max(64, 2 * int(scheduler.max_running_requests))
         start_beats(spec, scheduler.sglrl_beat)
         mailbox.ready(window, adapter.info())

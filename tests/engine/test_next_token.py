@@ -1,0 +1,165 @@
+"""The next token's distribution is that of Hugging Face transformers, in both of SGLang's loops,
+however the request is batched, cut up or cached."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+import sglrl
+
+from .reference import Reference
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+TOLERANCE = 1e-4
+CHUNK = 64
+PROMPTS = [[3 + (7 * i + 11 * j * j) % 500 for j in range(1 + 5 * i)] for i in range(6)]
+
+
+@pytest_asyncio.fixture(
+    scope="module", loop_scope="session", params=[False, True], ids=["normal", "overlap"]
+)
+async def engine(request: pytest.FixtureRequest, qwen: Path) -> AsyncIterator[sglrl.Client]:
+    async with sglrl.launch(
+        qwen,
+        device="cpu",
+        disable_overlap_schedule=not request.param,
+        chunked_prefill_size=CHUNK,
+    ) as client:
+        yield client
+
+
+async def test_equals_the_reference(engine: sglrl.Client, reference: Reference) -> None:
+    assert await engine.flush_cache()
+    # Again: the second time all but the last token of each is cached.
+    for again in range(2):
+        found = await asyncio.gather(*(engine.next_token_logprobs(p) for p in PROMPTS))
+        for prompt, one in zip(PROMPTS, found, strict=True):
+            assert one.logprobs.dtype == np.float32
+            assert one.logprobs.shape == (engine.info.vocab_size,)
+            assert not one.logprobs.flags.writeable
+            assert not one.logprobs.flags.owndata
+            assert one.token_ids is None
+            assert one.version == 0
+            assert one.worker == 0
+            if again:
+                assert one.cached_tokens == len(prompt) - 1
+            expected = reference.logprobs(prompt)[-1]
+            np.testing.assert_allclose(one.logprobs, expected, atol=TOLERANCE, rtol=0)
+
+
+async def test_the_likeliest_of_them(engine: sglrl.Client) -> None:
+    sizes = [1, 5, engine.info.vocab_size]
+    whole, *some = await asyncio.gather(
+        engine.next_token_logprobs(PROMPTS[3]),
+        *(engine.next_token_logprobs(PROMPTS[3], top_k=k) for k in sizes),
+    )
+    order = np.sort(whole.logprobs)[::-1]
+    for k, top in zip(sizes, some, strict=True):
+        assert top.token_ids is not None
+        assert top.token_ids.dtype == np.int32
+        assert top.token_ids.shape == top.logprobs.shape == (k,)
+        np.testing.assert_allclose(top.logprobs, order[:k], atol=TOLERANCE, rtol=0)
+        np.testing.assert_allclose(
+            top.logprobs, whole.logprobs[top.token_ids], atol=TOLERANCE, rtol=0
+        )
+    # One after the other, it is the last one of its batch too.
+    alone = await engine.next_token_logprobs(PROMPTS[3], 5)
+    np.testing.assert_allclose(alone.logprobs, order[:5], atol=TOLERANCE, rtol=0)
+
+
+async def test_a_prompt_prefilled_in_parts(engine: sglrl.Client, reference: Reference) -> None:
+    long = [[3 + (i * 13 + j * j * 7) % 500 for j in range(2 * CHUNK + 9 + i)] for i in range(3)]
+    assert await engine.flush_cache()
+    found = await asyncio.gather(*(engine.next_token_logprobs(p) for p in [*long, *PROMPTS]))
+    for prompt, one in zip([*long, *PROMPTS], found, strict=True):
+        expected = reference.logprobs(prompt)[-1]
+        np.testing.assert_allclose(one.logprobs, expected, atol=TOLERANCE, rtol=0)
+
+
+async def test_among_generation(engine: sglrl.Client, reference: Reference) -> None:
+    """Whatever else is in the batch: sampling turns its logits into probabilities in place."""
+    assert await engine.flush_cache()
+    sampled = [
+        engine.generate(
+            input_ids=[[9 + i, *prompt] for prompt in PROMPTS],
+            max_new_tokens=30,
+            temperature=0.3 + i,
+            top_p=0.8,
+            frequency_penalty=0.5,
+            logprobs=True,
+        )
+        for i in range(2)
+    ]
+    scored = engine.score(PROMPTS[5])
+    asked = [engine.next_token_logprobs(p, k) for p in PROMPTS for k in (None, 3)]
+    *_, scores = await asyncio.gather(*asked, *sampled, scored)
+    np.testing.assert_allclose(
+        scores[1:],
+        reference.logprobs(PROMPTS[5])[:-1][np.arange(len(PROMPTS[5]) - 1), PROMPTS[5][1:]],
+        atol=TOLERANCE,
+        rtol=0,
+    )
+    running = asyncio.ensure_future(
+        engine.generate(input_ids=PROMPTS[0], max_new_tokens=200, ignore_eos=True)
+    )
+    step = list(PROMPTS[1])
+    for _ in range(10):
+        # As who samples by himself asks: each prompt is the last one and a token.
+        one = await engine.next_token_logprobs(step)
+        expected = reference.logprobs(step)[-1]
+        np.testing.assert_allclose(one.logprobs, expected, atol=TOLERANCE, rtol=0)
+        step.append(int(one.logprobs.argmax()))
+    assert len((await running).output_ids) == 200
+
+
+async def test_cancelled_and_late(engine: sglrl.Client, reference: Reference) -> None:
+    calls = [asyncio.ensure_future(engine.next_token_logprobs([5, 6, i % 500])) for i in range(100)]
+    await asyncio.sleep(0)
+    for call in calls[::2]:
+        call.cancel()
+    done = await asyncio.gather(*calls, return_exceptions=True)
+    assert all(isinstance(one, asyncio.CancelledError) for one in done[::2])
+    expected = reference.logprobs([5, 6, 99])[-1]
+    assert isinstance(done[99], sglrl.NextTokenLogprobs)
+    np.testing.assert_allclose(done[99].logprobs, expected, atol=TOLERANCE, rtol=0)
+    with pytest.raises(sglrl.DeadlineExceeded):
+        await engine.next_token_logprobs([1] * 2000, timeout=1e-4)
+    assert (await engine.next_token_logprobs([5, 6, 99])).cached_tokens == 2
+    assert all(worker.load == 0 for worker in engine.workers)
+
+
+async def test_scores_with_the_likeliest_tokens(engine: sglrl.Client, reference: Reference) -> None:
+    prompt = [3 + (j * j * 7) % 500 for j in range(CHUNK + 20)]
+    rows = reference.logprobs(prompt)
+    for start in (0, 1, 2, 40, len(prompt) - 1):
+        assert await engine.flush_cache()
+        for _ in range(2):
+            scores = await engine.score(prompt, start=start, top_logprobs=4)
+            n = len(prompt) - start
+            assert scores.logprobs.shape == (n,)
+            assert scores.top_ids.shape == scores.top_logprobs.shape == (n, 4)
+            assert scores.top_ids.dtype == np.int32
+            first = 0
+            if start == 0:
+                assert np.isnan(scores.logprobs[0])
+                assert np.isnan(scores.top_logprobs[0]).all()
+                assert (scores.top_ids[0] == -1).all()
+                first = 1
+            expected = rows[start + first - 1 : -1]
+            chosen = expected[np.arange(len(expected)), prompt[start + first :]]
+            np.testing.assert_allclose(scores.logprobs[first:], chosen, atol=TOLERANCE, rtol=0)
+            best = np.sort(expected, axis=1)[:, ::-1][:, :4]
+            np.testing.assert_allclose(scores.top_logprobs[first:], best, atol=TOLERANCE, rtol=0)
+            np.testing.assert_allclose(
+                np.take_along_axis(expected, scores.top_ids[first:], axis=1),
+                best,
+                atol=TOLERANCE,
+                rtol=0,
+            )

@@ -1,0 +1,118 @@
+"""The next token's distribution, read where the model has just computed its logits.
+
+SGLang would pass a whole vocabulary of logprobs on as Python lists. Here the rows of the requests
+that asked for them are normalized on the device in float32, before sampling changes the logits in
+place, copied to the host beside whatever runs next, and sent from where they land.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from sglrl.messages import ItemKind, TokenChunk
+
+from ...mailbox import Mailbox
+from . import convert
+
+
+class NextTokens:
+    """What rank 0 of a replica is asked for. ``wanted``: by request id, how many of the likeliest
+    tokens; 0: all."""
+
+    def __init__(self) -> None:
+        self.wanted: dict[str, int] = {}
+        # Shared by all: nothing in it is about one request.
+        self.params = convert.score_params()
+        self._expected: list[tuple[int, str, int]] = []
+        self._rows: Rows | None = None
+        self._stream: Any = None
+
+    def install(self, runner: Any) -> None:
+        """Look at what this model runner's forward pass returns. Call once it is built."""
+        forward = runner.forward
+
+        def with_rows(*args: Any, **kwargs: Any) -> Any:
+            output = forward(*args, **kwargs)
+            if self._expected:
+                expected, self._expected = self._expected, []
+                logits = output.logits_output.next_token_logits
+                if logits.is_cuda and self._stream is None:
+                    self._stream = torch.cuda.Stream(logits.device)
+                self._rows = Rows(logits, expected, self._stream)
+            return output
+
+        runner.forward = with_rows
+
+    def expect(self, requests: Sequence[Any], unfinished: Any) -> None:
+        """The next forward pass is of these requests; of ``unfinished`` it is not the last."""
+        if self.wanted:
+            self._expected = [
+                (i, request.rid, self.wanted[request.rid])
+                for i, request in enumerate(requests)
+                if request.rid in self.wanted and request is not unfinished
+            ]
+
+    def take(self) -> Rows | None:
+        """Of the forward pass that has been launched."""
+        rows, self._rows = self._rows, None
+        return rows
+
+
+class Rows:
+    """Rows of one forward pass, on their way to the host. ``logits``: [requests, vocabulary].
+    ``expected``: (row, request id, how many of the likeliest; 0: all). ``stream``: that copies;
+    None on CPU."""
+
+    def __init__(
+        self, logits: torch.Tensor, expected: list[tuple[int, str, int]], stream: Any
+    ) -> None:
+        self._place = {rid: at for at, (_, rid, _) in enumerate(expected)}
+        self._top = [top for *_, top in expected]
+        self._done: Any = None
+        if len(expected) != len(logits):
+            index = torch.tensor([row for row, *_ in expected])
+            if stream is not None:
+                index = index.pin_memory().to(logits.device, non_blocking=True)
+            logits = logits.index_select(0, index)
+        logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+        found: list[torch.Tensor] = []
+        if not all(self._top):
+            found.append(logprobs)
+        if most := max(self._top):
+            values, ids = logprobs.topk(most)
+            found += [values, ids.to(torch.int32)]
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(logits.device))
+            with torch.cuda.stream(stream):
+                found = [_to_host(tensor, stream) for tensor in found]
+                self._done = torch.cuda.Event()
+                self._done.record()
+        self._top_rows = found[-2:] if most else []
+        self._full_rows = found[0] if not all(self._top) else None
+
+    def put(self, mailbox: Mailbox, id_: int, rid: str, cached_tokens: int, version: int) -> None:
+        """Answer the call."""
+        if self._done is not None:
+            self._done.synchronize()
+            self._done = None
+        at = self._place[rid]
+        top = self._top[at]
+        if not top:
+            assert self._full_rows is not None
+            chunk = TokenChunk(b"", b"", "stop", cached_tokens, version)
+            mailbox.put_row(id_, chunk, memoryview(self._full_rows[at].numpy()).cast("B"))
+            return
+        values, ids = (tensor[at, :top].numpy().tobytes() for tensor in self._top_rows)
+        chunk = TokenChunk(b"", b"", "stop", cached_tokens, version, ids, values)
+        mailbox.put(id_, ItemKind.DONE, chunk)
+
+
+def _to_host(tensor: torch.Tensor, stream: Any) -> torch.Tensor:
+    target = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    target.copy_(tensor, non_blocking=True)
+    # The memory must not be used again before the copy has been made.
+    tensor.record_stream(stream)
+    return target
