@@ -837,7 +837,9 @@ class Client:
     def _check_input_ids(self, input_ids: Any) -> tuple[bool, list[bytes]]:
         vocab_size = self._vocab_size
         if isinstance(input_ids, (list, tuple)):
-            if input_ids and not hasattr(input_ids[0], "__index__"):
+            first: Any = input_ids[0] if input_ids else 0
+            # Arrays and tensors have __index__, too.
+            if getattr(first, "ndim", 0) or not hasattr(first, "__index__"):
                 return True, [check_ids(ids, vocab_size) for ids in input_ids]
         elif getattr(input_ids, "ndim", 1) == 2:
             return True, [check_ids(ids, vocab_size) for ids in input_ids]

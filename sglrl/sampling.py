@@ -267,7 +267,7 @@ class SamplingCache:
         except TypeError:
             # A list or a dict among the values.
             key = None
-        found = self._check(_from_kwargs(kwargs))
+        found = self._check(from_kwargs(kwargs))
         if key is not None:
             self._bound(self._by_kwargs)[key] = found
         return found
@@ -304,7 +304,8 @@ def _canonical(kwargs: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _from_kwargs(kwargs: dict[str, Any]) -> SamplingParams:
+def from_kwargs(kwargs: dict[str, Any]) -> SamplingParams:
+    """Of names as they are understood everywhere, aliases included."""
     return SamplingParams(**_canonical(kwargs))
 
 

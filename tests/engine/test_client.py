@@ -7,8 +7,10 @@ import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import pytest_asyncio
+import torch
 
 import sglrl
 
@@ -63,6 +65,14 @@ async def test_a_completion_describes_itself(client: sglrl.Client) -> None:
     assert made.logprobs is None
     assert 0 <= made.timing.queued <= made.timing.first_token <= made.timing.total
     assert "5 new tokens" in repr(made)
+
+
+async def test_a_list_of_arrays_is_a_list_of_prompts(client: sglrl.Client) -> None:
+    lists = [PROMPT, PROMPT[:3]]
+    for given in ([np.array(ids) for ids in lists], [torch.tensor(ids) for ids in lists]):
+        made = await client.generate(input_ids=given, max_new_tokens=2)
+        assert [c.prompt_ids.tolist() for c in made] == lists
+        assert [len(scores) for scores in await client.score(given)] == [len(PROMPT), 3]
 
 
 async def test_stats_and_flush(client: sglrl.Client) -> None:

@@ -1,0 +1,1 @@
+"""sglrl behind the interfaces of other projects. Each module needs its project installed."""

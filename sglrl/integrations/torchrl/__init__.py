@@ -1,0 +1,19 @@
+"""For users of TorchRL (``pip install 'sglrl[torchrl]'``): the names of its SGLang classes."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .wrapper import SGLangWrapper as SGLangWrapper
+
+_HOMES = {"SGLangWrapper": "wrapper"}
+
+__all__ = ["SGLangWrapper"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,495 @@
+"""TorchRL's policy over an sglrl pool: a ``LLMWrapperBase`` that generates or scores.
+
+All input modes come down to token ids, all results to one ``Sample`` each; ``rows.py`` turns those
+into TorchRL's containers.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from typing import Any, Self, cast
+
+import torch
+from tensordict import (
+    LazyStackedTensorDict,
+    NonTensorData,
+    NonTensorStack,
+    TensorDict,
+    TensorDictBase,
+    lazy_stack,
+)
+from torchrl.data.llm import History
+from torchrl.modules.llm.policies.common import LLMWrapperBase
+
+from ...errors import InvalidRequest
+from ...sampling import SamplingParams, from_kwargs
+from .rows import Keys, Sample, make_rows
+from .unpad import unpad
+
+_MODES = ("history", "text", "tokens")
+_CALL_ARGUMENTS = ("timeout", "priority", "worker")
+"""Of ``client.generate``: in ``generate_kwargs`` and as keyword arguments of a call."""
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "do_sample": (True, False),
+    "logprobs": (True, False, 0, 1),
+    "num_beams": (1,),
+    "length_penalty": (1, 0),
+    "early_stopping": (False,),
+}
+"""TorchRL's common names that SGLang has no counterpart of: values that ask for nothing."""
+_PADDING_ARGUMENTS = ("padding", "padding_side", "return_tensors", "return_attention_mask")
+
+
+class SGLangWrapper(LLMWrapperBase):  # type: ignore[misc]
+    """TorchRL's ``SGLangWrapper``, with the containers of its ``TransformersWrapper``.
+
+    Args:
+        model: an ``AsyncSGLang`` of ``sglrl.integrations.torchrl``, a ``sglrl.BlockingClient`` that
+            runs, the address of a pool, or a model's name or folder: then it is started.
+        tokenizer: a Hugging Face tokenizer or its name; None: the model's.
+        input_mode: "history" (``History``), "text" or "tokens".
+        input_key: where the input is; by default ``(input_mode, "prompt")``, or
+            ``(input_mode, "full")`` with ``generate=False``.
+        attention_mask_key: in tokens mode, where the mask is if ``(masks_key,
+            "all_attention_mask")`` is not there.
+        generate: False: the log-probs of the given tokens, and nothing is sampled.
+        generate_kwargs: TorchRL's, vLLM's and SGLang's names of ``sglrl.SamplingParams``, and
+            ``timeout``, ``priority``, ``worker`` of ``client.generate``.
+        tokenizer_kwargs: for text mode, such as ``add_special_tokens``; padding is
+            ``pad_output``'s.
+        pad_output: tensors [batch, length]: prompts padded on the left, responses on the right. If
+            False, one tensor a sample, each with its own length: ``td.get(key, as_list=True)``,
+            ``as_nested_tensor=True`` (strided or jagged) or ``as_padded_tensor=True``.
+        inplace: True: the input with the results added; False: the results alone; "empty": the
+            results in an empty tensordict of the input's kind. None: True, or False with several
+            samples.
+        device: where results are put if the input has no device.
+        layout: of nested tensors that TorchRL's transforms make of the results.
+        num_samples: samples per prompt: one more batch dimension. ``n`` and
+            ``num_return_sequences`` in ``generate_kwargs`` mean the same.
+        chat_template_name, chat_template: as in ``History.apply_chat_template``.
+        return_log_probs: None: True.
+        batching, min_batch_size, max_batch_size, batching_timeout: accepted. Calls from several
+            threads run in the engine together, so none waits for others.
+        prefer_tokens: in history mode, generate from ``(tokens_key, "prompt")``, else
+            ``(tokens_key, "full")``, if the input has it.
+
+    Results, a sample: ``Tokens`` and ``LogProbs`` (prompt, response, full), ``Masks``, ``Text`` and
+    ``ChatHistory`` as ``rows.py`` says. A log-prob is of the distribution that was sampled from,
+    temperature and penalties included, top-p, top-k and min-p not; with ``generate=False``, at
+    temperature 1.
+
+    Raises:
+        ValueError: arguments contradict each other, or the input key is missing. What the client
+            raises (``sglrl.errors``) passes through: a bad sampling value is an ``InvalidRequest``,
+            which is a ``ValueError``.
+        TypeError: the input is of another type than ``input_mode`` says.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        tokenizer: Any = None,
+        input_mode: str = "history",
+        input_key: Any = None,
+        attention_mask_key: Any = "attention_mask",
+        generate: bool = True,
+        generate_kwargs: dict[str, Any] | None = None,
+        tokenizer_kwargs: dict[str, Any] | None = None,
+        pad_output: bool = False,
+        inplace: Any = None,
+        device: Any = None,
+        layout: Any = None,
+        num_samples: int | None = None,
+        chat_template_name: str | None = None,
+        chat_template: str | None = None,
+        return_log_probs: bool | None = None,
+        history_key: Any = "history",
+        text_key: Any = "text",
+        tokens_key: Any = "tokens",
+        masks_key: Any = "masks",
+        log_probs_key: Any = "log_probs",
+        batching: bool | None = None,
+        min_batch_size: int | None = None,
+        max_batch_size: int | None = None,
+        batching_timeout: float = 10.0,
+        prefer_tokens: bool = False,
+    ) -> None:
+        arguments = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
+        super().__init__()
+        if input_mode not in _MODES:
+            raise ValueError(
+                f"input_mode must be one of 'history', 'text', 'tokens'. Got '{input_mode}'"
+            )
+        if return_log_probs is False and not generate:
+            raise ValueError("return_log_probs must be True when generate=False.")
+        if not isinstance(pad_output, bool):
+            raise ValueError("pad_output must be a boolean")
+        self._check_batching(batching, min_batch_size, max_batch_size)
+        if batching and min_batch_size is None:
+            min_batch_size = 1
+        self._min_batch_size = min_batch_size
+        self._max_batch_size = max_batch_size
+        self._batching_timeout = batching_timeout
+        self._batching_lock = threading.Lock() if self.batching else None
+        self._batch_queue: list[Any] = []
+        self._futures: list[Any] = []
+
+        self.input_mode = input_mode
+        self.generate = generate
+        self.pad_output = pad_output
+        self.prefer_tokens = prefer_tokens
+        self.attention_mask_key = attention_mask_key
+        self._device = None if device is None else torch.device(device)
+        self.layout = torch.strided if layout is None and not pad_output else layout
+        self.chat_template_name = chat_template_name
+        self.chat_template = chat_template
+        self.return_log_probs = return_log_probs is not False
+        self.return_history = input_mode == "history"
+        self.return_text = input_mode != "tokens"
+        self.return_tokens = self.return_masks = True
+        self.history_key = history_key
+        self.text_key = text_key
+        self.tokens_key = tokens_key
+        self.masks_key = masks_key
+        self.log_probs_key = log_probs_key
+        if input_key is None:
+            input_key = (input_mode, "prompt" if generate else "full")
+        self.input_key = input_key
+        self.in_keys = [input_key]
+        self.out_keys = [
+            key
+            for key, wanted in (
+                (text_key, self.return_text),
+                (masks_key, True),
+                (tokens_key, True),
+                (log_probs_key, self.return_log_probs),
+                (history_key, self.return_history),
+            )
+            if wanted
+        ]
+
+        self.generate_kwargs = self._standardize_generate_kwargs(generate_kwargs)
+        several = self.generate_kwargs.get("num_return_sequences")
+        if num_samples is None and several is not None and several > 1:
+            num_samples = several
+        elif num_samples is not None and several not in (None, 1, num_samples):
+            raise ValueError("num_samples differs from generate_kwargs['n'].")
+        if num_samples is not None and inplace in (True, "empty"):
+            raise ValueError(
+                "inplace must be False (or None) when generating more than one sample."
+            )
+        self.num_samples = num_samples if generate else None
+        self.inplace = num_samples is None if inplace is None else inplace
+        self._call, self._sampling = _split(self.generate_kwargs)
+
+        self.model = _service(model)
+        if isinstance(tokenizer, str):
+            from transformers import AutoTokenizer
+
+            tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+        elif tokenizer is None:
+            tokenizer = self._own_tokenizer()
+        self.tokenizer = tokenizer
+        self.tokenizer_kwargs = dict(tokenizer_kwargs or {})
+        pad = getattr(tokenizer, "pad_token_id", None)
+        if pad is None:
+            pad = getattr(tokenizer, "eos_token_id", None)
+        self.padding_value = 0 if pad is None else pad
+        self._arguments = {**arguments, "model": self.model, "tokenizer": tokenizer}
+
+    @staticmethod
+    def _check_batching(batching: bool | None, least: int | None, most: int | None) -> None:
+        if batching is False and (least is not None or most is not None):
+            raise ValueError("min_batch_size and max_batch_size must be None if batching is False.")
+        if least is not None and most is not None and least > most:
+            raise ValueError(f"min_batch_size ({least}) must be <= max_batch_size ({most})")
+
+    def _own_tokenizer(self) -> Any:
+        try:
+            return self.client.tokenizer
+        except InvalidRequest:
+            # It has none, which is no matter if tokens come in and go out.
+            if self.input_mode != "tokens":
+                raise
+            return None
+
+    @property
+    def client(self) -> Any:
+        """The ``sglrl.BlockingClient`` behind ``model``."""
+        return getattr(self.model, "client", self.model)
+
+    def get_new_version(self, **kwargs: Any) -> Self:
+        """A wrapper of the same model with some arguments of the constructor changed. Of those that
+        follow from ``generate``, what was not given is worked out anew."""
+        return type(self)(**{**self._arguments, **kwargs})
+
+    # --- forward ----------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        tensordict: TensorDictBase,
+        *,
+        tensordict_out: TensorDictBase | None = None,
+        logits_only: bool = False,
+        **kwargs: Any,
+    ) -> TensorDictBase:
+        """Generate for, or score, every element of a tensordict of any batch size, all at once.
+
+        Args:
+            tensordict_out: where the results are written, instead of where ``inplace`` says.
+            logits_only: with ``generate=False``: also "logits", [length, vocabulary] a sample.
+            **kwargs: sampling values for this call, over ``generate_kwargs``.
+        """
+        if self.input_key not in tensordict:
+            raise ValueError(
+                f"Expected '{self.input_key}' key for {self.input_mode} input mode, but found "
+                f"keys: {list(tensordict.keys())}"
+            )
+        shape = tensordict.batch_size
+        flat = tensordict.reshape(-1) if tensordict.ndim else lazy_stack([tensordict])
+        inputs = list(flat.unbind(0))
+        samples = self._generate(inputs, kwargs) if self.generate else self._score(inputs)
+        if logits_only:
+            self._add_logits(samples)
+        keys = Keys(
+            text=self.text_key if self.return_text else None,
+            tokens=self.tokens_key,
+            masks=self.masks_key,
+            log_probs=self.log_probs_key if self.return_log_probs else None,
+            history=self.history_key if self.return_history else None,
+        )
+        device = self._device if tensordict.device is None else tensordict.device
+        rows = make_rows(samples, keys, self.pad_output, self.padding_value, device)
+        out = _nest(rows, (*shape, self.num_samples) if self.num_samples else tuple(shape))
+        out_keys = [*self.out_keys, "logits"] if logits_only else self.out_keys
+        if tensordict_out is None:
+            if self.inplace is False:
+                return out
+            tensordict_out = tensordict if self.inplace is True else tensordict.empty()
+        result = tensordict_out.exclude(*out_keys, inplace=True)
+        result.update(out, keys_to_update=out_keys)
+        return cast(TensorDictBase, result)
+
+    def _generate(self, inputs: Sequence[TensorDictBase], kwargs: dict[str, Any]) -> list[Sample]:
+        prompts = self._prompts(inputs)
+        call, sampling = self._call, self._sampling
+        if kwargs:
+            given = self._standardize_generate_kwargs({**self.generate_kwargs, **kwargs})
+            call, sampling = _split(given)
+        n = self.num_samples or 1
+        found = self.client.generate(
+            input_ids=[prompt.ids.numpy() for prompt in prompts],
+            n=n,
+            logprobs=self.return_log_probs,
+            sampling=sampling,
+            **call,
+        )
+        samples = []
+        for prompt, completions in zip(prompts, found, strict=True):
+            for completion in completions if n > 1 else [completions]:
+                logprobs = completion.logprobs
+                samples.append(
+                    prompt._replace(
+                        response=_long(completion.output_ids),
+                        log_probs=None if logprobs is None else torch.from_numpy(logprobs.copy()),
+                        response_text=completion.text if self.return_text else None,
+                        is_complete=completion.finish_reason == "stop",
+                    )
+                )
+        return samples
+
+    def _score(self, inputs: Sequence[TensorDictBase]) -> list[Sample]:
+        prompts = self._prompts(inputs)
+        found = self.client.score([prompt.ids.numpy() for prompt in prompts], **self._call)
+        samples = []
+        for prompt, logprobs in zip(prompts, found, strict=True):
+            values = torch.from_numpy(logprobs.copy())
+            # TorchRL's convention for the first token, of which there is no log-prob.
+            values[0] = 0.0
+            samples.append(prompt._replace(log_probs=values))
+        return samples
+
+    def _add_logits(self, samples: list[Sample]) -> None:
+        raise NotImplementedError
+
+    # --- what comes in ----------------------------------------------------------------------------
+
+    def _prompts(self, inputs: Sequence[TensorDictBase]) -> list[Sample]:
+        if self.input_mode == "history":
+            return self._histories(inputs)
+        if self.input_mode == "text":
+            return self._texts(inputs)
+        return self._tokens(inputs)
+
+    def _histories(self, inputs: Sequence[TensorDictBase]) -> list[Sample]:
+        template = {
+            "tokenizer": self.tokenizer,
+            "chat_template_name": self.chat_template_name,
+            "chat_template": self.chat_template,
+            "add_generation_prompt": self.generate,
+        }
+        known = self._known_tokens(inputs) if self.generate and self.prefer_tokens else None
+        samples = []
+        for i, row in enumerate(inputs):
+            history = row.get(self.input_key)
+            if not isinstance(history, History):
+                raise TypeError(
+                    f"Expected History object for '{self.input_key}', got {type(history)}"
+                )
+            if not history.ndim:
+                history = lazy_stack([history])
+            if known is not None:
+                ids = known[i]
+                text = self.tokenizer.decode(ids, skip_special_tokens=False)
+                samples.append(Sample(ids, text=text, history=history))
+                continue
+            text = history.apply_chat_template(tokenize=False, **template)
+            found = history.apply_chat_template(
+                tokenize=True,
+                return_dict=True,
+                return_assistant_tokens_mask=not self.generate,
+                **template,
+            )
+            mask = None if self.generate else found.get("assistant_masks", None)
+            samples.append(
+                Sample(
+                    found.get("input_ids").long(),
+                    text=text,
+                    history=history,
+                    assistant_mask=None if mask is None else mask.bool(),
+                )
+            )
+        return samples
+
+    def _known_tokens(self, inputs: Sequence[TensorDictBase]) -> list[torch.Tensor] | None:
+        for name in ("prompt", "full"):
+            found = [row.get((self.tokens_key, name), None) for row in inputs]
+            if all(ids is not None for ids in found):
+                masks = unpad(found, None, self.padding_value, self._pad_ends_texts)
+                return [_tensor(ids)[m] for ids, m in zip(found, masks, strict=True)]
+        return None
+
+    def _texts(self, inputs: Sequence[TensorDictBase]) -> list[Sample]:
+        texts = []
+        for row in inputs:
+            text = _plain(row.get(self.input_key))
+            if not isinstance(text, str):
+                raise TypeError(f"Expected text for '{self.input_key}', got {type(text)}")
+            texts.append(text)
+        options = {k: v for k, v in self.tokenizer_kwargs.items() if k not in _PADDING_ARGUMENTS}
+        encoded = self.tokenizer(texts, **options)["input_ids"]
+        masks = self._given_assistant_masks(inputs)
+        return [
+            Sample(torch.tensor(ids), text=text, assistant_mask=mask)
+            for ids, text, mask in zip(encoded, texts, masks, strict=True)
+        ]
+
+    def _tokens(self, inputs: Sequence[TensorDictBase]) -> list[Sample]:
+        found = [_tensor(row.get(self.input_key)) for row in inputs]
+        keys = ((self.masks_key, "all_attention_mask"), self.attention_mask_key)
+        given: list[Any] | None = None
+        for key in keys:
+            values = [row.get(key, None) for row in inputs]
+            if all(
+                m is not None and m.shape == ids.shape for m, ids in zip(values, found, strict=True)
+            ):
+                given = values
+                break
+        masks = unpad(found, given, self.padding_value, self._pad_ends_texts)
+        assistant = self._given_assistant_masks(inputs)
+        samples = []
+        for ids, mask, theirs in zip(found, masks, assistant, strict=True):
+            if theirs is not None:
+                theirs = theirs[mask] if theirs.shape == mask.shape else None
+            # What has a place in a padded row keeps it, so that results line up with the input.
+            samples.append(
+                Sample(ids[mask], places=None if self.generate else mask, assistant_mask=theirs)
+            )
+        return samples
+
+    def _given_assistant_masks(self, inputs: Sequence[TensorDictBase]) -> list[torch.Tensor | None]:
+        if self.generate:
+            return [None] * len(inputs)
+        key = (self.masks_key, "all_assistant_mask")
+        return [None if (m := row.get(key, None)) is None else m.bool().cpu() for row in inputs]
+
+    @property
+    def _pad_ends_texts(self) -> bool:
+        """Whether the padding token is also one that ends texts."""
+        return self.padding_value in self.client.info.eos_token_ids
+
+    # --- log-probs and distributions --------------------------------------------------------------
+
+    def log_prob(self, data: TensorDictBase, **get_kwargs: Any) -> Any:
+        """Log-probs of all tokens of ``data``: float32 [batch, length] with ``pad_output``, else a
+        list of [length], or as ``td.get(..., **get_kwargs)`` says.
+
+        Raises:
+            RuntimeError: with ``generate=True``.
+        """
+        if self.generate:
+            raise RuntimeError("log_prob not callable when generate=True.")
+        if not self.pad_output and not get_kwargs:
+            get_kwargs = {"as_list": True}
+        return self(data).get((self.log_probs_key, "full"), **get_kwargs)
+
+
+def _service(model: Any) -> Any:
+    if isinstance(model, (str, os.PathLike)):
+        from . import AsyncSGLang
+
+        path = os.fspath(model)
+        return AsyncSGLang.connect(path) if "://" in path else AsyncSGLang.from_pretrained(path)
+    client = getattr(model, "client", model)
+    if not all(callable(getattr(client, name, None)) for name in ("generate", "score")):
+        raise TypeError(
+            "model must be an AsyncSGLang of sglrl.integrations.torchrl, a sglrl.BlockingClient, "
+            f"an address, or a model's name or folder, got {type(model).__name__}"
+        )
+    return model
+
+
+def _split(values: dict[str, Any]) -> tuple[dict[str, Any], SamplingParams]:
+    """Standardized ``generate_kwargs`` as arguments of ``client.generate`` and sampling values."""
+    values = {k: v for k, v in values.items() if v is not None and k != "num_return_sequences"}
+    call = {name: values.pop(name) for name in _CALL_ARGUMENTS if name in values}
+    for name, neutral in _NEUTRAL.items():
+        if name in values and values[name] not in neutral:
+            raise InvalidRequest(f"{name}={values[name]!r}: SGLang has nothing of the kind")
+    if values.get("do_sample") is False:
+        values["temperature"] = 0.0
+    for name in _NEUTRAL:
+        values.pop(name, None)
+    if "stop_sequences" in values:
+        values["stop"] = values.pop("stop_sequences")
+    return call, from_kwargs(values)
+
+
+def _nest(rows: list[TensorDict], shape: Sequence[int]) -> TensorDictBase:
+    """Lazy stacks of the rows in the given batch shape."""
+    if not shape:
+        return rows[0]
+    size = len(rows) // shape[0]
+    parts = [_nest(rows[i * size : (i + 1) * size], shape[1:]) for i in range(shape[0])]
+    return LazyStackedTensorDict.lazy_stack(parts, 0)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, NonTensorStack):
+        return value.tolist()
+    return value.data if isinstance(value, NonTensorData) else value
+
+
+def _long(ids: Any) -> torch.Tensor:
+    return torch.from_numpy(ids.astype("int64"))
+
+
+def _tensor(ids: Any) -> torch.Tensor:
+    """int64 [length] on the CPU."""
+    if not isinstance(ids, torch.Tensor):
+        ids = torch.tensor(_plain(ids))
+    return cast(torch.Tensor, ids.detach().cpu().long())
