@@ -55,7 +55,8 @@ class TaskResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """The same number of steps with rollouts running ahead, and without. Seconds in all."""
+    """How long a step takes with rollouts running ahead, and without: medians over ``steps`` steps
+    of each, in seconds. Nothing can have run ahead of a run's first step, so it does not count."""
 
     steps: int
     asynchronous: float
@@ -177,8 +178,8 @@ def table_of(report: Report) -> RenderableType:
         rows.append(
             (
                 "synchronous",
-                f"{compared.steps} steps in {compared.synchronous:.1f} s, running ahead "
-                f"{compared.asynchronous:.1f} s: {compared.ratio:.2f} times as long",
+                f"{compared.synchronous:.2f} s a step, running ahead {compared.asynchronous:.2f} s "
+                f"(medians of {compared.steps}): {compared.ratio:.2f} times as long",
             )
         )
     for name, value in rows:

@@ -6,6 +6,8 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from itertools import pairwise
+from statistics import median
 
 import msgspec
 import uvloop
@@ -168,20 +170,23 @@ class _Demo:
 
     async def compare(self) -> Comparison:
         """The policy goes on learning: what it is asked, and samples, costs the same."""
-        seconds = [0.0, 0.0]
+        taken: tuple[list[float], list[float]] = [], []
         half = COMPARED_STEPS // 2
-        with stage(self.console, "comparing", 2 * COMPARED_STEPS) as advance:
+        with stage(self.console, "comparing", 2 * COMPARED_STEPS + 3) as advance:
             # In this order, so that a machine that becomes slower favours neither.
             for ahead, steps in ((0, half), (1, COMPARED_STEPS), (0, half)):
-                begun = time.perf_counter()
+                ends: list[float] = []
 
-                def on_step(step: Step, ahead: int = ahead) -> bool:
+                def on_step(step: Step, ahead: int = ahead, ends: list[float] = ends) -> bool:
+                    ends.append(step.seconds)
                     advance("running ahead" if ahead else "synchronous")
                     return False
 
-                await self.learn(steps, ahead, on_step)
-                seconds[ahead] += time.perf_counter() - begun
-        return Comparison(steps=COMPARED_STEPS, asynchronous=seconds[1], synchronous=seconds[0])
+                await self.learn(steps + 1, ahead, on_step)
+                taken[ahead].extend(b - a for a, b in pairwise(ends))
+        return Comparison(
+            steps=COMPARED_STEPS, asynchronous=median(taken[1]), synchronous=median(taken[0])
+        )
 
     def check(self) -> LogprobCheck:
         self.console.print(f"replaying {len(self.kept)} trajectories", highlight=False)
