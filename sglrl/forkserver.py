@@ -75,6 +75,8 @@ class ForkServer:
                     str(self.pid),
                 ],
                 pass_fds=[listener.fileno()],
+                # What SGLang imports would make a folder elsewhere, and leave it there.
+                env={"CUDA_TILE_TEMP_DIR": str(self.folder / "cuda-tile"), **os.environ},
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -224,7 +224,7 @@ def _birth(
             rank=rank,
             tp_size=tp_size,
             gpu_id=rank,
-            dist_port=0,
+            rendezvous="",
             threads=threads,
             memory_share=1 / replicas,
             window=window or (2 * int(args.get("max_running_requests", 512)) if fake else 0),

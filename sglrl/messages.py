@@ -497,7 +497,8 @@ class ActorSpec(msgspec.Struct, frozen=True, kw_only=True, tag="actor"):
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True, tag="engine"):
     """One tensor-parallel rank of one engine replica. ``threads``: CPU threads for torch.
-    ``memory_share``: what share of the host's memory it may plan with, on CPU."""
+    ``memory_share``: what share of the host's memory it may plan with, on CPU. ``rendezvous``: a
+    file by which the ranks of the replica find each other, and nobody else."""
 
     engine: str
     model: str
@@ -506,7 +507,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True, tag="engine"):
     rank: int
     tp_size: int
     gpu_id: int
-    dist_port: int
+    rendezvous: str
     threads: int
     memory_share: float
     window: int

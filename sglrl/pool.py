@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import logging
 import secrets
-import socket
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
@@ -193,10 +192,9 @@ class Pool:
     def _fork(self, index: int) -> Worker:
         assert self._folder is not None
         birth = self._births[index]
-        port = _free_port()
         address = self.driver.transport.address
         identity = f"{index}-{secrets.token_hex(8)}".encode()
-        worker = Worker(index, identity, self._folder / f"worker-{index}.log")
+        worker = Worker(index, identity, self._folder)
         self._workers[index] = worker
         self._supervision.setdefault(
             index, Supervision(self._config.restarts, self._config.restart_period)
@@ -207,7 +205,7 @@ class Pool:
         specs = []
         for rank, body in enumerate(birth.bodies):
             if isinstance(body, EngineSpec):
-                body = msgspec.structs.replace(body, dist_port=port)
+                body = msgspec.structs.replace(body, rendezvous=str(worker.rendezvous))
                 if body.engine == "sglang":
                     self.weights.add_rank(index, rank, rank_identity(identity, rank))
             specs.append(
@@ -536,10 +534,3 @@ class Pool:
         worker = self._workers[index]
         self._processes.dump(worker)
         return worker.log
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -21,10 +21,13 @@ class Worker:
     """The processes of one worker (all its ranks) and what they have said. A replacement is another
     ``Worker`` of the same index."""
 
-    def __init__(self, index: int, identity: bytes, log: Path) -> None:
+    def __init__(self, index: int, identity: bytes, folder: Path) -> None:
         self.index = index
         self.identity = identity
-        self.log = log
+        self.log = folder / f"worker-{index}.log"
+        self.rendezvous = folder / f"ranks-{identity.decode()}"
+        """A file, and not a port, which another program could take between the moment that it is
+        chosen and the one that it is used."""
         self.pids: dict[int, int] = {}
         self.running: set[int] = set()
         self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
@@ -136,4 +139,6 @@ class Processes:
     def _on_exited(self, key: int, status: int) -> None:
         worker = self._workers[key]
         worker.running.discard(key % _RANKS)
+        if not worker.running:
+            worker.rendezvous.unlink(missing_ok=True)
         self._on_worker_exited(worker, status)

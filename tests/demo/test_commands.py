@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -24,18 +25,15 @@ PROGRESS = ("model: ", "start: ", "rollouts: ", "checking logprobs: ")
 pytestmark = pytest.mark.timeout(400)
 
 
-def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", *arguments], input=stdin, capture_output=True, text=True, check=False
-    )
-
-
 @pytest.fixture(scope="module")
 def check(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[subprocess.CompletedProcess[str], Path]:
-    """One small run on real SGLang workers."""
+    """One small run on real SGLang workers, and the JSON file that it wrote; beside that file is
+    the folder of its temporary files."""
     file = tmp_path_factory.mktemp("check") / "check.json"
+    temporary = file.with_name("tmp")
+    temporary.mkdir()
     options = [
         "--rollouts",
         "34",
@@ -46,7 +44,14 @@ def check(
         "--json",
         str(file),
     ]
-    return run("sglrl", "check", *options), file
+    process = subprocess.run(
+        [sys.executable, "-m", "sglrl", "check", *options],
+        env={**os.environ, "TMPDIR": str(temporary)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return process, file
 
 
 def test_check_passes_with_real_workers(
@@ -78,6 +83,15 @@ def test_check_shows_what_it_writes_and_nothing_of_its_libraries(
         assert value in process.stdout
     for line in process.stderr.splitlines():
         assert line.startswith(PROGRESS), line
+
+
+def test_check_leaves_no_temporary_file(
+    check: tuple[subprocess.CompletedProcess[str], Path],
+) -> None:
+    _, file = check
+    # The folders that compilers of other libraries keep for the next run have names that last.
+    names = [path.name for path in file.with_name("tmp").iterdir()]
+    assert [name for name in names if name.startswith(("tmp", "sglrl"))] == []
 
 
 def test_check_fails_when_logprobs_are_not_the_models(

@@ -18,7 +18,7 @@ from .policies import PROMPTS, Lab, Policies, collect, phase_event, until_idle, 
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-LONG: dict[str, Any] = {"max_new_tokens": 160, "logprobs": True, "ignore_eos": True}
+LONG: dict[str, Any] = {"max_new_tokens": 320, "logprobs": True, "ignore_eos": True}
 GREEDY: dict[str, Any] = {"temperature": 0, "top_logprobs": 3}
 
 

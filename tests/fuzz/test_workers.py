@@ -92,7 +92,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
         rank=0,
         tp_size=1,
         gpu_id=0,
-        dist_port=0,
+        rendezvous="",
         threads=1,
         memory_share=1.0,
         window=8,

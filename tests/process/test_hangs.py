@@ -177,7 +177,7 @@ async def test_to_wait_in_vain_is_no_progress(tmp_path: Path) -> None:
         rank=0,
         tp_size=1,
         gpu_id=0,
-        dist_port=0,
+        rendezvous="",
         threads=1,
         memory_share=1.0,
         window=1,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from typing import Any
 
 import sglang
@@ -40,6 +40,13 @@ def scheduler_arguments(
         # gpu_id, tp_rank, moe_ep_rank, pp_rank, attn_cp_rank, moe_dp_rank, dp_rank
         return (server_args, port_args, gpu_id, rank, 0, 0, 0, 0, None)
     return (server_args, port_args)
+
+
+def no_ports() -> PortArgs:
+    """For a scheduler whose channels are ours. ``PortArgs.init_new`` would make files that nobody
+    removes."""
+    given: dict[str, Any] = {f.name: None for f in fields(PortArgs) if f.default is MISSING}
+    return PortArgs(**given | {"nccl_port": 0})
 
 
 def channels(sink: Any, control: Any) -> SchedulerIpcChannels:

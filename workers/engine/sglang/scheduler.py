@@ -552,7 +552,6 @@ def _server_args(body: EngineSpec) -> ServerArgs:
         "device": body.device,
         "tp_size": body.tp_size,
         "log_level": "warning",
-        "dist_init_addr": f"127.0.0.1:{body.dist_port}",
         "base_gpu_id": body.gpu_id - body.rank,
         "trust_remote_code": False,
         # SGLang's own watchdog ends the parent process of a scheduler that takes long: here that is
@@ -575,8 +574,9 @@ def run_scheduler(spec: WorkerSpec, body: EngineSpec) -> None:
     if mailbox is not None:
         mailbox.starting("loading the model")
     server_args = _server_args(body)
-    port_args = PortArgs.init_new(server_args)
-    port_args.nccl_port = body.dist_port
+    # Where the ranks meet, in place of a port.
+    os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{body.rendezvous}"
+    port_args = compat.no_ports()
     seeds.install(server_args)
     resume.install()
     adapter = Adapter(mailbox) if mailbox is not None else None
