@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from .launch import launch
     from .messages import EngineInfo, EngineStats
     from .pool import WorkerInfo
+    from .remote import connect
     from .rollout import (
         Group,
         Rollout,
@@ -119,6 +120,7 @@ _HOME = {
     "WorkerStartError": "errors",
     "WorkerStats": "client",
     "blocking": "blocking",
+    "connect": "remote",
     "endpoint": "actor",
     "launch": "launch",
     "rollout": "rollout",
@@ -174,6 +176,7 @@ __all__ = [
     "WorkerStartError",
     "WorkerStats",
     "blocking",
+    "connect",
     "endpoint",
     "launch",
     "rollout",

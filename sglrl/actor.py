@@ -33,6 +33,7 @@ from .codec import Arguments, Buffer, Result
 from .core.calls import Call
 from .driver import ENVELOPE_BYTES, Driver, now
 from .errors import (
+    DRIVER_ERRORS,
     DeadlineExceeded,
     MessageTooLarge,
     Overloaded,
@@ -270,13 +271,15 @@ _cancelled = "the worker gave the call up; it was cancelled there"
 
 
 def error_of(item: Item) -> SglrlError:
-    """The exception that an ERROR or CANCELLED item stands for."""
+    """The exception that an ERROR, FAILED or CANCELLED item stands for."""
     if item.kind == ItemKind.CANCELLED:
         return from_wire("EngineError", _cancelled, "")
     try:
         body: ErrorBody = _error_body.decode(item.body)
     except ProtocolError as error:
         return error
+    if item.kind == ItemKind.FAILED and body.kind in DRIVER_ERRORS:
+        return DRIVER_ERRORS[body.kind](body.message)
     return from_wire(body.kind, body.message, body.traceback)
 
 

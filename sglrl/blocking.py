@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import functools
 import os
 import threading
 from collections.abc import Callable, Coroutine, Iterator
@@ -19,6 +20,7 @@ from .errors import Closed, UsageError
 from .launch import launch
 from .messages import EngineInfo
 from .pool import WorkerInfo
+from .remote import connect
 from .rollout.runner import Agent, Group, Rollout, RolloutMetrics, rollout
 from .rollout.session import Session
 from .rollout.trajectory import Trajectory
@@ -138,6 +140,11 @@ class BlockingClient:
     def weight_version(self) -> int:
         """See ``Client.weight_version``."""
         return self._client.weight_version
+
+    @property
+    def address(self) -> str:
+        """See ``Client.address``."""
+        return self._client.address
 
     @property
     def weights_address(self) -> str:
@@ -312,7 +319,25 @@ async def _done(call: Callable[[], _T]) -> _T:
     return call()
 
 
+class _Maker:
+    """A function, with another one as its attribute."""
+
+    def __init__(self, launch: Callable[..., BlockingClient]) -> None:
+        self._launch = launch
+        functools.update_wrapper(self, launch)
+
+    def __call__(self, model: str | os.PathLike[str], **kwargs: Any) -> BlockingClient:
+        return self._launch(model, **kwargs)
+
+    @staticmethod
+    def connect(address: str, **kwargs: Any) -> BlockingClient:
+        """``with sglrl.blocking.connect(address) as client``. Takes what ``sglrl.connect``
+        takes."""
+        return BlockingClient(connect(address, **kwargs))
+
+
+@_Maker
 def blocking(model: str | os.PathLike[str], **kwargs: Any) -> BlockingClient:
     """``with sglrl.blocking(model, ...) as client: client.generate(...)``. Takes what
-    ``sglrl.launch`` takes."""
+    ``sglrl.launch`` takes. ``sglrl.blocking.connect`` is for the pool of another process."""
     return BlockingClient(launch(model, **kwargs))

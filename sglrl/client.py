@@ -26,6 +26,7 @@ from .core.members import READY
 from .core.routing import Route
 from .driver import ENVELOPE_BYTES, Driver
 from .errors import Closed, InvalidRequest, MessageTooLarge, SglrlError
+from .gateway import Gateway
 from .messages import EngineInfo, EngineStats, GenerateArgs, ItemKind, NextTokenArgs, ScoreArgs
 from .pool import Birth, Pool, WorkerInfo
 from .replies import ChunkReply, GenerationReply, NextTokenReply, ScoreReply
@@ -104,11 +105,14 @@ class Client:
         self._weight_device = weight_device
         self._timeout = timeout
         self._max_body = max_message - ENVELOPE_BYTES
+        self.model = model
+        """Its folder, or its name on the hub."""
         self._tokenizer_box = TokenizerBox(model)
         self._info: EngineInfo | None = None
         # Of the info, because every call reads them.
         self._vocab_size = self._most_prompt_tokens = self._most_tokens = 0
         self._driver: Driver | None = None
+        self._gateway: Gateway | None = None
         self._samplings: SamplingCache | None = None
         self._controls: dict[str, EndpointSpec] = endpoints_of(_Engine)
         self._weights = LocalSender(pool.weights)
@@ -125,6 +129,7 @@ class Client:
         self._most_prompt_tokens = self._info.max_prompt_tokens
         self._most_tokens = self._info.max_total_tokens
         self._samplings = SamplingCache(self._vocab_size)
+        self._open_gateway()
         if self._weight_device is not None:
             try:
                 await self.connect_weights(device=self._weight_device)
@@ -136,6 +141,10 @@ class Client:
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
 
+    def _open_gateway(self) -> None:
+        """Let in clients of other processes."""
+        self._gateway = Gateway(self, self._running(), self._pool, self._max_body)
+
     async def close(self, *, drain: bool = False, timeout: float = 600.0) -> None:
         """End every call with ``Closed`` and every worker; safe to call again.
 
@@ -145,6 +154,8 @@ class Client:
         """
         await self._pool.close(drain=drain, timeout=timeout)
         self._weights.close()
+        if self._gateway is not None:
+            await self._gateway.close()
 
     async def add_workers(self, n: int = 1) -> list[int]:
         """Start ``n`` more workers, with the same arguments; returns their ids when they serve,
@@ -218,6 +229,13 @@ class Client:
     def weight_version(self) -> int:
         """Policy version of the workers' weights: 0 as loaded, then that of the last update."""
         return self._pool.weights.version
+
+    @property
+    def address(self) -> str:
+        """For ``sglrl.connect`` in other processes. It holds a secret."""
+        if self._gateway is None:
+            raise _not_started()
+        return self._gateway.address
 
     @property
     def weights_address(self) -> str:

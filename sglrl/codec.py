@@ -19,7 +19,17 @@ import msgspec
 import numpy as np
 
 from .errors import ProtocolError, UsageError
-from .messages import Beat, CallMessage, FromRank, Item, ToDriver, ToRank, ToWorker
+from .messages import (
+    Beat,
+    CallMessage,
+    FromClient,
+    FromRank,
+    Item,
+    ToClient,
+    ToDriver,
+    ToRank,
+    ToWorker,
+)
 
 Buffer = bytes | bytearray | memoryview
 _M = TypeVar("_M")
@@ -30,6 +40,8 @@ _to_driver: Final[msgspec.msgpack.Decoder[ToDriver]] = msgspec.msgpack.Decoder(T
 _to_rank: Final[msgspec.msgpack.Decoder[ToRank]] = msgspec.msgpack.Decoder(ToRank)
 _beat: Final[msgspec.msgpack.Decoder[Beat]] = msgspec.msgpack.Decoder(Beat)
 _from_rank: Final[msgspec.msgpack.Decoder[FromRank]] = msgspec.msgpack.Decoder(FromRank)
+_to_client: Final[msgspec.msgpack.Decoder[ToClient]] = msgspec.msgpack.Decoder(ToClient)
+_from_client: Final[msgspec.msgpack.Decoder[FromClient]] = msgspec.msgpack.Decoder(FromClient)
 
 MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What msgspec raises for bytes that are not the message wanted; text that is not UTF-8 and too
@@ -75,6 +87,16 @@ def decode_to_rank(frame: Buffer) -> ToRank:
 def decode_from_rank(frame: Buffer) -> FromRank:
     """Raises ``ProtocolError`` on anything that is not of the weight channel, from a rank."""
     return _decode(_from_rank, frame, "from a rank")
+
+
+def decode_to_client(frame: Buffer) -> ToClient:
+    """Raises ``ProtocolError`` on anything that is not for a client in another process."""
+    return _decode(_to_client, frame, "for a client")
+
+
+def decode_from_client(frame: Buffer) -> FromClient:
+    """Raises ``ProtocolError`` on anything that is not from a client in another process."""
+    return _decode(_from_client, frame, "from a client")
 
 
 def decode_beat(frame: Buffer) -> Beat:

@@ -63,7 +63,7 @@ class Driver:
     serve when it is ready, but when ``serve`` is called. ``on_lost(index)`` and
     ``on_peer(identity, frame)`` are for the weight channel: a worker was lost; a peer that is no
     worker sent a message (False: it is unknown, so the message is dropped). ``on_beat`` is the same
-    for the beats of workers.
+    for the beats of workers, ``on_client(identity, frames)`` for clients in other processes.
     """
 
     def __init__(
@@ -84,6 +84,7 @@ class Driver:
         self.on_lost: Callable[[int], None] = lambda index: None
         self.on_peer: Callable[[bytes, bytes], bool] = lambda identity, frame: False
         self.on_beat: Callable[[bytes, bytes], bool] = lambda identity, frame: False
+        self.on_client: Callable[[bytes, list[bytes]], bool] = lambda identity, frames: False
         self._raw: dict[int, list[bytes]] = {}
         self._identities: dict[Member, bytes] = {}
         self._members: dict[bytes, Member] = {}
@@ -164,10 +165,10 @@ class Driver:
                 self._idle = self._loop.create_future()
             await asyncio.shield(self._idle)
 
-    def send_to_peer(self, identity: bytes, frame: bytes) -> bool:
-        """To a peer of ``on_peer``. False if it is not connected."""
+    def send_to_peer(self, identity: bytes, *frames: Buffer) -> bool:
+        """To a peer of ``on_peer`` or ``on_client``. False if it is not connected."""
         try:
-            return self.transport.send(identity, [frame])
+            return self.transport.send(identity, frames)
         except Closed:
             return False
 
@@ -190,10 +191,10 @@ class Driver:
             self._flush_scheduled = True
             self._loop.call_soon(self._flush)
 
-    def close(self) -> None:
+    def close(self, reason: str = "the pool was closed") -> None:
         """End every call with ``Closed``; the transport stays open for ``shut_down_worker``."""
         if not self.fabric.closed:
-            self.fabric.close()
+            self.fabric.close(reason)
             self._flush()
         if self._timer is not None:
             self._timer.cancel()
@@ -205,7 +206,9 @@ class Driver:
         member = self._members.get(identity)
         if member is None:
             known = frames and (
-                self.on_beat(identity, frames[0]) or self.on_peer(identity, frames[0])
+                self.on_beat(identity, frames[0])
+                or self.on_peer(identity, frames[0])
+                or self.on_client(identity, frames)
             )
             if not known:
                 # Not of whom: identities are secrets.

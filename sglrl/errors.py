@@ -220,6 +220,16 @@ WIRE_ERRORS: Final[dict[str, type[SglrlError]]] = {
 """Errors a worker may answer with by name; anything else arrives as ``RemoteError``."""
 
 
+DRIVER_ERRORS: Final[dict[str, type[SglrlError]]] = {
+    **WIRE_ERRORS,
+    **{
+        cls.__name__: cls
+        for cls in (Closed, DeadlineExceeded, ModelError, Overloaded, ProtocolError, WorkerLost)
+    },
+}
+"""Errors that a driver may answer a client in another process with, by name."""
+
+
 def from_wire(kind: str, message: str, traceback: str) -> SglrlError:
     """The exception for an error message that a worker sent."""
     cls = WIRE_ERRORS.get(kind)

@@ -1,5 +1,6 @@
 """Every struct that crosses a process boundary, in a union for each direction: ``ToWorker`` and
-``ToDriver``; of weight updates ``ToRank`` and ``FromRank``; ``ToForkServer``, ``FromForkServer``.
+``ToDriver``; of weight updates ``ToRank`` and ``FromRank``; of clients in other processes
+``ToClient`` and ``FromClient``; ``ToForkServer``, ``FromForkServer``.
 ``Beat`` has a socket of its own.
 
 A message is one msgpack frame, optionally followed by raw frames that hold the large binary
@@ -54,6 +55,8 @@ class ItemKind(IntEnum):
     DONE = 1
     ERROR = 2
     CANCELLED = 3
+    FAILED = 4
+    """To a client in another process: an error of the driver itself (``ErrorBody``)."""
 
 
 class Item(msgspec.Struct, array_like=True, gc=False, frozen=True):
@@ -121,6 +124,106 @@ class Ready(msgspec.Struct, array_like=True, frozen=True, tag=13):
 
 
 ToDriver = Results | Starting | Ready
+
+
+# --- a client in another process <-> the driver ---------------------------------------------------
+
+
+class Approach(msgspec.Struct, array_like=True, frozen=True, tag=60):
+    """The first message of a client in another process; answered with ``Admitted``."""
+
+    protocol: int
+
+
+class Request(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """One call that it makes, of an engine or of the pool as a whole. ``args`` as in
+    ``CallMessage``. ``timeout``: seconds that are left."""
+
+    id: int
+    endpoint: str
+    args: msgspec.Raw
+    timeout: float | None = None
+    priority: int = 0
+    worker: int | None = None
+    session: str | None = None
+
+
+class Requests(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=61):
+    """All calls that one loop tick of the client made. (``Cancel`` takes them back.)"""
+
+    requests: list[Request]
+
+
+class Leave(msgspec.Struct, array_like=True, frozen=True, tag=62):
+    """It is closed."""
+
+
+FromClient = Approach | Requests | Cancel | Leave
+
+
+class WorkerNews(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """One worker: see ``pool.WorkerInfo`` and ``Results``."""
+
+    id: int
+    pid: int
+    state: str
+    weight_version: int
+    device: str
+    load: int
+    window: int
+    kv_usage: float
+    waiting: int
+    preempted: int
+
+
+class News(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """How the pool is. ``version``: of the weights. ``queued``: calls that wait at the driver."""
+
+    version: int
+    queued: int
+    workers: list[WorkerNews]
+
+
+class Admitted(msgspec.Struct, array_like=True, frozen=True, tag=63):
+    """The client may make calls, of at most ``max_message_bytes``."""
+
+    protocol: int
+    model: str
+    max_message_bytes: int
+    weights_address: str
+    engine: EngineInfo
+    news: News
+
+
+class End(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """Of a call that ends, or begins again on another worker (``again``): where it was, how many
+    workers it has had, and after how many seconds it was sent to the last and heard of again (0:
+    never)."""
+
+    id: int
+    worker: int
+    attempts: int
+    queued: float
+    first: float
+    again: bool = False
+
+
+class Answers(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=64):
+    """What the client's calls have come to. An ``End`` that says ``again`` stands for what comes
+    before the items of this message."""
+
+    items: list[Item]
+    ends: list[End]
+    news: News | None = None
+
+
+class Dismissed(msgspec.Struct, array_like=True, frozen=True, tag=65):
+    """The client is not known, or no longer: its calls have come to nothing."""
+
+    reason: str
+
+
+ToClient = Admitted | Answers | Dismissed
 
 
 # --- beats: a thread of every worker -> driver ----------------------------------------------------

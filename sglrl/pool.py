@@ -102,6 +102,8 @@ class Pool:
         self._worker_keys: ClientKeys | None = None
         self._driver: Driver | None = None
         self._monitor: Monitor | None = None
+        self.outer_address = ""
+        """Where other processes can reach the driver."""
         self.weights = WeightChannel(self.expel, self._is_up)
 
     @property
@@ -178,6 +180,7 @@ class Pool:
         driver.on_gone = self.expel
         driver.on_drained = lambda index: self._workers[index].drained.set()
         driver.must_sync = self.weights.must_sync
+        self.outer_address = router.outer_address
         self.weights.attach(driver, router.outer_address)
         self.weights.on_updated = self._sync_stale
         self._monitor = Monitor(driver, config.hang_timeout, self._dump, self.expel)

@@ -35,7 +35,7 @@ def resume(call: Call, chunks: Sequence[TokenChunk]) -> int:
     return len(ids) // 4
 
 
-def _chunk_of(item: Item) -> TokenChunk:
+def chunk_of(item: Item) -> TokenChunk:
     """Raises ``ProtocolError`` when the worker sent something that is no part of an answer."""
     try:
         chunk = _decode_chunk(item.body)
@@ -92,7 +92,7 @@ class GenerationReply:
 
     def checked(self, item: Item) -> TokenChunk:
         """The chunk. ``ProtocolError`` unless it has what was asked for, for each of its tokens."""
-        chunk = _chunk_of(item)
+        chunk = chunk_of(item)
         size, top = len(chunk.ids), self.top * len(chunk.ids)
         if (self.logprobs and len(chunk.logprobs) != size) or (
             top and not len(chunk.top_ids) == len(chunk.top_logprobs) == top
@@ -169,7 +169,7 @@ class _WholeReply:
             self.future.set_exception(error_of(outcome))
         else:
             try:
-                made = self.made(call, _chunk_of(outcome), frames)
+                made = self.made(call, chunk_of(outcome), frames)
             except ProtocolError as error:
                 self.future.set_exception(error)
             else:

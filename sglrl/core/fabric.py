@@ -252,11 +252,11 @@ class Fabric:
                 self._abandon(call)
                 self.outbox.append((END, call, error))
 
-    def close(self) -> None:
+    def close(self, reason: str = "the pool was closed") -> None:
         """End every call with ``Closed``; nothing is accepted any more."""
         self.closed = True
         for call in list(self.calls.values()):
-            error = Closed("the pool was closed before this call finished")
+            error = Closed(f"{reason} before this call finished")
             if call.state == QUEUED:
                 self._end_queued(call, error)
             else:

@@ -134,7 +134,8 @@ class Sender:
         broken.add_done_callback(lambda _: sender._lose())
         sender._end = SendingEnd(device, host, sender._answer)
         dealer.start(sender._on_message)
-        sender._send(RankHello(sender._end.settings))
+        with contextlib.suppress(Closed):  # refused in the handshake: nobody will answer
+            sender._send(RankHello(sender._end.settings))
         try:
             async with asyncio.timeout(timeout):
                 welcome = await asyncio.shield(sender._welcome)

@@ -45,6 +45,7 @@ from sglrl.messages import (
     rank_identity,
 )
 from sglrl.net.memory import MemoryDealer, MemoryRouter
+from sglrl.pool import WorkerInfo
 from sglrl.weights.coordinator import WeightChannel
 
 from .samples import INFO, SETTINGS, SPECS, raw
@@ -91,6 +92,8 @@ class Worker:
             asked = msgspec.msgpack.decode(call.args, type=ScoreArgs)
             body = TokenChunk(b"", b"\0" * (len(asked.input_ids) - 4 * asked.start))
             return [Item(call.id, ItemKind.DONE, raw(body))]
+        if call.endpoint == "next_token_logprobs":
+            return [Item(call.id, ItemKind.DONE, raw(TokenChunk(b"", b"", "stop")))]
         args = msgspec.msgpack.decode(call.args, type=GenerateArgs)
         parts = [args.input_ids]
         if args.stream:
@@ -161,7 +164,8 @@ class Pool:
         self.driver = Driver(self.router, FabricConfig(routing=("requests",)))
         self.weights = WeightChannel(self.expel)
         self.driver.on_gone = self.expel
-        self.weights.attach(self.driver, "memory")
+        self.outer_address = "memory"
+        self.weights.attach(self.driver, self.outer_address)
         self.source = LocalSource(self.weights)
         self.driver.start()
         self.lives = 0
@@ -185,6 +189,24 @@ class Pool:
     def replace_bad(self) -> None:
         self.driver.worker_lost(self.bad, "it is bad", returns=True)
         self.bad_identity, self.bad_worker = self.add(self.bad, lazy=True)
+
+    @property
+    def workers(self) -> list[WorkerInfo]:
+        return [
+            WorkerInfo(
+                id=m.index,
+                pid=1,
+                state=m.state,
+                weight_version=0,
+                device="cpu",
+                load=m.load,
+                window=m.window,
+            )
+            for m in self.driver.fabric.members.values()
+        ]
+
+    async def full(self, timeout: float) -> None:
+        """It is, but for the bad one."""
 
     def ready(self, index: int) -> Ready:
         return Ready(PROTOCOL_VERSION, 1, WINDOW, ["generate"], "cpu", INFO)

@@ -11,6 +11,7 @@ from sglrl.codec import Result, encode
 from sglrl.messages import (
     PROTOCOL_VERSION,
     Abort,
+    Approach,
     Beat,
     CallMessage,
     Cancel,
@@ -21,6 +22,7 @@ from sglrl.messages import (
     EngineInfo,
     ErrorBody,
     Farewell,
+    FromClient,
     FromRank,
     GenerateArgs,
     Give,
@@ -28,6 +30,7 @@ from sglrl.messages import (
     Item,
     ItemKind,
     Join,
+    Leave,
     ModelDescription,
     NextTokenArgs,
     Offer,
@@ -40,6 +43,8 @@ from sglrl.messages import (
     RankHello,
     RankSettings,
     Ready,
+    Request,
+    Requests,
     Results,
     Sampling,
     ScoreArgs,
@@ -199,6 +204,40 @@ def to_worker() -> list[list[bytes]]:
         (Shutdown(), []),
     ]
     return _encoded(messages, ToWorker)
+
+
+def from_client() -> list[list[bytes]]:
+    args = generate_args(ids(3, 1, 4))
+    messages: list[tuple[Any, list[bytes]]] = [
+        (Approach(PROTOCOL_VERSION), []),
+        (
+            Requests([Request(1, "generate", args), Request(2, "generate", args, 9.0, 3, 1, "s")]),
+            [],
+        ),
+        (
+            Requests(
+                [
+                    Request(3, "generate", generate_args(ids(3, 1), resume=ids(3), stream=True)),
+                    Request(4, "score", raw(ScoreArgs(ids(3, 1, 4), 1)), 1e-9),
+                    Request(5, "next_token_logprobs", raw(NextTokenArgs(ids(3), 2))),
+                ]
+            ),
+            [],
+        ),
+        (
+            Requests(
+                [
+                    Request(6, "wait_until_full", raw([1.0])),
+                    Request(7, "describe", raw([1.0])),
+                    Request(8, "checksums", raw([["w"], 1.0])),
+                ]
+            ),
+            [],
+        ),
+        (Cancel([1, 2, 6]), []),
+        (Leave(), []),
+    ]
+    return _encoded(messages, FromClient)
 
 
 def _arrays(frame: int) -> bytes:

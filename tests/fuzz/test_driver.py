@@ -17,7 +17,7 @@ from sglrl.weights.request import UpdateRequest
 
 from .harness import Pool, Rank, memory, nobody_raises
 from .mutator import FRAMES, Mutator
-from .samples import SPECS, from_rank, to_driver, to_rank, to_worker
+from .samples import SPECS, from_client, from_rank, to_driver, to_rank, to_worker
 
 MESSAGES = FRAMES * 6 // 10
 ROUND = 400
@@ -27,17 +27,35 @@ GROWTH = 64 << 20
 class Attack:
     """Where mutated messages come from, and how they are made."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Pool, client: Client) -> None:
         self.pool = pool
         self.of_worker = Mutator(to_driver())
         self.of_rank = Mutator(from_rank())
-        self.of_anyone = Mutator([*to_driver(), *from_rank(), *to_worker(), *to_rank()])
+        self.of_client = Mutator(from_client())
+        self.of_anyone = Mutator(
+            [*to_driver(), *from_rank(), *from_client(), *to_worker(), *to_rank()]
+        )
         self.random = self.of_worker.random
         token = pool.weights.address.partition("#")[2].encode()
         self.senders = [b"sender/%s/%d" % (token, n) for n in range(40)]
-        self.strangers = [b"", b"0", b"\0" * 5, b"x" * 255, b"sender/%s" % token[:-1], b"sender//"]
+        gateway = client._gateway
+        assert gateway is not None
+        self.gateway = gateway
+        secret = gateway.address.partition("#")[2].encode()
+        self.clients = [b"client/%s/%d" % (secret, n) for n in range(4)]
+        self.strangers = [
+            b"",
+            b"0",
+            b"\0" * 5,
+            b"x" * 255,
+            b"sender/%s" % token[:-1],
+            b"sender//",
+            b"client//",
+        ]
         for identity in self.senders[:2]:
             Rank(pool.router.connect(identity))
+        for identity in self.clients[:2]:
+            pool.router.connect(identity).start(lambda frames: None)
 
     def strike(self) -> None:
         """One message."""
@@ -47,8 +65,12 @@ class Attack:
             identity, mutator = pool.bad_identity, self.of_worker
         elif how < 0.75:
             identity, mutator = rank_identity(pool.bad_identity, 0), self.of_rank
-        elif how < 0.9:
+        elif how < 0.83:
             identity, mutator = random.choice(self.senders), self.of_rank
+        elif how < 0.93:
+            identity, mutator = random.choice(self.clients), self.of_client
+            if identity not in self.gateway._peers:
+                pool.router.inbox.put(identity, self.of_client.samples[0])
         else:
             identity, mutator = random.choice(self.strangers), self.of_anyone
         if random.random() < 0.02:
@@ -56,7 +78,7 @@ class Attack:
         pool.router.inbox.put(identity, mutator.message())
 
     def know(self, ids: list[int]) -> None:
-        for mutator in (self.of_worker, self.of_rank, self.of_anyone):
+        for mutator in (self.of_worker, self.of_rank, self.of_client, self.of_anyone):
             mutator.ids = ids
 
 
@@ -64,7 +86,7 @@ async def test_who_behaves_is_served_as_if_alone() -> None:
     pool = Pool(2)
     with nobody_raises():
         async with pool.client() as client:
-            attack = Attack(pool)
+            attack = Attack(pool, client)
             before = 0
             rounds = max(4, MESSAGES // ROUND)
             for n in range(rounds):
@@ -95,6 +117,10 @@ async def one_round(pool: Pool, client: Client, attack: Attack, n: int) -> None:
         pool.bad_worker.work()
         await asyncio.sleep(0)
     await good
+    for peer in list(attack.gateway._peers.values()):
+        attack.gateway._forget(peer)
+    pool.bad_worker.work()
+    await asyncio.sleep(0)
     for task in spoiled:
         check_spoiled(task)
     with contextlib.suppress(SglrlError):

@@ -1,0 +1,510 @@
+"""``connect``: a client for a pool that another process has launched.
+
+To the ordinary ``Client`` and ``Driver`` the other process looks like one worker that takes any
+number of calls: ``gateway.py`` gives them to its real workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final, Self
+
+from .actor import UnaryCaller, endpoints_of
+from .client import Client, WorkerStats
+from .codec import Buffer, decode_to_client, encode, split_frames
+from .config import FabricConfig, PoolConfig
+from .core.calls import Call
+from .core.concurrency import Load
+from .core.fabric import RESTART
+from .core.members import READY, Member
+from .driver import ENVELOPE_BYTES, Driver, now
+from .errors import Closed, DeadlineExceeded, ProtocolError, UsageError
+from .gateway import PoolEndpoints
+from .keys import read_client_keys
+from .messages import (
+    PROTOCOL_VERSION,
+    Admitted,
+    Answers,
+    Approach,
+    Dismissed,
+    EngineInfo,
+    Leave,
+    ModelDescription,
+    News,
+    Piece,
+    Ready,
+    Request,
+    Requests,
+)
+from .net.base import OnDriverMessage, OnPause
+from .net.zmq import ZmqDealer, check_address
+from .pool import Pool, WorkerInfo
+from .tokens import TokenizerBox
+from .weights.coordinator import WeightChannel
+from .weights.report import UpdateReport
+
+_ANY_NUMBER: Final = 1 << 62
+_GRACE: Final = 10.0
+_GONE: Final = "the process that has the pool is gone or has closed it"
+
+
+class _Line:
+    """The one connection there is, as a ``DriverTransport``."""
+
+    def __init__(self, dealer: ZmqDealer, address: str) -> None:
+        self._dealer = dealer
+        self.address = address
+
+    def start(self, on_message: OnDriverMessage, on_pause: OnPause | None = None) -> None:
+        self._dealer.on_pause = on_pause
+        self._dealer.start(partial(on_message, b""))
+
+    def send(self, peer: bytes, frames: Sequence[Buffer]) -> bool:
+        self._dealer.send(frames)
+        return True
+
+    def close(self) -> None:
+        self._dealer.close()
+
+
+class RemoteDriver(Driver):
+    """A ``Driver`` whose one worker is another process's pool. ``on_news`` is called with what that
+    says of itself; ``admitted`` is its first answer."""
+
+    def __init__(self, line: _Line, max_message_bytes: int) -> None:
+        super().__init__(line, FabricConfig(), max_message_bytes)
+        self.admitted: asyncio.Future[Admitted] = asyncio.get_running_loop().create_future()
+        self.on_news: Callable[[News], None] = lambda news: None
+        self._names: dict[int, Member] = {}
+        self._sessions = 0
+        self._session_prefix = secrets.token_hex(8)
+        self.add_worker(0, b"")
+        self._pool = self.fabric.members[0]
+
+    def submit(self, call: Call) -> None:
+        # Which of the pool's workers it is for is said in the request; here there is but one.
+        worker, call.pinned = call.pinned, None
+        super().submit(call)
+        call.pinned = worker
+
+    def lose(self, reason: str) -> None:
+        """Nobody will answer any more."""
+        if not self.admitted.done():
+            self.admitted.set_exception(Closed(reason))
+        self.close(reason)
+
+    def _on_message(self, identity: bytes, frames: list[bytes]) -> None:
+        try:
+            message = decode_to_client(frames[0])
+        except (ProtocolError, IndexError) as error:
+            self._drop("a message of the pool: %s", error)
+            return
+        match message:
+            case Answers():
+                self._on_answers(message, frames)
+            case Admitted() if not self.admitted.done():
+                self.fabric.member_ready(0, _ANY_NUMBER, now())
+                self.admitted.set_result(message)
+            case Dismissed(reason=reason):
+                self.lose(f"the pool dismissed this client ({reason})")
+            case _:
+                self._drop("the pool says %r", message)
+
+    def _on_answers(self, answers: Answers, frames: list[bytes]) -> None:
+        if len(frames) > 1:
+            try:
+                owned = split_frames(answers.items, frames)
+            except ProtocolError as error:
+                self._drop("a message of the pool: %s", error)
+                return
+            self._raw |= zip(map(id, answers.items), owned, strict=True)
+        held = self._pool.calls
+        for end in answers.ends:
+            call = held.get(end.id)
+            if call is None:
+                continue
+            if end.again:
+                self.fabric.outbox.append((RESTART, call, None))
+            elif end.worker >= 0:
+                call.worker = self._names.setdefault(end.worker, Member(end.worker))
+                call.attempts = end.attempts
+                call.sent_at = call.submitted_at + end.queued
+                call.first_at = call.submitted_at + end.first if end.first else 0.0
+        self.fabric.results(self._pool, answers.items, now())
+        if answers.news is not None:
+            self.on_news(answers.news)
+
+    def _send_calls(self, member: Member, calls: list[Call]) -> None:
+        body = encode(Requests([self._request(call) for call in calls]))
+        if len(body) > self.max_message_bytes and len(calls) > 1:
+            half = len(calls) // 2
+            self._send_calls(member, calls[:half])
+            self._send_calls(member, calls[half:])
+        else:
+            self._send(member, [body])
+
+    def _request(self, call: Call) -> Request:
+        route, session = call.route, None
+        if route is not None:
+            if route.sticky and route.session is None:
+                # A conversation, which goes where its turn before went.
+                self._sessions += 1
+                route.session = f"{self._session_prefix}-{self._sessions}"
+            session = route.session
+        timeout = None if call.deadline is None else call.deadline - now()
+        return Request(
+            call.id, call.endpoint, call.args, timeout, call.priority, call.pinned, session
+        )
+
+
+class _RemoteWeights(WeightChannel):
+    """What a client asks of the weights; updates go through ``sglrl.weights.Sender``."""
+
+    def __init__(self, pool: RemotePool) -> None:
+        super().__init__(lambda worker, reason: None)
+        self._of = pool
+        self.sender_address = ""
+
+    @property
+    def address(self) -> str:
+        return self.sender_address
+
+    async def describe(self, timeout: float) -> ModelDescription:
+        if self._description is None:
+            self._description = await self._of.ask("describe", timeout, timeout=timeout)
+        return self._description
+
+    async def checksums(
+        self, names: list[str], timeout: float
+    ) -> dict[tuple[int, int], list[Piece]]:
+        return dict(await self._of.ask("checksums", names, timeout, timeout=timeout))
+
+
+class RemotePool(Pool):
+    """The pool of another process."""
+
+    weights: _RemoteWeights
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        keys: str | os.PathLike[str] | None,
+        insecure: bool,
+        connect_timeout: float,
+        max_message_bytes: int,
+    ) -> None:
+        super().__init__([], preload="plain", fabric=FabricConfig(), config=PoolConfig())
+        url, mark, token = address.partition("#")
+        if not mark or not token:
+            raise UsageError(f"{address!r} is no address of a pool; pass client.address")
+        check_address(url, keys=keys is not None, insecure=insecure)
+        self._url, self._token = url, token
+        self._client_keys = None if keys is None else read_client_keys(keys)
+        self._connect_timeout = connect_timeout
+        self._max_message_bytes = max_message_bytes
+        self.weights = _RemoteWeights(self)
+        self.news = News(0, 0, [])
+        self.model = ""
+        self._engine: EngineInfo | None = None
+        self._specs = endpoints_of(PoolEndpoints)
+
+    async def ask(self, endpoint: str, *args: Any, timeout: float | None = None) -> Any:
+        """Of the pool as a whole: one of ``PoolEndpoints``."""
+        return await UnaryCaller(self.driver, self._specs[endpoint], None)(*args, timeout=timeout)
+
+    async def __aenter__(self) -> Self:
+        loop = asyncio.get_running_loop()
+
+        def tell() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self._on_break)
+
+        identity = f"client/{self._token}/{secrets.token_hex(8)}".encode()
+        dealer = ZmqDealer(
+            self._url,
+            identity,
+            max_message_bytes=self._max_message_bytes,
+            keys=self._client_keys,
+            on_break=tell,
+        )
+        driver = RemoteDriver(_Line(dealer, self._url), self._max_message_bytes)
+        self._driver = driver
+        driver.on_news = self._on_news
+        driver.start()
+        try:
+            with contextlib.suppress(Closed):  # refused in the handshake: nobody will answer
+                dealer.send([encode(Approach(PROTOCOL_VERSION))])
+            async with asyncio.timeout(self._connect_timeout):
+                admitted = await driver.admitted
+        except TimeoutError:
+            await self.close()
+            hint = "" if self._client_keys is None else ", or nobody there knows this key"
+            raise DeadlineExceeded(
+                f"nobody answered at {self._url} within {self._connect_timeout:g} s{hint}"
+            ) from None
+        except BaseException:
+            await self.close()
+            raise
+        driver.max_message_bytes = min(self._max_message_bytes, admitted.max_message_bytes)
+        self.model = admitted.model
+        self.weights.sender_address = admitted.weights_address
+        self._engine = admitted.engine
+        self._on_news(admitted.news)
+        return self
+
+    def _on_break(self) -> None:
+        driver = self._driver
+        assert isinstance(driver, RemoteDriver)
+        # Before it was admitted, a handshake may have failed.
+        if not self._closing and driver.admitted.done():
+            driver.lose(_GONE)
+
+    def _on_news(self, news: News) -> None:
+        self.news = news
+        if news.version != self.weights.version:
+            self.weights.version = news.version
+            for told in list(self.weights.on_version):
+                told()
+
+    @property
+    def max_message_bytes(self) -> int:
+        return self.driver.max_message_bytes
+
+    @property
+    def workers(self) -> list[WorkerInfo]:
+        """As the pool last said."""
+        return [
+            WorkerInfo(
+                id=w.id,
+                pid=w.pid,
+                state=w.state,
+                weight_version=w.weight_version,
+                device=w.device,
+                load=w.load,
+                window=w.window,
+            )
+            for w in self.news.workers
+        ]
+
+    def ready(self, index: int) -> Ready:
+        return Ready(PROTOCOL_VERSION, 0, 1, [], "", self._engine)
+
+    async def full(self, timeout: float) -> None:
+        # The pool's own error says which worker it waits for.
+        await self.ask("wait_until_full", timeout, timeout=timeout + _GRACE)
+
+    async def remove(self, index: int, timeout: float) -> None:
+        raise _not_here("workers are removed")
+
+    async def close(self, *, drain: bool = False, timeout: float = 600.0) -> None:
+        """Take leave; the pool goes on."""
+        driver = self._driver
+        if self._closing or driver is None:
+            return
+        if drain:
+            driver.fabric.refusing = True
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout):
+                    await driver.idle()
+        self._closing = True
+        driver.close()
+        with contextlib.suppress(Closed):
+            driver.send_to_peer(b"", encode(Leave()))
+        await self.weights.close()
+        driver.transport.close()
+
+
+class RemoteClient(Client):
+    """A ``Client`` of another process's pool: made by ``sglrl.connect``."""
+
+    _pool: RemotePool
+
+    def __init__(
+        self,
+        pool: RemotePool,
+        address: str,
+        *,
+        model: str | None,
+        timeout: float | None,
+        keys: str | os.PathLike[str] | None,
+        insecure: bool,
+    ) -> None:
+        super().__init__(pool, model=model or "", timeout=timeout, max_message=0)
+        self._given_address = address
+        self._keys = keys
+        self._insecure = insecure
+        self._sender: Any = None
+        self._sending = asyncio.Lock()
+
+    async def __aenter__(self) -> Self:
+        await super().__aenter__()
+        self._max_body = self._pool.max_message_bytes - ENVELOPE_BYTES
+        if not self.model:
+            self.model = self._pool.model
+            self._tokenizer_box = TokenizerBox(self.model)
+        return self
+
+    def _open_gateway(self) -> None:
+        """Who has the pool has that too."""
+
+    async def close(self, *, drain: bool = False, timeout: float = 600.0) -> None:
+        """Take leave: this client's calls end with ``Closed`` (``drain``: are awaited first). The
+        pool goes on."""
+        if self._sender is not None:
+            await self._sender.close()
+        await super().close(drain=drain, timeout=timeout)
+
+    @property
+    def address(self) -> str:
+        return self._given_address
+
+    async def add_workers(self, n: int = 1) -> list[int]:
+        raise _not_here("workers are added")
+
+    async def stats(self) -> list[WorkerStats]:
+        found = await self._pool.ask("stats", timeout=self._timeout)
+        return [WorkerStats(worker=worker, engine=engine) for worker, engine in found]
+
+    async def flush_cache(self) -> bool:
+        done: bool = await self._pool.ask("flush_cache", timeout=self._timeout)
+        return done
+
+    async def connect_weights(
+        self, *, device: Any = None, host: str = "127.0.0.1", timeout: float = 60.0
+    ) -> float:
+        raise _not_here("the group for weight updates is formed ahead of the first one")
+
+    async def update_weights(
+        self,
+        weights: Any,
+        *,
+        version: int | None = None,
+        inflight: str = "continue",
+        mode: str = "auto",
+        partial: bool = False,
+        bucket_bytes: int | None = None,
+        timeout: float = 60.0,
+        drain_timeout: float = 600.0,
+        wait: bool = True,
+        device: Any = None,
+        host: str = "127.0.0.1",
+    ) -> UpdateReport:
+        """As ``Client.update_weights``: this process sends. ``device`` and ``host`` are those of
+        the first update; ``drain_timeout`` is the pool's own."""
+        self._running()
+        if self._sender is None:
+            from .weights.remote import Sender
+
+            async with self._sending:
+                if self._sender is None:
+                    self._sender = await Sender.connect(
+                        self.weights_address,
+                        device=device,
+                        host=host,
+                        timeout=timeout,
+                        keys=self._keys,
+                        insecure=self._insecure,
+                    )
+        report: UpdateReport = await self._sender.update(
+            weights,
+            version=version,
+            inflight=inflight,
+            mode=mode,
+            partial=partial,
+            bucket_bytes=bucket_bytes,
+            timeout=timeout,
+            wait=wait,
+        )
+        return report
+
+    async def update_weights_from_disk(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        version: int | None = None,
+        inflight: str = "continue",
+        partial: bool = False,
+        timeout: float = 300.0,
+        drain_timeout: float = 600.0,
+        wait: bool = True,
+    ) -> UpdateReport:
+        self._running()
+        report: UpdateReport = await self._pool.ask(
+            "update_weights_from_disk",
+            _absolute(path),
+            version,
+            inflight,
+            partial,
+            timeout,
+            drain_timeout,
+            wait,
+        )
+        return report
+
+    def _loads(self) -> tuple[list[Load], int]:
+        self._running()
+        news = self._pool.news
+        loads = [Load(w.kv_usage, w.waiting, w.preempted) for w in news.workers if w.state == READY]
+        return loads, news.queued
+
+
+def _absolute(path: str | os.PathLike[str]) -> str:
+    return os.path.abspath(path)
+
+
+def _not_here(what: str) -> UsageError:
+    return UsageError(f"{what} by the process that launched the pool")
+
+
+def connect(
+    address: str,
+    *,
+    keys: str | os.PathLike[str] | None = None,
+    insecure: bool = False,
+    timeout: float | None = None,
+    connect_timeout: float = 60.0,
+    model: str | os.PathLike[str] | None = None,
+    max_message_bytes: int = 256 << 20,
+) -> Client:
+    """A client for the pool of another process: ``async with sglrl.connect(address) as client``.
+
+    It does what the ``Client`` of that process does, except for adding and removing workers, and
+    its calls are routed with all others. Leaving the block leaves the pool as it is.
+
+    Args:
+        address: ``client.address`` in the process that called ``launch``. It holds a secret.
+        keys: a folder with ``driver.public`` and one client's secret key, or such a secret key
+            file, of those that ``sglrl keys`` made for ``launch(keys=...)``.
+        insecure: connect to another machine without keys.
+        timeout: default for every call, in seconds; None: no limit.
+        connect_timeout: seconds until the pool must have answered.
+        model: where this process finds the tokenizer; None: where the other one does.
+        max_message_bytes: largest message accepted.
+
+    Raises:
+        UsageError: this is no such address, or it needs keys.
+        DeadlineExceeded: on entering, when nobody answers there.
+        Closed: on entering, when the pool takes no more clients. Later, of every call, once the
+            other process is gone or has closed its client.
+    """
+    pool = RemotePool(
+        address,
+        keys=keys,
+        insecure=insecure,
+        connect_timeout=connect_timeout,
+        max_message_bytes=max_message_bytes,
+    )
+    return RemoteClient(
+        pool,
+        address,
+        model=None if model is None else os.fspath(model),
+        timeout=timeout,
+        keys=keys,
+        insecure=insecure,
+    )

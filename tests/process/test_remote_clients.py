@@ -1,0 +1,366 @@
+"""Clients in other processes (and in this one, by the same way) of a pool with the fake engine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+import sglrl
+from sglrl.codec import decode_to_client, encode
+from sglrl.gateway import _Peer
+from sglrl.keys import make_keys
+from sglrl.messages import (
+    Admitted,
+    Answers,
+    Approach,
+    Cancel,
+    Dismissed,
+    GenerateArgs,
+    Leave,
+    Request,
+    Requests,
+    Sampling,
+)
+from sglrl.net.zmq import ZmqDealer, ZmqRouter
+
+IDS = [3, 1, 4, 1, 5]
+PROGRAM = Path(__file__).with_name("remote_program.py")
+
+
+@pytest.fixture
+async def pool() -> AsyncIterator[sglrl.Client]:
+    async with sglrl.launch(
+        "fake",
+        engine="fake",
+        replicas=2,
+        tokens_per_step=4,
+        step_seconds=0.001,
+        vocab_size=1000,
+        context_length=40_000,
+    ) as client:
+        yield client
+
+
+@pytest.fixture
+async def remote(pool: sglrl.Client) -> AsyncIterator[sglrl.Client]:
+    async with sglrl.connect(pool.address) as client:
+        yield client
+
+
+def peers(client: sglrl.Client) -> list[_Peer]:
+    assert client._gateway is not None
+    return [*client._gateway._peers.values()]
+
+
+async def until(client: sglrl.Client, met: Callable[[], bool]) -> None:
+    """Round trips to a worker, until it has happened."""
+    async with asyncio.timeout(20):
+        while not met():
+            await client.generate(input_ids=IDS, max_new_tokens=1)
+
+
+async def test_it_does_what_the_pools_own_client_does(
+    pool: sglrl.Client, remote: sglrl.Client
+) -> None:
+    made = await remote.generate(input_ids=IDS, max_new_tokens=12, logprobs=True)
+    own = await pool.generate(input_ids=IDS, max_new_tokens=12, logprobs=True)
+    assert made.output_ids.tolist() == own.output_ids.tolist() == (IDS * 3)[:12]
+    np.testing.assert_array_equal(made.logprobs, own.logprobs)
+    assert made.finish_reason == "length"
+    assert made.resumed == 0
+    assert 0 <= made.timing.queued <= made.timing.total
+    groups = await remote.generate(input_ids=[[1], [2]], n=3, max_new_tokens=2)
+    assert [[c.output_ids.tolist() for c in g] for g in groups] == [[[1, 1]] * 3, [[2, 2]] * 3]
+    stream = remote.stream(input_ids=IDS, max_new_tokens=30, logprobs=True)
+    chunks = [chunk async for chunk in stream]
+    assert len(chunks) > 2
+    assert np.concatenate([c.output_ids for c in chunks]).tolist() == IDS * 6
+    assert stream.completion.output_ids.tolist() == IDS * 6
+    np.testing.assert_array_equal(await remote.score(IDS, start=1), await pool.score(IDS, start=1))
+    assert remote.info == pool.info
+    assert remote.weight_version == pool.weight_version == 0
+    assert [s.worker for s in await remote.stats()] == [0, 1]
+    assert await remote.flush_cache()
+    await remote.wait_until_full()
+    assert [(w.id, w.pid, w.state) for w in remote.workers] == [
+        (w.id, w.pid, w.state) for w in pool.workers
+    ]
+
+
+async def test_calls_go_where_they_are_told(pool: sglrl.Client, remote: sglrl.Client) -> None:
+    for worker in (0, 1):
+        made = await remote.generate(input_ids=IDS, max_new_tokens=2, worker=worker)
+        assert made.worker == worker
+    with pytest.raises(sglrl.UsageError, match="no worker 7"):
+        await remote.generate(input_ids=IDS, worker=7)
+    turns = [
+        await remote.generate(input_ids=[i], max_new_tokens=1, session="game") for i in range(8)
+    ]
+    assert len({turn.worker for turn in turns}) == 1
+    async with remote.session(input_ids=IDS) as session:
+        workers = set()
+        for _ in range(4):
+            workers.add((await session.generate(max_new_tokens=3)).worker)
+            session.observe([7])
+    assert len(workers) == 1
+
+
+async def test_many_at_once_share_the_workers(pool: sglrl.Client, remote: sglrl.Client) -> None:
+    clients = (pool, remote)
+    made = await asyncio.gather(
+        *(
+            clients[i % 2].generate(input_ids=[i % 1000], max_new_tokens=1 + i % 20)
+            for i in range(2000)
+        )
+    )
+    for i, completion in enumerate(made):
+        assert completion.output_ids.tolist() == [i % 1000] * (1 + i % 20)
+    assert {c.worker for c in made} == {0, 1}
+    assert all(worker.load == 0 for worker in pool.workers)
+    (peer,) = peers(pool)
+    assert not peer.calls
+
+
+async def test_rollouts(remote: sglrl.Client) -> None:
+    async def agent(session: sglrl.Session, item: dict[str, list[int]]) -> float:
+        await session.generate(max_new_tokens=4)
+        session.observe([7])
+        await session.generate(max_new_tokens=4)
+        return float(item["input_ids"][0])
+
+    items = [{"input_ids": [i]} for i in range(1, 9)]
+    async with sglrl.rollout(remote, agent, items, group_size=2, progress=False) as run:
+        groups = await run.take(8)
+    assert sorted(g.trajectories[0].reward for g in groups) == [float(i) for i in range(1, 9)]
+
+
+async def test_a_lost_worker_is_no_loss(pool: sglrl.Client, remote: sglrl.Client) -> None:
+    work = [
+        asyncio.ensure_future(remote.generate(input_ids=IDS, max_new_tokens=4000, logprobs=True))
+        for _ in range(4)
+    ]
+    stream = remote.stream(input_ids=IDS, max_new_tokens=4000)
+    streamed = [await anext(aiter(stream))]
+    victim = max(pool.workers, key=lambda worker: worker.load)
+    os.kill(victim.pid, signal.SIGKILL)
+    streamed += [chunk async for chunk in stream]
+    assert np.concatenate([c.output_ids for c in streamed]).tolist() == IDS * 800
+    made = await asyncio.gather(*work)
+    expected = -(np.arange(4000, dtype=np.float32) + 1) / 1024
+    for completion in made:
+        assert completion.output_ids.tolist() == IDS * 800
+        np.testing.assert_array_equal(completion.logprobs, expected)
+    assert sum(c.resumed for c in made) + stream.completion.resumed >= 1
+    await remote.wait_until_full()
+    assert {w.state for w in remote.workers} == {"ready"}
+
+
+async def test_cancelled_and_late_calls_end_at_the_worker(
+    pool: sglrl.Client, remote: sglrl.Client
+) -> None:
+    calls = [
+        asyncio.ensure_future(remote.generate(input_ids=IDS, max_new_tokens=39_000))
+        for _ in range(3)
+    ]
+    late = asyncio.ensure_future(remote.generate(input_ids=IDS, max_new_tokens=39_000, timeout=0.2))
+    await until(pool, lambda: len(peers(pool)[0].calls) == 4)
+    for call in calls:
+        call.cancel()
+    with pytest.raises(sglrl.DeadlineExceeded):
+        await late
+    await until(pool, lambda: not peers(pool)[0].calls)
+    await until(pool, lambda: all(w.load == 0 for w in pool.workers))
+    # Its own books are in order too.
+    held = remote._running().fabric.members[0].calls
+    await until(remote, lambda: not held)
+    with pytest.raises(sglrl.InvalidRequest):
+        await remote.generate(input_ids=[5000])
+
+
+async def test_too_much_work_is_refused_by_name() -> None:
+    async with (
+        sglrl.launch("fake", engine="fake", window=1, max_queue=1, step_seconds=0.05) as pool,
+        sglrl.connect(pool.address) as remote,
+    ):
+        made = await asyncio.gather(
+            *(remote.generate(input_ids=IDS, max_new_tokens=2) for _ in range(5)),
+            return_exceptions=True,
+        )
+        refused = [m for m in made if isinstance(m, BaseException)]
+        assert len(refused) == 3
+        assert {type(m) for m in refused} == {sglrl.Overloaded}
+
+
+async def run_program(address: str, what: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable, str(PROGRAM), address, what, stdout=asyncio.subprocess.PIPE
+    )
+
+
+async def test_another_process(pool: sglrl.Client) -> None:
+    program = await run_program(pool.address, "generate")
+    out, _ = await program.communicate()
+    assert out.decode().strip() == "[3, 1, 4, 3, 1, 4]"
+    await until(pool, lambda: not peers(pool))
+
+
+async def test_a_client_that_dies_is_forgotten_with_its_calls(pool: sglrl.Client) -> None:
+    program = await run_program(pool.address, "hold")
+    assert program.stdout is not None
+    assert await program.stdout.readline() == b"begun\n"
+    assert sum(w.load for w in pool.workers) == 20
+    program.kill()
+    await program.wait()
+    await until(pool, lambda: not peers(pool))
+    await until(pool, lambda: all(w.load == 0 for w in pool.workers))
+
+
+async def test_when_the_pool_closes() -> None:
+    async with sglrl.launch(
+        "fake", engine="fake", step_seconds=0.01, tokens_per_step=1, context_length=40_000
+    ) as pool:
+        remote = sglrl.connect(pool.address)
+        async with remote:
+            call = asyncio.ensure_future(remote.generate(input_ids=IDS, max_new_tokens=9000))
+            await until(pool, lambda: len(peers(pool)[0].calls) == 1)
+            await pool.close()
+            with pytest.raises(sglrl.Closed):
+                await call
+            with pytest.raises(sglrl.Closed):
+                # Its end may be heard of a moment later than that of the call.
+                while True:
+                    await remote.generate(input_ids=IDS, max_new_tokens=1, timeout=20)
+        await remote.close()
+
+
+async def test_addresses(pool: sglrl.Client, tmp_path: Path) -> None:
+    with pytest.raises(sglrl.UsageError, match=r"client\.address"):
+        sglrl.connect("tcp://127.0.0.1:5")
+    for address in (pool.address[:-1], pool.weights_address, f"ipc://{tmp_path}/no#token"):
+        with pytest.raises(sglrl.DeadlineExceeded, match="nobody answered"):
+            async with sglrl.connect(address, connect_timeout=0.3):
+                pass
+    assert not peers(pool)
+    remote = sglrl.connect(pool.address)
+    with pytest.raises(sglrl.Closed):
+        await remote.generate(input_ids=IDS)
+    async with remote:
+        with pytest.raises(sglrl.UsageError, match="that launched the pool"):
+            await remote.add_workers()
+        with pytest.raises(sglrl.UsageError, match="that launched the pool"):
+            await remote.remove_worker(0)
+        with pytest.raises(sglrl.UsageError, match="no weights"):
+            await remote.model_metadata()
+        # What it is given it may pass on.
+        async with sglrl.connect(remote.address) as third:
+            assert (await third.generate(input_ids=IDS, max_new_tokens=1)).output_ids.tolist() == [
+                3
+            ]
+
+
+async def test_keys(tmp_path: Path) -> None:
+    folder, other = tmp_path / "keys", tmp_path / "other"
+    make_keys(folder)
+    make_keys(other)
+    (other / "driver.public").write_text((folder / "driver.public").read_text())
+    async with sglrl.launch("fake", engine="fake", address="tcp://0.0.0.0:*", keys=folder) as pool:
+        assert "0.0.0.0" not in pool.address
+        router = pool._pool.driver.transport
+        assert isinstance(router, ZmqRouter)
+        address = f"{router.address}#{pool.address.partition('#')[2]}"
+        async with sglrl.connect(address, keys=folder) as remote:
+            made = await remote.generate(input_ids=IDS, max_new_tokens=5)
+            assert made.output_ids.tolist() == IDS
+        for keys in (None, other):
+            with pytest.raises(sglrl.DeadlineExceeded, match="nobody answered"):
+                async with sglrl.connect(address, keys=keys, connect_timeout=0.5):
+                    pass
+
+
+def sampling(new_tokens: int = 1, stop: tuple[int, ...] = ()) -> Sampling:
+    values = sglrl.SamplingParams(max_new_tokens=new_tokens, stop_token_ids=stop)
+    return values.to_wire(new_tokens, None)
+
+
+def request(id_: int, ids: list[int], wire: Sampling, **more: object) -> Request:
+    args = GenerateArgs(np.array(ids, "<i4").tobytes(), msgspec.Raw(encode(wire)))
+    return Request(id_, "generate", msgspec.Raw(encode(args)), **more)  # type: ignore[arg-type]
+
+
+async def test_a_client_that_does_not_keep_to_the_rules(pool: sglrl.Client) -> None:
+    """Nothing of it comes to a worker, and the others are served."""
+    url, _, token = pool.address.partition("#")
+    hostile = ZmqDealer(url, f"client/{token}/x".encode(), max_message_bytes=1 << 20)
+    said: list[object] = []
+    hostile.start(lambda frames: said.append(decode_to_client(frames[0])))
+    driver = pool._pool.driver
+    # Before it has said who it is.
+    hostile.send([encode(Requests([request(1, IDS, sampling())]))])
+    await until(pool, lambda: any(isinstance(m, Dismissed) for m in said))
+    hostile.send([encode(Approach(999))])
+    await until(pool, lambda: len(said) == 2)
+    assert not peers(pool)
+    hostile.send([encode(Approach(1))])
+    await until(pool, lambda: isinstance(said[-1], Admitted))
+    said.clear()
+    dropped = driver.dropped
+    nonsense = [
+        [b""],
+        [b"x" * 100],
+        [encode(Approach(1))],
+        [encode(Cancel([1, 2])), b"frame"],
+    ]
+    for message in nonsense:
+        hostile.send(message)
+    await until(pool, lambda: driver.dropped == dropped + len(nonsense))
+    wrong = [
+        request(1, [], sampling()),
+        request(2, [5000], sampling()),
+        request(3, [-1], sampling()),
+        request(4, IDS, sampling(50_000)),
+        request(5, IDS, sampling(1, (1 << 20,))),
+        request(6, IDS, sampling(), worker=-3),
+        request(7, IDS, sampling(), timeout=float("nan")),
+        request(8, IDS, sampling(), session="s" * 5000),
+        Request(9, "shutdown", request(9, IDS, sampling()).args),
+        Request(10, "generate", Request(1, "", request(1, [], sampling()).args).args),
+        Request(11, "wait_until_full", request(1, IDS, sampling()).args),
+    ]
+    hostile.send([encode(Requests(wrong))])
+
+    def failed() -> set[int]:
+        return {i.id for m in said if isinstance(m, Answers) for i in m.items if i.kind == 4}
+
+    await until(pool, lambda: len(failed()) == len(wrong))
+    # The same id twice: once.
+    held = request(50, IDS, sampling(39_000))
+    hostile.send([encode(Requests([held, held]))])
+    await until(pool, lambda: driver.dropped == dropped + len(nonsense) + 1)
+    hostile.send([encode(Cancel([50, 50, 51]))])
+    await until(pool, lambda: not peers(pool)[0].calls)
+    hostile.send([encode(Leave())])
+    await until(pool, lambda: not peers(pool))
+    hostile.close()
+    assert driver.fabric.stray_items == 0
+
+
+def test_blocking(tmp_path: Path) -> None:
+    with (
+        sglrl.blocking("fake", engine="fake", replicas=2) as pool,
+        sglrl.blocking.connect(pool.address) as remote,
+    ):
+        made = remote.generate(input_ids=IDS, max_new_tokens=10)
+        assert made.output_ids.tolist() == IDS * 2
+        assert [c.output_ids.tolist() for c in remote.stream(input_ids=[5], max_new_tokens=1)] == [
+            [5]
+        ]
+        assert remote.address == pool.address
+        assert len(remote.stats()) == 2
