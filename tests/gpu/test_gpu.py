@@ -63,6 +63,26 @@ async def test_sampled_logprobs_and_scores(gpu: tuple[sglrl.Client, Reference]) 
     np.testing.assert_allclose(scores[len(PROMPTS[2]) :], made.logprobs, atol=TOLERANCE, rtol=0)
 
 
+async def test_the_next_tokens_distribution_among_generation(
+    gpu: tuple[sglrl.Client, Reference],
+) -> None:
+    client, reference = gpu
+    others = asyncio.gather(
+        *(client.generate(input_ids=p, max_new_tokens=64, ignore_eos=True) for p in PROMPTS)
+    )
+    asked = [[*p, 5, 7 + i] for i in range(4) for p in PROMPTS]
+    whole = await asyncio.gather(*(client.next_token_logprobs(p) for p in asked))
+    likeliest = await asyncio.gather(*(client.next_token_logprobs(p, 5) for p in asked))
+    for prompt, one, top in zip(asked, whole, likeliest, strict=True):
+        expected = reference.logprobs(prompt)[-1]
+        assert one.logprobs.shape == expected.shape
+        np.testing.assert_allclose(one.logprobs, expected, atol=TOLERANCE, rtol=0)
+        assert abs(float(np.exp(one.logprobs.astype(np.float64)).sum()) - 1) < 1e-3
+        np.testing.assert_allclose(top.logprobs, expected[top.token_ids], atol=TOLERANCE, rtol=0)
+        assert (top.logprobs >= np.sort(expected)[-5:][::-1] - 2 * TOLERANCE).all()
+    await others
+
+
 @pytest.mark.parametrize("seed", [None, 0])
 async def test_temperature_1_follows_the_distribution(
     gpu: tuple[sglrl.Client, Reference], seed: int | None
