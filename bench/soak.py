@@ -253,11 +253,17 @@ def main(
     with Progress(*columns, TimeElapsedColumn(), console=errors) as progress:
         task = progress.add_task("starting", total=minutes)
 
+        told = 0
+
         def show(minute: float) -> None:
+            nonlocal told
             driver = soak.looks["driver"][-1]
             calls = sum(load.books.answered for load in soak.loads.values())
             text = f"{calls:,} calls, driver {driver.rss:.1f} MB, {driver.files} files"
             progress.update(task, completed=minute, description=text)
+            if not errors.is_terminal and minute >= told:
+                errors.print(f"minute {told} of {minutes:g}: {text}", highlight=False)
+                told += 1
 
         uvloop.run(soak.run(interval, show))
 
