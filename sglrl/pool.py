@@ -522,9 +522,9 @@ class Pool:
             # Not everybody waits for it.
             worker.ready.exception()
         elif not worker.lost:
-            logger.error(
-                "worker %d was lost: %s; its last output:\n%s", index, reason, tail(worker.log, 20)
-            )
+            output = tail(worker.log, 20)
+            said = f"; its last output:\n{output}" if output else ""
+            logger.error("worker %d was lost: %s%s", index, reason, said)
         self._lost(worker, reason)
         if worker.running:
             # One rank is gone: the others cannot go on without it.
