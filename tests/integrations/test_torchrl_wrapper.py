@@ -183,6 +183,50 @@ def test_sampled_log_probs_are_the_references(
     assert weights.sum() ** 2 / (weights**2).sum() / len(weights) > 0.99
 
 
+@layouts
+def test_distributions_are_the_references(
+    padded: bool, pool: sglrl.BlockingClient, hf_model: Any, tokenizer: Any
+) -> None:
+    def shared(mode: str) -> dict[str, Any]:
+        return {
+            "input_mode": mode,
+            "pad_output": padded,
+            "generate": False,
+            "tokenizer": tokenizer,
+        }
+
+    policy = SGLangWrapper(pool, input_mode="text", pad_output=padded, generate_kwargs=GREEDY)
+    made = policy(prompts("text", tokenizer)).select("tokens", "masks")
+    cases = {
+        "_get_sft_dist": ("tokens", made),
+        "_get_rlhf_dist": ("history", wholes("history", tokenizer)),
+        "_get_generic_dist": ("history", wholes("history", tokenizer)),
+    }
+    for name, (mode, td) in cases.items():
+        # As TorchRL's own methods need it.
+        td = td.to_lazystack(0)
+        found = getattr(SGLangWrapper(pool, **shared(mode)), name)(td.copy())
+        with torch.inference_mode():
+            reference = TransformersWrapper(hf_model, **shared(mode))
+            expected = getattr(reference, name)(td.copy())
+        assert (found.mask == expected.mask).all()
+        assert found.mask.any()
+        ids = torch.randint(0, 512, found.mask.shape)
+        torch.testing.assert_close(
+            found.log_prob(ids), expected.log_prob(ids), atol=1e-3, rtol=1e-4
+        )
+    scorer = SGLangWrapper(pool, **shared("text"))
+    td = wholes("text", tokenizer)
+    whole = scorer.get_dist(td)
+    ids = scorer(td).get(
+        ("tokens", "full"), as_padded_tensor=True, padding_side="left", padding_value=PAD
+    )
+    for a, b, mask in zip(whole.log_prob(ids), scorer.log_prob(td), whole.mask, strict=True):
+        torch.testing.assert_close(a[mask][1:], b[-int(mask.sum()) :][1:], atol=1e-4, rtol=1e-4)
+    with pytest.raises(NotImplementedError, match="generate=True"):
+        policy.get_dist(td)
+
+
 # --- layouts --------------------------------------------------------------------------------------
 
 
@@ -290,7 +334,11 @@ def test_eos_is_kept_where_it_is_also_the_padding(
 
 
 def test_num_samples(pool: sglrl.BlockingClient, tokenizer: Any) -> None:
-    for given in ({"num_samples": 3}, {"generate_kwargs": {"n": 3, "max_tokens": 5}}):
+    few = {"max_tokens": 5}
+    for given in (
+        {"num_samples": 3, "generate_kwargs": few},
+        {"generate_kwargs": {**few, "n": 3}},
+    ):
         wrapper = SGLangWrapper(pool, **given)
         found = wrapper(prompts("history", tokenizer))
         assert found.batch_size == (3, 3)

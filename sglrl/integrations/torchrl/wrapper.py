@@ -6,6 +6,7 @@ into TorchRL's containers.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 from collections.abc import Sequence
@@ -241,7 +242,9 @@ class SGLangWrapper(LLMWrapperBase):  # type: ignore[misc]
 
         Args:
             tensordict_out: where the results are written, instead of where ``inplace`` says.
-            logits_only: with ``generate=False``: also "logits", [length, vocabulary] a sample.
+            logits_only: with ``generate=False``: also "logits", float32 [length, vocabulary] a
+                sample: log-probs of every token, of which the first row is 0. The results are
+                returned alone.
             **kwargs: sampling values for this call, over ``generate_kwargs``.
         """
         if self.input_key not in tensordict:
@@ -253,8 +256,8 @@ class SGLangWrapper(LLMWrapperBase):  # type: ignore[misc]
         flat = tensordict.reshape(-1) if tensordict.ndim else lazy_stack([tensordict])
         inputs = list(flat.unbind(0))
         samples = self._generate(inputs, kwargs) if self.generate else self._score(inputs)
-        if logits_only:
-            self._add_logits(samples)
+        if logits_only and not self.generate:
+            samples = self._with_logits(samples)
         keys = Keys(
             text=self.text_key if self.return_text else None,
             tokens=self.tokens_key,
@@ -265,13 +268,13 @@ class SGLangWrapper(LLMWrapperBase):  # type: ignore[misc]
         device = self._device if tensordict.device is None else tensordict.device
         rows = make_rows(samples, keys, self.pad_output, self.padding_value, device)
         out = _nest(rows, (*shape, self.num_samples) if self.num_samples else tuple(shape))
-        out_keys = [*self.out_keys, "logits"] if logits_only else self.out_keys
         if tensordict_out is None:
-            if self.inplace is False:
+            # A tensordict that is no lazy stack has no place for ragged logits.
+            if self.inplace is False or logits_only:
                 return out
             tensordict_out = tensordict if self.inplace is True else tensordict.empty()
-        result = tensordict_out.exclude(*out_keys, inplace=True)
-        result.update(out, keys_to_update=out_keys)
+        result = tensordict_out.exclude(*self.out_keys, inplace=True)
+        result.update(out, keys_to_update=self.out_keys)
         return cast(TensorDictBase, result)
 
     def _generate(self, inputs: Sequence[TensorDictBase], kwargs: dict[str, Any]) -> list[Sample]:
@@ -313,8 +316,18 @@ class SGLangWrapper(LLMWrapperBase):  # type: ignore[misc]
             samples.append(prompt._replace(log_probs=values))
         return samples
 
-    def _add_logits(self, samples: list[Sample]) -> None:
-        raise NotImplementedError
+    def _with_logits(self, samples: Sequence[Sample]) -> list[Sample]:
+        """One query a token: what was scored just now is in the prefix cache, so each computes a
+        single position."""
+        prefixes = [s.ids[:i].numpy() for s in samples for i in range(1, len(s.ids))]
+        found = iter(self.client._wait(_distributions(self.client._client, prefixes)))
+        full = []
+        for sample in samples:
+            logits = torch.zeros(len(sample.ids), self.client.info.vocab_size)
+            for row in logits[1:]:
+                row.copy_(torch.from_numpy(next(found).copy()))
+            full.append(sample._replace(logits=logits))
+        return full
 
     # --- what comes in ----------------------------------------------------------------------------
 
@@ -424,6 +437,22 @@ class SGLangWrapper(LLMWrapperBase):  # type: ignore[misc]
 
     # --- log-probs and distributions --------------------------------------------------------------
 
+    def get_dist(
+        self, tensordict: TensorDictBase, *args: Any, mask_key: Any = None, **kwargs: Any
+    ) -> Any:
+        """The model's whole distribution at every position, masked where there is no token (or by
+        ``mask_key``); TorchRL's ``_get_sft_dist`` and its kin mask otherwise.
+
+        It takes a query a token and vocabulary x 4 bytes a token, and no gradient comes with it: to
+        look at or to compare with, not to train on.
+
+        Raises:
+            NotImplementedError: with ``generate=True``, as TorchRL's.
+        """
+        if mask_key is None:
+            mask_key = (self.masks_key, "all_attention_mask")
+        return super().get_dist(tensordict, *args, mask_key=mask_key, **kwargs)
+
     def log_prob(self, data: TensorDictBase, **get_kwargs: Any) -> Any:
         """Log-probs of all tokens of ``data``: float32 [batch, length] with ``pad_output``, else a
         list of [length], or as ``td.get(..., **get_kwargs)`` says.
@@ -467,6 +496,22 @@ def _split(values: dict[str, Any]) -> tuple[dict[str, Any], SamplingParams]:
     if "stop_sequences" in values:
         values["stop"] = values.pop("stop_sequences")
     return call, from_kwargs(values)
+
+
+async def _distributions(client: Any, prefixes: Sequence[Any]) -> list[Any]:
+    """float32 [vocabulary] of the token behind each prefix."""
+    some = asyncio.Semaphore(256)
+
+    async def one(ids: Any) -> Any:
+        async with some:
+            return (await client.next_token_logprobs(ids)).logprobs
+
+    tasks = [asyncio.ensure_future(one(ids)) for ids in prefixes]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 def _nest(rows: list[TensorDict], shape: Sequence[int]) -> TensorDictBase:

@@ -1,0 +1,184 @@
+"""SGLangWrapper in TorchRL's collectors, transforms and losses, with a real engine."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.collectors.llm import LLMCollector
+from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement, Unbounded
+from torchrl.data.llm import History
+from torchrl.envs import StepCounter, Transform
+from torchrl.envs.llm import ChatEnv
+from torchrl.envs.llm.transforms.kl import RetrieveKL, RetrieveLogProb
+from torchrl.modules.llm.policies import ChatHistory, TransformersWrapper
+from torchrl.objectives.llm import GRPOLoss, MCAdvantage
+
+import sglrl
+from sglrl.demo.tiny import make_model
+from sglrl.integrations.torchrl import SGLangWrapper
+
+pytestmark = [
+    # Of TorchRL's own.
+    pytest.mark.filterwarnings("ignore:size_average and reduce args:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The env passed to LLMCollector:FutureWarning"),
+]
+QUERIES = ["one", "two three", "four five six", "seven"]
+
+
+@pytest.mark.parametrize("buffered", [True, False], ids=["buffer", "yielded"])
+def test_collects_conversations(buffered: bool, pool: sglrl.BlockingClient) -> None:
+    policy = SGLangWrapper(pool, generate_kwargs={"max_new_tokens": 4})
+    env = ChatEnv.from_dataloader([{"query": QUERIES}], batch_size=(4,))
+    storage = ReplayBuffer(storage=LazyStackStorage(8)) if buffered else None
+    collector = LLMCollector(
+        env, policy=policy, dialog_turns_per_batch=8, total_dialog_turns=8, replay_buffer=storage
+    )
+    assert policy.collector is collector
+    batches = list(collector)
+    if storage is None:
+        (data,) = batches
+        assert data.batch_size == (4, 2)
+        data = data.reshape(-1)
+    else:
+        assert batches == [None]
+        data = storage[:]
+    assert len(data) == 8
+    for row in data.unbind(0):
+        before, after = row["history"].prompt, row["next", "history"].prompt
+        assert after.role == [*before.role, "assistant"]
+        assert after.content == [*before.content, row["text"].response]
+        assert row["log_probs"].full.shape == row["tokens"].full.shape
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_tokens_that_an_environment_keeps_are_the_prompt(pool: sglrl.BlockingClient) -> None:
+    policy = SGLangWrapper(pool, prefer_tokens=True, generate_kwargs={"max_new_tokens": 4})
+    env = ChatEnv.with_tokenizer(tokenizer=pool.tokenizer, batch_size=(1,))
+    td = env.reset(TensorDict(query=["one"], batch_size=1))
+    # Not what the history would give.
+    kept = torch.cat([torch.tensor([77, 78]), td[0]["tokens", "prompt"]])
+    td[0]["tokens", "prompt"] = kept
+    found = policy(td)
+    torch.testing.assert_close(found[0]["tokens", "prompt"], kept, check_dtype=False)
+    after = env.step(found)["next"]
+    assert len(after[0]["tokens", "prompt"]) > len(kept)
+    unkept = policy.get_new_version(prefer_tokens=False)(found.exclude("tokens"))
+    assert unkept[0]["tokens", "prompt"].tolist() == kept[2:].tolist()
+
+
+@pytest.mark.parametrize("padded", [True, False], ids=["padded", "ragged"])
+def test_a_reference_policy_in_torchrls_transforms(
+    padded: bool, pool: sglrl.BlockingClient, hf_model: Any
+) -> None:
+    chats = [
+        [
+            {"role": "user", "content": query},
+            {"role": "assistant", "content": " ".join(QUERIES[i:])},
+        ]
+        for i, query in enumerate(QUERIES)
+    ]
+    td = TensorDict(history=ChatHistory(full=History.from_chats(chats)), batch_size=4).to_lazystack(
+        0
+    )
+    tokenizer = pool.tokenizer
+    ours = SGLangWrapper(pool, generate=False, pad_output=padded, log_probs_key="ref_log_probs")
+    theirs = TransformersWrapper(
+        hf_model,
+        tokenizer=tokenizer,
+        generate=False,
+        pad_output=padded,
+        log_probs_key="gen_log_probs",
+    )
+    scored = RetrieveLogProb(ours, assistant_only=False, tokenizer=tokenizer)(td.copy())
+    assert len(scored.get(("ref_log_probs", "full"), as_list=True)) == 4
+    with torch.inference_mode():
+        found = RetrieveKL(
+            gen_model=theirs,
+            ref_model=ours,
+            assistant_only=False,
+            tokenizer=tokenizer,
+            gen_log_probs_full_key=("gen_log_probs", "full"),
+            ref_log_probs_full_key=("ref_log_probs", "full"),
+        )(td.copy())
+    # The same weights: no difference, at any token.
+    for kl in found.get("kl_penalty", as_list=True):
+        torch.testing.assert_close(kl, torch.zeros_like(kl), atol=1e-4, rtol=0)
+
+
+class EvenDigits(Transform):  # type: ignore[misc]
+    """The reward of a response: the share of its characters that are even digits."""
+
+    def _step(self, tensordict: Any, next_tensordict: Any) -> Any:
+        shares = [sum(c in "02468" for c in text) / 4 for text in tensordict["text"].response]
+        next_tensordict["reward"] = torch.tensor(shares).reshape(-1, 1, 1)
+        return next_tensordict
+
+    def transform_reward_spec(self, reward_spec: Any) -> Any:
+        reward_spec["reward"] = Unbounded((*self.parent.batch_size, 1, 1))
+        return reward_spec
+
+
+def test_grpo_learns(tmp_path: Path) -> None:
+    """TorchRL's GRPO, with nothing of ours but the policy that collects and the weight updates."""
+    from transformers import AutoModelForCausalLM
+
+    group, queries, steps = 8, 4, 8
+    batch_size = group * queries
+    torch.manual_seed(0)
+    chance = random.Random(0)
+    folder = make_model(tmp_path / "digits", characters="0123456789", initializer_range=0.02)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    with sglrl.blocking(folder, device="cpu", weight_device="cpu") as engine:
+        tokenizer = engine.tokenizer
+        policy = SGLangWrapper(engine, input_mode="text", generate_kwargs={"max_new_tokens": 4})
+        env = ChatEnv.from_dataloader(
+            [
+                {"query": ["".join(chance.choices("0123456789", k=2)) for _ in range(queries)]}
+                for _ in range(2 * steps)
+            ],
+            batch_size=(batch_size,),
+            repeats=group,
+            input_mode="text",
+            tokenizer=tokenizer,
+            template_kwargs={"chat_template": tokenizer.chat_template},
+        )
+        env = env.append_transform(StepCounter(max_steps=1)).append_transform(EvenDigits())
+        buffer = ReplayBuffer(
+            storage=LazyStackStorage(batch_size),
+            sampler=SamplerWithoutReplacement(),
+            batch_size=batch_size,
+            transform=MCAdvantage(grpo_size=group, prompt_key="query"),
+        )
+        collector = LLMCollector(
+            env,
+            policy=policy,
+            replay_buffer=buffer,
+            dialog_turns_per_batch=batch_size,
+            total_dialog_turns=batch_size * steps,
+        )
+        actor = TransformersWrapper(model, tokenizer=tokenizer, input_mode="tokens", generate=False)
+        loss_function = GRPOLoss(actor)
+        optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+        rewards = []
+        for _ in collector:
+            for epoch in range(2):
+                for batch in buffer:
+                    loss = loss_function(batch)
+                    if epoch == 0:
+                        # The trainer has the weights that sampled.
+                        assert loss.ESS > 0.99
+                    optimizer.zero_grad()
+                    loss.mean(reduce=True).backward()
+                    optimizer.step()
+            rewards.append(float(batch["next", "reward"].mean()))
+            buffer.empty()
+            report = engine.update_weights(model)
+            assert report.version == len(rewards)
+    assert len(rewards) == steps
+    assert rewards[0] < 0.6
+    assert sum(rewards[-2:]) / 2 > 0.8, rewards
