@@ -160,15 +160,22 @@ def test_sampled_log_probs_are_the_references(
     mode: str, padded: bool, pool: sglrl.BlockingClient, hf_model: Any, tokenizer: Any
 ) -> None:
     """What a trainer does: the tokens that were sampled, scored by the policy in transformers."""
-    ours = SGLangWrapper(
-        pool, input_mode=mode, pad_output=padded, generate_kwargs={"max_new_tokens": 8}
-    )
-    found = ours(prompts(mode, tokenizer))
+    # Some stop early.
+    values = {"max_new_tokens": 12, "stop_token_ids": range(100), "seed": 3, "n": 3}
+    ours = SGLangWrapper(pool, input_mode=mode, pad_output=padded, generate_kwargs=values)
+    found = ours(prompts(mode, tokenizer)).view(-1)
     reference = TransformersWrapper(
         hf_model, input_mode="tokens", generate=False, pad_output=padded, tokenizer=tokenizer
     )
     with torch.inference_mode():
         scored = reference(found.select("tokens", "masks").copy())
+    # Ours keep every token where it is, between the paddings, too.
+    scorer = ours.get_new_version(input_mode="tokens", generate=False, generate_kwargs=None)
+    again = scorer(found.select("tokens", "masks").copy())
+    assert_same(again, scored, "tokens", "full")
+    assert_same(again, scored, "log_probs", "full", atol=1e-4, rtol=1e-4)
+    assert_same(again, found, "masks", "all_attention_mask")
+    assert_same(again, found, "masks", "all_assistant_mask")
     ratios = []
     for a, b, mask in zip(
         lists(found, "log_probs", "full") or [],
