@@ -25,21 +25,11 @@ from torchrl.data.llm import History
 from torchrl.modules.llm.policies.common import LLMWrapperBase
 
 from ...errors import InvalidRequest
-from ...sampling import SamplingParams, from_kwargs
+from .generate_kwargs import split
 from .rows import Keys, Sample, make_rows
 from .unpad import unpad
 
 _MODES = ("history", "text", "tokens")
-_CALL_ARGUMENTS = ("timeout", "priority", "worker")
-"""Of ``client.generate``: in ``generate_kwargs`` and as keyword arguments of a call."""
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "do_sample": (True, False),
-    "logprobs": (True, False, 0, 1),
-    "num_beams": (1,),
-    "length_penalty": (1, 0),
-    "early_stopping": (False,),
-}
-"""TorchRL's common names that SGLang has no counterpart of: values that ask for nothing."""
 _PADDING_ARGUMENTS = ("padding", "padding_side", "return_tensors", "return_attention_mask")
 
 
@@ -185,7 +175,7 @@ class SGLangWrapper(LLMWrapperBase):  # type: ignore[misc]
             )
         self.num_samples = num_samples if generate else None
         self.inplace = num_samples is None if inplace is None else inplace
-        self._call, self._sampling = _split(self.generate_kwargs)
+        self._call, self._sampling = split(self.generate_kwargs)
 
         self.model = _service(model)
         if isinstance(tokenizer, str):
@@ -282,7 +272,7 @@ class SGLangWrapper(LLMWrapperBase):  # type: ignore[misc]
         call, sampling = self._call, self._sampling
         if kwargs:
             given = self._standardize_generate_kwargs({**self.generate_kwargs, **kwargs})
-            call, sampling = _split(given)
+            call, sampling = split(given)
         n = self.num_samples or 1
         found = self.client.generate(
             input_ids=[prompt.ids.numpy() for prompt in prompts],
@@ -355,27 +345,26 @@ class SGLangWrapper(LLMWrapperBase):  # type: ignore[misc]
                 )
             if not history.ndim:
                 history = lazy_stack([history])
+            mask = None
             if known is not None:
                 ids = known[i]
                 text = self.tokenizer.decode(ids, skip_special_tokens=False)
-                samples.append(Sample(ids, text=text, history=history))
-                continue
-            text = history.apply_chat_template(tokenize=False, **template)
-            found = history.apply_chat_template(
-                tokenize=True,
-                return_dict=True,
-                return_assistant_tokens_mask=not self.generate,
-                **template,
-            )
-            mask = None if self.generate else found.get("assistant_masks", None)
-            samples.append(
-                Sample(
-                    found.get("input_ids").long(),
-                    text=text,
-                    history=history,
-                    assistant_mask=None if mask is None else mask.bool(),
-                )
-            )
+            else:
+                text = history.apply_chat_template(tokenize=False, **template)
+                if self.generate:
+                    # The template has put in what special tokens there are.
+                    encoded = self.tokenizer(text, add_special_tokens=False)
+                    ids = torch.tensor(encoded["input_ids"])
+                else:
+                    found = history.apply_chat_template(
+                        tokenize=True,
+                        return_dict=True,
+                        return_assistant_tokens_mask=True,
+                        **template,
+                    )
+                    ids = found.get("input_ids").long()
+                    mask = found.get("assistant_masks").bool()
+            samples.append(Sample(ids, text=text, history=history, assistant_mask=mask))
         return samples
 
     def _known_tokens(self, inputs: Sequence[TensorDictBase]) -> list[torch.Tensor] | None:
@@ -480,22 +469,6 @@ def _service(model: Any) -> Any:
             f"an address, or a model's name or folder, got {type(model).__name__}"
         )
     return model
-
-
-def _split(values: dict[str, Any]) -> tuple[dict[str, Any], SamplingParams]:
-    """Standardized ``generate_kwargs`` as arguments of ``client.generate`` and sampling values."""
-    values = {k: v for k, v in values.items() if v is not None and k != "num_return_sequences"}
-    call = {name: values.pop(name) for name in _CALL_ARGUMENTS if name in values}
-    for name, neutral in _NEUTRAL.items():
-        if name in values and values[name] not in neutral:
-            raise InvalidRequest(f"{name}={values[name]!r}: SGLang has nothing of the kind")
-    if values.get("do_sample") is False:
-        values["temperature"] = 0.0
-    for name in _NEUTRAL:
-        values.pop(name, None)
-    if "stop_sequences" in values:
-        values["stop"] = values.pop("stop_sequences")
-    return call, from_kwargs(values)
 
 
 async def _distributions(client: Any, prefixes: Sequence[Any]) -> list[Any]:
