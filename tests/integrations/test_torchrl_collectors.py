@@ -15,8 +15,9 @@ from torchrl.data.llm import History
 from torchrl.envs import StepCounter, Transform
 from torchrl.envs.llm import ChatEnv
 from torchrl.envs.llm.transforms.kl import RetrieveKL, RetrieveLogProb
-from torchrl.modules.llm.policies import ChatHistory, TransformersWrapper
-from torchrl.objectives.llm import GRPOLoss, MCAdvantage
+from torchrl.modules.llm.policies import ChatHistory, Text, TransformersWrapper
+from torchrl.objectives.llm import CISPOLoss, GRPOLoss, MCAdvantage
+from torchrl.objectives.llm.grpo import DAPO
 
 import sglrl
 from sglrl.demo.tiny import make_model
@@ -108,6 +109,30 @@ def test_a_reference_policy_in_torchrls_transforms(
     # The same weights: no difference, at any token.
     for kl in found.get("kl_penalty", as_list=True):
         torch.testing.assert_close(kl, torch.zeros_like(kl), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("padded", [True, False], ids=["padded", "ragged"])
+@pytest.mark.parametrize("masking", ["sft", "generic"])
+@pytest.mark.parametrize("loss_class", [GRPOLoss, DAPO, CISPOLoss])
+def test_losses_take_what_is_generated(
+    loss_class: Any, masking: str, padded: bool, pool: sglrl.BlockingClient, hf_model: Any
+) -> None:
+    values = {"max_new_tokens": 8, "stop_token_ids": range(100), "n": 2}
+    policy = SGLangWrapper(pool, input_mode="text", pad_output=padded, generate_kwargs=values)
+    batch = policy(TensorDict(text=Text(prompt=QUERIES), batch_size=4)).view(-1)
+    batch["advantage"] = torch.randn(8, 1, 1)
+    actor = TransformersWrapper(
+        hf_model,
+        tokenizer=pool.tokenizer,
+        input_mode="tokens",
+        generate=False,
+        pad_output=padded,
+    )
+    # (DAPO asks for two clipping thresholds.)
+    loss = loss_class(actor, masking_strategy=masking, clip_epsilon=(0.2, 0.28))(batch)
+    assert loss.mean(reduce=True).isfinite()
+    assert loss.ESS > 0.99
+    assert loss.kl_approx.abs() < 1e-4
 
 
 class EvenDigits(Transform):  # type: ignore[misc]
