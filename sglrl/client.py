@@ -25,7 +25,7 @@ from .core.concurrency import Load
 from .core.members import READY
 from .core.routing import Route
 from .driver import ENVELOPE_BYTES, Driver
-from .errors import Closed, InvalidRequest, MessageTooLarge, SglrlError
+from .errors import Closed, InvalidRequest, MessageTooLarge, SglrlError, UnknownEndpoint
 from .gateway import Gateway
 from .messages import EngineInfo, EngineStats, GenerateArgs, ItemKind, NextTokenArgs, ScoreArgs
 from .pool import Birth, Pool, WorkerInfo
@@ -143,7 +143,7 @@ class Client:
 
     def _open_gateway(self) -> None:
         """Let in clients of other processes."""
-        self._gateway = Gateway(self, self._running(), self._pool, self._max_body)
+        self._gateway = Gateway(self, self._running(), self._pool, self._max_body, self._controls)
 
     async def close(self, *, drain: bool = False, timeout: float = 600.0) -> None:
         """End every call with ``Closed`` and every worker; safe to call again.
@@ -219,9 +219,26 @@ class Client:
         """Empty every worker's prefix cache. False if some worker had requests and kept it."""
         return all(await self._broadcast("flush_cache"))
 
+    async def broadcast(
+        self, endpoint: str, *args: Any, timeout: float | None = None, **kwargs: Any
+    ) -> list[Any]:
+        """Call one of the engines' control endpoints (``stats``, ``flush_cache``, ...) on every
+        worker that serves; the results in worker order.
+
+        Raises:
+            UnknownEndpoint: there is none of that name.
+        """
+        spec = self._controls.get(endpoint)
+        if spec is None:
+            raise UnknownEndpoint(
+                f"the engines declare no endpoint {endpoint!r} to be called on all of them "
+                f"(endpoints: {', '.join(sorted(self._controls))})"
+            )
+        caller = BroadcastCaller(self._running(), spec, None)
+        return await caller(*args, timeout=self._timeout if timeout is None else timeout, **kwargs)
+
     async def _broadcast(self, name: str) -> list[Any]:
-        caller = BroadcastCaller(self._running(), self._controls[name], None)
-        return await caller(timeout=self._timeout)
+        return await self.broadcast(name)
 
     # --- weights ----------------------------------------------------------------------------------
 
