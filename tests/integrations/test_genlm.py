@@ -1,0 +1,437 @@
+"""genlm's interface: what its own tests ask of a backend, against Hugging Face transformers; and
+who waits for what."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import sys
+import threading
+import types
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import sglrl
+from sglrl.demo.tiny import make_character_tokenizer, make_model
+from sglrl.integrations import genlm
+from sglrl.integrations.genlm import AsyncSGLTransformer, Token
+from sglrl.integrations.vocabulary import token_bytes, token_strings
+
+TEXTS = [
+    "There might be something wrong, it may be because ",
+    "with the language model code",
+    "It's probably this or that",
+    "with the language model code",
+]
+ODD = "’•¶∂ƒ˙∆£Ħ爨ൠᅘ∰፨ \n\t\x00 zero"
+
+
+class Counted:
+    """What the engine is asked for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, client: sglrl.Client) -> None:
+        self.keys: list[bytes] = []
+        self._changed = threading.Condition()
+        make = client._next_token_call
+
+        def counted(ids: bytes, *args: Any) -> Any:
+            with self._changed:
+                self.keys.append(ids)
+                self._changed.notify_all()
+            return make(ids, *args)
+
+        monkeypatch.setattr(client, "_next_token_call", counted)
+
+    def wait(self, count: int) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.keys) >= count, timeout=30)
+
+
+@pytest.fixture(scope="module")
+def model(pool: sglrl.BlockingClient) -> Iterator[AsyncSGLTransformer]:
+    with AsyncSGLTransformer(pool) as model:
+        yield model
+    # It was given its client, which goes on.
+    assert pool.workers[0].state == "ready"
+
+
+@pytest.fixture
+def fake(tiny: Path) -> Iterator[sglrl.BlockingClient]:
+    with sglrl.blocking(tiny, engine="fake", vocab_size=512) as client:
+        yield client
+
+
+@pytest.fixture
+async def client(tiny: Path) -> AsyncIterator[sglrl.Client]:
+    async with sglrl.launch(tiny, engine="fake", vocab_size=512) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def prompts(model: AsyncSGLTransformer) -> list[list[int]]:
+    return [model.tokenizer.encode(text) for text in TEXTS]
+
+
+def expected(hf_model: Any, ids: Sequence[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        logits = hf_model(torch.tensor([list(ids)])).logits[0, -1]
+    return torch.log_softmax(logits.float(), dim=-1)
+
+
+def error(have: torch.Tensor, want: torch.Tensor) -> float:
+    """The largest relative one."""
+    return float(((have - want).abs() / want.abs()).max())
+
+
+def test_every_way_to_ask(model: AsyncSGLTransformer, hf_model: Any, prompts: Any) -> None:
+    """Each ``asyncio.run`` is another event loop."""
+    wants = torch.stack([expected(hf_model, ids) for ids in prompts])
+    for ids, want in zip(prompts, wants, strict=True):
+        have = asyncio.run(model.next_token_logprobs(ids))
+        assert have.dtype == torch.float32
+        assert have.shape == (512,)
+        assert error(have, want) < 1e-3
+        assert error(model.next_token_logprobs_sync(ids), want) < 1e-3
+    have = asyncio.run(model.batch_next_token_logprobs(prompts))
+    assert have.shape == (len(prompts), 512)
+    assert error(have, wants) < 1e-3
+    assert error(model.batch_next_token_logprobs_sync(prompts), wants) < 1e-3
+
+    async def blocked() -> torch.Tensor:
+        return model.batch_next_token_logprobs_sync(prompts)
+
+    assert error(asyncio.run(blocked()), wants) < 1e-3
+    assert model.clear_kv_cache()
+
+
+def test_in_bfloat16_cut_up_and_with_new_weights(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "bf16", dtype="bfloat16", seed=1)
+    weights = load_file(folder / "model.safetensors")
+    # The random model's logits are so large that rounding them is as much as the tolerance.
+    weights["lm_head.weight"] /= 4
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    from transformers import AutoModelForCausalLM
+
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    options = {"device": "cpu", "chunked_prefill_size": 64, "skip_tokenizer_init": False}
+    with AsyncSGLTransformer.from_name(
+        str(folder), engine_opts=options, cache_size=100, cache_opts={"move_to_cpu": True}
+    ) as model:
+        prompts = [model.tokenizer.encode(t) for t in ("Cat " + "meow " * 50, "Dog " * 60, *TEXTS)]
+        assert max(map(len, prompts)) > 128
+        first = asyncio.run(model.batch_next_token_logprobs(prompts))
+        for have, ids in zip(first, prompts, strict=True):
+            assert error(have, expected(reference, ids)) < 2e-2
+        assert model.cache is not None
+        assert len(model.cache) == len(prompts) - 1
+        assert model.next_token_logprobs_sync(prompts[0]).equal(first[0])
+        with torch.no_grad():
+            reference.lm_head.weight *= 0.5
+        model.client.update_weights(reference)
+        assert not model.cache
+        for ids in prompts:
+            have = model.next_token_logprobs_sync(ids)
+            assert error(have, expected(reference, ids)) < 2e-2
+        assert model.client.workers[0].load == 0
+    with pytest.raises(sglrl.Closed):
+        model.next_token_logprobs_sync(prompts[-1][:2])
+    with pytest.raises(sglrl.Closed):
+        asyncio.run(model.next_token_logprobs(prompts[-1][:2]))
+    model.reset_async_queries()
+
+
+def test_nothing_is_no_prompt(model: AsyncSGLTransformer) -> None:
+    with pytest.raises(ValueError, match="no token ids"):
+        asyncio.run(model.next_token_logprobs([]))
+    with pytest.raises(ValueError, match="no token ids"):
+        model.next_token_logprobs_sync([])
+    with pytest.raises(sglrl.InvalidRequest, match="outside"):
+        model.next_token_logprobs_sync([512])
+
+
+def test_samples_are_those_of_the_model(
+    model: AsyncSGLTransformer, hf_model: Any, prompts: Any
+) -> None:
+    def sampled(ids: list[int], temperature: float, seed: int, eos: set[int]) -> list[int]:
+        generator = torch.Generator().manual_seed(seed)
+        found: list[int] = []
+        for _ in range(8):
+            logprobs = expected(hf_model, [*ids, *found])
+            probs = torch.softmax(logprobs / temperature, dim=-1)
+            token = int(torch.multinomial(probs, 1, generator=generator))
+            if token in eos:
+                break
+            found.append(token)
+        return found
+
+    alone = asyncio.run(model.sample(prompts[0], 8, [], temperature=0.7, seed=3))
+    assert alone == sampled(prompts[0], 0.7, 3, set())
+    assert len(alone) == 8
+    several = asyncio.run(model.batch_sample(prompts, 8, {alone[4]}, temperature=0.7, seed=3))
+    assert several[0] == alone[:4]
+    assert several == [sampled(ids, 0.7, 3, {alone[4]}) for ids in prompts]
+    assert len(asyncio.run(model.sample(prompts[0], 3, []))) == 3
+
+
+def test_only_the_likeliest(pool: sglrl.BlockingClient, model: Any, prompts: Any) -> None:
+    few = AsyncSGLTransformer(pool, top_k=7).next_token_logprobs_sync(prompts[0])
+    every = model.next_token_logprobs_sync(prompts[0])
+    best = every.topk(7)
+    assert few.shape == every.shape
+    assert int(few.isfinite().sum()) == 7
+    assert error(few[best.indices], best.values) < 1e-3
+
+
+# --- who waits for what ---------------------------------------------------------------------------
+
+
+def test_identical_queries_in_flight_are_one(
+    fake: sglrl.BlockingClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = Counted(monkeypatch, fake._client)
+    model = AsyncSGLTransformer(fake)
+
+    async def run() -> list[torch.Tensor]:
+        fake.pause()
+        same = [asyncio.ensure_future(model.next_token_logprobs([1, 2, 3])) for _ in range(20)]
+        other = asyncio.ensure_future(model.next_token_logprobs([1, 2, 4]))
+        await asyncio.sleep(0)
+        # A tick later: the first are on their way.
+        late = asyncio.ensure_future(model.next_token_logprobs([1, 2, 3]))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        same[0].cancel()
+        same[7].cancel()
+        fake.resume()
+        found = await asyncio.gather(*same, late, other, return_exceptions=True)
+        for cancelled in (found.pop(7), found.pop(0)):
+            assert isinstance(cancelled, asyncio.CancelledError)
+        return found  # type: ignore[return-value]
+
+    *same, other = asyncio.run(run())
+    assert len(asked.keys) == 2
+    assert all(one is same[0] for one in same)
+    assert int(same[0].argmax()) == 3
+    assert int(other.argmax()) == 4
+    # Without a cache it is computed again.
+    assert int(model.next_token_logprobs_sync([1, 2, 3]).argmax()) == 3
+    assert len(asked.keys) == 3
+    assert not model._inflight
+
+
+def test_what_was_asked_is_kept(
+    fake: sglrl.BlockingClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = Counted(monkeypatch, fake._client)
+    model = AsyncSGLTransformer(fake, cache_size=3)
+    first = model.next_token_logprobs_sync([1])
+    model.batch_next_token_logprobs_sync([[2], [3], [1]])
+    assert model.next_token_logprobs_sync([1]) is first
+    assert len(asked.keys) == 3
+    # The least recently used one makes room: 2, as 1 has been used since.
+    model.next_token_logprobs_sync([4])
+    assert asyncio.run(model.next_token_logprobs([1])) is first
+    assert asyncio.run(model.batch_next_token_logprobs([[1], [3], [4]])).shape == (3, 512)
+    assert len(asked.keys) == 4
+    model.next_token_logprobs_sync([2])
+    assert len(asked.keys) == 5
+    model.clear_cache()
+    assert model.next_token_logprobs_sync([1]) is not first
+    assert len(asked.keys) == 6
+
+
+def test_new_weights_end_what_may_be_shared(
+    fake: sglrl.BlockingClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = Counted(monkeypatch, fake._client)
+    model = AsyncSGLTransformer(fake, cache_size=3)
+    weights = fake._client._pool.weights
+
+    async def run() -> None:
+        fake.pause()
+        old = asyncio.ensure_future(model.next_token_logprobs([1]))
+        await asyncio.to_thread(asked.wait, 1)
+        weights.version = 1
+        for told in list(weights.on_version):
+            fake._loop.call_soon_threadsafe(told)  # type: ignore[union-attr]
+        new = asyncio.ensure_future(model.next_token_logprobs([1]))
+        await asyncio.to_thread(asked.wait, 2)
+        fake.resume()
+        await asyncio.gather(old, new)
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+    # The fake engine says that both are of version 0.
+    assert not model.cache
+
+
+def test_queries_can_be_reset(fake: sglrl.BlockingClient) -> None:
+    model = AsyncSGLTransformer(fake)
+
+    async def run() -> None:
+        fake.pause()
+        tasks = [asyncio.ensure_future(model.next_token_logprobs([1, i])) for i in range(5)]
+        await asyncio.sleep(0)
+        tasks += [asyncio.ensure_future(model.next_token_logprobs([2, i])) for i in range(5)]
+        # Of these no loop has been told yet.
+        tasks[5].cancel()
+        await asyncio.sleep(0)
+        model.reset_async_queries()
+        fake.resume()
+        for ended in await asyncio.gather(*tasks, return_exceptions=True):
+            assert isinstance(ended, asyncio.CancelledError)
+        assert int((await model.next_token_logprobs([1, 9])).argmax()) == 9
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+    assert not model._inflight
+    assert fake.workers[0].load == 0
+
+
+def test_errors_reach_who_waits(fake: sglrl.BlockingClient) -> None:
+    model = AsyncSGLTransformer(fake, timeout=0.05)
+    fake.pause()
+    with pytest.raises(sglrl.DeadlineExceeded):
+        asyncio.run(model.next_token_logprobs([1]))
+    with pytest.raises(sglrl.DeadlineExceeded):
+        asyncio.run(model.batch_next_token_logprobs([[1], [2]]))
+    with pytest.raises(sglrl.DeadlineExceeded):
+        model.next_token_logprobs_sync([1])
+    fake.resume()
+    with pytest.raises(sglrl.InvalidRequest, match="context"):
+        model.next_token_logprobs_sync([1] * 40_000)
+    with pytest.raises(sglrl.Closed):
+        AsyncSGLTransformer(sglrl.blocking("fake", engine="fake"))
+
+
+async def test_on_the_clients_own_loop(client: sglrl.Client) -> None:
+    model = AsyncSGLTransformer(client, cache_size=10)
+    found = await asyncio.gather(*(model.next_token_logprobs([1, i % 4]) for i in range(40)))
+    for i, one in enumerate(found):
+        assert int(one.argmax()) == i % 4
+    assert (await model.batch_next_token_logprobs([[1, 2], [5]])).argmax(dim=1).tolist() == [2, 5]
+    blocking: list[Callable[[], Any]] = [
+        lambda: model.next_token_logprobs_sync([1]),
+        lambda: model.batch_next_token_logprobs_sync([[1]]),
+        model.clear_kv_cache,
+    ]
+    for call in blocking:
+        with pytest.raises(sglrl.UsageError, match="await"):
+            call()
+        # From another thread they do.
+        await asyncio.to_thread(call)
+    await client.pause()
+    waiting = asyncio.ensure_future(model.next_token_logprobs([1, 400]))
+    await asyncio.sleep(0)
+    model.reset_async_queries()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    await client.resume()
+    model.close()
+
+
+# --- the vocabulary -------------------------------------------------------------------------------
+
+
+def test_the_bytes_of_a_byte_level_tokenizer(model: AsyncSGLTransformer) -> None:
+    ids = model.tokenizer.encode(ODD, add_special_tokens=False)
+    assert b"".join(model.byte_vocab[i] for i in ids) == ODD.encode()
+    assert len(model.byte_vocab) == len(model.str_vocab) == len(model.tokenizer)
+    end = model.tokenizer.eos_token_id
+    assert model.byte_vocab[end].byte_string == model.tokenizer.eos_token.encode()
+    assert model.str_vocab[end] == model.tokenizer.eos_token
+    assert [t.token_id for t in model.byte_vocab] == list(range(len(model.byte_vocab)))
+
+
+def test_the_bytes_of_other_tokenizers(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    pieces = ["<unk>", "▁", "a", "▁a", "<0xE2>", "<0x0A>", "é", "</s>"]
+    backend = Tokenizer(models.BPE({p: i for i, p in enumerate(pieces)}, []))
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    found = token_bytes(tokenizer)
+    assert found == [b"<unk>", b" ", b"a", b" a", b"\xe2", b"\n", "é".encode(), b"</s>"]
+    assert token_strings(tokenizer, found) == ["<unk>", " ", "a", " a", "<0xE2>", "\n", "é", "</s>"]
+    characters = make_character_tokenizer(tmp_path, "ab▁")
+    assert token_bytes(characters)[-3:] == [b"a", b"b", "▁".encode()]
+    backend.decoder = decoders.WordPiece()
+    with pytest.raises(ValueError, match="WordPiece"):
+        token_bytes(PreTrainedTokenizerFast(tokenizer_object=backend))
+
+
+def test_tokens_are_equal_by_id() -> None:
+    one, same, other = Token(1, b"a"), Token(1, b"b"), Token(2, b"a")
+    assert one == same
+    assert one != other
+    assert one < other
+    assert len({one, same, other}) == 2
+    assert one == b"a"
+    assert same != b"a"
+    assert b"".join([one, same]) == b"ab"
+    import copy
+    import pickle
+
+    for again in (copy.deepcopy(one), pickle.loads(pickle.dumps(one))):
+        assert again == one
+        assert bytes(again) == b"a"
+
+
+def test_it_is_an_asynclm_where_there_is_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whether genlm-backend is installed here or not."""
+
+    class AsyncLM(ABC):
+        @abstractmethod
+        async def next_token_logprobs(self, token_ids: Any) -> Any: ...
+
+        def add_new_lora(self) -> str:
+            return "theirs"
+
+    class TheirToken(bytes):
+        pass
+
+    asked: list[Any] = []
+    contents: dict[str, dict[str, Any]] = {
+        "genlm": {},
+        "genlm.backend": {},
+        "genlm.backend.llm": {"load_model_by_name": lambda *a, **k: asked.append((a, k))},
+        "genlm.backend.llm.base": {"AsyncLM": AsyncLM},
+        "genlm.backend.tokenization": {},
+        "genlm.backend.tokenization.token": {"Token": TheirToken},
+    }
+    for name, values in contents.items():
+        module = types.ModuleType(name)
+        vars(module).update(values)
+        module.__path__ = []
+        monkeypatch.setitem(sys.modules, name, module)
+    spec = importlib.util.spec_from_file_location(
+        "sglrl.integrations.genlm_again", Path(genlm.__file__)
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    again = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, again)
+    spec.loader.exec_module(again)
+    assert issubclass(again.AsyncSGLTransformer, AsyncLM)
+    assert again.Token is TheirToken
+    assert again.AsyncSGLTransformer.add_new_lora(None) == "theirs"
+    assert not again.AsyncSGLTransformer.__abstractmethods__
+    again.load_model_by_name("a/model", "hf", {"batch_size": 2})
+    assert asked == [(("a/model",), {"backend": "hf", "llm_opts": {"batch_size": 2}})]
+
+
+def test_by_name(tiny: Path) -> None:
+    options = {"engine": "fake", "vocab_size": 512}
+    with genlm.load_model_by_name(str(tiny), llm_opts={"engine_opts": options}) as model:
+        assert int(model.next_token_logprobs_sync(np.array([5, 6])).argmax()) == 6
+    model.close()
