@@ -113,6 +113,18 @@ class BlockingClient:
         """See ``Client.next_token_logprobs``."""
         return self._wait(self._client.next_token_logprobs(*args, **kwargs))
 
+    def pause(self, *args: Any, **kwargs: Any) -> None:
+        """See ``Client.pause``."""
+        self._wait(self._client.pause(*args, **kwargs))
+
+    def resume(self, **kwargs: Any) -> None:
+        """See ``Client.resume``."""
+        self._wait(self._client.resume(**kwargs))
+
+    def abort(self, **kwargs: Any) -> int:
+        """See ``Client.abort``."""
+        return self._wait(self._client.abort(**kwargs))
+
     def update_weights(self, weights: Any, **kwargs: Any) -> UpdateReport:
         """See ``Client.update_weights``."""
         from .weights.source import take
@@ -158,10 +170,6 @@ class BlockingClient:
     def flush_cache(self) -> bool:
         """See ``Client.flush_cache``."""
         return self._wait(self._client.flush_cache())
-
-    def broadcast(self, endpoint: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """See ``Client.broadcast``."""
-        return self._wait(self._client.broadcast(endpoint, *args, **kwargs))
 
     @property
     def info(self) -> EngineInfo:

@@ -7,6 +7,7 @@ worker, ``replies.GenerationReply`` collects its chunks and makes the ``Completi
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
@@ -16,7 +17,14 @@ import msgspec
 from msgspec import Raw
 
 from .actor import Actor as _Actor
-from .actor import BroadcastCaller, EndpointSpec, deadline_from, endpoint, endpoints_of, error_of
+from .actor import (
+    EndpointSpec,
+    UnaryReply,
+    deadline_from,
+    endpoint,
+    endpoints_of,
+    error_of,
+)
 from .codec import encode
 from .completion import Chunk, Completion, Decode, NextTokenLogprobs, StreamText
 from .config import positive
@@ -25,9 +33,17 @@ from .core.concurrency import Load
 from .core.members import READY
 from .core.routing import Route
 from .driver import ENVELOPE_BYTES, Driver
-from .errors import Closed, InvalidRequest, MessageTooLarge, SglrlError, UnknownEndpoint
+from .errors import Closed, InvalidRequest, MessageTooLarge, SglrlError, UsageError, WorkerLost
 from .gateway import Gateway
-from .messages import EngineInfo, EngineStats, GenerateArgs, ItemKind, NextTokenArgs, ScoreArgs
+from .messages import (
+    EngineInfo,
+    EngineStats,
+    GenerateArgs,
+    ItemKind,
+    NextTokenArgs,
+    ScoreArgs,
+    TokenChunk,
+)
 from .pool import Birth, Pool, WorkerInfo
 from .replies import ChunkReply, GenerationReply, NextTokenReply, ScoreReply
 from .rollout.session import Opening, Session
@@ -38,6 +54,9 @@ from .weights.report import UpdateReport
 from .weights.request import UpdateRequest
 
 Message = Mapping[str, Any]
+
+_FIRST = 1 << 62
+"""Priority of what a worker must be told before it gets anything else."""
 
 
 class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,6 +75,20 @@ class _Engine(_Actor):
 
     @endpoint(idempotent=True)
     async def flush_cache(self) -> bool:
+        raise NotImplementedError  # served by workers/mailbox.py
+
+    # Not to be repeated: a replacement is told when it serves.
+
+    @endpoint
+    async def pause(self, mode: str) -> None:
+        raise NotImplementedError  # served by workers/mailbox.py
+
+    @endpoint
+    async def resume(self) -> None:
+        raise NotImplementedError  # served by workers/mailbox.py
+
+    @endpoint
+    async def abort(self) -> int:
         raise NotImplementedError  # served by workers/mailbox.py
 
 
@@ -113,6 +146,7 @@ class Client:
         self._vocab_size = self._most_prompt_tokens = self._most_tokens = 0
         self._driver: Driver | None = None
         self._gateway: Gateway | None = None
+        self._paused = False
         self._samplings: SamplingCache | None = None
         self._controls: dict[str, EndpointSpec] = endpoints_of(_Engine)
         self._weights = LocalSender(pool.weights)
@@ -123,6 +157,7 @@ class Client:
     async def __aenter__(self) -> Self:
         await self._pool.__aenter__()
         self._driver = self._pool.driver
+        self._driver.before_serving = self._before_serving
         self._info = self._pool.ready(0).engine
         assert self._info is not None
         self._vocab_size = self._info.vocab_size
@@ -143,7 +178,7 @@ class Client:
 
     def _open_gateway(self) -> None:
         """Let in clients of other processes."""
-        self._gateway = Gateway(self, self._running(), self._pool, self._max_body, self._controls)
+        self._gateway = Gateway(self, self._running(), self._pool, self._max_body)
 
     async def close(self, *, drain: bool = False, timeout: float = 600.0) -> None:
         """End every call with ``Closed`` and every worker; safe to call again.
@@ -211,34 +246,122 @@ class Client:
 
     async def stats(self) -> list[WorkerStats]:
         """What every live engine reports of itself, in worker order."""
-        workers = [w.id for w in self.workers if w.state == "ready"]
-        found = await self._broadcast("stats")
-        return [WorkerStats(worker=w, engine=s) for w, s in zip(workers, found, strict=True)]
+        found = await self._control_all("stats", timeout=self._timeout)
+        return [WorkerStats(worker=w, engine=s) for w, s in found.items()]
 
     async def flush_cache(self) -> bool:
         """Empty every worker's prefix cache. False if some worker had requests and kept it."""
-        return all(await self._broadcast("flush_cache"))
+        return all((await self._control_all("flush_cache", timeout=self._timeout)).values())
 
-    async def broadcast(
-        self, endpoint: str, *args: Any, timeout: float | None = None, **kwargs: Any
-    ) -> list[Any]:
-        """Call one of the engines' control endpoints (``stats``, ``flush_cache``, ...) on every
-        worker that serves; the results in worker order.
+    # --- pausing ----------------------------------------------------------------------------------
+
+    async def pause(
+        self, mode: Literal["in_place", "retract", "abort"] = "in_place", *, timeout: float = 60.0
+    ) -> None:
+        """Stop all engines between two steps. Calls may still be made, and wait; deadlines go on
+        counting, and weights may be updated (with inflight="drain" when ``resume`` was called, as
+        nothing ends before). A worker that comes later is paused too. Pausing twice is harmless.
+
+        Args:
+            mode: what becomes of running ``generate`` calls. "in_place": they keep their KV cache,
+                and go on with it after ``resume``; "retract": they give it back, and it is computed
+                again after ``resume``; "abort": they return what they have, with finish_reason
+                "abort".
+            timeout: seconds that an engine may take.
 
         Raises:
-            UnknownEndpoint: there is none of that name.
+            DeadlineExceeded: an engine was not paused in time; call ``resume``, or pause again.
         """
-        spec = self._controls.get(endpoint)
-        if spec is None:
-            raise UnknownEndpoint(
-                f"the engines declare no endpoint {endpoint!r} to be called on all of them "
-                f"(endpoints: {', '.join(sorted(self._controls))})"
-            )
-        caller = BroadcastCaller(self._running(), spec, None)
-        return await caller(*args, timeout=self._timeout if timeout is None else timeout, **kwargs)
+        self._running()
+        if mode not in ("in_place", "retract", "abort"):
+            raise UsageError(f"mode must be 'in_place', 'retract' or 'abort', got {mode!r}")
+        self._paused = True
+        await self._control_all("pause", mode, timeout=timeout)
 
-    async def _broadcast(self, name: str) -> list[Any]:
-        return await self.broadcast(name)
+    async def resume(self, *, timeout: float = 60.0) -> None:
+        """Let the engines go on after ``pause``. Without one: nothing.
+
+        Raises:
+            DeadlineExceeded: an engine did not say within ``timeout`` seconds that it does.
+        """
+        self._running()
+        self._paused = False
+        await self._control_all("resume", timeout=timeout)
+
+    async def abort(self, *, worker: int | None = None, timeout: float = 60.0) -> int:
+        """End all ``generate`` calls and streams that have been made, also those that wait: each
+        returns what it has, with finish_reason "abort"; a session's turn then goes on. To be rid of
+        one call, cancel its task.
+
+        Args:
+            worker: only what this worker holds, or is pinned to it.
+            timeout: seconds that an engine may take to say how many they are.
+
+        Returns:
+            how many they were.
+
+        Raises:
+            UsageError: there is no such worker.
+            WorkerLost: that worker is lost.
+        """
+        driver = self._running()
+        body = encode(TokenChunk(b"", finish="abort", version=self.weight_version))
+        # First: they would get the places of those that end.
+        waiting = driver.answer_waiting("generate", Raw(body), worker)
+        ended = await self._control_all("abort", worker=worker, timeout=timeout)
+        return waiting + sum(map(int, ended.values()))
+
+    async def _control_all(
+        self, name: str, *args: Any, worker: int | None = None, timeout: float | None
+    ) -> dict[int, Any]:
+        """Ask the engines that serve (or this one) something that may be about the calls that they
+        hold. The answers by worker, in order; one that is lost meanwhile has none."""
+        driver = self._running()
+        workers = [i for i, m in driver.fabric.members.items() if m.state is READY]
+        if worker is not None:
+            workers = [worker]
+        calls, futures = [], []
+        for index in workers:
+            future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            calls.append(self._control(name, args, index, future, timeout))
+            futures.append(future)
+        found = await _submit_all(driver, calls, futures, return_exceptions=worker is None)
+        answers = {}
+        for index, one in zip(workers, found, strict=True):
+            if not isinstance(one, BaseException):
+                answers[index] = one
+            elif not isinstance(one, WorkerLost):
+                raise one
+        return answers
+
+    def _control(
+        self,
+        name: str,
+        args: tuple[Any, ...],
+        worker: int,
+        future: asyncio.Future[Any],
+        timeout: float | None,
+    ) -> Call:
+        spec = self._controls[name]
+        body, _ = spec.arguments.encode(args, {})
+        return Call(
+            name,
+            Raw(body),
+            UnaryReply(future, spec.result),
+            deadline=deadline_from(timeout),
+            priority=_FIRST,
+            pinned=worker,
+            idempotent=spec.idempotent,
+            urgent=True,
+        )
+
+    def _before_serving(self, worker: int) -> None:
+        if self._paused:
+            future = self._running().loop.create_future()
+            # Should it be lost first, its replacement is told.
+            future.add_done_callback(lambda done: done.cancelled() or done.exception())
+            with contextlib.suppress(Closed):
+                self._running().submit(self._control("pause", ("in_place",), worker, future, None))
 
     # --- weights ----------------------------------------------------------------------------------
 
@@ -678,31 +801,44 @@ class Client:
             Overloaded, DeadlineExceeded, WorkerLost, EngineError, Closed: see ``sglrl.errors``.
         """
         driver = self._running()
-        deadline = deadline_from(self._timeout if timeout is None else timeout)
         checked = check_ids(ids, self._vocab_size)
-        self._max_prompt(len(checked) // 4)
-        if top_k is not None and (type(top_k) is not int or not 1 <= top_k <= self._vocab_size):
-            raise InvalidRequest(f"top_k must be None or in 1..{self._vocab_size}, got {top_k!r}")
-        body = self._encode(NextTokenArgs(checked, top_k or 0))
-        self._check_size(body)
         future: asyncio.Future[NextTokenLogprobs] = asyncio.get_running_loop().create_future()
-        call = Call(
-            "next_token_logprobs",
-            Raw(body),
-            NextTokenReply(future, top_k or 0, self._vocab_size),
-            (),
-            deadline,
-            priority,
-            worker,
-            Route(checked, self._pool.weights.version),
-            True,
-        )
+        call = self._next_token_call(checked, top_k, future, timeout, worker, priority)
         driver.submit(call)
         try:
             return await future
         except asyncio.CancelledError:
             driver.cancel(call)
             raise
+
+    def _next_token_call(
+        self,
+        ids: bytes,
+        top_k: int | None,
+        future: asyncio.Future[NextTokenLogprobs],
+        timeout: float | None,
+        worker: int | None = None,
+        priority: int = 0,
+    ) -> Call:
+        """For checked ids."""
+        if len(ids) // 4 > self._most_prompt_tokens:
+            self._max_prompt(len(ids) // 4)
+        if top_k is not None and (type(top_k) is not int or not 1 <= top_k <= self._vocab_size):
+            raise InvalidRequest(f"top_k must be None or in 1..{self._vocab_size}, got {top_k!r}")
+        body = self._encode(NextTokenArgs(ids, top_k or 0))
+        if len(body) > self._max_body:
+            self._check_size(body)
+        return Call(
+            "next_token_logprobs",
+            Raw(body),
+            NextTokenReply(future, top_k or 0, self._vocab_size),
+            (),
+            deadline_from(self._timeout if timeout is None else timeout),
+            priority,
+            worker,
+            Route(ids, self._pool.weights.version),
+            True,
+        )
 
     def session(
         self,
@@ -939,15 +1075,20 @@ def _one_or_more(value: Any, name: str, kind: type) -> tuple[bool, list[Any]]:
 
 
 async def _submit_all(
-    driver: Driver, calls: list[Call], futures: Sequence[asyncio.Future[Any]]
+    driver: Driver,
+    calls: list[Call],
+    futures: Sequence[asyncio.Future[Any]],
+    *,
+    return_exceptions: bool = False,
 ) -> list[Any]:
-    """All results in order. The first failure cancels the rest and is raised."""
+    """All results in order. The first failure cancels the rest and is raised, or
+    (``return_exceptions``) is a result."""
     submitted = 0
     try:
         for call in calls:
             driver.submit(call)
             submitted += 1
-        return await asyncio.gather(*futures)
+        return await asyncio.gather(*futures, return_exceptions=return_exceptions)
     finally:
         for call, future in zip(calls[:submitted], futures, strict=False):
             if not future.done() or future.cancelled():

@@ -79,7 +79,7 @@ class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False)
     and the text included, is worked out when it is first asked for.
 
     Attributes:
-        worker: index of the worker that finished it.
+        worker: index of the worker that finished it; -1: ``abort`` found it waiting for one.
         resumed: how many workers were lost while they held it.
         resumed_at: output positions at which another worker went on; it computed the KV cache of
             everything before anew, with the weights that it had.
@@ -101,8 +101,9 @@ class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False)
 
     @property
     def finish_reason(self) -> str:
-        """ "stop" (end-of-sequence, a stop token or a stop string), "length", or "abort" (a weight
-        update with inflight="abort" returned it)."""
+        """ "stop" (end-of-sequence, a stop token or a stop string), "length", or "abort"
+        (``Client.abort``, ``pause(mode="abort")`` or a weight update with inflight="abort" returned
+        it)."""
         return self._chunks[-1].finish
 
     @property

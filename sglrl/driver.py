@@ -12,11 +12,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
+from msgspec import Raw
+
 from .codec import Buffer, decode_to_driver, encode, split_frames
 from .config import FabricConfig
 from .core.calls import Call
 from .core.fabric import CANCEL, CHUNK, DRAINED, END, RESTART, SEND, Fabric
-from .core.members import GONE, READY, STALE, STARTING, SYNCING, Member
+from .core.members import GONE, STALE, STARTING, SYNCING, Member
 from .dropped import Dropped
 from .errors import Closed, ProtocolError, SglrlError
 from .messages import (
@@ -60,10 +62,11 @@ class Driver:
     ``on_starting(index, stage)``, ``on_ready(index, Ready)`` and ``on_gone(index, reason)`` tell
     the owner of the worker processes what the workers say of themselves; ``on_drained(index)``,
     that a worker that takes no more calls holds none. A worker that ``must_sync(index)`` does not
-    serve when it is ready, but when ``serve`` is called. ``on_lost(index)`` and
-    ``on_peer(identity, frame)`` are for the weight channel: a worker was lost; a peer that is no
-    worker sent a message (False: it is unknown, so the message is dropped). ``on_beat`` is the same
-    for the beats of workers, ``on_client(identity, frames)`` for clients in other processes.
+    serve when it is ready, but when ``serve`` is called. ``before_serving(index)`` comes before it
+    gets its first call: what is submitted there for this worker it gets first. ``on_lost(index)``
+    and ``on_peer(identity, frame)`` are for the weight channel: a worker was lost; a peer that is
+    no worker sent a message (False: it is unknown, so the message is dropped). ``on_beat`` is the
+    same for the beats of workers, ``on_client(identity, frames)`` for clients in other processes.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class Driver:
         self.on_gone: Callable[[int, str], None] = lambda index, reason: None
         self.on_drained: Callable[[int], None] = lambda index: None
         self.must_sync: Callable[[int], bool] = lambda index: False
+        self.before_serving: Callable[[int], None] = lambda index: None
         self.on_lost: Callable[[int], None] = lambda index: None
         self.on_peer: Callable[[bytes, bytes], bool] = lambda identity, frame: False
         self.on_beat: Callable[[bytes, bytes], bool] = lambda identity, frame: False
@@ -88,7 +92,7 @@ class Driver:
         self._raw: dict[int, list[bytes]] = {}
         self._identities: dict[Member, bytes] = {}
         self._members: dict[bytes, Member] = {}
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         self._flush_scheduled = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
@@ -103,11 +107,6 @@ class Driver:
         """Messages that came to nothing: from strangers, malformed, or out of place. (Items of a
         message that is none of these are counted in ``fabric.stray_items``.)"""
         return self._drop.count
-
-    @property
-    def ready(self) -> list[int]:
-        """Indices of the workers that serve."""
-        return [index for index, m in self.fabric.members.items() if m.state is READY]
 
     # --- workers ----------------------------------------------------------------------------------
 
@@ -136,6 +135,7 @@ class Driver:
     def serve(self, index: int) -> None:
         """The worker has the current weights."""
         member = self.fabric.members[index]
+        self.before_serving(index)
         self.fabric.member_ready(index, member.window, now())
         self._flush()
         self._changed()
@@ -160,14 +160,14 @@ class Driver:
     async def change(self) -> None:
         """Wait until a worker changes its state."""
         if self._change is None:
-            self._change = self._loop.create_future()
+            self._change = self.loop.create_future()
         await asyncio.shield(self._change)
 
     async def idle(self) -> None:
         """Wait until no call is left."""
         while self.fabric.calls:
             if self._idle is None:
-                self._idle = self._loop.create_future()
+                self._idle = self.loop.create_future()
             await asyncio.shield(self._idle)
 
     def send_to_peer(self, identity: bytes, *frames: Buffer) -> bool:
@@ -187,14 +187,20 @@ class Driver:
         self.fabric.submit(call, now())
         if not self._flush_scheduled:
             self._flush_scheduled = True
-            self._loop.call_soon(self._flush)
+            self.loop.call_soon(self._flush)
 
     def cancel(self, call: Call) -> None:
         """The caller no longer waits; the worker is told to stop."""
         self.fabric.cancel(call, now())
         if not self._flush_scheduled:
             self._flush_scheduled = True
-            self._loop.call_soon(self._flush)
+            self.loop.call_soon(self._flush)
+
+    def answer_waiting(self, endpoint: str, body: Raw, worker: int | None) -> int:
+        """See ``Fabric.answer_waiting``."""
+        count = self.fabric.answer_waiting(endpoint, body, worker)
+        self._flush()
+        return count
 
     def close(self, reason: str = "the pool was closed") -> None:
         """End every call with ``Closed``; the transport stays open for ``shut_down_worker``."""
@@ -259,6 +265,7 @@ class Driver:
                 if self.must_sync(member.index):
                     self.fabric.member_arrived(member.index, window)
                 else:
+                    self.before_serving(member.index)
                     self.fabric.member_ready(member.index, window, now())
                 self.on_ready(member.index, message)
                 self._changed()
@@ -295,7 +302,7 @@ class Driver:
             elif kind == RESTART:
                 subject.reply.restart(subject)
             elif kind == DRAINED:
-                self._loop.call_soon(self.on_drained, subject.index)
+                self.loop.call_soon(self.on_drained, subject.index)
         for member, calls in submits.items():
             self._send_calls(member, calls)
         for member, ids in cancels.items():
@@ -332,7 +339,7 @@ class Driver:
         except Closed:
             return
         if not sent:
-            self._loop.call_soon(self._unreachable, member)
+            self.loop.call_soon(self._unreachable, member)
 
     def _unreachable(self, member: Member) -> None:
         if member in self._identities:
@@ -349,7 +356,7 @@ class Driver:
                 return
             self._timer.cancel()
         self._timer_at = at
-        self._timer = self._loop.call_later(max(0.0, at - now()), self._on_timer)
+        self._timer = self.loop.call_later(max(0.0, at - now()), self._on_timer)
 
     def _on_timer(self) -> None:
         self._timer = None

@@ -110,7 +110,6 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_tokens: int
     priority_scheduling: bool = False
     sglang_version: str = ""
-    tp_size: int = 1
 
 
 class Ready(msgspec.Struct, array_like=True, frozen=True, tag=13):
@@ -316,6 +315,12 @@ class NextTokenArgs(msgspec.Struct, array_like=True, gc=False, frozen=True):
 
     input_ids: bytes
     top_k: int = 0
+
+
+class PauseArgs(msgspec.Struct, array_like=True, frozen=True):
+    """``mode``: "in_place", "retract" or "abort"; see ``Client.pause``."""
+
+    mode: str
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):

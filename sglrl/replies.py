@@ -125,17 +125,18 @@ class GenerationReply:
                 future.set_result(self.completion(call, self.chunks))
 
     def completion(self, call: Call, chunks: Sequence[TokenChunk]) -> Completion:
+        ended = now()
         return Completion(
-            call.worker.index,  # type: ignore[union-attr]
-            call.attempts - 1,
+            -1 if call.worker is None else call.worker.index,
+            max(0, call.attempts - 1),
             self.prompt,
             chunks,
             self.logprobs,
             self.top,
             call.submitted_at,
-            call.sent_at,
+            call.sent_at or ended,
             call.first_at,
-            now(),
+            ended,
             self.decode,
             self.prepared.params.skip_special_tokens,
             self.resumed_at,

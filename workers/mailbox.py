@@ -26,6 +26,7 @@ from sglrl.messages import (
     Item,
     ItemKind,
     NextTokenArgs,
+    PauseArgs,
     Ready,
     Results,
     ScoreArgs,
@@ -42,7 +43,16 @@ from .leave import leave
 
 logger = logging.getLogger("sglrl.worker")
 
-ENDPOINTS = ["flush_cache", "generate", "next_token_logprobs", "score", "stats"]
+ENDPOINTS = [
+    "abort",
+    "flush_cache",
+    "generate",
+    "next_token_logprobs",
+    "pause",
+    "resume",
+    "score",
+    "stats",
+]
 
 
 class Mailbox:
@@ -68,6 +78,7 @@ class Mailbox:
         """Raw frames of the items, in their order."""
         self._generate = msgspec.msgpack.Decoder(GenerateArgs)
         self._score = msgspec.msgpack.Decoder(ScoreArgs)
+        self._pause = msgspec.msgpack.Decoder(PauseArgs)
         self._next_token = msgspec.msgpack.Decoder(NextTokenArgs)
         self._encode = msgspec.msgpack.Encoder().encode
 
@@ -167,6 +178,12 @@ class Mailbox:
                     engine.score(call.id, self._score.decode(call.args))
                 case "next_token_logprobs":
                     engine.next_token_logprobs(call.id, self._next_token.decode(call.args))
+                case "pause":
+                    engine.pause(call.id, self._pause.decode(call.args).mode)
+                case "resume":
+                    engine.resume(call.id)
+                case "abort":
+                    self.put_value(call.id, engine.abort_all())
                 case "stats":
                     self.put_value(call.id, engine.stats())
                 case "flush_cache":

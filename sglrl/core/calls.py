@@ -58,7 +58,9 @@ class Call:
     ``reply`` is opaque to the core: it comes back in the effects. ``stream`` means that chunks
     are handed to the caller as they come, so a call that has begun cannot be repeated from the
     start unnoticed. ``resumable``: another worker can go on from the chunks received so far.
-    ``losses``: workers lost while they held it, since it last received a chunk.
+    ``losses``: workers lost while they held it, since it last received a chunk. ``urgent``: it is
+    sent at once to the READY worker that it is pinned to, whose window may be full: it is about the
+    calls that the worker holds.
     """
 
     __slots__ = (
@@ -80,6 +82,7 @@ class Call:
         "state",
         "stream",
         "submitted_at",
+        "urgent",
         "worker",
     )
 
@@ -96,6 +99,7 @@ class Call:
         idempotent: bool = False,
         stream: bool = False,
         resumable: bool = False,
+        urgent: bool = False,
     ) -> None:
         self.id = -1
         self.endpoint = endpoint
@@ -109,6 +113,7 @@ class Call:
         self.idempotent = idempotent
         self.stream = stream
         self.resumable = resumable
+        self.urgent = urgent
         self.losses = 0
         self.state = QUEUED
         self.worker: Member | None = None

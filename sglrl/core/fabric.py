@@ -4,7 +4,7 @@ to ``outbox``; they never block, wait, or call back.
 Invariants (checked by ``validate``, which the tests run after every step):
 
 * every submitted call ends exactly once, with one ``END`` effect;
-* a member never holds more calls than its window;
+* a member never holds more calls than its window, urgent ones aside;
 * a call waits in the queue only while no member that may take it has room;
 * the sum of all loads equals the number of calls that are SENT, RUNNING or CANCELLING.
 """
@@ -16,13 +16,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ..config import FabricConfig
 from ..errors import Closed, DeadlineExceeded, Overloaded, SglrlError, UsageError, WorkerLost
-from ..messages import Item
+from ..messages import Item, ItemKind
 from .calls import CANCELLING, ENDED, QUEUED, RUNNING, SENT, Call
 from .members import DRAINING, GONE, LOST, READY, RETIRED, SYNCING, LoadIndex, Member
 from .routing import Router
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from msgspec import Raw
 
 SEND: Final = 0
 """(SEND, member, call): put the call into the member's next ``Submit``."""
@@ -166,7 +168,7 @@ class Fabric:
         if member is None:
             if call.pinned is None and self.members and not self.alive:
                 raise WorkerLost(f"no worker is left in this pool: {self._epitaph}")
-            if self._waiting >= self.config.max_queue:
+            if self._waiting >= self.config.max_queue and not call.urgent:
                 raise Overloaded(
                     f"{self._waiting} calls already wait for a worker (max_queue="
                     f"{self.config.max_queue}); await some of them before you submit more"
@@ -263,6 +265,20 @@ class Fabric:
                 self._abandon(call)
                 self.outbox.append((END, call, error))
 
+    def answer_waiting(self, endpoint: str, body: Raw, worker: int | None) -> int:
+        """End the calls for this endpoint that wait here, as a worker would that answers ``body``;
+        only those that are pinned to ``worker``, if one is given. How many they were."""
+        waiting = [
+            call
+            for call in self.calls.values()
+            if call.state == QUEUED
+            and call.endpoint == endpoint
+            and (worker is None or call.pinned == worker)
+        ]
+        for call in waiting:
+            self._end_queued(call, Item(call.id, ItemKind.DONE, body))
+        return len(waiting)
+
     @property
     def waiting(self) -> int:
         """Calls that wait at the driver."""
@@ -302,7 +318,9 @@ class Fabric:
         gone = target.state in (DRAINING, RETIRED)
         if gone or (target.state is LOST and not call.idempotent):
             raise WorkerLost(f"worker {call.pinned} is {target.state}", worker=call.pinned)
-        return target if target.has_room else None
+        if target.has_room or (call.urgent and target.state is READY):
+            return target
+        return None
 
     def _dispatch(self, call: Call, member: Member, now: float) -> None:
         self.loads.reserve(member)
@@ -330,9 +348,9 @@ class Fabric:
             queue[:] = [entry for entry in queue if entry[2].state == QUEUED]
             heapify(queue)
 
-    def _end_queued(self, call: Call, error: SglrlError) -> None:
+    def _end_queued(self, call: Call, outcome: Item | SglrlError) -> None:
         self._unqueue(call)
-        self.outbox.append((END, call, error))
+        self.outbox.append((END, call, outcome))
 
     def _end(self, call: Call, error: SglrlError) -> None:
         del self.calls[call.id]
@@ -396,7 +414,8 @@ class Fabric:
         held = 0
         for member in self.members.values():
             assert member.load == len(member.calls), member
-            assert member.state in GONE or member.load <= member.window or not member.window, member
+            load = member.load - sum(call.urgent for call in member.calls.values())
+            assert member.state in GONE or load <= member.window or not member.window, member
             for call in member.calls.values():
                 assert call.state in (SENT, RUNNING, CANCELLING), call
                 assert call.worker is member, call

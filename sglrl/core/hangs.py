@@ -6,7 +6,8 @@ hang, and each has its clock, which runs only while the worker holds calls:
 
 * no beat is heard: the process is stopped, or computes without letting any other thread run;
 * beats are heard, and all say the same. In ``WEIGHTS`` that is as it should be, because the weight
-  channel has deadlines of its own; in ``PREFILL`` it may take ``PREFILL_TIMES`` as long.
+  channel has deadlines of its own, and in ``PAUSED``, because that is what was asked for; in
+  ``PREFILL`` it may take ``PREFILL_TIMES`` as long.
 
 What the driver does not see is nobody's fault: while it was itself stopped or busy, no clock runs,
 and after that it blames nobody before it has had time to read what had come meanwhile.
@@ -19,12 +20,14 @@ from typing import Final
 
 PREFILL: Final = "prefill"
 WEIGHTS: Final = "weights"
+PAUSED: Final = "paused"
 PREFILL_TIMES: Final = 10
 
 
 class _Watched:
-    """``heard``: the last beat; ``moved``: the last one that told of progress, or of ``WEIGHTS``.
-    Neither is earlier than when the worker was first seen to hold the calls that it holds."""
+    """``heard``: the last beat; ``moved``: the last one that told of progress, or of ``WEIGHTS``
+    or ``PAUSED``. Neither is earlier than when the worker was first seen to hold the calls that it
+    holds."""
 
     __slots__ = ("heard", "holds_calls", "moved", "phase", "progress")
 
@@ -54,7 +57,7 @@ class HangDetector:
         if watched is None:
             return
         watched.heard = now
-        if progress != watched.progress or phase == WEIGHTS:
+        if progress != watched.progress or phase in (WEIGHTS, PAUSED):
             watched.moved = now
         watched.progress = progress
         watched.phase = phase

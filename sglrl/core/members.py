@@ -112,8 +112,12 @@ class LoadIndex:
             self._remove(member)
 
     def reserve(self, member: Member) -> None:
-        """One more call for a member with room."""
+        """One more call for a READY member; beyond its window, if the call is urgent."""
         load = member.load
+        if load >= member.window:
+            member.load += 1
+            self.total += 1
+            return
         buckets = self.buckets
         del buckets[load][member]
         load += 1
@@ -137,7 +141,8 @@ class LoadIndex:
             self.with_room -= 1
         member.load = load - count
         self.total -= count
-        self._insert(member)
+        if member.load < member.window:
+            self._insert(member)
 
     def least(self) -> Member | None:
         """The member with room that holds the fewest calls."""

@@ -153,7 +153,8 @@ class Session:
                 ``max_new_tokens`` is lowered to what fits.
 
         A turn that a weight update with ``inflight="abort"`` returned goes on with the new weights
-        from where it was: ``Completion.versions`` says where.
+        from where it was: ``Completion.versions`` says where. So does one that ``Client.abort`` or
+        ``Client.pause`` returned.
 
         Raises:
             InvalidRequest: a value is wrong, or the context is full (``room`` is 0).

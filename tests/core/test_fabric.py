@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from msgspec import Raw
 
+from sglrl.config import FabricConfig
 from sglrl.core.fabric import END, RESTART, Fabric
 from sglrl.errors import Closed, DeadlineExceeded, Overloaded, UsageError, WorkerLost
 from sglrl.messages import Item, ItemKind
@@ -175,3 +177,50 @@ def test_deadlines_of_ended_calls_are_swept() -> None:
     assert len(fabric._deadlines) <= 67
     assert fabric.next_deadline() is None
     assert fabric._deadlines == []
+
+
+def test_what_is_urgent_is_sent_to_a_worker_that_is_full() -> None:
+    fabric = make_fabric(1, window=2, max_queue=1)
+    running = [submit(fabric) for _ in range(2)]
+    waiting = submit(fabric)
+    assert sent(fabric) == running
+    urgent = [submit(fabric, pinned=0, urgent=True) for _ in range(2)]
+    assert sent(fabric) == urgent
+    fabric.validate()
+    for call in [running[0], *urgent]:
+        finish(fabric, call)
+        fabric.validate()
+    assert sent(fabric) == [waiting]
+
+
+def test_what_is_urgent_waits_for_a_worker_and_comes_before_all_else() -> None:
+    fabric = Fabric(FabricConfig(max_queue=2))
+    fabric.add_member(0)
+    others = [submit(fabric, pinned=0, priority=9), submit(fabric)]
+    urgent = submit(fabric, pinned=0, urgent=True, priority=10)
+    assert sent(fabric) == []
+    fabric.member_ready(0, 1, 0.0)
+    assert sent(fabric) == [urgent]
+    finish(fabric, urgent)
+    assert sent(fabric) == others[:1]
+    fabric.validate()
+
+
+def test_waiting_calls_can_be_answered_for_a_worker() -> None:
+    fabric = make_fabric(2, window=1)
+    running = [submit(fabric, pinned=i) for i in range(2)]
+    pinned = submit(fabric, pinned=1)
+    free = submit(fabric)
+    other = make_call()
+    other.endpoint = "score"
+    fabric.submit(other, 0.0)
+    fabric.outbox.clear()
+    assert fabric.answer_waiting("work", Raw(b"\x01"), 1) == 1
+    assert fabric.answer_waiting("work", Raw(b"\x02"), None) == 1
+    ends = [(call, item.kind, bytes(item.body)) for _, call, item in fabric.outbox]
+    assert ends == [(pinned, ItemKind.DONE, b"\x01"), (free, ItemKind.DONE, b"\x02")]
+    assert fabric.waiting == 1
+    fabric.validate()
+    fabric.outbox.clear()
+    finish(fabric, running[0])
+    assert sent(fabric) == [other]

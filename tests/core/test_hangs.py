@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglrl.core.hangs import PREFILL, PREFILL_TIMES, WEIGHTS, HangDetector, interval_of
+from sglrl.core.hangs import PAUSED, PREFILL, PREFILL_TIMES, WEIGHTS, HangDetector, interval_of
 
 TIMEOUT = 10.0
 """The interval is one second then."""
@@ -54,6 +54,12 @@ def test_a_worker_that_is_not_heard_of() -> None:
 def test_a_worker_that_makes_no_progress() -> None:
     clock = Clock()
     assert clock.seconds_until_hung(progress=0) == TIMEOUT + 1
+
+
+def test_a_paused_worker_does_not_hang_but_may_be_silent() -> None:
+    clock = Clock()
+    assert clock.seconds_until_hung(progress=0, phase=PAUSED) is None
+    assert clock.seconds_until_hung(None) is not None
 
 
 def test_why_it_hangs_is_said_once() -> None:

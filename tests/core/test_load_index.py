@@ -37,6 +37,11 @@ class LoadStates(RuleBasedStateMachine):
         if free:
             self.index.reserve(free[n % len(free)])
 
+    @rule(n=pick)
+    def reserve_beyond_the_window(self, n: int) -> None:
+        if self.joined:
+            self.index.reserve(self.joined[n % len(self.joined)])
+
     @rule()
     def reserve_least(self) -> None:
         member = self.index.least()

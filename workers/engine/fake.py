@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -39,7 +41,7 @@ from sglrl.messages import (
 )
 
 from ..mailbox import Mailbox
-from .protocol import check_top
+from .protocol import check_mode, check_top
 
 _SAMPLINGS = 1024
 
@@ -57,6 +59,7 @@ class FakeEngine:
     """See the module's docstring. Implements ``SteppingEngine``."""
 
     mailbox: Mailbox
+    paused: bool
 
     def __init__(self, spec: EngineSpec) -> None:
         options: dict[str, Any] = dict(spec.args)
@@ -69,6 +72,9 @@ class FakeEngine:
         self.context_length = int(options.get("context_length", 32_768))
         self.hang_file = Path(options["hang_file"]) if "hang_file" in options else None
         self.requests: dict[int, _Running] = {}
+        self.paused = False
+        self.later: dict[int, Callable[[], None]] = {}
+        """What came while it was paused, and takes no step."""
         self.generated = 0
         self.prompted = 0
         self.begun = time.monotonic()
@@ -82,7 +88,7 @@ class FakeEngine:
 
     @property
     def busy(self) -> bool:
-        return bool(self.requests)
+        return bool(self.requests) and not self.paused
 
     def generate(self, id_: int, args: GenerateArgs) -> None:
         raw = bytes(args.sampling)
@@ -111,17 +117,14 @@ class FakeEngine:
         check_top(args.top_logprobs, self.vocab_size)
         count -= args.start
         top = args.top_logprobs
-        self.mailbox.put(
-            id_,
-            ItemKind.DONE,
-            TokenChunk(
-                b"",
-                self.table[: 4 * count],
-                "stop",
-                top_ids=np.tile(np.arange(top, dtype="<i4"), count).tobytes(),
-                top_logprobs=np.tile(self.falling[:top], count).tobytes(),
-            ),
+        chunk = TokenChunk(
+            b"",
+            self.table[: 4 * count],
+            "stop",
+            top_ids=np.tile(np.arange(top, dtype="<i4"), count).tobytes(),
+            top_logprobs=np.tile(self.falling[:top], count).tobytes(),
         )
+        self._when_running(id_, partial(self.mailbox.put, id_, ItemKind.DONE, chunk))
 
     def next_token_logprobs(self, id_: int, args: NextTokenArgs) -> None:
         if len(args.input_ids) < 4:
@@ -133,14 +136,40 @@ class FakeEngine:
             chunk = TokenChunk(
                 b"", top_ids=ids.tobytes(), top_logprobs=self.falling[: args.top_k].tobytes()
             )
-            self.mailbox.put(id_, ItemKind.DONE, chunk)
+            self._when_running(id_, partial(self.mailbox.put, id_, ItemKind.DONE, chunk))
         else:
-            row = np.roll(self.falling, last)
-            self.mailbox.put_row(id_, TokenChunk(b""), row.tobytes())
+            row = np.roll(self.falling, last).tobytes()
+            self._when_running(id_, partial(self.mailbox.put_row, id_, TokenChunk(b""), row))
+
+    def _when_running(self, id_: int, answer: Callable[[], None]) -> None:
+        if self.paused:
+            self.later[id_] = answer
+        else:
+            answer()
 
     def abort(self, id_: int) -> None:
-        if self.requests.pop(id_, None) is not None:
+        if self.requests.pop(id_, None) or self.later.pop(id_, None):
             self.mailbox.put(id_, ItemKind.CANCELLED)
+
+    def abort_all(self) -> int:
+        requests, self.requests = self.requests, {}
+        for id_, request in requests.items():
+            self._emit(id_, request, "abort")
+        return len(requests)
+
+    def pause(self, id_: int, mode: str) -> None:
+        check_mode(mode)
+        if mode == "abort":
+            self.abort_all()
+        self.paused = True
+        self.mailbox.put_value(id_, None)
+
+    def resume(self, id_: int) -> None:
+        self.paused = False
+        later, self.later = self.later, {}
+        for answer in later.values():
+            answer()
+        self.mailbox.put_value(id_, None)
 
     def step(self) -> None:
         if self.step_seconds:
@@ -154,7 +183,7 @@ class FakeEngine:
             self.generated += new
             last = request.done == request.limit
             if last or request.stream or request.done - request.sent >= 16:
-                self._emit(id_, request, last)
+                self._emit(id_, request, "length" if last else "")
             if last:
                 finished.append(id_)
         for id_ in finished:
@@ -166,16 +195,16 @@ class FakeEngine:
             while True:
                 time.sleep(3600.0)
 
-    def _emit(self, id_: int, request: _Running, last: bool) -> None:
+    def _emit(self, id_: int, request: _Running, finish: str) -> None:
         prompt, begin, end = request.prompt, request.sent * 4, request.done * 4
         ids = (prompt * (end // len(prompt) + 1))[begin:end]
         chunk = TokenChunk(
             ids,
             self.table[begin:end] if request.logprobs else b"",
-            "length" if last else "",
+            finish,
         )
         request.sent = request.done
-        self.mailbox.put(id_, ItemKind.DONE if last else ItemKind.CHUNK, chunk)
+        self.mailbox.put(id_, ItemKind.DONE if finish else ItemKind.CHUNK, chunk)
 
     def flush_cache(self, id_: int) -> None:
         self.mailbox.put_value(id_, not self.requests)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from sglrl.core.hangs import PAUSED
 from sglrl.messages import Beat, EngineSpec, WorkerSpec
 
 from ..beat import start_beats
@@ -18,6 +19,7 @@ class SteppingEngine(Engine, Protocol):
     """An engine that is driven step by step."""
 
     mailbox: Mailbox
+    paused: bool
 
     @property
     def busy(self) -> bool: ...
@@ -31,7 +33,7 @@ def run_engine(spec: WorkerSpec, body: EngineSpec, engine: SteppingEngine) -> No
     """Serve until ``Shutdown``."""
     mailbox = engine.mailbox = Mailbox(spec)
     mailbox.starting("fake engine")
-    start_beats(spec, lambda: Beat(mailbox.progress))
+    start_beats(spec, lambda: Beat(mailbox.progress, PAUSED if engine.paused else ""))
     mailbox.ready(body.window, engine.info())
     while not mailbox.stopped:
         mailbox.receive(engine)

@@ -15,6 +15,15 @@ def check_top(wanted: int, vocab_size: int) -> None:
         raise InvalidRequest(f"there are no {wanted} likeliest of {vocab_size} tokens")
 
 
+PAUSE_MODES = ("in_place", "retract", "abort")
+
+
+def check_mode(mode: str) -> None:
+    """Raises ``InvalidRequest`` unless it is a mode of pausing."""
+    if mode not in PAUSE_MODES:
+        raise InvalidRequest(f"there is no mode {mode!r} of pausing: {', '.join(PAUSE_MODES)}")
+
+
 class Engine(Protocol):
     """Invariant: every id taken by ``generate``, ``score`` or ``next_token_logprobs`` is answered
     exactly once with a final item, also after ``abort``."""
@@ -33,6 +42,20 @@ class Engine(Protocol):
 
     def abort(self, id_: int) -> None:
         """Stop a request soon; unknown ids are ignored."""
+        ...
+
+    def abort_all(self) -> int:
+        """Stop all requests taken by ``generate`` soon; they are answered with what they have, and
+        the finish reason "abort". How many they are."""
+        ...
+
+    def pause(self, id_: int, mode: str) -> None:
+        """Make no further step; answered through ``Mailbox.put_value`` when that is so. ``mode`` as
+        in ``PauseArgs``. May raise ``InvalidRequest``."""
+        ...
+
+    def resume(self, id_: int) -> None:
+        """Go on after ``pause``. Answered as that is."""
         ...
 
     def flush_cache(self, id_: int) -> None:

@@ -6,13 +6,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .balancer import LoadBalancer as LoadBalancer
-    from .service import AsyncSGLang as AsyncSGLang
     from .wrapper import SGLangWrapper as SGLangWrapper
 
-_HOMES = {"AsyncSGLang": "service", "LoadBalancer": "balancer", "SGLangWrapper": "wrapper"}
+_HOMES = {"SGLangWrapper": "wrapper"}
 
-__all__ = ["AsyncSGLang", "LoadBalancer", "SGLangWrapper"]
+__all__ = ["SGLangWrapper"]
 
 
 def __getattr__(name: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -154,7 +155,7 @@ def _matrix(rows: list[Any], k: int, dtype: str) -> bytes:
 
 
 def token_chunks(
-    output: BatchTokenIDOutput, i: int, top: int, parts: list[tuple[int, int]]
+    output: BatchTokenIDOutput | SimpleNamespace, i: int, top: int, parts: list[tuple[int, int]]
 ) -> list[TokenChunk]:
     """Request ``i`` of one step's output. ``top``: how many top logprobs it asked for. ``parts``:
     (number of tokens, version) in order, one chunk each; the last takes what remains."""
@@ -216,9 +217,23 @@ def score_chunk(
     )
 
 
-def aborted_chunk(version: int) -> TokenChunk:
-    """The end of a request that was returned with what it had."""
-    return TokenChunk(b"", b"", "abort", 0, version)
+def rest_of(request: Any, sent: int) -> SimpleNamespace:
+    """What SGLang's request has beyond its first ``sent`` tokens, as an output that ends with
+    "abort". For a request that was returned while it waited: then SGLang makes none."""
+    logprob = request.logprob if request.return_logprob else None
+
+    def rest(name: str) -> list[Any] | None:
+        values = getattr(logprob, name, None)
+        return None if values is None else [values[sent:]]
+
+    return SimpleNamespace(
+        finished_reasons=[{"type": "abort"}],
+        output_ids=[request.output_ids[sent:]],
+        output_token_logprobs_val=rest("output_token_logprobs_val"),
+        output_top_logprobs_val=rest("output_top_logprobs_val"),
+        output_top_logprobs_idx=rest("output_top_logprobs_idx"),
+        cached_tokens=[0],
+    )
 
 
 def end_of(finished: dict[str, Any] | None) -> tuple[ItemKind, str, str]:

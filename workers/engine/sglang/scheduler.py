@@ -15,6 +15,7 @@ import logging
 import os
 import threading
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from sglang.srt.managers.io_struct import (
     BatchTokenIDOutput,
     FlushCacheReqInput,
     FlushCacheReqOutput,
+    PauseGenerationReqInput,
     ShutdownReq,
     TokenizedGenerateReqInput,
 )
@@ -30,7 +32,7 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_components.request_receiver import SchedulerRequestReceiver
 from sglang.srt.server_args import PortArgs, ServerArgs
 
-from sglrl.core.hangs import PREFILL, WEIGHTS
+from sglrl.core.hangs import PAUSED, PREFILL, WEIGHTS
 from sglrl.errors import InvalidRequest
 from sglrl.messages import (
     Beat,
@@ -41,6 +43,7 @@ from sglrl.messages import (
     ItemKind,
     NextTokenArgs,
     ScoreArgs,
+    TokenChunk,
     WorkerSpec,
 )
 
@@ -48,7 +51,7 @@ from ...beat import start_beats
 from ...mailbox import Mailbox
 from ...weights import RankWeights
 from ..loop import IDLE_WAIT
-from ..protocol import check_top
+from ..protocol import check_mode, check_top
 from . import compat, convert, resume, seeds
 from .next_token import NextTokens, Rows
 from .resume import Resume
@@ -60,20 +63,39 @@ _LAUNCH_SECONDS = 0.0015
 """More than it takes to put a step on the GPU."""
 
 
+_DRAIN_WAIT = 0.05
+"""Seconds. Nobody says when an update that waits for a paused engine is given up."""
+
+
+@dataclass
+class PauseCommand:
+    """Travels through SGLang's own broadcast to all ranks of a replica, like a request. ``call``:
+    that asked for it, or -1. ``mode``: "in_place", "retract" or "" (go on). ``inflight``: as of a
+    ``WeightCommand``: "drain": it is to come when nothing runs any more."""
+
+    call: int
+    mode: str
+    inflight: str = "continue"
+    given_up: bool = False
+
+
 class _Request:
     """What the adapter remembers of a request while SGLang has it.
 
     ``sent``: tokens reported so far, the ``resumed`` ones of another worker included. ``version``:
     of the next one. ``changes``: (position, version), in order, where it changes later.
-    ``score_start``: of a scoring request; else -1.
+    ``score_start``: of a scoring request; else -1. ``generates``: it is one of ``generate``.
     """
 
-    __slots__ = ("changes", "resumed", "score_start", "sent", "top", "version")
+    __slots__ = ("changes", "generates", "resumed", "score_start", "sent", "top", "version")
 
-    def __init__(self, version: int, top: int, score_start: int) -> None:
+    def __init__(
+        self, version: int, top: int, score_start: int = -1, *, generates: bool = False
+    ) -> None:
         self.version = version
         self.top = top
         self.score_start = score_start
+        self.generates = generates
         self.sent = 0
         self.resumed = 0
         self.changes: list[tuple[int, int]] = []
@@ -112,10 +134,12 @@ class Adapter:
         self.cancelled: set[int] = set()
         self.returned: set[int] = set()
         self.flushes: list[int] = []
-        self.commands: collections.deque[WeightCommand] = collections.deque()
+        self.commands: collections.deque[WeightCommand | PauseCommand] = collections.deque()
         self.expected = threading.Event()
         self.arrived = threading.Event()
-        self.draining: WeightCommand | None = None
+        self.draining: WeightCommand | PauseCommand | None = None
+        self.pausing: PauseCommand | None = None
+        """That has been asked for, and waits until nothing runs."""
         self.held_back: list[Any] = []
         self.next_tokens = NextTokens()
         self.rows: Rows | None = None
@@ -139,7 +163,7 @@ class Adapter:
         if begun:
             self.incoming.append(Resume(convert.request_id(id_), begun))
         self.incoming.append(asked)
-        request = _Request(scheduler.sglrl_version, args.top_logprobs, -1)
+        request = _Request(scheduler.sglrl_version, args.top_logprobs, generates=True)
         request.sent = request.resumed = len(begun)
         self.requests[id_] = request
 
@@ -157,7 +181,7 @@ class Adapter:
             raise InvalidRequest("there is no token given")
         check_top(args.top_k, self.scheduler.model_config.vocab_size)
         self.incoming.append(convert.next_token_request(id_, args, self.next_tokens.params))
-        self.requests[id_] = _Request(self.scheduler.sglrl_version, args.top_k, -1)
+        self.requests[id_] = _Request(self.scheduler.sglrl_version, args.top_k)
         self.next_tokens.wanted[convert.request_id(id_)] = args.top_k
 
     def abort(self, id_: int) -> None:
@@ -171,6 +195,74 @@ class Adapter:
                 return
             self.cancelled.add(id_)
             self.incoming.append(AbortReq(rid=convert.request_id(id_)))
+
+    def abort_all(self) -> int:
+        ended: set[str] = set()
+        self.incoming = self._return_unsent(self.incoming, ended)
+        self.held_back = self._return_unsent(self.held_back, ended)
+        aborts = self._aborts(set())
+        self.incoming += aborts
+        return len(ended) + sum(isinstance(request, AbortReq) for request in aborts)
+
+    def _return_unsent(self, requests: list[Any], ended: set[str]) -> list[Any]:
+        """Answer those ``generate`` requests that SGLang has not been given yet. The others."""
+        others = []
+        for asked in requests:
+            if isinstance(asked, (TokenizedGenerateReqInput, Resume)):
+                id_ = convert.call_id(asked.rid)
+                request = self.requests.get(id_)
+                if request is not None and request.generates and id_ not in self.cancelled:
+                    del self.requests[id_]
+                    ended.add(asked.rid)
+                    chunk = TokenChunk(b"", finish="abort", version=request.version)
+                    self.mailbox.put(id_, ItemKind.DONE, chunk)
+                if asked.rid in ended:
+                    continue
+            others.append(asked)
+        return others
+
+    def pause(self, id_: int, mode: str) -> None:
+        check_mode(mode)
+        if mode == "abort":
+            self.abort_all()
+            if not self.scheduler.sglrl_paused:
+                self._forget_pausing()
+                self.pausing = PauseCommand(id_, "in_place", "drain")
+                self.commands.append(self.pausing)
+                return
+        self.incoming.append(PauseCommand(id_, "retract" if mode == "retract" else "in_place"))
+
+    def resume(self, id_: int) -> None:
+        self._forget_pausing()
+        self.incoming.append(PauseCommand(id_, ""))
+
+    def _forget_pausing(self) -> None:
+        if self.pausing is not None:
+            self.pausing.given_up = True
+            self.paused(self.pausing)
+
+    def paused(self, command: PauseCommand) -> None:
+        """It has been executed, or is not wanted any more."""
+        if command is self.pausing:
+            self.pausing = None
+        if command.call >= 0:
+            self.mailbox.put_value(command.call, None)
+            # The loop may have nothing else to do.
+            self.mailbox.flush()
+
+    def _aborts(self, except_for: set[str]) -> list[Any]:
+        """What makes SGLang return the ``generate`` requests that it has, with what they have. In a
+        paused engine nothing ends that runs: there they are made to wait first."""
+        aborts: list[Any] = []
+        if self.scheduler.sglrl_paused:
+            aborts.append(PauseCommand(-1, "retract"))
+        for id_, request in self.requests.items():
+            rid = convert.request_id(id_)
+            known = id_ in self.cancelled or id_ in self.returned
+            if request.generates and not known and rid not in except_for:
+                self.returned.add(id_)
+                aborts.append(AbortReq(rid=rid))
+        return aborts
 
     def flush_cache(self, id_: int) -> None:
         self.flushes.append(id_)
@@ -212,7 +304,6 @@ class Adapter:
             kv_cache_tokens=scheduler.max_total_num_tokens,
             priority_scheduling=bool(scheduler.enable_priority_scheduling),
             sglang_version=compat.VERSION,
-            tp_size=scheduler.server_args.tp_size,
         )
 
     # --- from the scheduler -----------------------------------------------------------------------
@@ -221,6 +312,10 @@ class Adapter:
         """What arrived since the last scheduler step, as SGLang's requests."""
         if self.expected.is_set():
             self._linger()
+        if self.scheduler.sglrl_paused and not (self.flushes or self.commands):
+            # SGLang's loop would turn as fast as it can.
+            self.mailbox.flush()
+            self.mailbox.wait(IDLE_WAIT if self.draining is None else _DRAIN_WAIT)
         self.mailbox.receive(self)
         if self.flushes:
             self._pull_flush()
@@ -266,27 +361,23 @@ class Adapter:
     def _with_commands(self, incoming: list[Any]) -> list[Any]:
         """Put the next command behind the requests, at once or when what runs has ended: then new
         requests are kept back until it is done."""
-        weights = self.scheduler.sglrl_weights
-        assert weights is not None
-        if self.draining is not None and weights.given_up(self.draining):
+        if self.draining is not None and self._given_up(self.draining):
             self.draining = None
             back, self.held_back = self.held_back, []
             return [*back, *incoming]
         if self.draining is None:
             command = self.commands.popleft()
-            if weights.given_up(command):
+            if self._given_up(command):
                 return incoming
             if command.inflight in ("continue", "retract"):
                 return [*incoming, command]
-            self.draining = command
+            fresh = {r.rid for r in incoming if isinstance(r, TokenizedGenerateReqInput)}
             if command.inflight == "abort":
-                known = [id_ for id_ in self.requests if id_ not in self.cancelled]
-                fresh = {r.rid for r in incoming if isinstance(r, TokenizedGenerateReqInput)}
-                for id_ in known:
-                    rid = convert.request_id(id_)
-                    if rid not in fresh:
-                        self.returned.add(id_)
-                        incoming.append(AbortReq(rid=rid))
+                incoming += self._aborts(fresh)
+                if self.scheduler.sglrl_paused:
+                    # What waits to be returned does so at once, and nothing else runs.
+                    return [*incoming, command]
+            self.draining = command
         requests = (TokenizedGenerateReqInput, Resume)
         self.held_back += [r for r in incoming if isinstance(r, requests)]
         passed = [r for r in incoming if not isinstance(r, requests)]
@@ -297,6 +388,12 @@ class Adapter:
         # Behind the command they are prefilled with the new weights.
         return [*back, command]
 
+    def _given_up(self, command: WeightCommand | PauseCommand) -> bool:
+        if isinstance(command, PauseCommand):
+            return command.given_up
+        assert self.scheduler.sglrl_weights is not None
+        return self.scheduler.sglrl_weights.given_up(command)
+
     def _pull_flush(self) -> None:
         """Like any request, so that every rank does it. A request that has just been answered still
         stands in SGLang's batch: then the flush waits for the loop's next turn."""
@@ -304,6 +401,9 @@ class Adapter:
             self._flushed(False)
         elif self.scheduler.is_fully_idle():
             self.incoming.append(FlushCacheReqInput())
+        elif self.scheduler.sglrl_paused:
+            # There is no next turn.
+            self._flushed(False)
 
     def _flushed(self, success: bool) -> None:
         for id_ in self.flushes:
@@ -348,13 +448,18 @@ class Adapter:
                 self.rows.put(mailbox, id_, rid, output.cached_tokens[i], self.result_version)
             else:
                 self.returned.discard(id_)
-                *chunks, last = convert.token_chunks(output, i, request.top, request.take(count))
-                for chunk in chunks:
-                    mailbox.put(id_, ItemKind.CHUNK, chunk)
-                mailbox.put(id_, kind, last)
+                self._return(id_, request, output, i)
         used, capacity = self.scheduler.kv_tokens()
         usage = used / capacity if capacity else -1.0
         mailbox.flush(usage, len(self.scheduler.waiting_queue), self.scheduler.sglrl_preempted)
+
+    def _return(self, id_: int, request: _Request, output: Any, i: int) -> None:
+        """The last tokens of a request."""
+        parts = request.take(len(output.output_ids[i]))
+        *chunks, last = convert.token_chunks(output, i, request.top, parts)
+        for chunk in chunks:
+            self.mailbox.put(id_, ItemKind.CHUNK, chunk)
+        self.mailbox.put(id_, ItemKind.DONE, last)
 
     def version_changed(self, version: int, produced: dict[str, int]) -> None:
         """The next result is the first of ``version``. ``produced``: tokens that each request
@@ -363,9 +468,9 @@ class Adapter:
             at = produced.get(convert.request_id(id_), 0)
             request.changes.append((at, version))
 
-    def control(self, output: Any) -> None:
-        """What SGLang tells its tokenizer manager: of interest are requests that it aborted, and
-        the answer to a flush."""
+    def control(self, output: Any, about: Any) -> None:
+        """What SGLang tells its tokenizer manager: of interest are requests that it aborted (they
+        are ``about`` themselves), and the answer to a flush."""
         if isinstance(output, FlushCacheReqOutput):
             self._flushed(output.success)
             self.mailbox.flush()
@@ -381,7 +486,7 @@ class Adapter:
             self.mailbox.put(id_, ItemKind.CANCELLED)
         elif id_ in self.returned:
             self.returned.discard(id_)
-            self.mailbox.put(id_, ItemKind.DONE, convert.aborted_chunk(request.version))
+            self._return(id_, request, convert.rest_of(about, request.sent), 0)
         else:
             reason: Any = output.finished_reason or {}
             self.mailbox.put_error(
@@ -398,7 +503,7 @@ class _Sink:
         self.socket = None
 
     def send_output(self, output: Any, recv_obj: Any = None) -> None:
-        self.handle(output)
+        self.handle(output, recv_obj)
 
 
 class _Receiver(SchedulerRequestReceiver):  # type: ignore[misc]
@@ -433,7 +538,7 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
 
     def init_ipc_channels(self, port_args: PortArgs) -> None:
         adapter = self.sglrl_adapter
-        ignore = _Sink(lambda output: None)
+        ignore = _Sink(lambda output, about: None)
         self.ipc_channels = compat.channels(
             _Sink(self._on_output) if adapter else ignore,
             _Sink(adapter.control) if adapter else ignore,
@@ -449,7 +554,7 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
         if self.sglrl_adapter is not None:
             self.request_receiver: Any = _Receiver(**compat.field_values(self.request_receiver))
 
-    def _on_output(self, output: Any) -> None:
+    def _on_output(self, output: Any, about: Any) -> None:
         if isinstance(output, BatchTokenIDOutput) and self.sglrl_adapter is not None:
             self.sglrl_adapter.tokens(output)
 
@@ -459,19 +564,37 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
             self.sglrl_adapter.mailbox.wait(IDLE_WAIT)
 
     def process_input_requests(self, recv_reqs: list[Any]) -> None:
-        ours = [r for r in recv_reqs if isinstance(r, (WeightCommand, Resume))]
-        if not ours:
-            super().process_input_requests(recv_reqs)
-            return
-        self._sglrl_resumes |= {r.rid: r for r in ours if isinstance(r, Resume)}
-        theirs = [r for r in recv_reqs if not isinstance(r, (WeightCommand, Resume))]
+        theirs: list[Any] = []
+        for request in recv_reqs:
+            match request:
+                case Resume():
+                    self._sglrl_resumes[request.rid] = request
+                case WeightCommand():
+                    super().process_input_requests(theirs)
+                    theirs = []
+                    assert self.sglrl_weights is not None
+                    self._sglrl_updating = True
+                    self.sglrl_weights.execute(request)
+                    self._sglrl_updating = False
+                case PauseCommand():
+                    super().process_input_requests(theirs)
+                    theirs = []
+                    self._sglrl_pause(request)
+                case _:
+                    theirs.append(request)
         super().process_input_requests(theirs)
-        for request in ours:
-            if isinstance(request, WeightCommand):
-                assert self.sglrl_weights is not None
-                self._sglrl_updating = True
-                self.sglrl_weights.execute(request)
-                self._sglrl_updating = False
+
+    def _sglrl_pause(self, command: PauseCommand) -> None:
+        if command.mode == "retract":
+            self.pause_generation(PauseGenerationReqInput(mode="retract"))
+        self._engine_paused = bool(command.mode)
+        if self.sglrl_adapter is not None:
+            self.sglrl_adapter.paused(command)
+
+    @property
+    def sglrl_paused(self) -> bool:
+        """Its loop makes no steps."""
+        return bool(self._engine_paused)
 
     def init_req_max_new_tokens(self, req: Any) -> None:
         super().init_req_max_new_tokens(req)
@@ -535,6 +658,8 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
         phase = ""
         if self._sglrl_updating:
             phase = WEIGHTS
+        elif self.sglrl_paused:
+            phase = PAUSED
         elif self._sglrl_last_prefill > self._sglrl_last_ended:
             phase = PREFILL
         assert self.sglrl_adapter is not None

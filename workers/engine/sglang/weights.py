@@ -393,8 +393,9 @@ class SglangWeights:
         """Running requests go back to the queue; their KV is computed again with the new
         weights."""
         scheduler = self._scheduler
+        paused = scheduler.sglrl_paused
         scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
-        scheduler._engine_paused = False
+        scheduler._engine_paused = paused
 
     def _stream(self) -> Any:
         """The one that the model's kernels run on."""

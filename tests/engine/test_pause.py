@@ -1,0 +1,213 @@
+"""Pausing, going on and ending calls with a real engine, in both of SGLang's loops."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+import sglrl
+
+from .policies import PROMPTS, Lab, Policies, until_idle, until_running
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+# None of them ends by itself before it is told to, however slow this process is.
+ENDLESS: dict[str, Any] = {
+    "max_new_tokens": 1900,
+    "logprobs": True,
+    "top_logprobs": 2,
+    "ignore_eos": True,
+}
+SHORT: dict[str, Any] = {**ENDLESS, "max_new_tokens": 20}
+
+
+@pytest_asyncio.fixture(
+    scope="module", loop_scope="session", params=[False, True], ids=["normal", "overlap"]
+)
+async def lab(request: pytest.FixtureRequest, models: Path) -> AsyncIterator[Lab]:
+    """One worker that runs four requests at a time, so that the fifth waits in the engine."""
+    policies = Policies(models / "policies")
+    async with sglrl.launch(
+        policies[0].folder,
+        device="cpu",
+        max_running_requests=4,
+        weight_device="cpu",
+        disable_overlap_schedule=not request.param,
+    ) as client:
+        yield Lab(client, policies)
+
+
+@pytest_asyncio.fixture(autouse=True, loop_scope="session")
+async def at_rest(lab: Lab) -> AsyncIterator[None]:
+    """A test that fails leaves nothing behind for the next one."""
+    yield
+    await lab.client.resume()
+    await lab.client.abort()
+    await until_idle(lab.client)
+
+
+async def until_grown(client: sglrl.Client) -> None:
+    """Until what runs has made some steps."""
+    (first,) = await client.stats()
+    while (await client.stats())[0].engine.kv_tokens < first.engine.kv_tokens + 20:
+        pass
+
+
+def begin(client: sglrl.Client, count: int, wanted: dict[str, Any]) -> list[Any]:
+    return [
+        asyncio.ensure_future(client.generate(input_ids=[*PROMPTS[i % 4], i], **wanted))
+        for i in range(count)
+    ]
+
+
+async def standing(client: sglrl.Client) -> sglrl.EngineStats:
+    """What the engine holds; it must not change while it is asked again and again."""
+    # What has been cancelled leaves the engine in the turn of its loop that follows.
+    await client.stats()
+    (first,) = await client.stats()
+    for _ in range(20):
+        (again,) = await client.stats()
+        assert again.engine.kv_tokens == first.engine.kv_tokens
+        assert again.engine.running == first.engine.running
+        assert again.engine.waiting == first.engine.waiting
+    return first.engine
+
+
+def check(lab: Lab, completion: sglrl.Completion, *, again: bool = False) -> None:
+    """It may be one that had not begun."""
+    if len(completion.output_ids):
+        lab.check_history(completion, again=again)
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+async def test_what_runs_goes_on(lab: Lab, mode: Any) -> None:
+    client = lab.client
+    assert await client.flush_cache()
+    calls = begin(client, 5, ENDLESS)
+    await until_running(client, 4)
+    await until_grown(client)
+    for _ in range(3):
+        # Also right behind the answer, which comes before the next step.
+        await client.pause(mode)
+        stats = await standing(client)
+        if mode == "in_place":
+            assert (stats.running, stats.waiting) == (4, 1)
+            assert stats.kv_tokens > 0
+        else:
+            assert (stats.running, stats.waiting) == (0, 5)
+            assert stats.kv_tokens == 0
+        await client.pause(mode)
+        await client.resume()
+    await client.pause(mode)
+    later = begin(client, 2, SHORT)
+    scored = asyncio.ensure_future(client.score(PROMPTS[0]))
+    asked = asyncio.ensure_future(client.next_token_logprobs(PROMPTS[0]))
+    with pytest.raises(sglrl.DeadlineExceeded):
+        await client.generate(input_ids=PROMPTS[0], timeout=0.2)
+    await standing(client)
+    assert not any(call.done() for call in [*calls, *later, scored, asked])
+    assert not await client.flush_cache()
+    calls.pop().cancel()
+    await client.resume()
+    await client.resume()
+    await until_running(client, 4)
+    await until_grown(client)
+    calls.pop().cancel()
+    for completion in await asyncio.gather(*later):
+        assert completion.finish_reason == "length"
+        lab.check_history(completion)
+    await client.abort()
+    for completion in await asyncio.gather(*calls):
+        assert completion.finish_reason == "abort"
+        assert len(completion.output_ids) > 10
+        lab.check_history(completion)
+    assert len(await scored) == len(PROMPTS[0])
+    assert (await asked).logprobs.shape == (client.info.vocab_size,)
+    assert client.workers[0].load == 0
+
+
+@pytest.mark.parametrize("paused", ["", "in_place", "retract"])
+async def test_abort_returns_what_there_is(lab: Lab, paused: Any) -> None:
+    client = lab.client
+    calls = begin(client, 6, ENDLESS)
+    await until_running(client, 4)
+    if paused:
+        await client.pause(paused)
+    scored = asyncio.ensure_future(client.score(PROMPTS[0]))
+    fresh = begin(client, 1, ENDLESS)
+    await asyncio.sleep(0)
+    assert await client.abort() == 7
+    made = await asyncio.gather(*calls, *fresh)
+    if paused:
+        # Still: nothing but what was asked for has ended.
+        await standing(client)
+        assert not scored.done()
+        assert await client.abort() == 0
+        await client.resume()
+    for completion in made:
+        assert completion.finish_reason == "abort"
+        assert len(completion.logprobs) == len(completion.output_ids) < ENDLESS["max_new_tokens"]
+        assert len(completion.top_logprobs.ids) == len(completion.output_ids)
+        check(lab, completion)
+    lengths = [len(c.output_ids) for c in made]
+    assert min(lengths[:4]) > 0
+    assert lengths[4:] == [0, 0, 0]
+    assert len(await scored) == len(PROMPTS[0])
+    await lab.check()
+
+
+@pytest.mark.parametrize("before", ["", "in_place", "retract"])
+async def test_pausing_with_abort(lab: Lab, before: Any) -> None:
+    client = lab.client
+    calls = begin(client, 6, ENDLESS)
+    await until_running(client, 4)
+    if before:
+        await client.pause(before)
+    await client.pause("abort")
+    for completion in await asyncio.gather(*calls):
+        assert completion.finish_reason == "abort"
+        check(lab, completion)
+    (later,) = begin(client, 1, SHORT)
+    stats = await standing(client)
+    assert stats.running == 0
+    assert not later.done()
+    await client.resume()
+    lab.check_history(await later)
+    # Who goes on at once need not wait for what is being ended.
+    calls = begin(client, 6, ENDLESS)
+    await until_running(client, 4)
+    await asyncio.gather(client.pause("abort"), client.resume())
+    assert {c.finish_reason for c in await asyncio.gather(*calls)} == {"abort"}
+    await lab.check()
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+@pytest.mark.parametrize("inflight", ["continue", "retract", "abort"])
+async def test_new_weights_while_it_is_paused(lab: Lab, inflight: str, mode: Any) -> None:
+    client = lab.client
+    calls = begin(client, 5, ENDLESS)
+    await until_running(client, 4)
+    await until_grown(client)
+    await client.pause(mode)
+    report = await lab.other(inflight=inflight)
+    await standing(client)
+    assert sum(call.done() for call in calls) == (5 if inflight == "abort" else 0)
+    await client.resume()
+    if inflight != "abort":
+        await until_running(client, 4)
+        await until_grown(client)
+        await client.abort()
+    made = await asyncio.gather(*calls)
+    # The KV cache is only kept if nothing made the engine give it back.
+    again = mode == "retract" or inflight == "retract"
+    for completion in made:
+        assert completion.finish_reason == "abort"
+        check(lab, completion, again=again)
+    went_on = [c for c in made if c.versions and c.versions[-1].version == report.version]
+    assert len(went_on) == (0 if inflight == "abort" else 4)
+    await lab.check()
