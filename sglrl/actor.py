@@ -368,7 +368,7 @@ class BroadcastCaller(_Caller):
     """``await handle.broadcast.method(...)``: all live workers, results in worker order."""
 
     async def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
-        workers = [index for index, m in self._driver.fabric.members.items() if m.state == "ready"]
+        workers = self._driver.ready
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [

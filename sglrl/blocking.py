@@ -171,6 +171,10 @@ class BlockingClient:
         """See ``Client.flush_cache``."""
         return self._wait(self._client.flush_cache())
 
+    def broadcast(self, endpoint: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """See ``Client.broadcast``."""
+        return self._wait(self._client.broadcast(endpoint, *args, **kwargs))
+
     @property
     def info(self) -> EngineInfo:
         """See ``Client.info``."""

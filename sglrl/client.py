@@ -33,7 +33,15 @@ from .core.concurrency import Load
 from .core.members import READY
 from .core.routing import Route
 from .driver import ENVELOPE_BYTES, Driver
-from .errors import Closed, InvalidRequest, MessageTooLarge, SglrlError, UsageError, WorkerLost
+from .errors import (
+    Closed,
+    InvalidRequest,
+    MessageTooLarge,
+    SglrlError,
+    UnknownEndpoint,
+    UsageError,
+    WorkerLost,
+)
 from .gateway import Gateway
 from .messages import (
     EngineInfo,
@@ -77,7 +85,10 @@ class _Engine(_Actor):
     async def flush_cache(self) -> bool:
         raise NotImplementedError  # served by workers/mailbox.py
 
-    # Not to be repeated: a replacement is told when it serves.
+
+class _Pausing(_Actor):
+    """More of them, which the client must know of. Not to be repeated: a replacement is told when
+    it serves."""
 
     @endpoint
     async def pause(self, mode: str) -> None:
@@ -90,6 +101,31 @@ class _Engine(_Actor):
     @endpoint
     async def abort(self) -> int:
         raise NotImplementedError  # served by workers/mailbox.py
+
+
+_PAUSING = endpoints_of(_Pausing)
+
+
+def _control(
+    spec: EndpointSpec,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    worker: int,
+    future: asyncio.Future[Any],
+    timeout: float | None,
+) -> Call:
+    """A call to one engine that goes out at once: it may be about the calls that the engine has."""
+    body, _ = spec.arguments.encode(args, kwargs)
+    return Call(
+        spec.name,
+        Raw(body),
+        UnaryReply(future, spec.result),
+        deadline=deadline_from(timeout),
+        priority=_FIRST,
+        pinned=worker,
+        idempotent=spec.idempotent,
+        urgent=True,
+    )
 
 
 class Stream:
@@ -178,7 +214,7 @@ class Client:
 
     def _open_gateway(self) -> None:
         """Let in clients of other processes."""
-        self._gateway = Gateway(self, self._running(), self._pool, self._max_body)
+        self._gateway = Gateway(self, self._running(), self._pool, self._max_body, self._controls)
 
     async def close(self, *, drain: bool = False, timeout: float = 600.0) -> None:
         """End every call with ``Closed`` and every worker; safe to call again.
@@ -246,12 +282,30 @@ class Client:
 
     async def stats(self) -> list[WorkerStats]:
         """What every live engine reports of itself, in worker order."""
-        found = await self._control_all("stats", timeout=self._timeout)
+        found = await self._ask_all(self._controls["stats"])
         return [WorkerStats(worker=w, engine=s) for w, s in found.items()]
 
     async def flush_cache(self) -> bool:
         """Empty every worker's prefix cache. False if some worker had requests and kept it."""
-        return all((await self._control_all("flush_cache", timeout=self._timeout)).values())
+        return all((await self._ask_all(self._controls["flush_cache"])).values())
+
+    async def broadcast(
+        self, endpoint: str, *args: Any, timeout: float | None = None, **kwargs: Any
+    ) -> list[Any]:
+        """Call one of the engines' control endpoints (``stats``, ``flush_cache``, ...) on every
+        worker that serves; the results in worker order.
+
+        Raises:
+            UnknownEndpoint: there is none of that name.
+        """
+        spec = self._controls.get(endpoint)
+        if spec is None:
+            raise UnknownEndpoint(
+                f"the engines declare no endpoint {endpoint!r} to be called on all of them "
+                f"(endpoints: {', '.join(sorted(self._controls))})"
+            )
+        found = await self._ask_all(spec, args, kwargs, timeout)
+        return [*found.values()]
 
     # --- pausing ----------------------------------------------------------------------------------
 
@@ -276,7 +330,7 @@ class Client:
         if mode not in ("in_place", "retract", "abort"):
             raise UsageError(f"mode must be 'in_place', 'retract' or 'abort', got {mode!r}")
         self._paused = True
-        await self._control_all("pause", mode, timeout=timeout)
+        await self._ask_all(_PAUSING["pause"], (mode,), timeout=timeout)
 
     async def resume(self, *, timeout: float = 60.0) -> None:
         """Let the engines go on after ``pause``. Without one: nothing.
@@ -286,7 +340,7 @@ class Client:
         """
         self._running()
         self._paused = False
-        await self._control_all("resume", timeout=timeout)
+        await self._ask_all(_PAUSING["resume"], timeout=timeout)
 
     async def abort(self, *, worker: int | None = None, timeout: float = 60.0) -> int:
         """End all ``generate`` calls and streams that have been made, also those that wait: each
@@ -308,22 +362,27 @@ class Client:
         body = encode(TokenChunk(b"", finish="abort", version=self.weight_version))
         # First: they would get the places of those that end.
         waiting = driver.answer_waiting("generate", Raw(body), worker)
-        ended = await self._control_all("abort", worker=worker, timeout=timeout)
+        ended = await self._ask_all(_PAUSING["abort"], timeout=timeout, worker=worker)
         return waiting + sum(map(int, ended.values()))
 
-    async def _control_all(
-        self, name: str, *args: Any, worker: int | None = None, timeout: float | None
+    async def _ask_all(
+        self,
+        spec: EndpointSpec,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        timeout: float | None = None,
+        worker: int | None = None,
     ) -> dict[int, Any]:
-        """Ask the engines that serve (or this one) something that may be about the calls that they
-        hold. The answers by worker, in order; one that is lost meanwhile has none."""
+        """Call a control endpoint of the engines that serve, or of this one. The answers by worker,
+        in order; one that is lost meanwhile has none."""
         driver = self._running()
-        workers = [i for i, m in driver.fabric.members.items() if m.state is READY]
-        if worker is not None:
-            workers = [worker]
+        workers = driver.ready if worker is None else [worker]
+        if timeout is None:
+            timeout = self._timeout
         calls, futures = [], []
         for index in workers:
             future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-            calls.append(self._control(name, args, index, future, timeout))
+            calls.append(_control(spec, args, kwargs or {}, index, future, timeout))
             futures.append(future)
         found = await _submit_all(driver, calls, futures, return_exceptions=worker is None)
         answers = {}
@@ -334,34 +393,15 @@ class Client:
                 raise one
         return answers
 
-    def _control(
-        self,
-        name: str,
-        args: tuple[Any, ...],
-        worker: int,
-        future: asyncio.Future[Any],
-        timeout: float | None,
-    ) -> Call:
-        spec = self._controls[name]
-        body, _ = spec.arguments.encode(args, {})
-        return Call(
-            name,
-            Raw(body),
-            UnaryReply(future, spec.result),
-            deadline=deadline_from(timeout),
-            priority=_FIRST,
-            pinned=worker,
-            idempotent=spec.idempotent,
-            urgent=True,
-        )
-
     def _before_serving(self, worker: int) -> None:
         if self._paused:
             future = self._running().loop.create_future()
             # Should it be lost first, its replacement is told.
             future.add_done_callback(lambda done: done.cancelled() or done.exception())
             with contextlib.suppress(Closed):
-                self._running().submit(self._control("pause", ("in_place",), worker, future, None))
+                self._running().submit(
+                    _control(_PAUSING["pause"], ("in_place",), {}, worker, future, None)
+                )
 
     # --- weights ----------------------------------------------------------------------------------
 

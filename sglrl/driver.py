@@ -18,7 +18,7 @@ from .codec import Buffer, decode_to_driver, encode, split_frames
 from .config import FabricConfig
 from .core.calls import Call
 from .core.fabric import CANCEL, CHUNK, DRAINED, END, RESTART, SEND, Fabric
-from .core.members import GONE, STALE, STARTING, SYNCING, Member
+from .core.members import GONE, READY, STALE, STARTING, SYNCING, Member
 from .dropped import Dropped
 from .errors import Closed, ProtocolError, SglrlError
 from .messages import (
@@ -107,6 +107,11 @@ class Driver:
         """Messages that came to nothing: from strangers, malformed, or out of place. (Items of a
         message that is none of these are counted in ``fabric.stray_items``.)"""
         return self._drop.count
+
+    @property
+    def ready(self) -> list[int]:
+        """Indices of the workers that serve."""
+        return [index for index, m in self.fabric.members.items() if m.state is READY]
 
     # --- workers ----------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import hmac
 import logging
 import math
 import secrets
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -38,7 +38,6 @@ from .messages import (
     Cancel,
     Dismissed,
     End,
-    EngineStats,
     ErrorBody,
     GenerateArgs,
     Item,
@@ -83,14 +82,6 @@ class PoolEndpoints(Actor):
     def __init__(self, client: Client, pool: Pool) -> None:
         self._client = client
         self._pool = pool
-
-    @endpoint
-    async def stats(self) -> list[tuple[int, EngineStats]]:
-        return [(s.worker, s.engine) for s in await self._client.stats()]
-
-    @endpoint
-    async def flush_cache(self) -> bool:
-        return await self._client.flush_cache()
 
     @endpoint
     async def pause(self, mode: str, timeout: float) -> None:
@@ -207,10 +198,18 @@ def _end_of(id_: int, call: Call, *, again: bool = False) -> End:
 
 
 class Gateway:
-    """Made by a ``Client`` that has a pool of its own; on its event loop. ``address``: what
-    ``sglrl.connect`` takes. It holds a secret."""
+    """Made by a ``Client`` that has a pool of its own; on its event loop. ``controls``: endpoints
+    of the engines beside those that take tokens. ``address``: what ``sglrl.connect`` takes. It
+    holds a secret."""
 
-    def __init__(self, client: Client, driver: Driver, pool: Pool, max_body: int) -> None:
+    def __init__(
+        self,
+        client: Client,
+        driver: Driver,
+        pool: Pool,
+        max_body: int,
+        controls: Mapping[str, EndpointSpec],
+    ) -> None:
         self._client = client
         self._driver = driver
         self._pool = pool
@@ -220,6 +219,7 @@ class Gateway:
         self._unsent: dict[_Peer, None] = {}
         self._endpoints = PoolEndpoints(client, pool)
         self._specs: dict[str, EndpointSpec] = endpoints_of(PoolEndpoints)
+        self._controls = controls
         self._flush_scheduled = False
         self._watch: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -456,6 +456,23 @@ class Gateway:
 
     def _call(self, peer: _Peer, request: Request) -> Call:
         """Raises ``InvalidRequest`` for what the client should not have let through."""
+        deadline = None
+        if request.timeout is not None:
+            if not request.timeout > 0:
+                raise DeadlineExceeded("the deadline had passed before the call was here")
+            deadline = now() + request.timeout if math.isfinite(request.timeout) else None
+        control = self._controls.get(request.endpoint)
+        if control is not None:
+            _arguments(control, request)
+            return Call(
+                request.endpoint,
+                msgspec.Raw(bytes(request.args)),
+                _Forward(self, peer, request.id, False, b""),
+                deadline=deadline,
+                pinned=request.worker,
+                idempotent=control.idempotent,
+                urgent=request.worker is not None,
+            )
         begun = b""
         try:
             match request.endpoint:
@@ -486,11 +503,6 @@ class Gateway:
             raise InvalidRequest("the request does not fit one message to a worker")
         if len(request.session or "") > _LONGEST_NAME:
             raise InvalidRequest(f"a session's name has at most {_LONGEST_NAME} characters")
-        deadline = None
-        if request.timeout is not None:
-            if not request.timeout > 0:
-                raise DeadlineExceeded("the deadline had passed before the call was here")
-            deadline = now() + request.timeout if math.isfinite(request.timeout) else None
         generate = request.endpoint == "generate"
         return Call(
             request.endpoint,

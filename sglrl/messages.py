@@ -110,6 +110,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_tokens: int
     priority_scheduling: bool = False
     sglang_version: str = ""
+    tp_size: int = 1
 
 
 class Ready(msgspec.Struct, array_like=True, frozen=True, tag=13):

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, Final, Literal, Self
 
 from .actor import UnaryCaller, endpoints_of
-from .client import Client, WorkerStats
+from .client import Client
 from .codec import Buffer, decode_to_client, encode, split_frames
 from .config import FabricConfig, PoolConfig
 from .core.calls import Call
@@ -73,13 +73,14 @@ class _Line:
 
 
 class RemoteDriver(Driver):
-    """A ``Driver`` whose one worker is another process's pool. ``on_news`` is called with what that
-    says of itself; ``admitted`` is its first answer."""
+    """A ``Driver`` whose one worker is another process's pool. ``news``: what that last said of
+    itself; ``on_news`` is called when it changes. ``admitted`` is its first answer."""
 
     def __init__(self, line: _Line, max_message_bytes: int) -> None:
         super().__init__(line, FabricConfig(), max_message_bytes)
         self.admitted: asyncio.Future[Admitted] = asyncio.get_running_loop().create_future()
-        self.on_news: Callable[[News], None] = lambda news: None
+        self.news = News(0, 0, [])
+        self.on_news: Callable[[], None] = lambda: None
         self._names: dict[int, Member] = {}
         self._sessions = 0
         self._session_prefix = secrets.token_hex(8)
@@ -91,6 +92,10 @@ class RemoteDriver(Driver):
         worker, call.pinned = call.pinned, None
         super().submit(call)
         call.pinned = worker
+
+    @property
+    def ready(self) -> list[int]:
+        return [w.id for w in self.news.workers if w.state == READY]
 
     def lose(self, reason: str) -> None:
         """Nobody will answer any more."""
@@ -109,6 +114,7 @@ class RemoteDriver(Driver):
                 self._on_answers(message, frames)
             case Admitted() if not self.admitted.done():
                 self.fabric.member_ready(0, _ANY_NUMBER, now())
+                self.news = message.news
                 self.admitted.set_result(message)
             case Dismissed(reason=reason):
                 self.lose(f"the pool dismissed this client ({reason})")
@@ -137,7 +143,8 @@ class RemoteDriver(Driver):
                 call.first_at = call.submitted_at + end.first if end.first else 0.0
         self.fabric.results(self._pool, answers.items, now())
         if answers.news is not None:
-            self.on_news(answers.news)
+            self.news = answers.news
+            self.on_news()
 
     def _send_calls(self, member: Member, calls: list[Call]) -> None:
         body = encode(Requests([self._request(call) for call in calls]))
@@ -209,7 +216,6 @@ class RemotePool(Pool):
         self._connect_timeout = connect_timeout
         self._max_message_bytes = max_message_bytes
         self.weights = _RemoteWeights(self)
-        self.news = News(0, 0, [])
         self.model = ""
         self._engine: EngineInfo | None = None
         self._specs = endpoints_of(PoolEndpoints)
@@ -255,7 +261,7 @@ class RemotePool(Pool):
         self.model = admitted.model
         self.weights.sender_address = admitted.weights_address
         self._engine = admitted.engine
-        self._on_news(admitted.news)
+        self._on_news()
         return self
 
     def _on_break(self) -> None:
@@ -265,10 +271,14 @@ class RemotePool(Pool):
         if not self._closing and driver.admitted.done():
             driver.lose(_GONE)
 
-    def _on_news(self, news: News) -> None:
-        self.news = news
-        if news.version != self.weights.version:
-            self.weights.version = news.version
+    @property
+    def news(self) -> News:
+        assert isinstance(self._driver, RemoteDriver)
+        return self._driver.news
+
+    def _on_news(self) -> None:
+        if self.news.version != self.weights.version:
+            self.weights.version = self.news.version
             for told in list(self.weights.on_version):
                 told()
 
@@ -366,14 +376,6 @@ class RemoteClient(Client):
 
     async def add_workers(self, n: int = 1) -> list[int]:
         raise _not_here("workers are added")
-
-    async def stats(self) -> list[WorkerStats]:
-        found = await self._pool.ask("stats", timeout=self._timeout)
-        return [WorkerStats(worker=worker, engine=engine) for worker, engine in found]
-
-    async def flush_cache(self) -> bool:
-        done: bool = await self._pool.ask("flush_cache", timeout=self._timeout)
-        return done
 
     async def pause(
         self, mode: Literal["in_place", "retract", "abort"] = "in_place", *, timeout: float = 60.0

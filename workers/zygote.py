@@ -98,6 +98,8 @@ class Zygote:
             # Workers on CPU share its cores with each other and the driver: OpenMP threads that
             # spin while they wait would take them from whoever has work. Read when torch loads.
             os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+            # Importing SGLang where it sees a GPU initialises CUDA, after which nothing may fork.
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
         try:
             for module in PRELOADS[name]:
                 importlib.import_module(module)

@@ -15,6 +15,7 @@ import pytest_asyncio
 import torch
 from engine.reference import Reference
 from engine.test_sampling import chi_square
+from safetensors.torch import load_file
 
 import sglrl
 
@@ -138,3 +139,14 @@ async def test_a_stream_is_the_same_and_a_cancelled_call_ends(
     again = await client.generate(input_ids=PROMPTS[4], **wanted)
     assert again.cached_tokens == 0
     np.testing.assert_allclose(again.logprobs, whole.logprobs, atol=TOLERANCE)
+
+
+async def test_workers_on_cpu_beside_gpus(gpu_model: Path) -> None:
+    reference = Reference(gpu_model)
+    async with sglrl.launch(gpu_model, device="cpu", dtype="float32") as client:
+        assert client.info.device == "cpu"
+        made = await client.generate(input_ids=PROMPTS[2], max_new_tokens=16, logprobs=True)
+        expected = reference.logprobs_of(PROMPTS[2], made.output_ids)
+        np.testing.assert_allclose(made.logprobs, expected, atol=TOLERANCE, rtol=0)
+        await client.update_weights(load_file(gpu_model / "model.safetensors"))
+        assert client.weight_version == 1

@@ -20,7 +20,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def pool(tiny: Path) -> Iterator[sglrl.BlockingClient]:
     """Its weights stay as they are: tests that change them launch their own."""
     with sglrl.blocking(tiny, device="cpu") as client:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +17,7 @@ from torchrl.data.llm import History
 from torchrl.modules.llm.policies import ChatHistory, Masks, Text, Tokens, TransformersWrapper
 
 import sglrl
-from sglrl.integrations.torchrl import SGLangWrapper
+from sglrl.integrations.torchrl import AsyncSGLang, SGLangWrapper
 from sglrl.integrations.torchrl.unpad import unpad
 
 pytestmark = [
@@ -356,6 +358,8 @@ def test_num_samples(pool: sglrl.BlockingClient, tokenizer: Any) -> None:
             assert group["history"].full.batch_size == (3, 3)
         one = wrapper(prompts("history", tokenizer)[0])
         assert one.batch_size == (3,)
+    with pytest.raises(ValueError, match="makes 3 samples"):
+        wrapper(prompts("history", tokenizer), n=2)
     with pytest.raises(ValueError, match="num_samples differs"):
         SGLangWrapper(pool, num_samples=2, generate_kwargs={"n": 3})
     with pytest.raises(ValueError, match="inplace must be False"):
@@ -461,6 +465,8 @@ def test_wrong_arguments(pool: sglrl.BlockingClient) -> None:
         SGLangWrapper(pool, min_batch_size=3, max_batch_size=2)
     with pytest.raises(TypeError, match="got int"):
         SGLangWrapper(3)
+    with pytest.raises(TypeError, match="got Client"):
+        SGLangWrapper(pool._client)
     with pytest.raises(ValueError, match=r"Expected 'history' key"):
         SGLangWrapper(pool, input_key="history")(TensorDict(batch_size=2))
     with pytest.raises(TypeError, match="Expected History object"):
@@ -492,6 +498,28 @@ def test_get_new_version_changes_what_is_given(pool: sglrl.BlockingClient, token
     assert again.num_samples == 2
     assert again.generate_kwargs == wrapper.generate_kwargs
     assert again(prompts("text", tokenizer)).batch_size == (3, 2)
+
+
+def test_models_are_given_in_several_ways(pool: sglrl.BlockingClient, tokenizer: Any) -> None:
+    def responses(wrapper: SGLangWrapper) -> Any:
+        return wrapper(prompts("text", tokenizer))["text"].response
+
+    arguments: dict[str, Any] = {"input_mode": "text", "generate_kwargs": GREEDY}
+    expected = responses(SGLangWrapper(pool, **arguments))
+    with ExitStack() as services:
+        service = AsyncSGLang.connect(pool.address)
+        services.callback(service.shutdown)
+        wrapper = SGLangWrapper(service, **arguments)
+        assert wrapper.client is service.client
+        assert responses(wrapper) == expected
+        # To another process, with the tokenizer and all arguments.
+        copy = pickle.loads(pickle.dumps(wrapper))
+        services.callback(copy.model.shutdown)
+        assert responses(copy) == expected
+        assert copy.get_new_version(generate=False).model is copy.model
+        wrapper = SGLangWrapper(pool.address, **arguments)
+        services.callback(wrapper.model.shutdown)
+        assert responses(wrapper) == expected
 
 
 # --- where results go -----------------------------------------------------------------------------

@@ -6,11 +6,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .balancer import LoadBalancer as LoadBalancer
+    from .service import AsyncSGLang as AsyncSGLang
     from .wrapper import SGLangWrapper as SGLangWrapper
 
-_HOMES = {"SGLangWrapper": "wrapper"}
+_HOMES = {"AsyncSGLang": "service", "LoadBalancer": "balancer", "SGLangWrapper": "wrapper"}
 
-__all__ = ["SGLangWrapper"]
+__all__ = ["AsyncSGLang", "LoadBalancer", "SGLangWrapper"]
 
 
 def __getattr__(name: str) -> Any:

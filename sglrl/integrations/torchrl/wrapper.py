@@ -7,6 +7,7 @@ into TorchRL's containers.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import threading
 from collections.abc import Sequence
@@ -269,11 +270,15 @@ class SGLangWrapper(LLMWrapperBase):  # type: ignore[misc]
 
     def _generate(self, inputs: Sequence[TensorDictBase], kwargs: dict[str, Any]) -> list[Sample]:
         prompts = self._prompts(inputs)
+        n = self.num_samples or 1
         call, sampling = self._call, self._sampling
         if kwargs:
             given = self._standardize_generate_kwargs({**self.generate_kwargs, **kwargs})
+            if given.get("num_return_sequences", n) != n:
+                raise ValueError(
+                    f"this wrapper makes {n} samples; see get_new_version(num_samples=...)"
+                )
             call, sampling = split(given)
-        n = self.num_samples or 1
         found = self.client.generate(
             input_ids=[prompt.ids.numpy() for prompt in prompts],
             n=n,
@@ -463,7 +468,8 @@ def _service(model: Any) -> Any:
         path = os.fspath(model)
         return AsyncSGLang.connect(path) if "://" in path else AsyncSGLang.from_pretrained(path)
     client = getattr(model, "client", model)
-    if not all(callable(getattr(client, name, None)) for name in ("generate", "score")):
+    generate = getattr(client, "generate", None)
+    if not callable(generate) or inspect.iscoroutinefunction(generate):
         raise TypeError(
             "model must be an AsyncSGLang of sglrl.integrations.torchrl, a sglrl.BlockingClient, "
             f"an address, or a model's name or folder, got {type(model).__name__}"

@@ -304,6 +304,7 @@ class Adapter:
             kv_cache_tokens=scheduler.max_total_num_tokens,
             priority_scheduling=bool(scheduler.enable_priority_scheduling),
             sglang_version=compat.VERSION,
+            tp_size=scheduler.server_args.tp_size,
         )
 
     # --- from the scheduler -----------------------------------------------------------------------

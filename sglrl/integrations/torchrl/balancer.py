@@ -1,0 +1,120 @@
+"""The ``LoadBalancer`` of TorchRL's ``AsyncVLLM``, for replicas of a pool.
+
+A pool routes by itself, over every call of every client and before anything waits at a replica;
+this is for programs that want to choose.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from .service import AsyncSGLang
+
+STRATEGIES: Final = ("prefix-aware", "requests", "kv-cache", "round-robin")
+
+
+class LoadBalancer:
+    """Names the replica that a prompt should go to.
+
+    Args:
+        strategy: one of, or several in order of preference: "prefix-aware" (prompts with the same
+            beginning go to the same replica, unless it is overloaded; passes without a prompt),
+            "requests" (fewest unfinished requests), "kv-cache" (lowest use), "round-robin".
+            None: "prefix-aware", then "requests".
+        prefix_length: tokens (of a text: words) of that beginning.
+        overload_threshold: a replica is overloaded with more than so many times the mean of
+            unfinished requests.
+
+    Raises:
+        ValueError: a strategy is unknown, or there is none.
+    """
+
+    def __init__(
+        self,
+        service: AsyncSGLang,
+        strategy: str | Sequence[str] | None = None,
+        prefix_length: int = 8,
+        overload_threshold: float = 1.5,
+    ) -> None:
+        if strategy is None:
+            strategy = ("prefix-aware", "requests")
+        self.strategies = [strategy] if isinstance(strategy, str) else list(strategy)
+        for name in self.strategies:
+            if name not in STRATEGIES:
+                raise ValueError(f"Invalid strategy '{name}'. Must be one of {set(STRATEGIES)}")
+        if not self.strategies:
+            raise ValueError("At least one strategy must be provided")
+        self.strategy = self.strategies[0]
+        self.prefix_length = prefix_length
+        self.overload_threshold = overload_threshold
+        self._service = service
+        self._turn = 0
+
+    def select_actor(self, prompt: Any = None, request_context: Any = None) -> int:
+        """The index of a replica, for a text or token ids (or neither). ``request_context`` is
+        TorchRL's, and unused there too."""
+        return self.select_actors([prompt])[0]
+
+    def select_actors(self, prompts: Sequence[Any]) -> list[int]:
+        """For prompts that will be sent at once: each counts where it is to go."""
+        stats = {found.worker: found.engine for found in self._service.client.stats()}
+        if not stats:
+            raise ValueError("No actors available for selection")
+        pending = {w: stats[w].running + stats[w].waiting for w in sorted(stats)}
+        usage = {w: stats[w].kv_usage for w in sorted(stats)}
+        chosen = []
+        for prompt in prompts:
+            worker = self._select(prompt, pending, usage)
+            pending[worker] += 1
+            chosen.append(worker)
+        return chosen
+
+    def _select(self, prompt: Any, pending: dict[int, int], usage: dict[int, float]) -> int:
+        for strategy in self.strategies:
+            if strategy == "requests":
+                break
+            if strategy == "kv-cache":
+                return min(pending, key=lambda w: (usage[w], pending[w]))
+            if strategy == "round-robin":
+                workers = sorted(pending)
+                worker = workers[self._turn % len(workers)]
+                self._turn = (self._turn + 1) % len(workers)
+                return worker
+            prefix = b"" if prompt is None else self._prefix(prompt)
+            if prefix:
+                workers = sorted(pending)
+                worker = workers[zlib.crc32(prefix) % len(workers)]
+                mean = sum(pending.values()) / len(pending)
+                if pending[worker] <= max(1.0, mean * self.overload_threshold):
+                    return worker
+                break
+        return min(pending, key=lambda w: pending[w])
+
+    def _prefix(self, prompt: Any) -> bytes:
+        if isinstance(prompt, str):
+            return " ".join(prompt.split()[: self.prefix_length]).encode(errors="replace")
+        return np.asarray(prompt[: self.prefix_length], dtype="<i4").tobytes()
+
+    def get_stats(self) -> dict[str, Any]:
+        """The settings, and every replica's unfinished requests and cache use."""
+        return {
+            "strategies": self.strategies,
+            "primary_strategy": self.strategy,
+            "num_actors": self._service.num_replicas,
+            "prefix_length": self.prefix_length,
+            "overload_threshold": self.overload_threshold,
+            "round_robin_index": self._turn,
+            "actor_stats": [
+                {
+                    "actor_index": found.worker,
+                    "pending_requests": found.engine.running + found.engine.waiting,
+                    "cache_usage": found.engine.kv_usage,
+                }
+                for found in self._service.client.stats()
+            ],
+        }

@@ -1,0 +1,522 @@
+"""TorchRL's ``AsyncSGLang`` over an sglrl pool: its own, or one that another process has launched.
+
+Beside TorchRL's names it has those of ``AsyncVLLM`` that make sense of several replicas.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, Self
+
+import torch
+from torchrl.modules.llm.backends import RLSGLangEngine
+from torchrl.modules.llm.backends.sglang.sglang_utils import get_local_ip_address, get_open_port
+
+from ... import blocking
+from ...blocking import BlockingClient
+from ...completion import Completion
+from ...errors import Closed, DeadlineExceeded, InvalidRequest, UsageError
+from ...sampling import SamplingParams
+from .balancer import LoadBalancer
+
+_CONNECT_SECONDS: Final = 10.0
+_CONNECTION: Final = ("keys", "insecure")
+"""Of ``server_kwargs``: what a copy of this object in another process needs too."""
+_RENAMED: Final = {"max_model_len": "context_length", "num_replicas": "replicas"}
+"""TorchRL's own and vLLM's names."""
+_START_SECONDS: Final = 600.0
+
+
+class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
+    """TorchRL's service of SGLang replicas.
+
+    ::
+
+        service = AsyncSGLang.from_pretrained("Qwen/Qwen3-8B", dp_size=4)   # starts the replicas
+        service = AsyncSGLang.connect(service.server_url)                   # in another process
+
+    Args:
+        server_url: the address of a running pool: ``service.server_url`` or ``client.address``
+            where it was started. It holds a secret.
+        model_path: what ``from_pretrained`` starts.
+        tp_size: GPUs of each replica.
+        dp_size: replicas. Calls are routed among them by cached prefix and load.
+        timeout: seconds that a call may take unless it says otherwise.
+        **server_kwargs: what ``sglrl.launch`` takes, which includes SGLang's server arguments;
+            TorchRL's ``cuda_devices``, ``host`` and ``port`` and vLLM's ``max_model_len`` are
+            understood. With ``server_url``: ``keys``, ``insecure``.
+
+    Pickling keeps the address: a copy connects to the same pool, and ending it leaves the pool.
+
+    Raises:
+        ConnectionError: nobody answers at ``server_url``.
+    """
+
+    def __init__(
+        self,
+        server_url: str | None = None,
+        model_path: str | None = None,
+        tp_size: int = 1,
+        dp_size: int = 1,
+        timeout: float = 300.0,
+        **server_kwargs: Any,
+    ) -> None:
+        self._client: BlockingClient | None = None
+        self._managed = False
+        self._server_url = server_url
+        self._model_path = model_path
+        self._tp_size = tp_size
+        self._dp_size = dp_size
+        self._timeout = timeout
+        self._server_kwargs = server_kwargs
+        self._master_address: str | None = None
+        self._master_port: int | None = None
+        self._group_ready = False
+        self._load_balancer: LoadBalancer | None = None
+        if server_url is not None:
+            self._connect()
+
+    @classmethod
+    def connect(cls, server_url: str, **kwargs: Any) -> Self:
+        """Use a running pool.
+
+        Raises:
+            ConnectionError: nobody answers there.
+        """
+        return cls(server_url=server_url, **kwargs)
+
+    @classmethod
+    def from_pretrained(
+        cls, model_name: str, tp_size: int = 1, dp_size: int = 1, **kwargs: Any
+    ) -> Self:
+        """Start the replicas. Raises what ``sglrl.launch`` and entering it raise."""
+        service = cls(model_path=model_name, tp_size=tp_size, dp_size=dp_size, **kwargs)
+        service._launch_server()
+        return service
+
+    def _connect(self) -> None:
+        known = {
+            name: self._server_kwargs[name] for name in _CONNECTION if name in self._server_kwargs
+        }
+        try:
+            client = blocking.connect(
+                self.server_url, connect_timeout=_CONNECT_SECONDS, timeout=self._timeout, **known
+            )
+            client.__enter__()
+        except (DeadlineExceeded, Closed, UsageError) as error:
+            raise ConnectionError(
+                f"Cannot connect to SGLang server at {self._server_url}. "
+                f"Ensure the server is running and accessible. ({error})"
+            ) from error
+        self._keep(client)
+        self._model_path = client.info.model
+        self._tp_size = client.info.tp_size
+        self._dp_size = self.num_replicas
+
+    def _launch_server(self) -> None:
+        if self._model_path is None:
+            raise ValueError("model_path is required to launch a managed SGLang server")
+        arguments = {_RENAMED.get(k, k): v for k, v in self._server_kwargs.items()}
+        arguments.setdefault("replicas", self._dp_size)
+        arguments.setdefault("start_timeout", max(self._timeout, _START_SECONDS))
+        gpus = arguments.pop("cuda_devices", None)
+        if gpus:
+            arguments["gpus"] = list(gpus)
+        host, port = arguments.pop("host", None), arguments.pop("port", None)
+        if host is not None or port is not None:
+            arguments["address"] = f"tcp://{host or '127.0.0.1'}:{port or '*'}"
+        client = blocking(
+            self._model_path, tp_size=self._tp_size, timeout=self._timeout, **arguments
+        )
+        client.__enter__()
+        self._keep(client)
+        self._managed = True
+        self._server_url = client.address
+        self._dp_size = arguments["replicas"]
+
+    def _keep(self, client: BlockingClient) -> None:
+        self._client = client
+        # Also when nobody shuts this object down: when it is collected, or the program ends.
+        self._end = weakref.finalize(self, _close, client)
+
+    @property
+    def client(self) -> BlockingClient:
+        """What all of this is made of.
+
+        Raises:
+            RuntimeError: the service was neither connected nor started, or is shut down.
+        """
+        if self._client is None:
+            raise RuntimeError("Server URL not set. Call connect() or from_pretrained().")
+        return self._client
+
+    @property
+    def server_url(self) -> str:
+        """The pool's address, for ``connect``. It holds a secret."""
+        if self._server_url is None:
+            raise RuntimeError("Server URL not set. Call connect() or from_pretrained().")
+        return self._server_url
+
+    # --- generation -------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: str | list[str] | list[int] | None = None,
+        sampling_params: Mapping[str, Any] | SamplingParams | None = None,
+        *,
+        input_ids: Any = None,
+        return_logprobs: bool = False,
+        return_text: bool = True,
+        timeout: float | None = None,
+        timeout_seconds: float | None = None,
+        actor_index: int | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any] | list[dict[str, Any]]:
+        """Generate for one prompt or a list of them, all at once.
+
+        Args:
+            prompts: text, or a list of texts.
+            sampling_params: names of SGLang, vLLM or OpenAI; see ``sglrl.SamplingParams``.
+                SGLang's ``n``, ``return_logprob`` and ``top_logprobs_num`` are understood too.
+            input_ids: token ids in place of ``prompts``: of one, or a list of such.
+            return_logprobs: fill ``meta_info["output_token_logprobs"]``.
+            return_text: False: leave "text" out.
+            timeout, timeout_seconds: then the requests end in the engine, too.
+            actor_index: the replica to use.
+            **kwargs: as ``sampling_params``, over it.
+
+        Returns:
+            A dict with "text", "output_ids" and "meta_info" for one prompt; for a list, a list of
+            them (with ``n``, n for each prompt, in order).
+
+        Raises:
+            ValueError: neither or both of ``prompts`` and ``input_ids``, or a bad sampling value.
+            sglrl.DeadlineExceeded: the time limit has passed (a ``TimeoutError``).
+        """
+        if prompts is None and input_ids is None:
+            raise ValueError("Must provide either 'prompts' or 'input_ids'")
+        if prompts is not None and input_ids is not None:
+            raise ValueError("Cannot provide both 'prompts' and 'input_ids'")
+        values = _values(sampling_params, kwargs)
+        n = values.pop("n", 1)
+        arguments: dict[str, Any] = {
+            "n": n,
+            "logprobs": bool(values.pop("return_logprob", False) or return_logprobs),
+            "top_logprobs": values.pop("top_logprobs_num", 0),
+            "timeout": timeout_seconds or timeout or self._timeout,
+            **values,
+        }
+        what = "prompt" if input_ids is None else "input_ids"
+        given: Any = prompts if input_ids is None else input_ids
+        found: list[Any]
+        single = _is_one(given)
+        inputs = [given] if single else list(given)
+        if not inputs:
+            return []
+        if actor_index is not None:
+            self._check_actor(actor_index)
+            found = self.client.generate(**{what: inputs}, worker=actor_index, **arguments)
+        elif self._load_balancer is not None:
+            found = self._balanced(what, inputs, arguments)
+        else:
+            found = self.client.generate(**{what: inputs}, **arguments)
+        results = [
+            _result(completion, return_text)
+            for group in found
+            for completion in (group if n > 1 else [group])
+        ]
+        return results[0] if single and n == 1 else results
+
+    def _balanced(self, what: str, inputs: list[Any], arguments: dict[str, Any]) -> list[Any]:
+        """Each prompt at the replica that the load balancer names."""
+        assert self._load_balancer is not None
+        workers = self._load_balancer.select_actors(inputs)
+        client = self.client
+
+        async def all_of_them() -> list[Any]:
+            return await asyncio.gather(
+                *(
+                    client._client.generate(**{what: given}, worker=worker, **arguments)
+                    for given, worker in zip(inputs, workers, strict=True)
+                )
+            )
+
+        return client._wait(all_of_them())
+
+    def generate_batch(
+        self, prompts: list[str], sampling_params: Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> Any:
+        """``generate`` with a list."""
+        return self.generate(prompts, sampling_params, **kwargs)
+
+    def flush_cache(self) -> bool:
+        """Empty every replica's prefix cache. False if one had requests and kept it. A weight
+        update needs none: what was cached under old weights is never used with new ones."""
+        return self.client.flush_cache()
+
+    reset_prefix_cache = flush_cache
+
+    # --- weights ----------------------------------------------------------------------------------
+
+    def get_tp_size(self) -> int:
+        """GPUs of each replica."""
+        return self._tp_size
+
+    def get_dp_size(self) -> int:
+        """Replicas."""
+        return self._dp_size
+
+    def get_model_metadata(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
+        """dtype and shape of every tensor that an update takes, by Hugging Face name."""
+        return {
+            name: (getattr(torch, found.dtype), torch.Size(found.shape))
+            for name, found in self.client.model_metadata().items()
+        }
+
+    def get_master_address(self) -> str:
+        """Where the replicas find the process that sends weights."""
+        if self._master_address is None:
+            self._master_address = get_local_ip_address()
+        return self._master_address
+
+    def get_master_port(self) -> int:
+        """A free port, for programs that ask for one: the weight channel chooses its own."""
+        if self._master_port is None:
+            self._master_port = int(get_open_port())
+        return self._master_port
+
+    def init_weight_update_group(
+        self, master_address: str | None = None, master_port: int | None = None
+    ) -> None:
+        """Form the group of this process and the replicas ahead of the first update, which would do
+        it otherwise.
+
+        Args:
+            master_address: of this process, as the replicas can reach it; None: they are on this
+                machine.
+        """
+        if master_address is not None:
+            self._master_address = master_address
+        if master_port is not None:
+            self._master_port = master_port
+        if self._managed:
+            self.client.connect_weights(**self._host(master_address))
+        else:
+            # Another process's pool: with the first update.
+            self.client.model_metadata()
+        self._group_ready = True
+
+    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]] | Any) -> None:
+        """Give all replicas new weights, which become live everywhere or nowhere.
+
+        Args:
+            weights: pairs of name and tensor; or a mapping, TensorDict or module. Tensors that are
+                not given keep their values.
+
+        Raises:
+            sglrl.InvalidWeights: they do not fit the model (a ``ValueError``).
+        """
+        self.client.update_weights(weights, partial=True, **self._host(self._master_address))
+
+    def update_weights_from_distributed(
+        self, name: str, dtype: torch.dtype, shape: tuple[int, ...]
+    ) -> None:
+        """TorchRL announces every tensor before it broadcasts it. Nothing has to be announced here;
+        the announcement is checked.
+
+        Raises:
+            RuntimeError: ``init_weight_update_group`` was not called.
+            ValueError: the model has no such tensor.
+        """
+        if not self._group_ready:
+            raise RuntimeError(
+                "Weight update group not initialized. Call init_weight_update_group() first."
+            )
+        known = self.get_model_metadata().get(name)
+        if known is None or known[1] != torch.Size(shape) or not dtype.is_floating_point:
+            raise ValueError(f"{name} {tuple(shape)} {dtype} is no tensor of this model: {known}")
+
+    @staticmethod
+    def _host(address: str | None) -> dict[str, str]:
+        return {} if address is None else {"host": address}
+
+    # --- several replicas, with AsyncVLLM's names -------------------------------------------------
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas that are not retired."""
+        return sum(worker.state != "retired" for worker in self.client.workers)
+
+    def get_num_unfinished_requests(self, actor_index: int | None = None) -> int | list[int]:
+        """Requests that a replica's engine has, running or waiting; None: of every replica."""
+        found: int | list[int] = self._of_engines(
+            lambda engine: engine.running + engine.waiting, actor_index
+        )
+        return found
+
+    def get_cache_usage(self, actor_index: int | None = None) -> float | list[float]:
+        """Share of a replica's KV cache that is in use, 0..1; None: of every replica."""
+        found: float | list[float] = self._of_engines(lambda engine: engine.kv_usage, actor_index)
+        return found
+
+    def _of_engines(self, what: Any, actor_index: int | None) -> Any:
+        if actor_index is not None:
+            self._check_actor(actor_index)
+        stats = {found.worker: what(found.engine) for found in self.client.stats()}
+        if actor_index is not None:
+            return stats[actor_index]
+        return [stats[index] for index in sorted(stats)]
+
+    def _check_actor(self, actor_index: int) -> None:
+        known = [worker.id for worker in self.client.workers if worker.state != "retired"]
+        if actor_index not in known:
+            raise IndexError(f"Actor index {actor_index} out of range [0, {len(known)})")
+
+    def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call one of the engines' declared endpoints on every replica; the results, in order.
+
+        Raises:
+            sglrl.UnknownEndpoint: it is none.
+        """
+        return self.client.broadcast(method, *args, timeout=timeout, **(kwargs or {}))
+
+    def create_load_balancer(
+        self,
+        strategy: str | Sequence[str] | None = None,
+        prefix_length: int = 8,
+        overload_threshold: float = 1.5,
+    ) -> LoadBalancer:
+        """From now on ``generate`` asks this balancer where to send prompts, and not the pool's own
+        routing (which ``routing=`` names when it is started)."""
+        balancer = LoadBalancer(self, strategy, prefix_length, overload_threshold)
+        self._load_balancer = balancer
+        return balancer
+
+    def get_random_actor_index(self) -> int:
+        """Of a replica that serves."""
+        return random.choice([w.id for w in self.client.workers if w.state == "ready"])
+
+    # --- life -------------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """End the replicas, if this object has started them, or disconnect. Safe to call again."""
+        if self._client is not None:
+            self._client = None
+            self._end()
+
+    def __getstate__(self) -> dict[str, Any]:
+        kwargs = {k: v for k, v in self._server_kwargs.items() if k in _CONNECTION}
+        return {
+            "server_url": self._server_url,
+            "model_path": self._model_path,
+            "tp_size": self._tp_size,
+            "dp_size": self._dp_size,
+            "timeout": self._timeout,
+            **kwargs,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+    def __repr__(self) -> str:
+        return (
+            f"AsyncSGLang(url={_public(self._server_url)!r}, model={self._model_path!r}, "
+            f"tp={self._tp_size}, dp={self._dp_size}, "
+            f"mode={'managed' if self._managed else 'external'})"
+        )
+
+
+def _close(client: BlockingClient) -> None:
+    if threading.current_thread() is client._thread:
+        # The garbage collector runs on whatever thread; this one cannot wait for itself.
+        threading.Thread(target=client.close).start()
+    else:
+        client.close()
+
+
+def _public(url: str | None) -> str | None:
+    """Without the secret."""
+    return None if url is None else url.partition("#")[0]
+
+
+def _is_one(given: Any) -> bool:
+    """A text, or the token ids of one prompt."""
+    if isinstance(given, str):
+        return True
+    ndim = getattr(given, "ndim", None)
+    if ndim is not None:
+        return bool(ndim == 1)
+    return bool(given) and hasattr(given[0], "__index__") and not getattr(given[0], "ndim", 0)
+
+
+def _values(
+    sampling_params: Mapping[str, Any] | SamplingParams | None, kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Both as keyword arguments of ``client.generate``, with its ``n``."""
+    values: dict[str, Any] = {}
+    if isinstance(sampling_params, SamplingParams):
+        values["sampling"] = sampling_params
+    elif sampling_params is not None:
+        values.update(sampling_params)
+    for name, value in kwargs.items():
+        if name == "max_new_tokens":
+            values.pop("max_tokens", None)
+        elif name == "max_tokens":
+            values.pop("max_new_tokens", None)
+        values[name] = value
+    values = {name: value for name, value in values.items() if value is not None}
+    if values.get("top_k") == 0:
+        # SGLang's and TorchRL's word for all of them.
+        values["top_k"] = -1
+    values.pop("return_text_in_logprobs", None)
+    for name, nothing in (("stream", False), ("logprob_start_len", -1)):
+        if values.pop(name, nothing) != nothing:
+            raise InvalidRequest(
+                f"{name} is nothing that generate has; use service.client.stream or .score"
+            )
+    return values
+
+
+def _result(completion: Completion, return_text: bool) -> dict[str, Any]:
+    """As SGLang's ``/generate`` answers."""
+    reason: dict[str, Any] = {"type": completion.finish_reason}
+    if completion.finish_reason == "length":
+        reason["length"] = len(completion.output_ids)
+    elif completion.stop_match is not None:
+        reason["matched"] = completion.stop_match
+    ids = completion.output_ids.tolist()
+    meta: dict[str, Any] = {
+        "finish_reason": reason,
+        "prompt_tokens": len(completion.prompt_ids),
+        "completion_tokens": len(ids),
+        "cached_tokens": completion.cached_tokens,
+        "e2e_latency": completion.timing.total,
+        "weight_version": str(completion.versions[-1].version) if ids else "",
+        "weight_versions": [tuple(span) for span in completion.versions],
+        "actor_index": completion.worker,
+    }
+    if completion.logprobs is not None:
+        meta["output_token_logprobs"] = [
+            (logprob, token, None)
+            for logprob, token in zip(completion.logprobs.tolist(), ids, strict=True)
+        ]
+    top = completion.top_logprobs
+    if top is not None:
+        meta["output_top_logprobs"] = [
+            [(logprob, token, None) for logprob, token in zip(row, tokens, strict=True)]
+            for row, tokens in zip(top.logprobs.tolist(), top.ids.tolist(), strict=True)
+        ]
+    result: dict[str, Any] = {"output_ids": ids, "meta_info": meta}
+    if return_text:
+        result["text"] = completion.text
+    return result

@@ -1,0 +1,291 @@
+"""``AsyncSGLang``: TorchRL's own tests of its service, and what theirs does not do."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torchrl.modules.llm.backends import RLSGLangEngine
+
+import sglrl
+from sglrl.integrations.torchrl import AsyncSGLang
+
+PROMPTS = ["What is 1+1?", "What is 2+2?", "What is 3+3?"]
+GREEDY = {"max_new_tokens": 10, "temperature": 0.0}
+
+
+@pytest.fixture(scope="module")
+def service(pool: sglrl.BlockingClient) -> Iterator[AsyncSGLang]:
+    service = AsyncSGLang.connect(pool.address)
+    yield service
+    service.shutdown()
+
+
+@pytest.fixture(scope="module")
+def replicas(tiny: Path) -> Iterator[AsyncSGLang]:
+    """Two, of the fake engine."""
+    service = AsyncSGLang.from_pretrained(
+        str(tiny), dp_size=2, engine="fake", vocab_size=1000, step_seconds=0.002, tokens_per_step=4
+    )
+    yield service
+    service.shutdown()
+
+
+# --- as TorchRL tests its own ---------------------------------------------------------------------
+
+
+def test_it_is_torchrls_engine(service: AsyncSGLang, pool: sglrl.BlockingClient) -> None:
+    assert isinstance(service, RLSGLangEngine)
+    assert service.server_url == pool.address
+    assert service.get_tp_size() == 1
+    assert service.get_dp_size() == 1
+    assert isinstance(service.get_master_address(), str)
+    port = service.get_master_port()
+    assert 1024 <= port < 65536
+    assert service.get_master_port() == port
+
+
+def test_model_metadata_is_the_models(service: AsyncSGLang, tiny: Path) -> None:
+    from safetensors.torch import load_file
+
+    metadata = service.get_model_metadata()
+    saved = load_file(tiny / "model.safetensors")
+    assert metadata == {name: (t.dtype, t.shape) for name, t in saved.items()}
+    assert all(isinstance(shape, torch.Size) for _, shape in metadata.values())
+
+
+def test_text_of_one_and_of_several(service: AsyncSGLang) -> None:
+    one = service.generate(PROMPTS[0], **GREEDY)
+    several = service.generate(prompts=PROMPTS, **GREEDY)
+    batch = service.generate_batch(PROMPTS, GREEDY)
+    assert isinstance(one, dict)
+    assert [r["output_ids"] for r in several] == [r["output_ids"] for r in batch]
+    assert several[0]["output_ids"] == one["output_ids"]
+    assert several[0]["text"] == one["text"]
+    assert one["meta_info"]["completion_tokens"] == len(one["output_ids"]) <= 10
+    assert one["meta_info"]["finish_reason"]["type"] in ("stop", "length")
+    assert isinstance(service.generate([PROMPTS[0]], **GREEDY), list)
+    assert service.generate([], **GREEDY) == []
+
+
+def test_token_ids_of_one_and_of_several(service: AsyncSGLang, pool: sglrl.BlockingClient) -> None:
+    ids = [pool.tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
+    expected = service.generate(PROMPTS, **GREEDY)
+    one = service.generate(input_ids=ids[0], sampling_params=GREEDY)
+    assert one["output_ids"] == expected[0]["output_ids"]
+    assert one["meta_info"]["prompt_tokens"] == len(ids[0])
+    for given in (ids, [np.array(i) for i in ids], [torch.tensor(i) for i in ids]):
+        several = service.generate(input_ids=given, sampling_params=GREEDY)
+        assert [r["output_ids"] for r in several] == [r["output_ids"] for r in expected]
+
+
+def test_one_kind_of_input(service: AsyncSGLang) -> None:
+    with pytest.raises(ValueError, match="Cannot provide both"):
+        service.generate(prompts="Hello", input_ids=[1])
+    with pytest.raises(ValueError, match="Must provide either"):
+        service.generate()
+    with pytest.raises(ValueError, match="stream"):
+        service.generate("Hello", stream=True)
+    with pytest.raises(ValueError, match="temperatur"):
+        service.generate("Hello", temperatur=1.0)
+
+
+def test_flush_cache(service: AsyncSGLang) -> None:
+    assert service.flush_cache() is True
+
+
+# --- what is asked for is what comes --------------------------------------------------------------
+
+
+def test_logprobs_and_samples(service: AsyncSGLang, pool: sglrl.BlockingClient) -> None:
+    ids = pool.tokenizer(PROMPTS[0])["input_ids"]
+    result = service.generate(
+        input_ids=ids, return_logprobs=True, max_tokens=6, top_logprobs_num=2, ignore_eos=True
+    )
+    rows = result["meta_info"]["output_token_logprobs"]
+    assert [token for _, token, _ in rows] == result["output_ids"]
+    scored = pool.score(ids + result["output_ids"], start=len(ids))
+    np.testing.assert_allclose([logprob for logprob, _, _ in rows], scored, atol=1e-4)
+    tops = result["meta_info"]["output_top_logprobs"]
+    assert [len(row) for row in tops] == [2] * 6
+    assert (
+        service.generate(input_ids=ids, max_tokens=1)["meta_info"]
+        .keys()
+        .isdisjoint({"output_token_logprobs", "output_top_logprobs"})
+    )
+    samples = service.generate(PROMPTS[:2], n=3, max_new_tokens=4, temperature=1.0)
+    assert len(samples) == 6
+    assert len(service.generate(PROMPTS[0], n=2, max_new_tokens=1)) == 2
+    assert "text" not in service.generate("Hello", max_new_tokens=1, return_text=False)
+
+
+def test_every_name_of_a_sampling_value_counts(service: AsyncSGLang) -> None:
+    seeded = {"sampling_seed": 7, "max_new_tokens": 8, "ignore_eos": True}
+    first, again = (service.generate("Hello", dict(seeded)) for _ in range(2))
+    assert first["output_ids"] == again["output_ids"]
+    assert len(service.generate("Hello", seeded, max_tokens=3)["output_ids"]) == 3
+    only = service.generate("Hello", regex="(ab)+", max_new_tokens=4)["text"]
+    assert set(only) <= {"a", "b"}
+    assert service.generate("Hello", top_k=0, max_new_tokens=1, stop=None)["output_ids"]
+
+
+def test_batches_run_at_the_same_time(service: AsyncSGLang) -> None:
+    results = service.generate(["Hello"] * 8, max_new_tokens=40, ignore_eos=True)
+    latencies = [r["meta_info"]["e2e_latency"] for r in results]
+    # One after the other, the last would have waited for seven; all are from submission.
+    assert max(latencies) < sum(latencies) / 2
+
+
+# --- several replicas, with AsyncVLLM's names -----------------------------------------------------
+
+
+def test_actor_index_and_what_is_known_of_actors(replicas: AsyncSGLang) -> None:
+    assert replicas.num_replicas == replicas.get_dp_size() == 2
+    for index in (0, 1):
+        made = replicas.generate(input_ids=[1, 2], max_new_tokens=2, actor_index=index)
+        assert made["meta_info"]["actor_index"] == index
+    assert replicas.get_num_unfinished_requests() == [0, 0]
+    assert replicas.get_num_unfinished_requests(1) == 0
+    assert replicas.get_cache_usage() == [0.0, 0.0]
+    assert replicas.get_random_actor_index() in (0, 1)
+    for ask in (replicas.get_cache_usage, replicas.get_num_unfinished_requests):
+        with pytest.raises(IndexError, match=r"Actor index 2 out of range \[0, 2\)"):
+            ask(2)
+    with pytest.raises(IndexError):
+        replicas.generate(input_ids=[1], actor_index=5)
+
+
+def test_busy_actors_say_so_and_a_time_limit_ends_requests(replicas: AsyncSGLang) -> None:
+    def hold() -> None:
+        with pytest.raises(TimeoutError):
+            replicas.generate(
+                input_ids=[[1]] * 3, max_new_tokens=30_000, actor_index=1, timeout_seconds=1.0
+            )
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    seen = []
+    while holder.is_alive():
+        seen.append((replicas.get_num_unfinished_requests(), replicas.get_cache_usage(1)))
+    holder.join()
+    assert ([0, 3], pytest.approx(0, abs=1)) in seen
+    assert max(usage for _, usage in seen) > 0
+    while replicas.get_num_unfinished_requests(1):
+        replicas.generate(input_ids=[1], max_new_tokens=1, actor_index=1)
+
+
+def test_collective_rpc_is_for_declared_endpoints(replicas: AsyncSGLang) -> None:
+    assert replicas.collective_rpc("flush_cache") == [True, True]
+    found = replicas.collective_rpc("stats", timeout=10.0)
+    assert [type(stats) for stats in found] == [sglrl.EngineStats] * 2
+    for method in ("__class__", "generate", "load_weights", "close"):
+        with pytest.raises(sglrl.UnknownEndpoint):
+            replicas.collective_rpc(method)
+    with pytest.raises(sglrl.UsageError):
+        replicas.collective_rpc("stats", args=(1,))
+
+
+def test_load_balancer(replicas: AsyncSGLang) -> None:
+    def where(prompts: list[list[int]]) -> list[int]:
+        made = replicas.generate(input_ids=prompts, max_new_tokens=1)
+        return [result["meta_info"]["actor_index"] for result in made]
+
+    try:
+        balancer = replicas.create_load_balancer("round-robin")
+        assert where([[1]] * 4) == [0, 1, 0, 1]
+        assert balancer.get_stats()["round_robin_index"] == 0
+        balancer = replicas.create_load_balancer()
+        assert balancer.strategies == ["prefix-aware", "requests"]
+        same = {balancer.select_actor([5] * 8 + [i]) for i in range(20)}
+        assert len(same) == 1
+        assert {balancer.select_actor([i] * 8) for i in range(20)} == {0, 1}
+        assert balancer.select_actor("a b c") == balancer.select_actor("a b c")
+        # One replica cannot have all of a large batch.
+        assert set(where([[5] * 9] * 30)) == {0, 1}
+        balancer = replicas.create_load_balancer(
+            ["kv-cache"], prefix_length=4, overload_threshold=2.0
+        )
+        assert balancer.select_actor() in (0, 1)
+        stats = balancer.get_stats()
+        assert stats["num_actors"] == 2
+        assert stats["prefix_length"] == 4
+        assert stats["overload_threshold"] == 2.0
+        assert [s["actor_index"] for s in stats["actor_stats"]] == [0, 1]
+        assert stats["primary_strategy"] == "kv-cache"
+        with pytest.raises(ValueError, match="Invalid strategy 'luck'"):
+            replicas.create_load_balancer("luck")
+        with pytest.raises(ValueError, match="At least one"):
+            replicas.create_load_balancer([])
+    finally:
+        replicas._load_balancer = None
+
+
+# --- life -----------------------------------------------------------------------------------------
+
+
+def test_errors_before_there_is_a_server(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="Server URL not set"):
+        AsyncSGLang(model_path="x").server_url  # noqa: B018
+    with pytest.raises(RuntimeError, match="Server URL not set"):
+        AsyncSGLang().generate("Hello")
+    with pytest.raises(ValueError, match="model_path is required"):
+        AsyncSGLang()._launch_server()
+    for url in ("http://localhost:1", "nonsense"):
+        with pytest.raises(ConnectionError, match="Cannot connect to SGLang server at"):
+            AsyncSGLang.connect(url)
+
+
+def test_a_copy_connects_to_the_same_replicas(replicas: AsyncSGLang) -> None:
+    copy = pickle.loads(pickle.dumps(replicas))
+    assert copy.get_dp_size() == 2
+    assert copy.server_url == replicas.server_url
+    assert "external" in repr(copy)
+    assert "managed" in repr(replicas)
+    assert replicas.server_url.partition("#")[2] not in repr(replicas)
+    assert copy.generate(input_ids=[1, 2], max_new_tokens=4)["output_ids"] == [1, 2, 1, 2]
+    assert copy.get_num_unfinished_requests() == [0, 0]
+    assert copy.collective_rpc("flush_cache") == [True, True]
+    copy.shutdown()
+    copy.shutdown()
+    with pytest.raises(RuntimeError):
+        copy.generate(input_ids=[1])
+    assert replicas.generate(input_ids=[1], max_new_tokens=1)["output_ids"] == [1]
+
+
+def test_a_copy_in_another_process(replicas: AsyncSGLang) -> None:
+    code = (
+        "import pickle, sys; service = pickle.loads(sys.stdin.buffer.read()); "
+        "print(service.generate(input_ids=[1, 2], max_new_tokens=3)['output_ids'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=pickle.dumps(replicas), capture_output=True, timeout=90
+    )
+    assert done.stdout.decode().strip() == "[1, 2, 1]", done.stderr.decode()
+
+
+def test_a_killed_replica_is_no_loss(tiny: Path) -> None:
+    service = AsyncSGLang.from_pretrained(
+        str(tiny), dp_size=2, engine="fake", vocab_size=1000, step_seconds=0.002, tokens_per_step=4
+    )
+    try:
+        victim = service.client.workers[0].pid
+
+        async def kill() -> None:
+            os.kill(victim, signal.SIGKILL)
+
+        killing = asyncio.run_coroutine_threadsafe(kill(), service.client._loop)
+        made = service.generate(input_ids=[[i] for i in range(8)], max_new_tokens=2000)
+        killing.result(10)
+        assert [r["output_ids"] for r in made] == [[i] * 2000 for i in range(8)]
+    finally:
+        service.shutdown()
