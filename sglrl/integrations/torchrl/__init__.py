@@ -8,11 +8,28 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .balancer import LoadBalancer as LoadBalancer
     from .service import AsyncSGLang as AsyncSGLang
+    from .weights import SGLangWeightReceiver as SGLangWeightReceiver
+    from .weights import SGLangWeightSender as SGLangWeightSender
+    from .weights import SGLangWeightSyncScheme as SGLangWeightSyncScheme
     from .wrapper import SGLangWrapper as SGLangWrapper
 
-_HOMES = {"AsyncSGLang": "service", "LoadBalancer": "balancer", "SGLangWrapper": "wrapper"}
+_HOMES = {
+    "AsyncSGLang": "service",
+    "LoadBalancer": "balancer",
+    "SGLangWeightReceiver": "weights",
+    "SGLangWeightSender": "weights",
+    "SGLangWeightSyncScheme": "weights",
+    "SGLangWrapper": "wrapper",
+}
 
-__all__ = ["AsyncSGLang", "LoadBalancer", "SGLangWrapper"]
+__all__ = [
+    "AsyncSGLang",
+    "LoadBalancer",
+    "SGLangWeightReceiver",
+    "SGLangWeightSender",
+    "SGLangWeightSyncScheme",
+    "SGLangWrapper",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,446 @@
+"""TorchRL's ``SGLangWeightSyncScheme`` over the weight channel of an sglrl pool.
+
+An update is staged while generation goes on, becomes live on every replica or on none, and has a
+version that every token sampled with it carries.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import shutil
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torchrl.modules.llm.backends.sglang.sglang_utils import get_local_ip_address, get_open_port
+from torchrl.weight_update.weight_sync_schemes import WeightStrategy, WeightSyncScheme
+
+from ... import blocking
+from ...blocking import BlockingClient
+from ...weights.report import UpdateReport
+
+logger = logging.getLogger("sglrl.integrations.torchrl")
+
+Metadata = Mapping[str, tuple[torch.dtype, torch.Size]]
+PauseMode = Literal["abort", "retract", "in_place"]
+
+_INFLIGHT: Final = {"abort": "abort", "retract": "retract", "in_place": "continue"}
+_DERIVED: Final = ("inv_freq", "original_inv_freq")
+"""Buffers that no checkpoint holds: a model works them out when it is made. TensorDicts of modules
+have them."""
+_LATEST: Final = "latest"
+
+
+class SGLangWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]
+    """How a trainer's weights get into the replicas.
+
+    ::
+
+        scheme = SGLangWeightSyncScheme(service.server_url)
+        sender = scheme.create_sender()
+        sender.register_model(policy.model)
+        sender.init_all_workers_group(get_model_metadata(policy.model))
+        sender.update_weights()
+
+    Args:
+        server_url: the pool's address (``service.server_url``, ``client.address``); in the process
+            that has the pool, better the ``AsyncSGLang`` or ``BlockingClient`` itself.
+        master_address: of this process, as the replicas can reach it; None: they are on this
+            machine.
+        master_port: accepted; the weight channel chooses its own.
+        num_gpus: accepted; the pool knows how many there are.
+        strategy: "tensordict" or "state_dict": how weights are taken from a model.
+        device: that sends; an integer is a GPU, or the CPU where there is none.
+        flush_cache_on_update: accepted. What was cached under old weights is never used with new
+            ones.
+        pause_mode: what becomes of running requests: "retract" (None): they go on, their KV cache
+            computed anew; "in_place": they go on with the KV cache that they have; "abort": they
+            return what they have.
+        timeout: seconds that a replica may take for any phase.
+        keys, insecure: as for ``sglrl.connect``.
+        remote_addr: a folder: then updates are written there as memory-mapped tensordicts, two of
+            them in turn, and receivers apply them (``create_receiver``).
+        local_addr: the same folder where a receiver runs; None: ``remote_addr``.
+        num_threads: that write the files.
+
+    Raises:
+        ValueError: an argument is unknown, or ``flush_cache_on_update`` is asked for with a
+            ``pause_mode`` under which TorchRL's cannot flush.
+    """
+
+    def __init__(
+        self,
+        server_url: Any = None,
+        master_address: str | None = None,
+        master_port: int | None = None,
+        num_gpus: int = 1,
+        strategy: Literal["tensordict", "state_dict"] = "tensordict",
+        device: torch.device | str | int | None = 0,
+        flush_cache_on_update: bool | None = None,
+        pause_mode: PauseMode | None = None,
+        *,
+        timeout: float = 300.0,
+        keys: str | os.PathLike[str] | None = None,
+        insecure: bool = False,
+        remote_addr: str | os.PathLike[str] | None = None,
+        local_addr: str | os.PathLike[str] | None = None,
+        num_threads: int = 1,
+    ) -> None:
+        if pause_mode is not None and pause_mode not in _INFLIGHT:
+            raise ValueError(f"pause_mode must be one of {set(_INFLIGHT)}, got {pause_mode!r}")
+        if flush_cache_on_update and pause_mode not in (None, "abort"):
+            raise ValueError(
+                "flush_cache_on_update=True requires pause_mode='abort': the others keep requests, "
+                "and what they have cached"
+            )
+        if strategy not in ("tensordict", "state_dict"):
+            raise ValueError(f"strategy must be 'tensordict' or 'state_dict', got {strategy!r}")
+        if server_url is None and remote_addr is None:
+            raise ValueError("give server_url, or remote_addr for updates through files")
+        self.server_url = server_url.rstrip("/") if isinstance(server_url, str) else server_url
+        self._host = master_address
+        self.master_address = master_address or get_local_ip_address()
+        self.master_port = master_port or int(get_open_port())
+        self.num_gpus = num_gpus
+        self.strategy_name = strategy
+        self.device = device
+        self.flush_cache_on_update = flush_cache_on_update
+        self.pause_mode = pause_mode
+        self.timeout = timeout
+        self.keys = keys
+        self.insecure = insecure
+        self.remote_addr = remote_addr
+        self.local_addr = remote_addr if local_addr is None else local_addr
+        self.num_threads = num_threads
+
+    @property
+    def world_size(self) -> int:
+        """The trainer and ``num_gpus`` others."""
+        return 1 + self.num_gpus
+
+    def create_transport(self, **kwargs: Any) -> PoolTransport | FolderTransport:
+        """What a sender sends with."""
+        if self.remote_addr is not None:
+            return FolderTransport(self.remote_addr, self.num_threads)
+        return PoolTransport(self)
+
+    def create_sender(self) -> SGLangWeightSender:
+        """For the trainer's process; of several ranks, for the first."""
+        return SGLangWeightSender(self)
+
+    def create_receiver(self, engine: Any = None, *args: Any) -> SGLangWeightReceiver | None:
+        """For updates through files: applies them to ``engine`` (an ``AsyncSGLang``, a
+        ``BlockingClient`` or an address). Otherwise the replicas themselves receive: None."""
+        if engine is None and self.remote_addr is None:
+            return None
+        return SGLangWeightReceiver(self, engine)
+
+
+class PoolTransport:
+    """Straight into the replicas' memory, over NCCL (gloo on CPU)."""
+
+    def __init__(self, scheme: SGLangWeightSyncScheme) -> None:
+        self._scheme = scheme
+        self._client: BlockingClient | None = None
+        self._owned = False
+        self._known: set[str] = set()
+
+    def init_all_workers_group(self, model_metadata: Metadata | None = None) -> None:
+        """Connect to the pool.
+
+        Args:
+            model_metadata: name -> (dtype, shape) of what will be sent, to be checked now.
+
+        Raises:
+            ValueError: the model has no tensor of such a name and shape.
+        """
+        scheme = self._scheme
+        if self._client is None:
+            self._client, self._owned = _client_of(scheme.server_url, scheme)
+        wanted = self._client.model_metadata()
+        self._known = set(wanted)
+        sent = _fitted(dict(model_metadata or {}), self._known)
+        for name, (_, shape) in sent.items():
+            if name in wanted and tuple(shape) != tuple(wanted[name].shape):
+                raise ValueError(
+                    f"{name} has the shape {tuple(shape)}; the engine's has {wanted[name].shape}"
+                )
+        if not self._owned:
+            self._client.connect_weights(device=_device(scheme.device), **self._hosted())
+
+    def _hosted(self) -> dict[str, str]:
+        host = self._scheme._host
+        return {} if host is None else {"host": host}
+
+    def send_weights(
+        self, model_id: str, weights: Any, *, partial: bool = False, version: int | None = None
+    ) -> UpdateReport:
+        """Make the weights live on all replicas.
+
+        Raises:
+            RuntimeError: ``init_all_workers_group`` was not called.
+            sglrl.InvalidWeights: they do not fit the model.
+            sglrl.WeightUpdateError: it was given up; nothing has changed.
+        """
+        if self._client is None:
+            raise RuntimeError(
+                "Communication group not initialized. Call init_all_workers_group first."
+            )
+        scheme = self._scheme
+        report = self._client.update_weights(
+            _fitted(_flat(weights), self._known),
+            version=version,
+            inflight=_INFLIGHT[scheme.pause_mode or "retract"],
+            partial=partial,
+            timeout=scheme.timeout,
+            device=_device(scheme.device),
+            **self._hosted(),
+        )
+        logger.info("%s: %s", model_id, report)
+        return report
+
+    def flush_cache(self) -> bool:
+        return self._client is not None and self._client.flush_cache()
+
+    def check_connection(self) -> bool:
+        """Whether ``init_all_workers_group`` was called."""
+        return self._client is not None
+
+    def shutdown(self) -> None:
+        """Disconnect. The pool goes on."""
+        client, self._client = self._client, None
+        if client is not None and self._owned:
+            client.close()
+
+
+class FolderTransport:
+    """Memory-mapped tensordicts in a folder: version n in folder ``n``, of which the last two are
+    kept, and a file that names the latest. That is replaced when a version is whole, so a reader
+    never has half of one."""
+
+    def __init__(self, folder: str | os.PathLike[str], num_threads: int = 1) -> None:
+        self.folder = Path(folder)
+        self.num_threads = num_threads
+        self._read = 0
+
+    def init_all_workers_group(self, model_metadata: Metadata | None = None) -> None:
+        """There is no group."""
+
+    def send_weights(
+        self, model_id: str, weights: Any, *, partial: bool = False, version: int | None = None
+    ) -> None:
+        """Write them. (What is left out keeps its value where they are applied.)"""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        number = self.latest() + 1
+        target = self.folder / str(number)
+        shutil.rmtree(target, ignore_errors=True)
+        tensors = {name: tensor.detach().cpu() for name, tensor in _flat(weights).items()}
+        whole = TensorDict(tensors, batch_size=[]).unflatten_keys(".")
+        whole.memmap(str(target), copy_existing=True, num_threads=self.num_threads)
+        marker = self.folder / f"{_LATEST}.new"
+        marker.write_text(str(number))
+        marker.replace(self.folder / _LATEST)
+        shutil.rmtree(self.folder / str(number - 2), ignore_errors=True)
+
+    def receive_weights(self, timeout: float | None = None, **kwargs: Any) -> Any:
+        """The latest version as a TensorDict with flat names; None if that was received before."""
+        number = self.latest()
+        if number == self._read:
+            return None
+        found = TensorDict.load_memmap(str(self.folder / str(number)))
+        self._read = number
+        return found.flatten_keys(".")
+
+    def latest(self) -> int:
+        """Number of the latest version; 0: there is none."""
+        try:
+            return int((self.folder / _LATEST).read_text())
+        except FileNotFoundError:
+            return 0
+
+    def check_connection(self) -> bool:
+        return True
+
+    def shutdown(self) -> None:
+        """Nothing is open."""
+
+
+class SGLangWeightSender:
+    """The trainer's end of a scheme."""
+
+    def __init__(self, scheme: SGLangWeightSyncScheme) -> None:
+        self._scheme = scheme
+        self._model_ref: Callable[[], Any] | None = None
+        self._transport: Any = None
+        self._collectors: list[Any] = []
+        self._post_hooks: list[Callable[[], None]] = []
+        if scheme.remote_addr is not None:
+            self._transport = scheme.create_transport()
+
+    def register_collector(self, collector: Any) -> None:
+        """``collector.increment_version()`` is called after every update."""
+        self._collectors.append(collector)
+        if not self._post_hooks:
+            self._post_hooks.append(self._increment_versions)
+
+    def _increment_versions(self) -> None:
+        for collector in self._collectors:
+            try:
+                collector.increment_version()
+            except Exception as error:
+                # The weights are live; a collector that is gone changes nothing about that.
+                logger.warning("a collector could not increment its version: %s", error)
+
+    def register_model(self, model: Any) -> None:
+        """What ``update_weights`` sends; a weak reference is kept."""
+        self._model_ref = weakref.ref(model)
+
+    def init_all_workers_group(self, model_metadata: Metadata | None = None, **kwargs: Any) -> None:
+        """Connect to the pool; see ``PoolTransport.init_all_workers_group``."""
+        transport = self._scheme.create_transport()
+        transport.init_all_workers_group(model_metadata)
+        self._transport = transport
+
+    def update_weights(self, weights: Any = None, *, version: int | None = None) -> Any:
+        """Send the registered model's weights, or those given, which may be a part: a TensorDict,
+        a dict (flat or nested) or a module. The ``UpdateReport``; through files, None.
+
+        Raises:
+            RuntimeError: ``init_all_workers_group`` was not called, or there is no model.
+        """
+        if self._transport is None:
+            raise RuntimeError("Transport not initialized. Call init_all_workers_group first.")
+        partial = weights is not None and not isinstance(weights, torch.nn.Module)
+        if weights is None:
+            if self._model_ref is None:
+                raise RuntimeError(
+                    "No model registered and no weights provided. Call register_model() first or "
+                    "provide weights explicitly."
+                )
+            weights = self._model_ref()
+            if weights is None:
+                raise RuntimeError("Model reference is no longer valid")
+        if isinstance(weights, torch.nn.Module):
+            weights = self._extract(weights)
+        report = self._transport.send_weights(
+            "sglang_model", weights, partial=partial, version=version
+        )
+        for hook in self._post_hooks:
+            hook()
+        return report
+
+    def _extract(self, model: torch.nn.Module) -> Any:
+        if hasattr(model, "merge_and_unload"):
+            # Adapters (PEFT): as the engine's model has them, merged, and not in the trainer's.
+            return copy.deepcopy(model).merge_and_unload().state_dict()
+        if self._scheme.strategy_name == "state_dict":
+            return model.state_dict()
+        saved = model.state_dict(keep_vars=True).keys()
+        found = _flat(WeightStrategy(extract_as="tensordict").extract_weights(model))
+        return {name: tensor for name, tensor in found.items() if name in saved}
+
+    def flush_cache(self) -> bool:
+        """Empty the replicas' prefix caches. An update needs none."""
+        flush = getattr(self._transport, "flush_cache", None)
+        return flush is not None and bool(flush())
+
+    def shutdown(self) -> None:
+        """Disconnect."""
+        if self._transport is not None:
+            self._transport.shutdown()
+            self._transport = None
+        self._collectors.clear()
+        self._post_hooks.clear()
+
+
+class SGLangWeightReceiver:
+    """Applies updates that come through files to an engine; see ``create_receiver``."""
+
+    def __init__(self, scheme: SGLangWeightSyncScheme, engine: Any) -> None:
+        engine = scheme.server_url if engine is None else engine
+        if engine is None:
+            raise ValueError("create_receiver needs the engine, or the scheme its server_url")
+        self._scheme = scheme
+        self._client, self._owned = _client_of(engine, scheme)
+        self._known = set(self._client.model_metadata())
+        folder = scheme.local_addr
+        self._folder = None if folder is None else FolderTransport(folder)
+
+    def apply_weights(self, weights: Any, inplace: bool = True) -> UpdateReport:
+        """Make them live on all replicas. What is left out keeps its value.
+
+        Raises:
+            ValueError: ``inplace`` is False: an engine has one set of weights.
+        """
+        if not inplace:
+            raise ValueError("Cannot apply weights out of place: an engine has one set of them")
+        return self._client.update_weights(
+            _fitted(_flat(weights), self._known),
+            partial=True,
+            inflight=_INFLIGHT[self._scheme.pause_mode or "retract"],
+            timeout=self._scheme.timeout,
+            device="cpu" if self._folder is not None else _device(self._scheme.device),
+        )
+
+    def poll_and_apply(self, timeout: float = 0.1) -> bool:
+        """Apply the folder's latest version; False if it was applied before. Without a folder the
+        sender pushes, so there is nothing to poll: False."""
+        weights = None if self._folder is None else self._folder.receive_weights()
+        if weights is None:
+            return False
+        self.apply_weights(weights)
+        return True
+
+    def shutdown(self) -> None:
+        """Disconnect. The engine goes on."""
+        if self._owned:
+            self._owned = False
+            self._client.close()
+
+
+def _client_of(pool: Any, scheme: SGLangWeightSyncScheme) -> tuple[BlockingClient, bool]:
+    """And whether it is to be closed by us."""
+    if isinstance(pool, str):
+        client = blocking.connect(pool, keys=scheme.keys, insecure=scheme.insecure)
+        return client.__enter__(), True
+    return getattr(pool, "client", pool), False
+
+
+def _device(device: torch.device | str | int | None) -> torch.device | str | None:
+    if isinstance(device, int):
+        return f"cuda:{device}" if torch.cuda.is_available() else "cpu"
+    return device
+
+
+def _flat(weights: Any) -> dict[str, Any]:
+    """Tensors by dotted name."""
+    if isinstance(weights, Mapping) and any(isinstance(v, Mapping) for v in weights.values()):
+        weights = TensorDict(dict(weights), batch_size=[])
+    if isinstance(weights, TensorDictBase):
+        weights = weights.flatten_keys(".")
+    return {
+        name: tensor
+        for name, tensor in weights.items()
+        if name.rpartition(".")[2] not in _DERIVED and not name.startswith("__extra_state__")
+    }
+
+
+def _fitted(named: dict[str, Any], known: set[str]) -> dict[str, Any]:
+    """With the engine's names: TorchRL's modules may hold the model as ``module.0.model`` or so,
+    which is the same in front of every name."""
+    if any(name in known for name in named):
+        return named
+    for name in named:
+        _, _, rest = name.partition(".")
+        while rest:
+            if rest in known:
+                size = len(name) - len(rest)
+                prefix = name[:size]
+                return {n.removeprefix(prefix): tensor for n, tensor in named.items()}
+            _, _, rest = rest.partition(".")
+    return named

@@ -1,0 +1,252 @@
+"""The weight sync scheme: TorchRL's names, and weights that arrive."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.weight_update.llm import get_sglang_model_metadata
+from torchrl.weight_update.weight_sync_schemes import WeightSyncScheme
+
+import sglrl
+from sglrl.integrations.torchrl import (
+    AsyncSGLang,
+    SGLangWeightReceiver,
+    SGLangWeightSender,
+    SGLangWeightSyncScheme,
+)
+from sglrl.integrations.torchrl.weights import PoolTransport
+
+URL = "tcp://127.0.0.1:1#token"
+
+
+@pytest.fixture(scope="module")
+def learner(tiny: Path) -> Iterator[AsyncSGLang]:
+    """A service whose weights change."""
+    service = AsyncSGLang.from_pretrained(str(tiny), device="cpu")
+    yield service
+    service.shutdown()
+
+
+@pytest.fixture
+def model(hf_model: Any) -> Any:
+    return copy.deepcopy(hf_model)
+
+
+def train(model: torch.nn.Module, seed: int) -> None:
+    """Other weights than before."""
+    random = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter *= 0.9 + 0.2 * torch.rand(parameter.shape, generator=random)
+
+
+def agree(service: AsyncSGLang, model: Any) -> None:
+    """The engine has the model's weights, and its log-probs."""
+    assert service.client.verify_weights(model) == []
+    ids = [3, 1, 4, 1, 5, 9, 2, 6]
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits[0, :-1].float()
+    expected = torch.log_softmax(logits, -1)[range(len(ids) - 1), ids[1:]]
+    found = service.client.score(ids, start=1)
+    np.testing.assert_allclose(found, expected.numpy(), atol=1e-3)
+
+
+class Collector:
+    version = 0
+
+    def increment_version(self) -> None:
+        self.version += 1
+
+
+class Broken:
+    def increment_version(self) -> None:
+        raise RuntimeError("gone")
+
+
+# --- as TorchRL tests its own ---------------------------------------------------------------------
+
+
+def test_the_scheme_and_what_it_makes() -> None:
+    scheme = SGLangWeightSyncScheme(
+        server_url="http://localhost:30000",
+        master_address="localhost",
+        master_port=29500,
+        num_gpus=1,
+        strategy="tensordict",
+        device=0,
+    )
+    assert isinstance(scheme, WeightSyncScheme)
+    assert scheme.server_url == "http://localhost:30000"
+    assert (scheme.master_address, scheme.master_port) == ("localhost", 29500)
+    assert scheme.num_gpus == 1
+    assert scheme.strategy_name == "tensordict"
+    assert scheme.world_size == 2
+    assert scheme.flush_cache_on_update is None
+    assert isinstance(scheme.create_sender(), SGLangWeightSender)
+    assert isinstance(scheme.create_transport(), PoolTransport)
+    assert scheme.create_receiver() is None
+    assert 0 < SGLangWeightSyncScheme(URL, num_gpus=2).master_port <= 55535
+
+
+def test_wrong_arguments() -> None:
+    with pytest.raises(ValueError, match="pause_mode='abort'"):
+        SGLangWeightSyncScheme(URL, flush_cache_on_update=True, pause_mode="retract")
+    SGLangWeightSyncScheme(URL, flush_cache_on_update=True, pause_mode="abort")
+    with pytest.raises(ValueError, match="pause_mode must be"):
+        SGLangWeightSyncScheme(URL, pause_mode="later")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="strategy must be"):
+        SGLangWeightSyncScheme(URL, strategy="luck")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="server_url"):
+        SGLangWeightSyncScheme()
+
+
+def test_calls_out_of_order(model: Any) -> None:
+    scheme = SGLangWeightSyncScheme(URL)
+    sender = scheme.create_sender()
+    sender.register_model(model)
+    assert sender._model_ref is not None
+    assert sender._model_ref() is model
+    with pytest.raises(RuntimeError, match="Transport not initialized"):
+        sender.update_weights()
+    sender = scheme.create_sender()
+    sender._transport = object()
+    with pytest.raises(RuntimeError, match="No model registered"):
+        sender.update_weights()
+    gone = torch.nn.Linear(1, 1)
+    sender.register_model(gone)
+    del gone
+    gc.collect()
+    with pytest.raises(RuntimeError, match="no longer valid"):
+        sender.update_weights()
+    transport = scheme.create_transport()
+    assert transport.check_connection() is False
+    with pytest.raises(RuntimeError, match="Communication group not initialized"):
+        transport.send_weights("model", {"param": torch.zeros(10)})
+
+
+# --- weights that arrive --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["tensordict", "state_dict"])
+@pytest.mark.parametrize("where", ["address", "service"])
+def test_a_models_weights_arrive(
+    learner: AsyncSGLang, model: Any, strategy: Any, where: str
+) -> None:
+    """From this process over the pool's own channel, and as from any other by its address."""
+    pool = learner.server_url if where == "address" else learner
+    scheme = SGLangWeightSyncScheme(pool, strategy=strategy, timeout=60.0)
+    sender = scheme.create_sender()
+    sender.register_model(model)
+    collector = Collector()
+    sender.register_collector(Broken())
+    sender.register_collector(collector)
+    sender.init_all_workers_group(get_sglang_model_metadata(model))
+    for seed in (1, 2):
+        train(model, seed)
+        before = learner.client.weight_version
+        report = sender.update_weights()
+        assert report.version == learner.client.weight_version == before + 1
+        agree(learner, model)
+    assert collector.version == 2
+    assert sender.flush_cache()
+    sender.shutdown()
+    with pytest.raises(RuntimeError, match="Transport not initialized"):
+        sender.update_weights()
+
+
+def test_weights_that_are_given(learner: AsyncSGLang, model: Any) -> None:
+    """A TensorDict, a nested dict, a part, and the names that TorchRL's modules give a model."""
+    sender = SGLangWeightSyncScheme(learner, pause_mode="in_place").create_sender()
+    sender.init_all_workers_group()
+    wrapped = torch.nn.ModuleDict({"module": torch.nn.ModuleList([model])})
+    state = model.state_dict()
+    forms = [
+        lambda: TensorDict.from_module(model),
+        lambda: TensorDict(state, []).unflatten_keys(".").to_dict(),
+        lambda: dict(state),
+        lambda: wrapped,
+        lambda: TensorDict.from_module(wrapped),
+    ]
+    for seed, form in enumerate(forms, start=10):
+        train(model, seed)
+        sender.update_weights(form())
+        assert learner.client.verify_weights(model) == []
+    with torch.no_grad():
+        model.model.norm.weight *= 2
+    sender.update_weights({"model.norm.weight": model.model.norm.weight})
+    agree(learner, model)
+    version = learner.client.weight_version
+    for wrong in (
+        {"model.norm.weight": torch.zeros(3)},
+        {"nothing.weight": torch.zeros(3)},
+    ):
+        with pytest.raises(sglrl.InvalidWeights):
+            sender.update_weights(wrong)
+    with pytest.raises(ValueError, match="shape"):
+        sender.init_all_workers_group({"model.norm.weight": (torch.float32, torch.Size([3]))})
+    assert learner.client.weight_version == version
+    agree(learner, model)
+    sender.shutdown()
+
+
+def test_the_services_own_update(learner: AsyncSGLang, model: Any) -> None:
+    learner.init_weight_update_group()
+    name = "model.norm.weight"
+    shape = tuple(model.model.norm.weight.shape)
+    learner.update_weights_from_distributed(name, torch.float32, shape)
+    for wrong in ((name, torch.float32, (1, 2)), ("no", torch.float32, shape)):
+        with pytest.raises(ValueError, match="no tensor of this model"):
+            learner.update_weights_from_distributed(*wrong)
+    train(model, 30)
+    learner.update_weights(iter(model.state_dict().items()))
+    agree(learner, model)
+    other = AsyncSGLang.connect(learner.server_url)
+    with pytest.raises(RuntimeError, match="Weight update group not initialized"):
+        other.update_weights_from_distributed(name, torch.float32, shape)
+    other.init_weight_update_group()
+    train(model, 31)
+    other.update_weights(model.state_dict())
+    agree(learner, model)
+    other.shutdown()
+
+
+def test_running_requests_are_treated_as_told(learner: AsyncSGLang, model: Any) -> None:
+    sender = SGLangWeightSyncScheme(learner, pause_mode="abort").create_sender()
+    sender.register_model(model)
+    sender.init_all_workers_group()
+    running = learner.client.stream(input_ids=[5, 6], max_new_tokens=100, ignore_eos=True)
+    next(running)
+    sender.update_weights()
+    *_, last = running
+    assert last.finish_reason == "abort"
+    sender.shutdown()
+
+
+def test_memory_mapped_updates(learner: AsyncSGLang, model: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "weights"
+    scheme = SGLangWeightSyncScheme(remote_addr=folder, num_threads=2)
+    receiver = scheme.create_receiver(learner)
+    assert isinstance(receiver, SGLangWeightReceiver)
+    assert receiver.poll_and_apply() is False
+    sender = scheme.create_sender()
+    sender.register_model(model)
+    for seed in (40, 41, 42):
+        train(model, seed)
+        sender.update_weights()
+        assert receiver.poll_and_apply() is True
+        assert receiver.poll_and_apply() is False
+        assert learner.client.verify_weights(model) == []
+    agree(learner, model)
+    assert sorted(path.name for path in folder.iterdir()) == ["2", "3", "latest"]
+    with pytest.raises(ValueError, match="out of place"):
+        receiver.apply_weights({}, inplace=False)
+    receiver.shutdown()
+    sender.shutdown()
