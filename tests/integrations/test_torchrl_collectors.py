@@ -34,7 +34,10 @@ QUERIES = ["one", "two three", "four five six", "seven"]
 @pytest.mark.parametrize("buffered", [True, False], ids=["buffer", "yielded"])
 def test_collects_conversations(buffered: bool, pool: sglrl.BlockingClient) -> None:
     policy = SGLangWrapper(pool, generate_kwargs={"max_new_tokens": 4})
-    env = ChatEnv.from_dataloader([{"query": QUERIES}], batch_size=(4,))
+    # An environment may have a device, or leave it open.
+    device = torch.device("cpu") if buffered else None
+    env = ChatEnv.from_dataloader([{"query": QUERIES}], batch_size=(4,), device=device)
+    env = env.append_transform(EvenDigits())
     storage = ReplayBuffer(storage=LazyStackStorage(8)) if buffered else None
     collector = LLMCollector(
         env, policy=policy, dialog_turns_per_batch=8, total_dialog_turns=8, replay_buffer=storage

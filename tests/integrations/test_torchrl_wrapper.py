@@ -545,6 +545,20 @@ def test_inplace(pool: sglrl.BlockingClient, tokenizer: Any) -> None:
     assert set(td.keys()) == {"text", "other"}
 
 
+@modes
+def test_results_are_where_the_input_is(mode: str, pool: sglrl.BlockingClient) -> None:
+    for generate, td in (
+        (True, prompts(mode, pool.tokenizer)),
+        (False, wholes(mode, pool.tokenizer)),
+    ):
+        wrapper = SGLangWrapper(pool, input_mode=mode, generate=generate, inplace=False)
+        assert wrapper(td, max_new_tokens=2).device is None
+        found = wrapper(td.to("cpu"), max_new_tokens=2)
+        assert found.device == found["tokens"].device == torch.device("cpu")
+        placed = wrapper.get_new_version(device="cpu")(td, max_new_tokens=2)
+        assert placed.device == torch.device("cpu")
+
+
 @layouts
 def test_batches_of_any_shape(padded: bool, pool: sglrl.BlockingClient, tokenizer: Any) -> None:
     wrapper = SGLangWrapper(pool, input_mode="text", pad_output=padded, generate_kwargs=GREEDY)

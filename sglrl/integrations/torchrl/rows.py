@@ -149,7 +149,12 @@ def _text(sample: Sample) -> Text:
 def _history(sample: Sample) -> ChatHistory:
     if sample.response is None:
         return ChatHistory(full=sample.history)
-    answer = History(role="assistant", content=sample.response_text, is_complete=sample.is_complete)
+    answer = History(
+        role="assistant",
+        content=sample.response_text,
+        is_complete=sample.is_complete,
+        device=sample.history.device,
+    )
     response = lazy_stack([answer])
     full = lazy_stack([*sample.history.unbind(0), answer])
     return ChatHistory(prompt=sample.history, response=response, full=full)

@@ -367,8 +367,8 @@ class SGLangWrapper(LLMWrapperBase):  # type: ignore[misc]
                         return_assistant_tokens_mask=True,
                         **template,
                     )
-                    ids = found.get("input_ids").long()
-                    mask = found.get("assistant_masks").bool()
+                    ids = _tensor(found.get("input_ids"))
+                    mask = found.get("assistant_masks").bool().cpu()
             samples.append(Sample(ids, text=text, history=history, assistant_mask=mask))
         return samples
 
