@@ -18,10 +18,11 @@ from torchrl.envs.llm.transforms.kl import RetrieveKL, RetrieveLogProb
 from torchrl.modules.llm.policies import ChatHistory, Text, TransformersWrapper
 from torchrl.objectives.llm import CISPOLoss, GRPOLoss, MCAdvantage
 from torchrl.objectives.llm.grpo import DAPO
+from torchrl.weight_update.llm import get_sglang_model_metadata
 
 import sglrl
 from sglrl.demo.tiny import make_model
-from sglrl.integrations.torchrl import SGLangWrapper
+from sglrl.integrations.torchrl import AsyncSGLang, SGLangWeightSyncScheme, SGLangWrapper
 
 pytestmark = [
     # Of TorchRL's own.
@@ -152,7 +153,8 @@ class EvenDigits(Transform):  # type: ignore[misc]
 
 
 def test_grpo_learns(tmp_path: Path) -> None:
-    """TorchRL's GRPO, with nothing of ours but the policy that collects and the weight updates."""
+    """TorchRL's own loop: its environment, collector, buffer, advantage, loss and policy that is
+    trained; ours is what samples and what brings it the weights."""
     from transformers import AutoModelForCausalLM
 
     group, queries, steps = 8, 4, 8
@@ -161,9 +163,10 @@ def test_grpo_learns(tmp_path: Path) -> None:
     chance = random.Random(0)
     folder = make_model(tmp_path / "digits", characters="0123456789", initializer_range=0.02)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
-    with sglrl.blocking(folder, device="cpu", weight_device="cpu") as engine:
-        tokenizer = engine.tokenizer
-        policy = SGLangWrapper(engine, input_mode="text", generate_kwargs={"max_new_tokens": 4})
+    service = AsyncSGLang.from_pretrained(str(folder), device="cpu")
+    try:
+        policy = SGLangWrapper(service, input_mode="text", generate_kwargs={"max_new_tokens": 4})
+        tokenizer = policy.tokenizer
         env = ChatEnv.from_dataloader(
             [
                 {"query": ["".join(chance.choices("0123456789", k=2)) for _ in range(queries)]}
@@ -188,7 +191,12 @@ def test_grpo_learns(tmp_path: Path) -> None:
             replay_buffer=buffer,
             dialog_turns_per_batch=batch_size,
             total_dialog_turns=batch_size * steps,
+            track_policy_version=True,
         )
+        sender = SGLangWeightSyncScheme(service, device="cpu").create_sender()
+        sender.register_model(model)
+        sender.register_collector(collector)
+        sender.init_all_workers_group(get_sglang_model_metadata(model))
         actor = TransformersWrapper(model, tokenizer=tokenizer, input_mode="tokens", generate=False)
         loss_function = GRPOLoss(actor)
         optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
@@ -203,10 +211,14 @@ def test_grpo_learns(tmp_path: Path) -> None:
                     optimizer.zero_grad()
                     loss.mean(reduce=True).backward()
                     optimizer.step()
+            assert (batch["next", "policy_version"] == len(rewards)).all()
             rewards.append(float(batch["next", "reward"].mean()))
             buffer.empty()
-            report = engine.update_weights(model)
-            assert report.version == len(rewards)
+            sender.update_weights()
+            assert service.client.weight_version == collector.policy_version == len(rewards)
+        assert service.client.verify_weights(model) == []
+    finally:
+        service.shutdown()
     assert len(rewards) == steps
     assert rewards[0] < 0.6
     assert sum(rewards[-2:]) / 2 > 0.8, rewards
