@@ -412,6 +412,8 @@ class RemoteClient(Client):
         """As ``Client.update_weights``: this process sends. ``device`` and ``host`` are those of
         the first update; ``drain_timeout`` is the pool's own."""
         self._running()
+        if device is None and self.info.device == "cpu":
+            device = "cpu"
         if self._sender is None:
             from .weights.remote import Sender
 

@@ -55,7 +55,7 @@ class SGLangWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]
         master_port: accepted; the weight channel chooses its own.
         num_gpus: accepted; the pool knows how many there are.
         strategy: "tensordict" or "state_dict": how weights are taken from a model.
-        device: that sends; an integer is a GPU, or the CPU where there is none.
+        device: that sends; an integer is a GPU, or the CPU if the engines run there.
         flush_cache_on_update: accepted. What was cached under old weights is never used with new
             ones.
         pause_mode: what becomes of running requests: "retract" (None): they go on, their KV cache
@@ -171,7 +171,7 @@ class PoolTransport:
                     f"{name} has the shape {tuple(shape)}; the engine's has {wanted[name].shape}"
                 )
         if not self._owned:
-            self._client.connect_weights(device=_device(scheme.device), **self._hosted())
+            self._client.connect_weights(device=_device(scheme, self._client), **self._hosted())
 
     def _hosted(self) -> dict[str, str]:
         host = self._scheme._host
@@ -198,7 +198,7 @@ class PoolTransport:
             inflight=_INFLIGHT[scheme.pause_mode or "retract"],
             partial=partial,
             timeout=scheme.timeout,
-            device=_device(scheme.device),
+            device=_device(scheme, self._client),
             **self._hosted(),
         )
         logger.info("%s: %s", model_id, report)
@@ -384,7 +384,7 @@ class SGLangWeightReceiver:
             partial=True,
             inflight=_INFLIGHT[self._scheme.pause_mode or "retract"],
             timeout=self._scheme.timeout,
-            device="cpu" if self._folder is not None else _device(self._scheme.device),
+            device=_device(self._scheme, self._client),
         )
 
     def poll_and_apply(self, timeout: float = 0.1) -> bool:
@@ -411,9 +411,10 @@ def _client_of(pool: Any, scheme: SGLangWeightSyncScheme) -> tuple[BlockingClien
     return getattr(pool, "client", pool), False
 
 
-def _device(device: torch.device | str | int | None) -> torch.device | str | None:
+def _device(scheme: SGLangWeightSyncScheme, client: BlockingClient) -> torch.device | str | None:
+    device = scheme.device
     if isinstance(device, int):
-        return f"cuda:{device}" if torch.cuda.is_available() else "cpu"
+        return "cpu" if client.info.device == "cpu" else f"cuda:{device}"
     return device
 
 
