@@ -222,7 +222,8 @@ def test_running_requests_are_treated_as_told(learner: AsyncSGLang, model: Any) 
     sender = SGLangWeightSyncScheme(learner, pause_mode="abort").create_sender()
     sender.register_model(model)
     sender.init_all_workers_group()
-    running = learner.client.stream(input_ids=[5, 6], max_new_tokens=100, ignore_eos=True)
+    room = learner.client.info.max_total_tokens - 2
+    running = learner.client.stream(input_ids=[5, 6], max_new_tokens=room, ignore_eos=True)
     next(running)
     sender.update_weights()
     *_, last = running
