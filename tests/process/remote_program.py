@@ -1,4 +1,5 @@
-"""A program that uses the pool of the process that started it. Says on stdout how far it is."""
+"""A program that uses the pool of the process that started it, or has one for it. Says on stdout
+how far it is."""
 
 from __future__ import annotations
 
@@ -9,6 +10,12 @@ import sglrl
 
 
 async def main(address: str, what: str) -> None:
+    if what == "launch":
+        async with sglrl.launch(
+            "fake", engine="fake", step_seconds=0.01, tokens_per_step=1, context_length=40_000
+        ) as pool:
+            print(pool.address, flush=True)
+            await asyncio.Event().wait()
     async with sglrl.connect(address) as client:
         if what == "generate":
             made = await client.generate(input_ids=[3, 1, 4], max_new_tokens=6, logprobs=True)

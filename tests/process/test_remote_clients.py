@@ -244,6 +244,29 @@ async def test_when_the_pool_closes() -> None:
         await remote.close()
 
 
+async def test_when_the_process_that_has_the_pool_is_killed() -> None:
+    program = await run_program("", "launch")
+    assert program.stdout is not None
+    address = (await program.stdout.readline()).decode().strip()
+    async with sglrl.connect(address) as remote:
+        calls = [
+            asyncio.ensure_future(remote.generate(input_ids=IDS, max_new_tokens=30_000))
+            for _ in range(3)
+        ]
+        stream = aiter(remote.stream(input_ids=IDS, max_new_tokens=30_000))
+        await anext(stream)
+        program.kill()
+        await program.wait()
+        for call in calls:
+            with pytest.raises(sglrl.Closed, match="is gone"):
+                await call
+        with pytest.raises(sglrl.Closed, match="is gone"):
+            while True:
+                await anext(stream)
+        with pytest.raises(sglrl.Closed):
+            await remote.generate(input_ids=IDS)
+
+
 async def test_addresses(pool: sglrl.Client, tmp_path: Path) -> None:
     with pytest.raises(sglrl.UsageError, match=r"client\.address"):
         sglrl.connect("tcp://127.0.0.1:5")
