@@ -1,7 +1,7 @@
 """genlm over sglrl: ``from sglrl.integrations.genlm import AsyncSGLTransformer``.
 
-The class has the interface of genlm-backend's ``AsyncLM`` and is one where genlm-backend is
-installed; it does not need it (genlm-backend asks for a transformers that SGLang does not take).
+The class has the interface of genlm-backend's ``AsyncLM``, and is one where genlm-backend is
+installed. It does not need it, or the versions of SGLang and transformers that it asks for.
 
 The engine's client runs on an event loop of its own, or on the caller's. Queries that are made in
 one tick of a loop go to it together, and come back together.

@@ -1,0 +1,156 @@
+"""The systems that ``bench.genlm`` measures, each in a process of its own.
+
+genlm-backend's classes run as they are, with their defaults; but no vocabulary is looked up on the
+hub, and on a CPU SGLang is prepared as it is for our own workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import statistics
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from .parts import Note, serve_part
+
+Ask = Callable[[list[int]], Awaitable[Any]]
+_TICK = 0.001
+"""Seconds between looks at the loop's clock."""
+
+
+def _prompt(kind: str, length: int, repetition: int, task: int, vocab: int) -> list[int]:
+    """Of one repetition, all differ; with "shared" only in their last two tokens."""
+    salt = repetition * 31 if kind == "shared" else repetition * 31 + task * 977
+    begin = [(salt + 7 * i * i + 13 * i) % vocab for i in range(length - 2)]
+    return [*begin, task // vocab % vocab, task % vocab]
+
+
+async def _extend(ask: Ask, ids: list[int], task: int, new: int, vocab: int) -> None:
+    for i in range(new):
+        await ask(ids)
+        # A new list, as genlm passes one.
+        ids = [*ids, (task + 11 * i) % vocab]
+
+
+async def _measure(ask: Ask, vocab: int, options: Mapping[str, Any], note: Note) -> dict[str, Any]:
+    repetition = 0
+    found: dict[str, Any] = {}
+    for kind in options["prefixes"]:
+        found[kind] = {}
+        for tasks in options["tasks"]:
+            note(f"{kind} prefixes, {tasks} tasks")
+
+            rates: list[float] = []
+            watch = _Watch()
+            spent = 0.0
+            for measured in range(1000):
+                repetition += 1
+                if measured == 1:
+                    # Not while it is watched: with torch loaded it takes a second.
+                    gc.collect()
+                    watch.begin()
+                begun = time.perf_counter()
+                await asyncio.gather(
+                    *(
+                        _extend(
+                            ask,
+                            _prompt(kind, options["prefix"], repetition, task, vocab),
+                            task,
+                            options["new"],
+                            vocab,
+                        )
+                        for task in range(tasks)
+                    )
+                )
+                took = time.perf_counter() - begun
+                if measured:
+                    rates.append(tasks * options["new"] / took)
+                    spent += took
+                if spent > options["seconds"] and len(rates) >= 2:
+                    break
+            found[kind][tasks] = {
+                "queries_per_s": statistics.median(rates),
+                "all_queries_per_s": rates,
+                "blocked_ms": watch.end() * 1e3,
+            }
+    return found
+
+
+class _Watch:
+    """The longest time that the loop did not come round."""
+
+    def begin(self) -> None:
+        self._longest = 0.0
+        self._task = asyncio.ensure_future(self._look())
+
+    async def _look(self) -> None:
+        while True:
+            due = time.perf_counter() + _TICK
+            await asyncio.sleep(_TICK)
+            self._longest = max(self._longest, time.perf_counter() - due)
+
+    def end(self) -> float:
+        self._task.cancel()
+        return self._longest
+
+
+def _sglrl(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
+    from sglrl.integrations.genlm import AsyncSGLTransformer
+
+    note("starting")
+    with AsyncSGLTransformer.from_name(
+        options["model"], engine_opts={"device": options["device"]}
+    ) as model:
+        return asyncio.run(
+            _measure(model.next_token_logprobs, model.client.info.vocab_size, options, note)
+        )
+
+
+def _without_vocabulary() -> None:
+    import genlm.backend.llm.base as base
+
+    # It asks the hub for GPT-2's tokenizer.
+    base.decode_vocab = lambda tokenizer: ([], [])
+
+
+def _genlm_sgl(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
+    note("starting")
+    from genlm.backend.llm.sgl import AsyncSGLTransformer
+
+    _without_vocabulary()
+    arguments: dict[str, Any] = {"device": options["device"], "log_level": "warning"}
+    if options["device"] == "cpu":
+        from sglrl_workers.engine.sglang import cpu
+
+        cpu.prepare(os.cpu_count() or 1)
+        arguments |= cpu.engine_arguments(1.0)
+    model = AsyncSGLTransformer.from_name(options["model"], engine_opts=arguments)
+    vocab = model.model.model_config.vocab_size
+    return asyncio.run(_measure(model.next_token_logprobs, vocab, options, note))
+
+
+def _genlm_hf(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
+    note("starting")
+    from genlm.backend.llm.hf import AsyncTransformer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+    _without_vocabulary()
+    if not hasattr(DynamicCache, "from_legacy_cache"):
+        # Of transformers 4; it is only called without a cache here.
+        DynamicCache.from_legacy_cache = staticmethod(lambda past: None if past is None else past)
+    mod = AutoModelForCausalLM.from_pretrained(options["model"], dtype="auto")
+    mod = mod.to(options["device"])
+    model = AsyncTransformer(mod, AutoTokenizer.from_pretrained(options["model"]))
+    vocab = mod.config.vocab_size
+    return asyncio.run(_measure(model.next_token_logprobs, vocab, options, note))
+
+
+if __name__ == "__main__":
+    serve_part({"sglrl": _sglrl, "genlm_sgl": _genlm_sgl, "genlm_hf": _genlm_hf})
+    sys.stderr.flush()
+    # SGLang's threads and CUDA teardown can take seconds and have nothing left to save.
+    os._exit(0)
