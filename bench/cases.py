@@ -94,7 +94,7 @@ CASES = {
     )
 }
 
-_GPU_ARGUMENTS: dict[str, Any] = {
+GPU_ARGUMENTS: dict[str, Any] = {
     "load_format": "dummy",
     "attention_backend": "triton",
     "sampling_backend": "pytorch",
@@ -119,7 +119,7 @@ def engine_arguments(case: Case, extra: dict[str, Any]) -> dict[str, Any]:
     if case.device == "cuda":
         known = engine_argument_names()
         # Decoding runs in a CUDA graph at the case's own batch size too.
-        wanted = _GPU_ARGUMENTS | {"cuda_graph_max_bs_decode": case.in_flight}
+        wanted = GPU_ARGUMENTS | {"cuda_graph_max_bs_decode": case.in_flight}
         arguments |= {name: value for name, value in wanted.items() if name in known}
     return arguments | extra
 

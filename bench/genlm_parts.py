@@ -15,6 +15,9 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+from sglrl.launch import engine_argument_names
+
+from .cases import GPU_ARGUMENTS
 from .parts import Note, serve_part
 
 Ask = Callable[[list[int]], Awaitable[Any]]
@@ -98,12 +101,21 @@ class _Watch:
         return self._longest
 
 
+def _engine_arguments(device: str) -> dict[str, Any]:
+    """``ServerArgs`` for both systems that run SGLang."""
+    arguments: dict[str, Any] = {"device": device}
+    if device == "cuda":
+        known = engine_argument_names()
+        arguments |= {name: value for name, value in GPU_ARGUMENTS.items() if name in known}
+    return arguments
+
+
 def _sglrl(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
     from sglrl.integrations.genlm import AsyncSGLTransformer
 
     note("starting")
     with AsyncSGLTransformer.from_name(
-        options["model"], engine_opts={"device": options["device"]}
+        options["model"], engine_opts=_engine_arguments(options["device"])
     ) as model:
         return asyncio.run(
             _measure(model.next_token_logprobs, model.client.info.vocab_size, options, note)
@@ -122,7 +134,7 @@ def _genlm_sgl(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
     from genlm.backend.llm.sgl import AsyncSGLTransformer
 
     _without_vocabulary()
-    arguments: dict[str, Any] = {"device": options["device"], "log_level": "warning"}
+    arguments = _engine_arguments(options["device"]) | {"log_level": "warning"}
     if options["device"] == "cpu":
         from sglrl_workers.engine.sglang import cpu
 
