@@ -246,6 +246,7 @@ class _MemoryPool:
         router = MemoryRouter()
         self.weights = WeightChannel(lambda worker, reason: None)
         self.workers: list[Any] = []
+        self.outer_address = ""
         self.echo_seconds = 0.0
         self.driver = Driver(router, FabricConfig(routing=routing))
         decode_args = msgspec.msgpack.Decoder(GenerateArgs).decode

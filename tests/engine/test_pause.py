@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import textwrap
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
+from readme import example
 
 import sglrl
 
@@ -211,3 +213,12 @@ async def test_new_weights_while_it_is_paused(lab: Lab, inflight: str, mode: Any
     went_on = [c for c in made if c.versions and c.versions[-1].version == report.version]
     assert len(went_on) == (0 if inflight == "abort" else 4)
     await lab.check()
+
+
+async def test_what_the_readme_shows(lab: Lab) -> None:
+    code = example("next_token_logprobs")
+    names: dict[str, Any] = {"client": lab.client, "ids": PROMPTS[1], "n": 2}
+    exec("async def shown():\n" + textwrap.indent(code, "    "), names)
+    await names["shown"]()
+    (made,) = await lab.client.generate(input_ids=PROMPTS[:1], **SHORT)
+    assert made.finish_reason == "length"

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import pytest_asyncio
+from readme import example
 
 import sglrl
 
@@ -130,8 +130,7 @@ async def test_turns_of_a_group_share_the_prefix_cache(lab: Lab) -> None:
 
 
 async def test_what_the_readme_shows(lab: Lab) -> None:
-    readme = Path(__file__).parents[2] / "README.md"
-    _, code, *_ = re.findall(r"```python\n(.*?)```", readme.read_text(), re.DOTALL)
+    code = example("run.batches")
     sizes = "group_size=8, batch_size=16"
     assert code.count(sizes) == 1
     code = code.replace(sizes, "group_size=3, batch_size=4")

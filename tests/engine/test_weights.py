@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ast
 import asyncio
-import re
 from collections.abc import AsyncIterator, Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import torch
+from readme import example
 from safetensors.torch import load_file, save_file
 
 import sglrl
@@ -316,8 +316,7 @@ async def test_a_folder_that_is_not_there(lab: Lab, tmp_path: Path) -> None:
 
 
 async def test_what_the_readme_shows(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
-    readme = Path(__file__).parents[2] / "README.md"
-    _, _, code, _ = re.findall(r"```python\n(.*?)```", readme.read_text(), re.DOTALL)
+    code = example("print(report)")
     policy = lab.policies[2 if lab.current is not lab.policies[2] else 1]
     names: dict[str, Any] = {
         "client": lab.client,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import signal
 import textwrap
 from functools import partial
@@ -13,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from readme import example
 
 import sglrl
 from sglrl import forkserver
@@ -270,8 +270,7 @@ def test_wrong_budgets(wrong: dict[str, float]) -> None:
 
 
 async def test_what_the_readme_shows() -> None:
-    readme = Path(__file__).parents[2] / "README.md"
-    *_, code = re.findall(r"```python\n(.*?)```", readme.read_text(), re.DOTALL)
+    code = example("add_workers")
     space: dict[str, Any] = {
         "model": "fake",
         "sglrl": SimpleNamespace(launch=partial(sglrl.launch, engine="fake")),

@@ -1,0 +1,15 @@
+"""The README's examples, for the tests that run them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def example(word: str) -> str:
+    """The one block of Python code that has this word in it."""
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    (found,) = [block for block in blocks if word in block]
+    return str(found)
