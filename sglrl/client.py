@@ -315,6 +315,7 @@ class Client:
         """Stop all engines between two steps. Calls may still be made, and wait; deadlines go on
         counting, and weights may be updated (with inflight="drain" when ``resume`` was called, as
         nothing ends before). A worker that comes later is paused too. Pausing twice is harmless.
+        It stays so until ``resume``, also if the client was in another process that is gone.
 
         Args:
             mode: what becomes of running ``generate`` calls. "in_place": they keep their KV cache,
@@ -331,6 +332,11 @@ class Client:
             raise UsageError(f"mode must be 'in_place', 'retract' or 'abort', got {mode!r}")
         self._paused = True
         await self._ask_all(_PAUSING["pause"], (mode,), timeout=timeout)
+
+    @property
+    def paused(self) -> bool:
+        """The engines are paused, or to be."""
+        return self._paused
 
     async def resume(self, *, timeout: float = 60.0) -> None:
         """Let the engines go on after ``pause``. Without one: nothing.

@@ -57,6 +57,7 @@ class ForkServer:
     def __init__(self, preload: str) -> None:
         self.preload = preload
         self.warm = False
+        self.leaving = False
         self.pid = os.getpid()
         self.folder = Path(tempfile.mkdtemp(prefix="sglrl-"))
         self.path = self.folder / "fork.sock"
@@ -125,8 +126,11 @@ def fork_server(preload: str) -> ForkServer:
 
 
 def shutdown_fork_servers() -> None:
-    """End all fork servers of this process; also runs at interpreter exit."""
+    """End all fork servers of this process; also runs at interpreter exit, when pools may still be
+    open: that they lose their workers then is no news."""
     with _lock:
+        for server in (*_servers.values(), *_dead):
+            server.leaving = True
         servers = [*_servers.values(), *_dead]
         _servers.clear()
         _dead.clear()

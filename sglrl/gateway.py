@@ -85,6 +85,7 @@ class PoolEndpoints(Actor):
 
     @endpoint
     async def pause(self, mode: str, timeout: float) -> None:
+        logger.warning("a client in another process pauses the engines (%s)", mode)
         await self._client.pause(mode, timeout=timeout)  # type: ignore[arg-type]
 
     @endpoint

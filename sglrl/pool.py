@@ -524,7 +524,8 @@ class Pool:
         elif not worker.lost:
             output = tail(worker.log, 20)
             said = f"; its last output:\n{output}" if output else ""
-            logger.error("worker %d was lost: %s%s", index, reason, said)
+            level = logging.DEBUG if self._processes.leaving else logging.ERROR
+            logger.log(level, "worker %d was lost: %s%s", index, reason, said)
         self._lost(worker, reason)
         if worker.running:
             # One rank is gone: the others cannot go on without it.

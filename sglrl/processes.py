@@ -64,6 +64,7 @@ class Processes:
         self._workers: dict[int, Worker] = {}
         self._folder: Path | None = None
         self._connection: ForkConnection | None = None
+        self._server: ForkServer | None = None
         self._connecting = asyncio.Lock()
 
     def start(self) -> Path:
@@ -90,7 +91,13 @@ class Processes:
                 server.kill()
                 self._connection = await self._connect(fork_server(self._preload))
 
+    @property
+    def leaving(self) -> bool:
+        """The program ends, and the fork server with it."""
+        return self._server is not None and self._server.leaving
+
     async def _connect(self, server: ForkServer) -> ForkConnection:
+        self._server = server
         return await ForkConnection.open(server, self._on_forked, self._on_exited, self._timeout)
 
     def fork(self, worker: Worker, specs: Sequence[WorkerSpec], env: Mapping[str, str]) -> None:

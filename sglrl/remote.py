@@ -231,6 +231,8 @@ class RemotePool(Pool):
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(self._on_break)
 
+        if _is_gone(self._url):
+            raise Closed(f"there is no pool at {self._url}: its process is gone or has closed it")
         identity = f"client/{self._token}/{secrets.token_hex(8)}".encode()
         dealer = ZmqDealer(
             self._url,
@@ -250,9 +252,10 @@ class RemotePool(Pool):
                 admitted = await driver.admitted
         except TimeoutError:
             await self.close()
-            hint = "" if self._client_keys is None else ", or nobody there knows this key"
+            hint = "" if self._client_keys is None else ", or this key is not known there"
             raise DeadlineExceeded(
-                f"nobody answered at {self._url} within {self._connect_timeout:g} s{hint}"
+                f"nobody answered at {self._url} within {self._connect_timeout:g} s: no pool is "
+                f"there any more, or the address is not quite what client.address said{hint}"
             ) from None
         except BaseException:
             await self.close()
@@ -470,6 +473,11 @@ class RemoteClient(Client):
         return loads, news.queued
 
 
+def _is_gone(url: str) -> bool:
+    """Without the socket's file nobody listens; ZeroMQ would wait for somebody to come."""
+    return url.startswith("ipc://") and not os.path.exists(url.removeprefix("ipc://"))
+
+
 def _absolute(path: str | os.PathLike[str]) -> str:
     return os.path.abspath(path)
 
@@ -506,8 +514,8 @@ def connect(
     Raises:
         UsageError: this is no such address, or it needs keys.
         DeadlineExceeded: on entering, when nobody answers there.
-        Closed: on entering, when the pool takes no more clients. Later, of every call, once the
-            other process is gone or has closed its client.
+        Closed: on entering, when there is no such pool any more, or it takes no more clients.
+            Later, of every call, once the other process is gone or has closed its client.
     """
     pool = RemotePool(
         address,

@@ -57,6 +57,7 @@ class Fabric:
         self.outbox: list[Effect] = []
         self.stray_items = 0
         self.closed = False
+        self._why_closed = ""
         self.refusing = False
         """No new calls; those that are there run to their end."""
         self._epitaph = ""
@@ -160,7 +161,7 @@ class Fabric:
             UsageError: it is pinned to a worker that never existed.
         """
         if self.closed or self.refusing:
-            raise Closed("the pool is closed" if self.closed else "the pool is being closed")
+            raise Closed(self._why_closed if self.closed else "the pool is being closed")
         self._next_id = id_ = self._next_id + 1
         call.id = id_
         call.submitted_at = now
@@ -257,6 +258,7 @@ class Fabric:
     def close(self, reason: str = "the pool was closed") -> None:
         """End every call with ``Closed``; nothing is accepted any more."""
         self.closed = True
+        self._why_closed = reason
         for call in list(self.calls.values()):
             error = Closed(f"{reason} before this call finished")
             if call.state == QUEUED:

@@ -51,6 +51,8 @@ _SUSPECT = 32
 _RECENT = 256
 """Samples over which the mean reward is taken."""
 _NO_LIMIT: nullcontext[None] = nullcontext()
+_HINT_SECONDS = 10.0
+"""After which a taker is told that only new weights will help."""
 _LOOK_SECONDS = 0.05
 """Between two looks at the engines' load."""
 
@@ -590,6 +592,8 @@ class Rollout:
         """Until there are ``n``, or all that there will be."""
         plan = self._plan
         assert self._task is not None
+        loop = asyncio.get_running_loop()
+        hint = loop.call_later(_HINT_SECONDS, self._hint)
         try:
             async with asyncio.timeout(timeout):
                 while not self._closed and not self._take_ready(n):
@@ -597,12 +601,28 @@ class Rollout:
                         raise self._failure
                     if self._task.done() or (plan.over and not plan.ready):
                         break
-                    self._arrival = asyncio.get_running_loop().create_future()
+                    self._arrival = loop.create_future()
                     await self._arrival
         except TimeoutError:
             raise DeadlineExceeded(
                 f"{len(self._partial)} of {n} groups were ready within {timeout:g} s"
             ) from None
+        finally:
+            hint.cancel()
+
+    def _hint(self) -> None:
+        """Somebody waits, and if it is for new weights, may not know."""
+        plan = self._plan
+        bounded = plan.max_staleness is not None and not plan.may_begin()
+        if bounded and not self._running and len(plan.ready) < plan.ahead:
+            logger.warning(
+                "a rollout waits for new weights: with max_staleness=%d and batch_size=%d no more "
+                "groups are begun at version %d, until update_weights is called; without training, "
+                "leave max_staleness out",
+                plan.max_staleness,
+                plan.batch_size,
+                plan.version,
+            )
 
     def _take_ready(self, n: int) -> bool:
         """Whether there are ``n``. They are taken only then, or at the end."""

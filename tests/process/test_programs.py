@@ -71,6 +71,17 @@ def test_programs_without_a_guard(tmp_path: Path, way: str) -> None:
     assert log.read_text() == "ran\n"
 
 
+def test_a_pool_that_is_left_open_is_no_news(tmp_path: Path) -> None:
+    program = """
+import sglrl
+
+client = sglrl.blocking("fake", engine="fake")
+client.__enter__()
+print(client.generate(input_ids=[7, 8], max_new_tokens=2).output_ids.tolist())
+"""
+    assert run("-c", program, cwd=tmp_path) == "[7, 8]\n"
+
+
 async def test_inside_a_running_loop_as_in_a_notebook() -> None:
     cells = [
         "import sglrl",

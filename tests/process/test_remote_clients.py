@@ -261,6 +261,8 @@ async def test_when_the_process_that_has_the_pool_is_killed() -> None:
             with pytest.raises(sglrl.Closed, match="is gone"):
                 await call
         with pytest.raises(sglrl.Closed, match="is gone"):
+            await remote.generate(input_ids=IDS)
+        with pytest.raises(sglrl.Closed, match="is gone"):
             while True:
                 await anext(stream)
         with pytest.raises(sglrl.Closed):
@@ -270,10 +272,14 @@ async def test_when_the_process_that_has_the_pool_is_killed() -> None:
 async def test_addresses(pool: sglrl.Client, tmp_path: Path) -> None:
     with pytest.raises(sglrl.UsageError, match=r"client\.address"):
         sglrl.connect("tcp://127.0.0.1:5")
-    for address in (pool.address[:-1], pool.weights_address, f"ipc://{tmp_path}/no#token"):
-        with pytest.raises(sglrl.DeadlineExceeded, match="nobody answered"):
+    for address in (pool.address[:-1], pool.weights_address):
+        with pytest.raises(sglrl.DeadlineExceeded, match="nobody answered") as late:
             async with sglrl.connect(address, connect_timeout=0.3):
                 pass
+        assert "#" not in str(late.value)
+    with pytest.raises(sglrl.Closed, match="there is no pool at"):
+        async with sglrl.connect(f"ipc://{tmp_path}/no#token"):
+            pass
     assert not peers(pool)
     remote = sglrl.connect(pool.address)
     with pytest.raises(sglrl.Closed):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import sglrl
+from sglrl.rollout import runner
 
 ITEMS = [{"input_ids": [1 + i % 900, 2, 3], "id": i} for i in range(40)]
 
@@ -549,3 +550,19 @@ async def test_progress_is_logged_where_there_is_no_terminal(
     async for _ in sglrl.rollout(client, two_turns, ITEMS, progress=False):
         pass
     assert not caplog.messages
+
+
+async def test_who_waits_for_new_weights_is_told(
+    client: sglrl.Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(runner, "_HINT_SECONDS", 0.05)
+
+    run = sglrl.rollout(client, of_now, ITEMS, batch_size=2, max_staleness=0)
+    async with run:
+        await run.take(2)
+        assert "waits for new weights" not in caplog.text
+        with pytest.raises(sglrl.DeadlineExceeded):
+            await run.take(2, timeout=2.0)
+        assert caplog.text.count("waits for new weights") == 1
+        new_weights(client)
+        assert len(await run.take(2)) == 2
