@@ -105,8 +105,8 @@ def decode_beat(frame: Buffer) -> Beat:
 
 
 def split_frames(
-    parts: Sequence[CallMessage] | Sequence[Item], frames: list[bytes]
-) -> list[list[bytes]]:
+    parts: Sequence[CallMessage] | Sequence[Item], frames: list[Buffer]
+) -> list[list[Buffer]]:
     """Each part's own raw frames, out of those behind the first one of a message.
 
     Raises:

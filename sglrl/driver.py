@@ -86,10 +86,10 @@ class Driver:
         self.must_sync: Callable[[int], bool] = lambda index: False
         self.before_serving: Callable[[int], None] = lambda index: None
         self.on_lost: Callable[[int], None] = lambda index: None
-        self.on_peer: Callable[[bytes, bytes], bool] = lambda identity, frame: False
-        self.on_beat: Callable[[bytes, bytes], bool] = lambda identity, frame: False
-        self.on_client: Callable[[bytes, list[bytes]], bool] = lambda identity, frames: False
-        self._raw: dict[int, list[bytes]] = {}
+        self.on_peer: Callable[[bytes, Buffer], bool] = lambda identity, frame: False
+        self.on_beat: Callable[[bytes, Buffer], bool] = lambda identity, frame: False
+        self.on_client: Callable[[bytes, list[Buffer]], bool] = lambda identity, frames: False
+        self._raw: dict[int, list[Buffer]] = {}
         self._identities: dict[Member, bytes] = {}
         self._members: dict[bytes, Member] = {}
         self.loop = asyncio.get_running_loop()
@@ -218,7 +218,7 @@ class Driver:
 
     # --- inside -----------------------------------------------------------------------------------
 
-    def _on_message(self, identity: bytes, frames: list[bytes]) -> None:
+    def _on_message(self, identity: bytes, frames: list[Buffer]) -> None:
         member = self._members.get(identity)
         if member is None:
             known = frames and (

@@ -340,7 +340,7 @@ class Gateway:
 
     # --- what clients say -------------------------------------------------------------------------
 
-    def _on_message(self, identity: bytes, frames: list[bytes]) -> bool:
+    def _on_message(self, identity: bytes, frames: list[Buffer]) -> bool:
         """False: nothing that a client would say."""
         peer = self._peers.get(identity)
         if peer is None and not self._is_client(identity):

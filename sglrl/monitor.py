@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from .codec import decode_beat
+from .codec import Buffer, decode_beat
 from .core.hangs import HangDetector
 from .driver import Driver
 from .errors import ProtocolError
@@ -77,7 +77,7 @@ class Monitor:
 
     # --- events -----------------------------------------------------------------------------------
 
-    def _on_beat(self, identity: bytes, frame: bytes) -> bool:
+    def _on_beat(self, identity: bytes, frame: Buffer) -> bool:
         worker = self._workers.get(identity)
         if worker is None or self._detector is None:
             return False

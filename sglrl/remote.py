@@ -103,7 +103,7 @@ class RemoteDriver(Driver):
             self.admitted.set_exception(Closed(reason))
         self.close(reason)
 
-    def _on_message(self, identity: bytes, frames: list[bytes]) -> None:
+    def _on_message(self, identity: bytes, frames: list[Buffer]) -> None:
         try:
             message = decode_to_client(frames[0])
         except (ProtocolError, IndexError) as error:
@@ -121,7 +121,7 @@ class RemoteDriver(Driver):
             case _:
                 self._drop("the pool says %r", message)
 
-    def _on_answers(self, answers: Answers, frames: list[bytes]) -> None:
+    def _on_answers(self, answers: Answers, frames: list[Buffer]) -> None:
         if len(frames) > 1:
             try:
                 owned = split_frames(answers.items, frames)

@@ -94,7 +94,7 @@ class Host:
                 task.cancel()
         await self.actor.close()
 
-    def _on_message(self, frames: list[bytes]) -> None:
+    def _on_message(self, frames: list[Buffer]) -> None:
         try:
             message = decode_to_worker(frames[0])
             owned = split_frames(message.calls, frames) if isinstance(message, Submit) else []
@@ -123,7 +123,7 @@ class Host:
         if self.running.pop(id_, None) is not None:
             self._put(Item(id_, ItemKind.CANCELLED))
 
-    async def _run(self, call: CallMessage, frames: list[bytes]) -> None:
+    async def _run(self, call: CallMessage, frames: list[Buffer]) -> None:
         try:
             await self._answer(call, frames)
         except asyncio.CancelledError:
@@ -137,7 +137,7 @@ class Host:
         finally:
             self.running.pop(call.id, None)
 
-    async def _answer(self, call: CallMessage, frames: list[bytes]) -> None:
+    async def _answer(self, call: CallMessage, frames: list[Buffer]) -> None:
         spec = self.endpoints.get(call.endpoint)
         if spec is None:
             raise ProtocolError(f"there is no endpoint {call.endpoint!r}")

@@ -10,9 +10,9 @@ MOST_UNREAD: Final = 1 << 16
 small that one that reads, however late, cannot come to have so many."""
 
 Frame = bytes | bytearray | memoryview
-OnDriverMessage = Callable[[bytes, list[bytes]], None]
+OnDriverMessage = Callable[[bytes, list[Frame]], None]
 OnPause = Callable[[], None]
-OnWorkerMessage = Callable[[list[bytes]], None]
+OnWorkerMessage = Callable[[list[Frame]], None]
 
 
 class DriverTransport(Protocol):

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from ..codec import decode_from_rank, encode
+from ..codec import Buffer, decode_from_rank, encode
 from ..core.manifest import check_manifest, differences
 from ..core.weights import (
     ABORT,
@@ -622,7 +622,7 @@ class WeightChannel:
         if identity is not None and self._driver is not None:
             self._driver.send_to_peer(identity, encode(message))
 
-    def _on_peer(self, identity: bytes, frame: bytes) -> bool:
+    def _on_peer(self, identity: bytes, frame: Buffer) -> bool:
         member = self._ranks.get(identity)
         sender = self._senders.get(identity)
         if member is None and sender is None and not self._is_sender(identity):

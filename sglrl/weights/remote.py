@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import msgspec
 
-from ..codec import MALFORMED, decode_to_rank, encode
+from ..codec import MALFORMED, Buffer, decode_to_rank, encode
 from ..core.manifest import default_bucket_bytes, total_bytes
 from ..errors import (
     Closed,
@@ -251,7 +251,7 @@ class Sender:
     def _answer(self, answer: RankAnswer) -> None:
         self._send(answer)
 
-    def _on_message(self, frames: list[bytes]) -> None:
+    def _on_message(self, frames: list[Buffer]) -> None:
         try:
             message: ToRank = decode_to_rank(frames[0])
         except (ProtocolError, IndexError) as error:

@@ -204,7 +204,9 @@ async def test_large_frames(link: Link, join: Join) -> None:
     to_driver = [frames for _, frames in (await driver.reach(5))[1:]]
     assert to_driver == await worker_got.reach(4)
     assert [len(frames[1]) for frames in to_driver] == [65535, 65536, 1 << 20, 15 << 20]
-    assert all(f[1] == f[1][:1] * len(f[1]) and f[2] == b"tail" for f in to_driver)
+    assert all(f[1] == bytes(f[1][:1]) * len(f[1]) and f[2] == b"tail" for f in to_driver)
+    # Whether they are ZeroMQ's own memory or not, nobody can write to them.
+    assert all(memoryview(f[1]).readonly for f in to_driver)
 
 
 async def test_bursts_in_both_directions_at_once(link: Link, join: Join) -> None:
