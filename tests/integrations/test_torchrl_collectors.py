@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,15 @@ from torchrl.envs.llm.transforms.kl import RetrieveKL, RetrieveLogProb
 from torchrl.modules.llm.policies import ChatHistory, Text, TransformersWrapper
 from torchrl.objectives.llm import CISPOLoss, GRPOLoss, MCAdvantage
 from torchrl.objectives.llm.grpo import DAPO
-from torchrl.weight_update.llm import get_sglang_model_metadata
 
 import sglrl
 from sglrl.demo.tiny import make_model
-from sglrl.integrations.torchrl import AsyncSGLang, SGLangWeightSyncScheme, SGLangWrapper
+from sglrl.integrations.torchrl import (
+    AsyncSGLang,
+    SGLangWeightSyncScheme,
+    SGLangWrapper,
+    get_sglang_model_metadata,
+)
 
 pytestmark = [
     # Of TorchRL's own.
@@ -150,6 +155,47 @@ class EvenDigits(Transform):  # type: ignore[misc]
     def transform_reward_spec(self, reward_spec: Any) -> Any:
         reward_spec["reward"] = Unbounded((*self.parent.batch_size, 1, 1))
         return reward_spec
+
+
+def test_the_documentations_blocks_run(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other as they stand, but for the model and how much is generated."""
+    from transformers import AutoModelForCausalLM
+
+    text = (Path(__file__).parents[2] / "docs" / "torchrl.md").read_text()
+    for long, short in (('"max_new_tokens": 512', '"max_new_tokens": 4'), ("64_000", "64")):
+        assert long in text
+        text = text.replace(long, short)
+    service = AsyncSGLang.from_pretrained(str(tiny), device="cpu")
+    monkeypatch.setattr(AsyncSGLang, "from_pretrained", lambda name, **kwargs: service)
+    model = AutoModelForCausalLM.from_pretrained(tiny, dtype="auto").eval()
+    tokenizer = service.client.tokenizer
+    actor = TransformersWrapper(model, tokenizer=tokenizer, input_mode="tokens", generate=False)
+    env = ChatEnv.from_dataloader([{"query": QUERIES}] * 64, batch_size=(8,), repeats=2)
+    names: dict[str, Any] = {
+        "env": env.append_transform(StepCounter(max_steps=1)).append_transform(EvenDigits()),
+        "buffer": ReplayBuffer(
+            storage=LazyStackStorage(64),
+            sampler=SamplerWithoutReplacement(),
+            batch_size=64,
+            transform=MCAdvantage(grpo_size=2, prompt_key="query"),
+        ),
+        "model": model,
+        "loss_function": GRPOLoss(actor),
+        "optimizer": torch.optim.SGD(model.parameters(), lr=1e-3),
+    }
+    try:
+        blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+        assert len(blocks) == 4
+        for block in blocks[:-1]:
+            exec(block, names)
+            assert service.client.verify_weights(model) == []
+        assert service.client.weight_version == names["collector"].policy_version == 2
+        exec(blocks[-1], names)
+    finally:
+        service.shutdown()
+    for ended in (names["service"], names["other"]):
+        with pytest.raises(RuntimeError, match="shut down"):
+            ended.generate("Hello")
 
 
 def test_grpo_learns(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -98,6 +99,9 @@ def test_one_kind_of_input(service: AsyncSGLang) -> None:
         service.generate("Hello", stream=True)
     with pytest.raises(ValueError, match="temperatur"):
         service.generate("Hello", temperatur=1.0)
+    for wrong in ([("max_new_tokens", 4)], [], 7, "greedy"):
+        with pytest.raises(TypeError, match="sampling_params must be a mapping"):
+            service.generate("Hello", wrong)
 
 
 def test_flush_cache(service: AsyncSGLang) -> None:
@@ -245,6 +249,14 @@ def test_errors_before_there_is_a_server(tmp_path: Path) -> None:
             AsyncSGLang.connect(url)
 
 
+def test_the_error_of_a_pool_that_is_gone_has_the_callers_limit_and_no_secret() -> None:
+    with pytest.raises(ConnectionError, match=r"within 0\.2 s") as caught:
+        AsyncSGLang.connect("tcp://127.0.0.1:1#secret", timeout=0.2)
+    assert "tcp://127.0.0.1:1" in str(caught.value)
+    assert "secret" not in "".join(traceback.format_exception_only(caught.value))
+    assert "secret" not in str(caught.value.__cause__)
+
+
 def test_a_copy_connects_to_the_same_replicas(replicas: AsyncSGLang) -> None:
     copy = pickle.loads(pickle.dumps(replicas))
     assert copy.get_dp_size() == 2
@@ -257,7 +269,8 @@ def test_a_copy_connects_to_the_same_replicas(replicas: AsyncSGLang) -> None:
     assert copy.collective_rpc("flush_cache") == [True, True]
     copy.shutdown()
     copy.shutdown()
-    with pytest.raises(RuntimeError):
+    assert copy.server_url == replicas.server_url
+    with pytest.raises(RuntimeError, match="this AsyncSGLang is shut down"):
         copy.generate(input_ids=[1])
     assert replicas.generate(input_ids=[1], max_new_tokens=1)["output_ids"] == [1]
 

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.weight_update.llm import get_sglang_model_metadata
 from torchrl.weight_update.weight_sync_schemes import WeightSyncScheme
 
 import sglrl
@@ -21,6 +20,7 @@ from sglrl.integrations.torchrl import (
     SGLangWeightReceiver,
     SGLangWeightSender,
     SGLangWeightSyncScheme,
+    get_sglang_model_metadata,
 )
 from sglrl.integrations.torchrl.weights import PoolTransport
 
@@ -90,7 +90,7 @@ def test_the_scheme_and_what_it_makes() -> None:
     assert scheme.strategy_name == "tensordict"
     assert scheme.world_size == 2
     assert scheme.flush_cache_on_update is None
-    assert isinstance(scheme.create_sender(), SGLangWeightSender)
+    assert isinstance(SGLangWeightSyncScheme(URL).create_sender(), SGLangWeightSender)
     assert isinstance(scheme.create_transport(), PoolTransport)
     assert scheme.create_receiver() is None
     assert 0 < SGLangWeightSyncScheme(URL, num_gpus=2).master_port <= 55535
@@ -106,6 +106,12 @@ def test_wrong_arguments() -> None:
         SGLangWeightSyncScheme(URL, strategy="luck")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="server_url"):
         SGLangWeightSyncScheme()
+    for nonsense in ("http://localhost:1", "http://localhost:1#token", "tcp://127.0.0.1:1", ""):
+        with pytest.raises(ValueError, match="address"):
+            SGLangWeightSyncScheme(nonsense).create_sender()
+    for nothing in (7, object(), torch.nn.Linear(1, 1)):
+        with pytest.raises(TypeError, match="server_url must be the address of a pool"):
+            SGLangWeightSyncScheme(nothing).create_sender()
 
 
 def test_calls_out_of_order(model: Any) -> None:
@@ -114,17 +120,17 @@ def test_calls_out_of_order(model: Any) -> None:
     sender.register_model(model)
     assert sender._model_ref is not None
     assert sender._model_ref() is model
-    with pytest.raises(RuntimeError, match="Transport not initialized"):
-        sender.update_weights()
     sender = scheme.create_sender()
-    sender._transport = object()
     with pytest.raises(RuntimeError, match="No model registered"):
         sender.update_weights()
     gone = torch.nn.Linear(1, 1)
     sender.register_model(gone)
     del gone
     gc.collect()
-    with pytest.raises(RuntimeError, match="no longer valid"):
+    with pytest.raises(RuntimeError, match=r"no longer valid.* Keep one of your own"):
+        sender.update_weights()
+    sender.shutdown()
+    with pytest.raises(RuntimeError, match=r"Transport not initialized: .* is shut down"):
         sender.update_weights()
     transport = scheme.create_transport()
     assert transport.check_connection() is False
@@ -137,8 +143,9 @@ def test_calls_out_of_order(model: Any) -> None:
 
 @pytest.mark.parametrize("strategy", ["tensordict", "state_dict"])
 @pytest.mark.parametrize("where", ["address", "service"])
+@pytest.mark.parametrize("ahead", [True, False], ids=["group-ahead", "group-with-first"])
 def test_a_models_weights_arrive(
-    learner: AsyncSGLang, model: Any, strategy: Any, where: str
+    learner: AsyncSGLang, model: Any, strategy: Any, where: str, ahead: bool
 ) -> None:
     """From this process over the pool's own channel, and as from any other by its address."""
     pool = learner.server_url if where == "address" else learner
@@ -148,7 +155,8 @@ def test_a_models_weights_arrive(
     collector = Collector()
     sender.register_collector(Broken())
     sender.register_collector(collector)
-    sender.init_all_workers_group(get_sglang_model_metadata(model))
+    if ahead:
+        sender.init_all_workers_group(get_sglang_model_metadata(model))
     for seed in (1, 2):
         train(model, seed)
         before = learner.client.weight_version
@@ -158,8 +166,15 @@ def test_a_models_weights_arrive(
     assert collector.version == 2
     assert sender.flush_cache()
     sender.shutdown()
-    with pytest.raises(RuntimeError, match="Transport not initialized"):
+    with pytest.raises(RuntimeError, match="is shut down"):
         sender.update_weights()
+
+
+def test_metadata_of_a_module_and_of_a_service(learner: AsyncSGLang, model: Any) -> None:
+    taken = get_sglang_model_metadata(learner)
+    assert taken == learner.get_model_metadata()
+    saved = get_sglang_model_metadata(model)
+    assert {name: saved[name] for name in taken} == taken
 
 
 def test_weights_that_are_given(learner: AsyncSGLang, model: Any) -> None:

@@ -467,6 +467,9 @@ def test_wrong_arguments(pool: sglrl.BlockingClient) -> None:
         SGLangWrapper(3)
     with pytest.raises(TypeError, match="got Client"):
         SGLangWrapper(pool._client)
+    wrong = TensorDict(text=Text(prompt=TEXTS), batch_size=3)
+    with pytest.raises(ValueError, match=r"found keys: .*\('text', 'prompt'\)"):
+        SGLangWrapper(pool)(wrong)
     with pytest.raises(ValueError, match=r"Expected 'history' key"):
         SGLangWrapper(pool, input_key="history")(TensorDict(batch_size=2))
     with pytest.raises(TypeError, match="Expected History object"):

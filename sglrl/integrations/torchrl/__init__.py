@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from .weights import SGLangWeightReceiver as SGLangWeightReceiver
     from .weights import SGLangWeightSender as SGLangWeightSender
     from .weights import SGLangWeightSyncScheme as SGLangWeightSyncScheme
+    from .weights import get_sglang_model_metadata as get_sglang_model_metadata
     from .wrapper import SGLangWrapper as SGLangWrapper
 
 _HOMES = {
@@ -20,6 +21,7 @@ _HOMES = {
     "SGLangWeightSender": "weights",
     "SGLangWeightSyncScheme": "weights",
     "SGLangWrapper": "wrapper",
+    "get_sglang_model_metadata": "weights",
 }
 
 __all__ = [
@@ -29,6 +31,7 @@ __all__ = [
     "SGLangWeightSender",
     "SGLangWeightSyncScheme",
     "SGLangWrapper",
+    "get_sglang_model_metadata",
 ]
 
 

@@ -45,7 +45,7 @@ class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
         model_path: what ``from_pretrained`` starts.
         tp_size: GPUs of each replica.
         dp_size: replicas. Calls are routed among them by cached prefix and load.
-        timeout: seconds that a call may take unless it says otherwise.
+        timeout: seconds that a call may take unless it says otherwise; connecting, at most 10.
         **server_kwargs: what ``sglrl.launch`` takes, which includes SGLang's server arguments;
             TorchRL's ``cuda_devices``, ``host`` and ``port`` and vLLM's ``max_model_len`` are
             understood. With ``server_url``: ``keys``, ``insecure``.
@@ -104,12 +104,15 @@ class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
         }
         try:
             client = blocking.connect(
-                self.server_url, connect_timeout=_CONNECT_SECONDS, timeout=self._timeout, **known
+                self.server_url,
+                connect_timeout=min(_CONNECT_SECONDS, self._timeout),
+                timeout=self._timeout,
+                **known,
             )
             client.__enter__()
         except (DeadlineExceeded, Closed, UsageError) as error:
             raise ConnectionError(
-                f"Cannot connect to SGLang server at {self._server_url}. "
+                f"Cannot connect to SGLang server at {_public(self._server_url)}. "
                 f"Ensure the server is running and accessible. ({error})"
             ) from error
         self._keep(client)
@@ -151,6 +154,11 @@ class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
             RuntimeError: the service was neither connected nor started, or is shut down.
         """
         if self._client is None:
+            if self._server_url is not None:
+                raise RuntimeError(
+                    "this AsyncSGLang is shut down; make another with connect() or "
+                    "from_pretrained()"
+                )
             raise RuntimeError("Server URL not set. Call connect() or from_pretrained().")
         return self._client
 
@@ -195,6 +203,7 @@ class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
 
         Raises:
             ValueError: neither or both of ``prompts`` and ``input_ids``, or a bad sampling value.
+            TypeError: ``sampling_params`` is no mapping.
             sglrl.DeadlineExceeded: the time limit has passed (a ``TimeoutError``).
         """
         if prompts is None and input_ids is None:
@@ -466,8 +475,13 @@ def _values(
     values: dict[str, Any] = {}
     if isinstance(sampling_params, SamplingParams):
         values["sampling"] = sampling_params
-    elif sampling_params is not None:
+    elif isinstance(sampling_params, Mapping):
         values.update(sampling_params)
+    elif sampling_params is not None:
+        raise TypeError(
+            'sampling_params must be a mapping such as {"max_new_tokens": 16} or a '
+            f"sglrl.SamplingParams, got {sampling_params!r}"
+        )
     for name, value in kwargs.items():
         if name == "max_new_tokens":
             values.pop("max_tokens", None)

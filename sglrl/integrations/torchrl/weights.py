@@ -18,6 +18,7 @@ from typing import Any, Final, Literal
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torchrl.modules.llm.backends.sglang.sglang_utils import get_local_ip_address, get_open_port
+from torchrl.weight_update.llm import get_sglang_model_metadata as _of_module
 from torchrl.weight_update.weight_sync_schemes import WeightStrategy, WeightSyncScheme
 
 from ... import blocking
@@ -36,6 +37,13 @@ have them."""
 _LATEST: Final = "latest"
 
 
+def get_sglang_model_metadata(model: Any) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    """dtype and shape by name: of a module's tensors, adapters (PEFT) merged; of an
+    ``AsyncSGLang``, of what its engines take."""
+    of_service = getattr(model, "get_model_metadata", None)
+    return dict(_of_module(model) if of_service is None else of_service())
+
+
 class SGLangWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]
     """How a trainer's weights get into the replicas.
 
@@ -43,8 +51,8 @@ class SGLangWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]
 
         scheme = SGLangWeightSyncScheme(service.server_url)
         sender = scheme.create_sender()
-        sender.register_model(policy.model)
-        sender.init_all_workers_group(get_model_metadata(policy.model))
+        sender.register_model(model)
+        sender.init_all_workers_group(get_sglang_model_metadata(model))  # or with the first update
         sender.update_weights()
 
     Args:
@@ -130,7 +138,23 @@ class SGLangWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]
         return PoolTransport(self)
 
     def create_sender(self) -> SGLangWeightSender:
-        """For the trainer's process; of several ranks, for the first."""
+        """For the trainer's process; of several ranks, for the first.
+
+        Raises:
+            ValueError: ``server_url`` is no address of a pool.
+            TypeError: it is neither an address nor a service or client.
+        """
+        if isinstance(self.server_url, str):
+            # Not entered: it checks what it is given.
+            blocking.connect(self.server_url, keys=self.keys, insecure=self.insecure)
+        elif self.server_url is not None:
+            client = getattr(self.server_url, "client", self.server_url)
+            if not isinstance(client, BlockingClient):
+                raise TypeError(
+                    "server_url must be the address of a pool, an AsyncSGLang of "
+                    "sglrl.integrations.torchrl or a sglrl.BlockingClient, got "
+                    f"{type(client).__name__}"
+                )
         return SGLangWeightSender(self)
 
     def create_receiver(self, engine: Any = None, *args: Any) -> SGLangWeightReceiver | None:
@@ -277,6 +301,7 @@ class SGLangWeightSender:
         self._scheme = scheme
         self._model_ref: Callable[[], Any] | None = None
         self._transport: Any = None
+        self._ended = False
         self._collectors: list[Any] = []
         self._post_hooks: list[Callable[[], None]] = []
         if scheme.remote_addr is not None:
@@ -297,13 +322,19 @@ class SGLangWeightSender:
                 logger.warning("a collector could not increment its version: %s", error)
 
     def register_model(self, model: Any) -> None:
-        """What ``update_weights`` sends; a weak reference is kept."""
+        """What ``update_weights`` sends. The reference is weak: the program keeps the model."""
         self._model_ref = weakref.ref(model)
 
     def init_all_workers_group(self, model_metadata: Metadata | None = None, **kwargs: Any) -> None:
-        """Connect to the pool; see ``PoolTransport.init_all_workers_group``."""
-        transport = self._scheme.create_transport()
-        transport.init_all_workers_group(model_metadata)
+        """Connect to the pool ahead of the first update, which would do it otherwise; see
+        ``PoolTransport.init_all_workers_group``."""
+        transport = self._transport or self._scheme.create_transport()
+        try:
+            transport.init_all_workers_group(model_metadata)
+        except BaseException:
+            if transport is not self._transport:
+                transport.shutdown()
+            raise
         self._transport = transport
 
     def update_weights(self, weights: Any = None, *, version: int | None = None) -> Any:
@@ -311,10 +342,13 @@ class SGLangWeightSender:
         a dict (flat or nested) or a module. The ``UpdateReport``; through files, None.
 
         Raises:
-            RuntimeError: ``init_all_workers_group`` was not called, or there is no model.
+            RuntimeError: there is no model, or the sender is shut down.
         """
-        if self._transport is None:
-            raise RuntimeError("Transport not initialized. Call init_all_workers_group first.")
+        if self._transport is None and self._ended:
+            raise RuntimeError(
+                "Transport not initialized: this sender is shut down. init_all_workers_group() "
+                "connects it again"
+            )
         partial = weights is not None and not isinstance(weights, torch.nn.Module)
         if weights is None:
             if self._model_ref is None:
@@ -324,9 +358,14 @@ class SGLangWeightSender:
                 )
             weights = self._model_ref()
             if weights is None:
-                raise RuntimeError("Model reference is no longer valid")
+                raise RuntimeError(
+                    "Model reference is no longer valid: nothing but register_model, whose "
+                    "reference is weak, had the model. Keep one of your own"
+                )
         if isinstance(weights, torch.nn.Module):
             weights = self._extract(weights)
+        if self._transport is None:
+            self.init_all_workers_group()
         report = self._transport.send_weights(
             "sglang_model", weights, partial=partial, version=version
         )
@@ -351,6 +390,7 @@ class SGLangWeightSender:
 
     def shutdown(self) -> None:
         """Disconnect."""
+        self._ended = True
         if self._transport is not None:
             self._transport.shutdown()
             self._transport = None

@@ -239,9 +239,15 @@ class SGLangWrapper(LLMWrapperBase):  # type: ignore[misc]
             **kwargs: sampling values for this call, over ``generate_kwargs``.
         """
         if self.input_key not in tensordict:
+            # What is deeper is inside of a History.
+            found = [
+                key
+                for key in tensordict.keys(include_nested=True)
+                if isinstance(key, str) or len(key) == 2
+            ]
             raise ValueError(
                 f"Expected '{self.input_key}' key for {self.input_mode} input mode, but found "
-                f"keys: {list(tensordict.keys())}"
+                f"keys: {found}"
             )
         shape = tensordict.batch_size
         flat = tensordict.reshape(-1) if tensordict.ndim else lazy_stack([tensordict])
