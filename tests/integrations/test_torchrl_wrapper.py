@@ -467,6 +467,9 @@ def test_wrong_arguments(pool: sglrl.BlockingClient) -> None:
         SGLangWrapper(3)
     with pytest.raises(TypeError, match="got Client"):
         SGLangWrapper(pool._client)
+    for values in ([], [("temperature", 1.0)], 7):
+        with pytest.raises(TypeError, match="generate_kwargs must be a mapping"):
+            SGLangWrapper(pool, generate_kwargs=values)  # type: ignore[arg-type]
     wrong = TensorDict(text=Text(prompt=TEXTS), batch_size=3)
     with pytest.raises(ValueError, match=r"found keys: .*\('text', 'prompt'\)"):
         SGLangWrapper(pool)(wrong)

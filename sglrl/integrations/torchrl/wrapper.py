@@ -10,7 +10,7 @@ import asyncio
 import inspect
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self, cast
 
 import torch
@@ -77,7 +77,8 @@ class SGLangWrapper(LLMWrapperBase):  # type: ignore[misc]
         ValueError: arguments contradict each other, or the input key is missing. What the client
             raises (``sglrl.errors``) passes through: a bad sampling value is an ``InvalidRequest``,
             which is a ``ValueError``.
-        TypeError: the input is of another type than ``input_mode`` says.
+        TypeError: the input is of another type than ``input_mode`` says, or ``generate_kwargs`` is
+            no mapping.
     """
 
     def __init__(
@@ -120,6 +121,11 @@ class SGLangWrapper(LLMWrapperBase):  # type: ignore[misc]
             raise ValueError("return_log_probs must be True when generate=False.")
         if not isinstance(pad_output, bool):
             raise ValueError("pad_output must be a boolean")
+        if generate_kwargs is not None and not isinstance(generate_kwargs, Mapping):
+            raise TypeError(
+                'generate_kwargs must be a mapping such as {"max_new_tokens": 16}, got '
+                f"{generate_kwargs!r}"
+            )
         self._check_batching(batching, min_batch_size, max_batch_size)
         if batching and min_batch_size is None:
             min_batch_size = 1
