@@ -1,4 +1,4 @@
-"""The README's examples, for the tests that run them."""
+"""The documents' examples, for the tests that run them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 README = Path(__file__).parents[1] / "README.md"
 
 
-def example(word: str) -> str:
+def example(word: str, document: Path = README) -> str:
     """The one block of Python code that has this word in it."""
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", document.read_text(), re.DOTALL)
     (found,) = [block for block in blocks if word in block]
     return str(found)

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import inspect
 import threading
 import warnings
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -24,7 +25,7 @@ from ..blocking import BlockingClient, blocking
 from ..client import Client
 from ..completion import NextTokenLogprobs
 from ..core.calls import Call
-from ..errors import Closed, SglrlError, UsageError
+from ..errors import Closed, DeadlineExceeded, InvalidRequest, SglrlError, UsageError
 from ..tokens import check_ids
 from .vocabulary import Token, token_bytes, token_strings
 
@@ -43,6 +44,12 @@ _Waiter = tuple[asyncio.AbstractEventLoop | None, Any]
 
 _LARGE = 1 << 17
 """Elements. Work on larger tensors takes so long that it is not for an event loop."""
+
+_AT_ONCE = 32
+"""Answers. So many tasks are woken in one iteration of an event loop; others get their turn."""
+
+_PATIENCE = 30.0
+"""Seconds that the client's event loop may take to come round."""
 
 # PyTorch warns of read-only memory once in a program. What is given out here is shared by all who
 # asked for it anyway, so it is not to be written to.
@@ -121,8 +128,11 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
         self._timeout = timeout
         self._owned = False
         self._vocab_size = client.info.vocab_size
+        # By loop; each entry is its own thread's:
         self._asked: dict[asyncio.AbstractEventLoop, list[tuple[bytes, Any]]] = {}
-        """By loop: what its tick has asked for so far."""
+        """What its tick has asked for so far."""
+        self._arrived: dict[asyncio.AbstractEventLoop, deque[tuple[Any, Any]]] = {}
+        """Futures and outcomes that wait for an iteration of it."""
         # On the engine's loop:
         self._inflight: dict[bytes, _Query] = {}
         self._answers: dict[asyncio.AbstractEventLoop, list[tuple[Any, Any]]] = {}
@@ -142,7 +152,12 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
             engine_opts: what ``sglrl.launch`` takes, fields of SGLang's ``ServerArgs`` included.
             gpu_id: the GPU that it runs on.
             **kwargs: as of the class.
+
+        Raises:
+            TypeError: the class has no such argument; nothing was started.
+            UsageError, WorkerStartError: as ``sglrl.launch``.
         """
+        inspect.signature(cls).bind(None, **kwargs)
         options = dict(engine_opts or {})
         # What genlm's users pass and every worker of ours does by itself.
         options.pop("skip_tokenizer_init", None)
@@ -175,36 +190,46 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
 
     # --- queries ----------------------------------------------------------------------------------
 
-    async def next_token_logprobs(self, token_ids: Sequence[int]) -> torch.Tensor:
+    async def next_token_logprobs(
+        self, token_ids: Sequence[int], lora_name: str | None = None
+    ) -> torch.Tensor:
         """The log-probabilities of the token behind these: float32 [v].
 
         Raises:
-            ValueError: there are none.
+            ValueError: there are none, or an adapter is named: there are none of these either.
             InvalidRequest, Overloaded, DeadlineExceeded, WorkerLost, EngineError, Closed: as
                 ``Client.next_token_logprobs``.
         """
+        _no_adapter(lora_name)
         found = self._ask(self._key(token_ids))
         return found if isinstance(found, torch.Tensor) else await found
 
     async def batch_next_token_logprobs(
-        self, token_ids_list: Iterable[Sequence[int]]
+        self, token_ids_list: Iterable[Sequence[int]], lora_name: str | None = None
     ) -> torch.Tensor:
-        """The same of several: float32 [n, v]."""
-        found = [self._ask(self._key(token_ids)) for token_ids in token_ids_list]
+        """The same of several: float32 [n, v]; of none, [0, v]."""
+        _no_adapter(lora_name)
+        # Nothing is asked for unless all of them are right.
+        keys = [self._key(token_ids) for token_ids in token_ids_list]
+        found = [self._ask(key) for key in keys]
         waiting = [f for f in found if not isinstance(f, torch.Tensor)]
         await asyncio.gather(*waiting)
         rows = [f if isinstance(f, torch.Tensor) else f.result() for f in found]
-        return await self._work(len(rows) * self._vocab_size, lambda: torch.stack(rows))
+        return await self._work(len(rows) * self._vocab_size, lambda: self._stack(rows))
 
-    def next_token_logprobs_sync(self, token_ids: Sequence[int]) -> torch.Tensor:
+    def next_token_logprobs_sync(
+        self, token_ids: Sequence[int], lora_name: str | None = None
+    ) -> torch.Tensor:
         """``next_token_logprobs`` that blocks the calling thread."""
+        _no_adapter(lora_name)
         return self._wait([token_ids])[0]
 
     def batch_next_token_logprobs_sync(
-        self, token_ids_list: Iterable[Sequence[int]]
+        self, token_ids_list: Iterable[Sequence[int]], lora_name: str | None = None
     ) -> torch.Tensor:
         """``batch_next_token_logprobs`` that blocks the calling thread."""
-        return torch.stack(self._wait(token_ids_list))
+        _no_adapter(lora_name)
+        return self._stack(self._wait(token_ids_list))
 
     async def sample(
         self,
@@ -213,9 +238,21 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
         eos_token_ids: Collection[int],
         temperature: float = 1.0,
         seed: int | None = None,
+        lora_name: str | None = None,
     ) -> list[int]:
         """At most ``max_tokens`` tokens, drawn here one by one; up to the first of
-        ``eos_token_ids``, which is left out."""
+        ``eos_token_ids``, which is left out.
+
+        Args:
+            temperature: 0 takes the likeliest token.
+            seed: of the numbers drawn.
+
+        Raises:
+            ValueError: the temperature is negative.
+        """
+        _no_adapter(lora_name)
+        if not temperature >= 0:
+            raise UsageError(f"temperature must be at least 0, got {temperature}")
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         prompt = list(prompt_token_ids)
         sampled: list[int] = []
@@ -223,6 +260,8 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
             logprobs = await self.next_token_logprobs(prompt + sampled)
 
             def draw(logprobs: torch.Tensor = logprobs) -> int:
+                if temperature == 0:
+                    return int(logprobs.argmax())
                 probs = torch.softmax(logprobs / temperature, dim=-1)
                 return int(torch.multinomial(probs, 1, generator=generator))
 
@@ -240,11 +279,12 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
         eos_token_ids: Collection[int],
         temperature: float = 1.0,
         seed: int | None = None,
+        lora_name: str | None = None,
     ) -> list[list[int]]:
         """``sample`` of several prompts at the same time."""
         return await asyncio.gather(
             *(
-                self.sample(prompt, max_tokens, eos_token_ids, temperature, seed)
+                self.sample(prompt, max_tokens, eos_token_ids, temperature, seed, lora_name)
                 for prompt in prompt_token_ids_list
             )
         )
@@ -259,19 +299,32 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
         return bool(self._on_engine(self._engine.flush_cache))
 
     def reset_async_queries(self) -> None:
-        """Cancel all queries that wait."""
+        """Cancel all queries that wait: who awaits one gets ``asyncio.CancelledError``, who blocks
+        for one ``concurrent.futures.CancelledError``.
+
+        Raises:
+            DeadlineExceeded: the client's event loop has not come round for 30 s.
+        """
         for loop, asked in list(self._asked.items()):
             waiting, asked[:] = list(asked), []
-            _resolve_on(loop, [(future, None) for _, future in waiting])
+            self._resolve_on(loop, [(future, None) for _, future in waiting])
         if not self._loop.is_closed():
             self._here_or_there(self._reset)
 
     # --- on the caller's thread -------------------------------------------------------------------
 
     def _key(self, token_ids: Sequence[int]) -> bytes:
-        if not len(token_ids):
-            raise ValueError("there are no token ids: at least one is needed")
+        try:
+            none = not len(token_ids)
+        except TypeError:
+            # No sequence, which is said below.
+            none = False
+        if none:
+            raise InvalidRequest("there are no token ids: at least one is needed")
         return check_ids(token_ids, self._vocab_size)
+
+    def _stack(self, rows: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack(rows) if rows else torch.empty(0, self._vocab_size)
 
     def _cached(self, key: bytes) -> torch.Tensor | None:
         cache = self.cache
@@ -302,13 +355,43 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
 
     def _hand_over(self, loop: asyncio.AbstractEventLoop) -> None:
         """What one tick has asked for goes to the engine together."""
+        if loop in self._arrived:
+            # Those who are woken after one another ask together.
+            loop.call_soon(self._hand_over, loop)
+            return
         asked: list[tuple[bytes, _Waiter]] = [
             (key, (loop, future)) for key, future in self._asked.pop(loop)
         ]
         try:
             self._loop.call_soon_threadsafe(self._submit, asked)
         except RuntimeError:
-            _resolve([(waiter[1], _closed()) for _, waiter in asked])
+            self._arrive(loop, [(waiter[1], _closed()) for _, waiter in asked])
+
+    def _resolve_on(self, loop: asyncio.AbstractEventLoop, outcomes: list[tuple[Any, Any]]) -> None:
+        try:
+            loop.call_soon_threadsafe(self._arrive, loop, outcomes)
+        except RuntimeError:
+            # It is closed: nobody waits there any more.
+            self._arrived.pop(loop, None)
+
+    def _arrive(self, loop: asyncio.AbstractEventLoop, outcomes: list[tuple[Any, Any]]) -> None:
+        """On this loop."""
+        arrived = self._arrived.get(loop)
+        if arrived is not None:
+            arrived.extend(outcomes)
+            return
+        self._arrived[loop] = deque(outcomes)
+        self._wake(loop)
+
+    def _wake(self, loop: asyncio.AbstractEventLoop) -> None:
+        arrived = self._arrived.get(loop)
+        if not arrived:
+            # An iteration after the last of them, so that these have asked again.
+            self._arrived.pop(loop, None)
+            return
+        for _ in range(min(len(arrived), _AT_ONCE)):
+            _resolve(*arrived.popleft())
+        loop.call_soon(self._wake, loop)
 
     def _wait(self, token_ids_list: Iterable[Sequence[int]]) -> list[torch.Tensor]:
         self._must_not_be_engine()
@@ -365,11 +448,16 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
             done.set()
 
         self._loop.call_soon_threadsafe(there)
-        done.wait()
+        if not done.wait(_PATIENCE):
+            raise DeadlineExceeded(
+                f"the client's event loop has not come round for {_PATIENCE:.0f} s; something "
+                "blocks it"
+            )
 
     # --- on the engine's loop ---------------------------------------------------------------------
 
     def _submit(self, asked: list[tuple[bytes, _Waiter]]) -> None:
+        # Not a few at a time: that makes more and smaller messages, and costs more than it gives.
         for key, waiter in asked:
             query = self._inflight.get(key)
             if query is None:
@@ -403,10 +491,9 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
         """``outcome`` None: it was cancelled."""
         if self._inflight.get(query.key) is query:
             del self._inflight[query.key]
-        here = []
         for loop, future in query.waiters:
-            if loop is None or loop is self._loop:
-                here.append((future, outcome))
+            if loop is None:
+                _resolve(future, outcome)
             elif loop in self._answers:
                 self._answers[loop].append((future, outcome))
             else:
@@ -414,12 +501,14 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
                 if len(self._answers) == 1:
                     # Everything that one message of the engine brings goes back together.
                     self._loop.call_soon(self._hand_back)
-        _resolve(here)
 
     def _hand_back(self) -> None:
         answers, self._answers = self._answers, {}
         for loop, outcomes in answers.items():
-            _resolve_on(loop, outcomes)
+            if loop is self._loop:
+                self._arrive(loop, outcomes)
+            else:
+                self._resolve_on(loop, outcomes)
 
     def _reset(self) -> None:
         driver = self._engine._driver
@@ -434,25 +523,21 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
         self.clear_cache()
 
 
-def _resolve_on(loop: asyncio.AbstractEventLoop, outcomes: list[tuple[Any, Any]]) -> None:
-    try:
-        loop.call_soon_threadsafe(_resolve, outcomes)
-    except RuntimeError:
-        # It is closed: nobody waits there any more.
+def _resolve(future: Any, outcome: torch.Tensor | SglrlError | None) -> None:
+    if future.done():
+        # Who asked was cancelled.
         return
+    if outcome is None:
+        future.cancel()
+    elif isinstance(outcome, torch.Tensor):
+        future.set_result(outcome)
+    else:
+        future.set_exception(outcome)
 
 
-def _resolve(outcomes: list[tuple[Any, Any]]) -> None:
-    for future, outcome in outcomes:
-        if future.done():
-            # Who asked was cancelled.
-            continue
-        if outcome is None:
-            future.cancel()
-        elif isinstance(outcome, torch.Tensor):
-            future.set_result(outcome)
-        else:
-            future.set_exception(outcome)
+def _no_adapter(lora_name: str | None) -> None:
+    if lora_name is not None:
+        raise UsageError(f"lora_name must be None, got {lora_name!r}: adapters are not served")
 
 
 def _closed() -> Closed:

@@ -30,7 +30,9 @@ def test_the_readmes_example_runs_as_a_plain_script(tmp_path: Path) -> None:
     assert {reward for _, _, reward in lines} <= {"0.0", "1.0"}
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "docs/architecture.md"])
+@pytest.mark.parametrize(
+    "document", ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/genlm.md"]
+)
 def test_files_that_a_document_names_exist(document: str) -> None:
     text = (ROOT / document).read_text()
     named = set(re.findall(r"\b((?:sglrl|workers|tests)/[\w/]+\.py)\b", text))

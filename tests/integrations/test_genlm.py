@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import itertools
 import sys
 import threading
 import types
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from readme import README, example
 from safetensors.torch import load_file, save_file
 
 import sglrl
@@ -154,6 +156,35 @@ def test_nothing_is_no_prompt(model: AsyncSGLTransformer) -> None:
         model.next_token_logprobs_sync([])
     with pytest.raises(sglrl.InvalidRequest, match="outside"):
         model.next_token_logprobs_sync([512])
+    wrong: list[Any] = [None, 5, [1.5], [None], [[1], [2]], torch.tensor(1), iter([1])]
+    for ids in wrong:
+        with pytest.raises(sglrl.InvalidRequest, match="integers"):
+            asyncio.run(model.next_token_logprobs(ids))
+        with pytest.raises(sglrl.InvalidRequest, match="integers"):
+            model.batch_next_token_logprobs_sync([[1], ids])
+    for none in (
+        asyncio.run(model.batch_next_token_logprobs([])),
+        model.batch_next_token_logprobs_sync([]),
+    ):
+        assert none.shape == (0, 512)
+        assert none.dtype == torch.float32
+    assert asyncio.run(model.batch_sample([], 3, [])) == []
+
+
+def test_adapters_are_refused(model: AsyncSGLTransformer) -> None:
+    """genlm passes their names, None for the model itself."""
+    asks: list[Callable[..., Any]] = [
+        lambda name: asyncio.run(model.next_token_logprobs([1], lora_name=name)),
+        lambda name: asyncio.run(model.batch_next_token_logprobs([[1]], lora_name=name)),
+        lambda name: asyncio.run(model.sample([1], 1, [], lora_name=name)),
+        lambda name: asyncio.run(model.batch_sample([[1]], 1, [], lora_name=name)),
+        lambda name: model.next_token_logprobs_sync([1], lora_name=name),
+        lambda name: model.batch_next_token_logprobs_sync([[1]], lora_name=name),
+    ]
+    for ask in asks:
+        ask(None)
+        with pytest.raises(ValueError, match="adapters"):
+            ask("poems")
 
 
 def test_samples_are_those_of_the_model(
@@ -178,6 +209,13 @@ def test_samples_are_those_of_the_model(
     assert several[0] == alone[:4]
     assert several == [sampled(ids, 0.7, 3, {alone[4]}) for ids in prompts]
     assert len(asyncio.run(model.sample(prompts[0], 3, []))) == 3
+    greedy = list(prompts[0])
+    for token in asyncio.run(model.sample(greedy, 4, [], temperature=0)):
+        assert token == int(expected(hf_model, greedy).argmax())
+        greedy.append(token)
+    for temperature in (-1.0, float("nan")):
+        with pytest.raises(ValueError, match="temperature"):
+            asyncio.run(model.sample(prompts[0], 4, [], temperature=temperature))
 
 
 def test_only_the_likeliest(pool: sglrl.BlockingClient, model: Any, prompts: Any) -> None:
@@ -291,6 +329,85 @@ def test_queries_can_be_reset(fake: sglrl.BlockingClient) -> None:
     asyncio.run(asyncio.wait_for(run(), 30))
     assert not model._inflight
     assert fake.workers[0].load == 0
+
+
+@pytest.mark.parametrize("own_loop", [False, True])
+def test_other_callbacks_get_their_turn_between_answers(
+    fake: sglrl.BlockingClient, own_loop: bool
+) -> None:
+    """However many tasks are answered at the same time."""
+    model = AsyncSGLTransformer(fake)
+    woken: list[int] = []
+
+    async def ask(i: int) -> None:
+        await model.next_token_logprobs([1, 2])
+        woken.append(i)
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        await asyncio.to_thread(fake.pause) if not own_loop else await fake._client.pause()
+        tasks = [asyncio.ensure_future(ask(i)) for i in range(100)]
+        await asyncio.sleep(0)
+        turns: list[int] = []
+
+        def look() -> None:
+            turns.append(len(woken))
+            if len(woken) < len(tasks):
+                loop.call_soon(look)
+
+        look()
+        await fake._client.resume() if own_loop else await asyncio.to_thread(fake.resume)
+        await asyncio.gather(*tasks)
+        assert woken == list(range(100))
+        steps = [after - before for before, after in itertools.pairwise([*turns, len(woken)])]
+        assert max(steps) <= 32
+        assert sum(steps) == 100
+
+    if own_loop:
+        assert fake._loop is not None
+        asyncio.run_coroutine_threadsafe(run(), fake._loop).result(30)
+    else:
+        asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_those_woken_after_one_another_ask_together(
+    fake: sglrl.BlockingClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = AsyncSGLTransformer(fake)
+    batches: list[int] = []
+    submit = model._submit
+
+    def counted(asked: Any) -> None:
+        batches.append(len(asked))
+        submit(asked)
+
+    monkeypatch.setattr(model, "_submit", counted)
+
+    async def ask(i: int) -> None:
+        await model.next_token_logprobs([1, 2])
+        await model.next_token_logprobs([2, i])
+
+    async def run() -> None:
+        await asyncio.gather(*(ask(i) for i in range(100)))
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+    assert batches == [100, 100]
+    assert not model._arrived
+
+
+def test_a_loop_that_is_blocked_is_not_waited_for_without_end(
+    fake: sglrl.BlockingClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = AsyncSGLTransformer(fake)
+    monkeypatch.setattr(genlm, "_PATIENCE", 0.01)
+    go_on = threading.Event()
+    assert fake._loop is not None
+    fake._loop.call_soon_threadsafe(go_on.wait, 30)
+    try:
+        with pytest.raises(sglrl.DeadlineExceeded, match="event loop"):
+            model.reset_async_queries()
+    finally:
+        go_on.set()
 
 
 def test_errors_reach_who_waits(fake: sglrl.BlockingClient) -> None:
@@ -430,8 +547,29 @@ def test_it_is_an_asynclm_where_there_is_one(
     assert asked == [(("a/model",), {"backend": "hf", "llm_opts": {"batch_size": 2}})]
 
 
-def test_by_name(tiny: Path) -> None:
+def test_by_name(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"engine": "fake", "vocab_size": 512}
+    with monkeypatch.context() as patch:
+        patch.setattr(genlm, "blocking", None)
+        with pytest.raises(TypeError, match="'foo'"):
+            # Before anything is started.
+            AsyncSGLTransformer.from_name(str(tiny), options, foo=1)
     with genlm.load_model_by_name(str(tiny), llm_opts={"engine_opts": options}) as model:
         assert int(model.next_token_logprobs_sync(np.array([5, 6])).argmax()) == 6
     model.close()
+
+
+def test_what_the_document_shows(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = README.parent / "docs" / "genlm.md"
+    assert document.read_text().count("```python") == 1
+    code = example("from_name", document)
+    model = '"Qwen/Qwen3-0.6B"'
+    assert code.count(model) == 1
+    names: dict[str, Any] = {}
+    exec(compile(code.replace(model, repr(str(tiny))), str(document), "exec"), names)
+    first, second, report, *again = capsys.readouterr().out.splitlines()
+    assert report.startswith("weights v1: ")
+    # They were the same weights.
+    assert again == [first, second]
+    with pytest.raises(sglrl.Closed):
+        names["llm"].next_token_logprobs_sync([1])
