@@ -333,11 +333,6 @@ class Client:
         self._paused = True
         await self._ask_all(_PAUSING["pause"], (mode,), timeout=timeout)
 
-    @property
-    def paused(self) -> bool:
-        """The engines are paused, or to be."""
-        return self._paused
-
     async def resume(self, *, timeout: float = 60.0) -> None:
         """Let the engines go on after ``pause``. Without one: nothing.
 
