@@ -98,6 +98,9 @@ class Zygote:
             # Workers on CPU share its cores with each other and the driver: OpenMP threads that
             # spin while they wait would take them from whoever has work. Read when torch loads.
             os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+            # SGLang compiles a few small functions when they are first used, with a C++ compiler: a
+            # worker would stand still for eight seconds at the first repetition penalty.
+            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
             # Importing SGLang where it sees a GPU initialises CUDA, after which nothing may fork.
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         try:
