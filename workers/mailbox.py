@@ -43,6 +43,10 @@ from .leave import leave
 
 logger = logging.getLogger("sglrl.worker")
 
+_ROWS = 16
+"""In one message. It arrives as a whole, and half a megabyte a row takes its time: the driver
+handles the first ones while the others are under way."""
+
 ENDPOINTS = [
     "abort",
     "flush_cache",
@@ -138,10 +142,12 @@ class Mailbox:
 
     def put_row(self, id_: int, chunk: TokenChunk, row: Buffer) -> None:
         """The answer to ``next_token_logprobs`` for the whole vocabulary. ``row`` is sent as it is:
-        it must not change any more."""
+        it must not change any more. Leaves with the next ``flush``, or before."""
         self._held.discard(id_)
         self._items.append(Item(id_, ItemKind.DONE, msgspec.Raw(self._encode(chunk)), 1))
         self._frames.append(row)
+        if len(self._frames) >= _ROWS:
+            self.flush()
 
     def put_value(self, id_: int, value: object) -> None:
         """The answer of a control endpoint; leaves with the next ``flush``."""

@@ -46,7 +46,8 @@ _LARGE = 1 << 17
 """Elements. Work on larger tensors takes so long that it is not for an event loop."""
 
 _AT_ONCE = 32
-"""Answers. So many tasks are woken in one iteration of an event loop; others get their turn."""
+"""So many tasks are woken, or queries sent, in one iteration of an event loop; others get their
+turn."""
 
 _PATIENCE = 30.0
 """Seconds that the client's event loop may take to come round."""
@@ -457,8 +458,14 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
     # --- on the engine's loop ---------------------------------------------------------------------
 
     def _submit(self, asked: list[tuple[bytes, _Waiter]]) -> None:
-        # Not a few at a time: that makes more and smaller messages, and costs more than it gives.
-        for key, waiter in asked:
+        self._submit_some(asked, 0)
+
+    def _submit_some(self, asked: list[tuple[bytes, _Waiter]], begin: int) -> None:
+        end = begin + _AT_ONCE
+        if end < len(asked):
+            # Work of many milliseconds would keep Python from the callers' loops, too.
+            self._loop.call_soon(self._submit_some, asked, end)
+        for key, waiter in asked[begin:end]:
             query = self._inflight.get(key)
             if query is None:
                 query = self._inflight[key] = _Query(self, key)

@@ -18,6 +18,7 @@ import logging
 import os
 import socket as sockets
 import threading
+import time
 from collections.abc import Callable, Sequence
 from ipaddress import ip_address
 from math import ceil
@@ -36,7 +37,9 @@ from .base import MOST_UNREAD, Frame, OnDriverMessage, OnPause, OnWorkerMessage
 logger = logging.getLogger("sglrl.net")
 
 _BATCH: Final = 128
-"""Messages handled in one callback before the loop gets its turn."""
+"""Messages handled in one callback before the loop gets its turn,"""
+_BATCH_SECONDS: Final = 0.002
+"""unless they take so long: a message may bring hundreds of answers."""
 _COPY_THRESHOLD: Final = 64 << 10
 """Frames larger than this are handed to ZeroMQ without a copy."""
 _RECONNECT_MS: Final = 1000
@@ -215,6 +218,7 @@ class _Pump:
         # Set first: if the callback raises, the messages behind this one must not wait for an edge
         # that has gone.
         more = True
+        end = time.monotonic() + _BATCH_SECONDS
         try:
             for _ in range(_BATCH):
                 try:
@@ -223,7 +227,7 @@ class _Pump:
                     more = False
                     return
                 self.handle(frames)
-                if self.closed:
+                if self.closed or time.monotonic() > end:
                     return
         finally:
             if more and not self.closed:

@@ -52,7 +52,7 @@ from ...mailbox import Mailbox
 from ...weights import RankWeights
 from ..loop import IDLE_WAIT
 from ..protocol import check_mode, check_top
-from . import compat, convert, resume, seeds
+from . import compat, convert, one_token, resume, seeds
 from .next_token import NextTokens, Rows
 from .resume import Resume
 from .weights import SglangWeights, WeightCommand
@@ -621,6 +621,10 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
         if took < 1.0:
             self.sglrl_step_seconds += 0.2 * (took - self.sglrl_step_seconds)
         self._sglrl_launches += 1
+        if self._sglrl_launches == 1 and self.device == "cpu":
+            from . import cpu
+
+            cpu.give_way()
         if batch.forward_mode.is_extend():
             self._sglrl_last_prefill = self._sglrl_launches
             if self.sglrl_adapter is not None:
@@ -720,6 +724,7 @@ def run_scheduler(spec: WorkerSpec, body: EngineSpec) -> None:
     )
     weights = scheduler.sglrl_weights = SglangWeights(scheduler, device, body.rank)
     weights.channel = RankWeights(spec, body.rank, weights)
+    one_token.install(scheduler.tp_worker.model_runner)
     if adapter is not None and mailbox is not None:
         adapter.scheduler = scheduler
         adapter.begun = time.monotonic()
