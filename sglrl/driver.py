@@ -40,6 +40,8 @@ now = time.monotonic
 
 ENVELOPE_BYTES: Final = 4096
 """More than a message needs beside the one body that it carries at least."""
+_AT_ONCE: Final = 256
+"""Effects that wait until all messages that are here have been taken in."""
 
 
 class Reply(Protocol):
@@ -246,6 +248,9 @@ class Driver:
                 member.waiting = message.waiting
                 member.preempted = message.preempted
             self.fabric.results(member, message.items, now())
+            if len(self.fabric.outbox) > _AT_ONCE:
+                # Part of what this message takes, after which the loop may get its turn.
+                self._flush()
         else:
             self._on_control(member, message)
 

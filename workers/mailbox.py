@@ -43,7 +43,7 @@ from .leave import leave
 
 logger = logging.getLogger("sglrl.worker")
 
-_ROWS = 16
+ROWS = 16
 """In one message. It arrives as a whole, and half a megabyte a row takes its time: the driver
 handles the first ones while the others are under way."""
 
@@ -146,7 +146,7 @@ class Mailbox:
         self._held.discard(id_)
         self._items.append(Item(id_, ItemKind.DONE, msgspec.Raw(self._encode(chunk)), 1))
         self._frames.append(row)
-        if len(self._frames) >= _ROWS:
+        if len(self._frames) >= ROWS:
             self.flush()
 
     def put_value(self, id_: int, value: object) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import gc
 import inspect
 import threading
 import warnings
@@ -84,7 +85,8 @@ class _Query:
 class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
     """An ``AsyncLM`` on a pool of SGLang workers. May be used from any number of event loops and
     threads. Tensors are float32 on the CPU, shared between all who asked for the same, and must
-    not be changed.
+    not be changed. What the program holds when it is made is exempt from Python's garbage collector
+    (``gc.freeze``).
 
     Attributes:
         client: what it asks.
@@ -138,6 +140,10 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
         self._inflight: dict[bytes, _Query] = {}
         self._answers: dict[asyncio.AbstractEventLoop, list[tuple[Any, Any]]] = {}
         self._engine._pool.weights.on_version.add(self._on_version)
+        # Python's collector would walk what torch and transformers brought, and these vocabularies,
+        # again and again: a third of a second in which no thread runs.
+        gc.collect()
+        gc.freeze()
 
     @classmethod
     def from_name(

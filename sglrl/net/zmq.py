@@ -38,7 +38,7 @@ logger = logging.getLogger("sglrl.net")
 
 _BATCH: Final = 128
 """Messages handled in one callback before the loop gets its turn,"""
-_BATCH_SECONDS: Final = 0.002
+_BATCH_SECONDS: Final = 0.001
 """unless they take so long: a message may bring hundreds of answers."""
 _COPY_THRESHOLD: Final = 64 << 10
 """Frames larger than this are handed to ZeroMQ without a copy."""

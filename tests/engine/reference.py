@@ -34,10 +34,13 @@ class Reference:
         self, ids: Sequence[int] | NDArray[Any], temperature: float = 1.0
     ) -> NDArray[np.float32]:
         """float32 [length, vocabulary]: row i is the distribution of token i + 1."""
+        return torch.log_softmax(self.logits(ids) / temperature, dim=-1).numpy()
+
+    def logits(self, ids: Sequence[int] | NDArray[Any]) -> torch.Tensor:
+        """float32 [length, vocabulary]: row i is of token i + 1."""
         tokens = torch.tensor(np.asarray(ids, dtype=np.int64))[None]
         with torch.inference_mode():
-            logits = self.model(input_ids=tokens).logits[0].float() / temperature
-        return torch.log_softmax(logits, dim=-1).numpy()  # type: ignore[no-any-return]
+            return self.model(input_ids=tokens).logits[0].float()  # type: ignore[no-any-return]
 
     def logprobs_of(
         self,

@@ -14,7 +14,7 @@ import torch
 
 from sglrl.messages import ItemKind, TokenChunk
 
-from ...mailbox import Mailbox
+from ...mailbox import ROWS, Mailbox
 from . import convert
 
 
@@ -78,7 +78,7 @@ class Rows:
                 index = index.pin_memory().to(logits.device, non_blocking=True)
             logits = logits.index_select(0, index)
         logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
-        found: list[torch.Tensor] = []
+        found: list[Any] = []
         if not all(self._top):
             found.append(logprobs)
         if most := max(self._top):
@@ -105,14 +105,20 @@ class Rows:
             chunk = TokenChunk(b"", b"", "stop", cached_tokens, version)
             mailbox.put_row(id_, chunk, memoryview(self._full_rows[at].numpy()).cast("B"))
             return
-        values, ids = (tensor[at, :top].numpy().tobytes() for tensor in self._top_rows)
+        values, ids = (tensor[at][:top].numpy().tobytes() for tensor in self._top_rows)
         chunk = TokenChunk(b"", b"", "stop", cached_tokens, version, ids, values)
         mailbox.put(id_, ItemKind.DONE, chunk)
 
 
-def _to_host(tensor: torch.Tensor, stream: Any) -> torch.Tensor:
-    target = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    target.copy_(tensor, non_blocking=True)
+def _to_host(tensor: torch.Tensor, stream: Any) -> list[torch.Tensor]:
+    """Its rows. As many as are sent together lie in a piece of memory, and all pieces are of one
+    size: torch keeps them for the next ones, and a new one of this kind takes milliseconds."""
+    rows: list[torch.Tensor] = []
+    for part in tensor.split(ROWS):
+        target = torch.empty((ROWS, *tensor.shape[1:]), dtype=tensor.dtype, pin_memory=True)
+        target = target[: len(part)]
+        target.copy_(part, non_blocking=True)
+        rows += target
     # The memory must not be used again before the copy has been made.
     tensor.record_stream(stream)
-    return target
+    return rows
