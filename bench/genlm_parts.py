@@ -23,6 +23,9 @@ from .parts import Note, serve_part
 Ask = Callable[[list[int]], Awaitable[Any]]
 _TICK = 0.001
 """Seconds between looks at the loop's clock."""
+_TURN = 16
+"""So many prompts and tasks are made before the loop gets its turn: making 512 takes asyncio longer
+than what is watched, the queries."""
 
 
 def _prompt(kind: str, length: int, repetition: int, task: int, vocab: int) -> list[int]:
@@ -59,16 +62,16 @@ async def _measure(ask: Ask, vocab: int, options: Mapping[str, Any], note: Note)
                 prompts = []
                 for task in range(tasks):
                     prompts.append(_prompt(kind, options["prefix"], repetition, task, vocab))
-                    if task % 16 == 15:
-                        # The watch looks at what is measured, not at this.
+                    if task % _TURN == _TURN - 1:
                         await asyncio.sleep(0)
                 begun = time.perf_counter()
-                await asyncio.gather(
-                    *(
-                        _extend(ask, prompt, task, options["new"], vocab)
-                        for task, prompt in enumerate(prompts)
-                    )
-                )
+                running = []
+                for task, prompt in enumerate(prompts):
+                    extend = _extend(ask, prompt, task, options["new"], vocab)
+                    running.append(asyncio.ensure_future(extend))
+                    if task % _TURN == _TURN - 1:
+                        await asyncio.sleep(0)
+                await asyncio.gather(*running)
                 took = time.perf_counter() - begun
                 if measured:
                     rates.append(tasks * options["new"] / took)
