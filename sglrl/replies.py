@@ -243,14 +243,13 @@ def _top_of(
 class ChunkReply:
     """Hands chunks to the one coroutine that reads them."""
 
-    __slots__ = ("call", "generation", "items", "outcome", "received", "waiter")
+    __slots__ = ("generation", "items", "outcome", "received", "waiter")
 
     def __init__(self, generation: GenerationReply) -> None:
         self.generation = generation
         self.items: list[TokenChunk] = []
         self.received: list[TokenChunk] = []
         self.outcome: Item | SglrlError | None = None
-        self.call: Call | None = None
         self.waiter: asyncio.Future[None] | None = None
 
     def _wake(self) -> None:
@@ -281,5 +280,4 @@ class ChunkReply:
             self._add(outcome)
         if self.outcome is None:
             self.outcome = outcome
-        self.call = call
         self._wake()

@@ -504,7 +504,10 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
         """``outcome`` None: it was cancelled."""
         if self._inflight.get(query.key) is query:
             del self._inflight[query.key]
-        for loop, future in query.waiters:
+        # The call refers to the query, and would keep what was found until Python's collector comes.
+        query.call = None
+        waiters, query.waiters = query.waiters, []
+        for loop, future in waiters:
             if loop is None:
                 _resolve(future, outcome)
             elif loop in self._answers:

@@ -644,13 +644,16 @@ class Rollout:
 
     def _made(self, group: core.Group) -> Group:
         done = group.done
-        return Group(
+        made = Group(
             index=group.index,
             item=group.item,
             trajectories=tuple(sample.result for sample in done),
             failed=len(group.samples) - len(done),
             version=self._plan.version,
         )
+        # They refer to each other: without this Python's collector would have to find them.
+        group.samples.clear()
+        return made
 
     def _tell_takers(self) -> None:
         if self._arrival is not None and not self._arrival.done():

@@ -4,6 +4,7 @@ who waits for what."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib.util
 import itertools
 import sys
@@ -393,6 +394,25 @@ def test_those_woken_after_one_another_ask_together(
     asyncio.run(asyncio.wait_for(run(), 30))
     assert batches == [100, 100]
     assert not model._arrived
+
+
+def test_no_distribution_waits_for_the_garbage_collector(fake: sglrl.BlockingClient) -> None:
+    model = AsyncSGLTransformer(fake)
+
+    async def ask() -> None:
+        await asyncio.gather(*(model.next_token_logprobs([1, i]) for i in range(20)))
+
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        asyncio.run(ask())
+        gc.collect()
+        assert [found for found in gc.garbage if isinstance(found, torch.Tensor)] == []
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
 
 
 def test_a_loop_that_is_blocked_is_not_waited_for_without_end(
