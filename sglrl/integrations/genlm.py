@@ -362,10 +362,6 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
 
     def _hand_over(self, loop: asyncio.AbstractEventLoop) -> None:
         """What one tick has asked for goes to the engine together."""
-        if loop in self._arrived:
-            # Those who are woken after one another ask together.
-            loop.call_soon(self._hand_over, loop)
-            return
         asked: list[tuple[bytes, _Waiter]] = [
             (key, (loop, future)) for key, future in self._asked.pop(loop)
         ]
@@ -391,14 +387,13 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
         self._wake(loop)
 
     def _wake(self, loop: asyncio.AbstractEventLoop) -> None:
-        arrived = self._arrived.get(loop)
-        if not arrived:
-            # An iteration after the last of them, so that these have asked again.
-            self._arrived.pop(loop, None)
-            return
+        arrived = self._arrived[loop]
         for _ in range(min(len(arrived), _AT_ONCE)):
             _resolve(*arrived.popleft())
-        loop.call_soon(self._wake, loop)
+        if arrived:
+            loop.call_soon(self._wake, loop)
+        else:
+            del self._arrived[loop]
 
     def _wait(self, token_ids_list: Iterable[Sequence[int]]) -> list[torch.Tensor]:
         self._must_not_be_engine()
@@ -504,7 +499,7 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
         """``outcome`` None: it was cancelled."""
         if self._inflight.get(query.key) is query:
             del self._inflight[query.key]
-        # The call refers to the query, and would keep what was found until Python's collector comes.
+        # The call refers to the query: what was found would wait for Python's garbage collector.
         query.call = None
         waiters, query.waiters = query.waiters, []
         for loop, future in waiters:

@@ -371,31 +371,6 @@ def test_other_callbacks_get_their_turn_between_answers(
         asyncio.run(asyncio.wait_for(run(), 30))
 
 
-def test_those_woken_after_one_another_ask_together(
-    fake: sglrl.BlockingClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = AsyncSGLTransformer(fake)
-    batches: list[int] = []
-    submit = model._submit
-
-    def counted(asked: Any) -> None:
-        batches.append(len(asked))
-        submit(asked)
-
-    monkeypatch.setattr(model, "_submit", counted)
-
-    async def ask(i: int) -> None:
-        await model.next_token_logprobs([1, 2])
-        await model.next_token_logprobs([2, i])
-
-    async def run() -> None:
-        await asyncio.gather(*(ask(i) for i in range(100)))
-
-    asyncio.run(asyncio.wait_for(run(), 30))
-    assert batches == [100, 100]
-    assert not model._arrived
-
-
 def test_no_distribution_waits_for_the_garbage_collector(fake: sglrl.BlockingClient) -> None:
     model = AsyncSGLTransformer(fake)
 

@@ -272,7 +272,8 @@ class Adapter:
         used, capacity = scheduler.kv_tokens()
         uptime = time.monotonic() - self.begun
         return EngineStats(
-            running=len(scheduler.running_batch.reqs),
+            # The last ones stand in the batch until another step is made.
+            running=sum(not request.finished() for request in scheduler.running_batch.reqs),
             waiting=len(scheduler.waiting_queue),
             kv_tokens=used,
             kv_capacity=capacity,
