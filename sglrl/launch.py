@@ -86,7 +86,8 @@ def launch(
         tp_size: GPUs that share one copy. Replica i runs on GPUs ``i * tp_size`` and following,
             of those visible.
         dtype: "auto" takes the model's own; "float32", "bfloat16", "float16".
-        device: "auto" is "cuda" where there is one, else "cpu".
+        device: "auto" is "cuda" where there is one, else "cpu". Workers on a CPU that serve have a
+            niceness of 5: what else wants a core goes first.
         routing: strategies in order of preference: "prefix-aware", "requests", "kv-cache",
             "round-robin".
         timeout: default for every call, in seconds; None: no limit.

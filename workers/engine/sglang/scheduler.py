@@ -11,6 +11,7 @@ With ``tp_size > 1`` only rank 0 has a mailbox; SGLang broadcasts what it pulled
 from __future__ import annotations
 
 import collections
+import gc
 import logging
 import os
 import threading
@@ -733,6 +734,9 @@ def run_scheduler(spec: WorkerSpec, body: EngineSpec) -> None:
         window = body.window or max(64, 2 * int(scheduler.max_running_requests))
         start_beats(spec, scheduler.sglrl_beat)
         mailbox.ready(window, adapter.info())
+    # What the model and SGLang brought stays: Python's garbage collector need not walk it between
+    # two steps.
+    gc.freeze()
     scheduler.run_event_loop()
     if mailbox is not None:
         mailbox.close()
