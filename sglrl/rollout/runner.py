@@ -638,22 +638,21 @@ class Rollout:
                 break
             self._wake.set()
             made = self._made(group)
+            # They refer to each other: without this Python's collector would have to find them.
+            group.samples.clear()
             self._staleness += made.staleness
             self._partial.append(made)
         return len(self._partial) >= n
 
     def _made(self, group: core.Group) -> Group:
         done = group.done
-        made = Group(
+        return Group(
             index=group.index,
             item=group.item,
             trajectories=tuple(sample.result for sample in done),
             failed=len(group.samples) - len(done),
             version=self._plan.version,
         )
-        # They refer to each other: without this Python's collector would have to find them.
-        group.samples.clear()
-        return made
 
     def _tell_takers(self) -> None:
         if self._arrival is not None and not self._arrival.done():
