@@ -473,10 +473,9 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
                 query.waiters.append(waiter)
                 try:
                     future: Any = query
-                    query.call = self._engine._next_token_call(
-                        key, self._top_k, future, self._timeout
-                    )
-                    self._engine._running().submit(query.call)
+                    requests = self._engine._started()
+                    query.call = requests.next_token_call(key, self._top_k, future, self._timeout)
+                    requests.driver.submit(query.call)
                 except SglrlError as error:
                     self._answer(query, error)
             else:

@@ -13,6 +13,7 @@ import pytest_asyncio
 
 import sglrl
 
+from .policies import until_idle
 from .reference import Reference
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -119,6 +120,62 @@ async def test_among_generation(engine: sglrl.Client, reference: Reference) -> N
     assert len((await running).output_ids) == 200
 
 
+def grown(seed: int, count: int) -> list[list[int]]:
+    """Prompts, each of them one of those before it and up to 20 tokens more, or less some of its
+    own; few different tokens, so that they meet again."""
+    rng = np.random.default_rng(seed)
+    prompts = [[7]]
+    while len(prompts) < count:
+        base = prompts[rng.integers(len(prompts))]
+        more = rng.integers(3, 6, size=rng.integers(21) if rng.random() < 0.3 else 1)
+        prompts.append([*base[: len(base) - rng.integers(min(3, len(base)))], *map(int, more)])
+    return prompts
+
+
+async def ask_in_groups(
+    client: sglrl.Client, reference: Reference, prompts: list[list[int]], seed: int
+) -> list[sglrl.NextTokenLogprobs]:
+    """Several at once, some of them twice; all must be the reference's."""
+    rng = np.random.default_rng(seed)
+    answers = []
+    begin = 0
+    while begin < len(prompts):
+        group = prompts[begin : begin + int(rng.integers(1, 40))]
+        begin += len(group)
+        group += [group[0], group[-1]]
+        found = await asyncio.gather(*(client.next_token_logprobs(p) for p in group))
+        for prompt, one in zip(group, found, strict=True):
+            expected = reference.logprobs(prompt)[-1]
+            np.testing.assert_allclose(one.logprobs, expected, atol=TOLERANCE, rtol=0)
+        answers += found
+    return answers
+
+
+async def test_prompts_that_share_and_grow(engine: sglrl.Client, reference: Reference) -> None:
+    """SGLang checks, whenever it is idle, that no memory is lost; after a flush, all is free."""
+    assert await engine.flush_cache()
+    prompts = grown(seed=1, count=300)
+    found = await ask_in_groups(engine, reference, prompts, seed=2)
+    assert sum(one.cached_tokens for one in found) > 300
+    await until_idle(engine)
+    (stats,) = await engine.stats()
+    assert stats.engine.kv_tokens == 0
+    again = await asyncio.gather(*(engine.next_token_logprobs(p) for p in prompts))
+    assert [one.cached_tokens for one in again] == [len(p) - 1 for p in prompts]
+
+
+async def test_where_memory_is_short(qwen: Path, reference: Reference) -> None:
+    """What is cached is given up for what is asked next, as for any other request."""
+    async with sglrl.launch(
+        qwen, device="cpu", max_total_tokens=160, max_running_requests=8, context_length=128
+    ) as client:
+        prompts = [p for p in grown(seed=3, count=150) if len(p) < 100]
+        found = await ask_in_groups(client, reference, prompts, seed=4)
+        assert any(one.cached_tokens for one in found)
+        completion = await client.generate(input_ids=[5] * 100, max_new_tokens=20, temperature=0)
+        assert completion.output_ids.tolist() == reference.greedy([5] * 100, 20)
+
+
 async def test_cancelled_and_late(engine: sglrl.Client, reference: Reference) -> None:
     calls = [asyncio.ensure_future(engine.next_token_logprobs([5, 6, i % 500])) for i in range(100)]
     await asyncio.sleep(0)
@@ -132,6 +189,7 @@ async def test_cancelled_and_late(engine: sglrl.Client, reference: Reference) ->
     with pytest.raises(sglrl.DeadlineExceeded):
         await engine.next_token_logprobs([1] * 2000, timeout=1e-4)
     assert (await engine.next_token_logprobs([5, 6, 99])).cached_tokens == 2
+    await until_idle(engine)
     assert all(worker.load == 0 for worker in engine.workers)
 
 

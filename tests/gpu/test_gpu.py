@@ -84,6 +84,25 @@ async def test_the_next_tokens_distribution_among_generation(
     await others
 
 
+async def test_prompts_that_grow_token_by_token(gpu: tuple[sglrl.Client, Reference]) -> None:
+    """Steps of queries, between those of generation; on two GPUs both ranks make the same."""
+    client, reference = gpu
+    running = asyncio.ensure_future(
+        client.generate(input_ids=PROMPTS, max_new_tokens=200, ignore_eos=True, temperature=1.0)
+    )
+    growing = [list(prompt) for prompt in PROMPTS]
+    cached = 0
+    for _ in range(16):
+        found = await asyncio.gather(*(client.next_token_logprobs(p) for p in growing))
+        for prompt, one in zip(growing, found, strict=True):
+            difference = np.abs(one.logprobs - reference.logprobs(prompt)[-1])
+            assert difference.max() < TOLERANCE
+            cached += one.cached_tokens == len(prompt) - 1
+            prompt.append(int(one.logprobs.argmax()))
+    assert cached >= 15 * len(PROMPTS)
+    assert all(len(completion.output_ids) == 200 for completion in await running)
+
+
 @pytest.mark.parametrize("seed", [None, 0])
 async def test_temperature_1_follows_the_distribution(
     gpu: tuple[sglrl.Client, Reference], seed: int | None

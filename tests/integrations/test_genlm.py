@@ -42,7 +42,8 @@ class Counted:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, client: sglrl.Client) -> None:
         self.keys: list[bytes] = []
         self._changed = threading.Condition()
-        make = client._next_token_call
+        requests = client._started()
+        make = requests.next_token_call
 
         def counted(ids: bytes, *args: Any) -> Any:
             with self._changed:
@@ -50,7 +51,7 @@ class Counted:
                 self._changed.notify_all()
             return make(ids, *args)
 
-        monkeypatch.setattr(client, "_next_token_call", counted)
+        monkeypatch.setattr(requests, "next_token_call", counted)
 
     def wait(self, count: int) -> None:
         with self._changed:

@@ -38,10 +38,7 @@ class NextTokens:
             output = forward(*args, **kwargs)
             if self._expected:
                 expected, self._expected = self._expected, []
-                logits = output.logits_output.next_token_logits
-                if logits.is_cuda and self._stream is None:
-                    self._stream = torch.cuda.Stream(logits.device)
-                self._rows = Rows(logits, expected, self._stream)
+                self._rows = self.rows(output.logits_output.next_token_logits, expected)
             return output
 
         runner.forward = with_rows
@@ -54,6 +51,12 @@ class NextTokens:
                 for i, request in enumerate(requests)
                 if request.rid in self.wanted and request is not unfinished
             ]
+
+    def rows(self, logits: torch.Tensor, expected: list[tuple[int, str, int]]) -> Rows:
+        """These of these logits, on their way: see ``Rows``."""
+        if logits.is_cuda and self._stream is None:
+            self._stream = torch.cuda.Stream(logits.device)
+        return Rows(logits, expected, self._stream)
 
     def take(self) -> Rows | None:
         """Of the forward pass that has been launched."""

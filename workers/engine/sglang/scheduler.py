@@ -14,8 +14,11 @@ import collections
 import gc
 import logging
 import os
+import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,8 +56,9 @@ from ...mailbox import Mailbox
 from ...weights import RankWeights
 from ..loop import IDLE_WAIT
 from ..protocol import check_mode, check_top
-from . import compat, convert, one_token, resume, seeds
+from . import compat, convert, resume, seeds, short_prefill
 from .next_token import NextTokens, Rows
+from .queries import Known, Queries, is_query
 from .resume import Resume
 from .weights import SglangWeights, WeightCommand
 
@@ -273,8 +277,7 @@ class Adapter:
         used, capacity = scheduler.kv_tokens()
         uptime = time.monotonic() - self.begun
         return EngineStats(
-            # The last ones stand in the batch until another step is made.
-            running=sum(not request.finished() for request in scheduler.running_batch.reqs),
+            running=scheduler.sglrl_running(),
             waiting=len(scheduler.waiting_queue),
             kv_tokens=used,
             kv_capacity=capacity,
@@ -452,9 +455,41 @@ class Adapter:
             else:
                 self.returned.discard(id_)
                 self._return(id_, request, output, i)
+        self._flush()
+
+    def answer(
+        self, queries: Sequence[Known], logits: torch.Tensor, at: Sequence[int]
+    ) -> Callable[[], None]:
+        """Queries for the next token that SGLang has not been given."""
+        expected = [
+            (row, query.request.rid, self.next_tokens.wanted.pop(query.request.rid))
+            for row, query in zip(at, queries, strict=True)
+        ]
+        rows = self.next_tokens.rows(logits, expected)
+        version = self.scheduler.sglrl_version
+
+        def send() -> None:
+            for query in queries:
+                rid = query.request.rid
+                id_ = convert.call_id(rid)
+                del self.requests[id_]
+                self.prompt_tokens += query.cached + query.new
+                self.cached_tokens += query.cached
+                if id_ in self.cancelled:
+                    self.cancelled.discard(id_)
+                    self.mailbox.put(id_, ItemKind.CANCELLED)
+                else:
+                    rows.put(self.mailbox, id_, rid, query.cached, version)
+            self.mailbox.progress += 1
+            self._flush()
+
+        return send
+
+    def _flush(self) -> None:
         used, capacity = self.scheduler.kv_tokens()
         usage = used / capacity if capacity else -1.0
-        mailbox.flush(usage, len(self.scheduler.waiting_queue), self.scheduler.sglrl_preempted)
+        waiting = len(self.scheduler.waiting_queue)
+        self.mailbox.flush(usage, waiting, self.scheduler.sglrl_preempted)
 
     def _return(self, id_: int, request: _Request, output: Any, i: int) -> None:
         """The last tokens of a request."""
@@ -525,6 +560,7 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
         self.sglrl_adapter = adapter
         self.sglrl_gpu = gpu_id
         self.sglrl_weights: SglangWeights | None = None
+        self.sglrl_queries: Queries | None = None
         self.sglrl_version = 0
         self.sglrl_step_seconds = 0.0
         self._sglrl_launched = 0.0
@@ -585,6 +621,11 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
                     self._sglrl_pause(request)
                 case _:
                     theirs.append(request)
+        queries = [request for request in theirs if is_query(request)]
+        if queries and not self.sglrl_paused:
+            assert self.sglrl_queries is not None
+            theirs = [request for request in theirs if not is_query(request)]
+            theirs += self.sglrl_queries.run(queries)
         super().process_input_requests(theirs)
 
     def _sglrl_pause(self, command: PauseCommand) -> None:
@@ -672,6 +713,15 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
         assert self.sglrl_adapter is not None
         return Beat(self.sglrl_adapter.mailbox.progress, phase)
 
+    def sglrl_running(self) -> int:
+        """Requests in any batch, also one that is being prefilled, without those that have ended:
+        the last ones stand in the batch until another step is made."""
+        requests = [] if self.chunked_req is None else [self.chunked_req]
+        for batch in (self.running_batch, self.last_batch):
+            if batch is not None:
+                requests += batch.reqs
+        return len({request.rid for request in requests if not request.finished()})
+
     def kv_tokens(self) -> tuple[int, int]:
         """Tokens of KV cache held by running requests, and capacity. What the prefix cache could
         give back at once counts as free, as in SGLang's own ``token_usage``."""
@@ -692,12 +742,24 @@ def _server_args(body: EngineSpec) -> ServerArgs:
         "watchdog_timeout": 1e9,
     }
     if body.device == "cpu":
-        from . import cpu
+        from . import attention, cpu
 
         cpu.prepare(body.threads)
+        attention.install()
+        # The thread that gives a replacement its weights waits so long for the one that decodes,
+        # whenever it has waited for anything else.
+        sys.setswitchinterval(0.0005)
         args |= cpu.engine_arguments(body.memory_share)
     args |= body.args
     return ServerArgs(**args)
+
+
+def _memory(body: EngineSpec) -> AbstractContextManager[Any]:
+    if body.device != "cpu":
+        return nullcontext()
+    from . import cpu
+
+    return cpu.UntouchedZeros()
 
 
 def run_scheduler(spec: WorkerSpec, body: EngineSpec) -> None:
@@ -714,11 +776,12 @@ def run_scheduler(spec: WorkerSpec, body: EngineSpec) -> None:
     resume.install()
     adapter = Adapter(mailbox) if mailbox is not None else None
     compat.publish_arguments(server_args, body.rank, body.gpu_id)
-    scheduler = SglrlScheduler(
-        adapter,
-        body.gpu_id,
-        *compat.scheduler_arguments(server_args, port_args, body.rank, body.gpu_id),
-    )
+    with _memory(body):
+        scheduler = SglrlScheduler(
+            adapter,
+            body.gpu_id,
+            *compat.scheduler_arguments(server_args, port_args, body.rank, body.gpu_id),
+        )
     device = (
         torch.device(body.device, torch.cuda.current_device())
         if body.device == "cuda"
@@ -726,7 +789,8 @@ def run_scheduler(spec: WorkerSpec, body: EngineSpec) -> None:
     )
     weights = scheduler.sglrl_weights = SglangWeights(scheduler, device, body.rank)
     weights.channel = RankWeights(spec, body.rank, weights)
-    one_token.install(scheduler.tp_worker.model_runner)
+    short_prefill.install(scheduler.tp_worker.model_runner)
+    scheduler.sglrl_queries = Queries(scheduler, None if adapter is None else adapter.answer)
     if adapter is not None and mailbox is not None:
         adapter.scheduler = scheduler
         adapter.begun = time.monotonic()
