@@ -1,7 +1,7 @@
 """The systems that ``bench.genlm`` measures, each in a process of its own.
 
 genlm-backend's classes run as they are, with their defaults; but no vocabulary is looked up on the
-hub, and on a CPU SGLang is prepared as it is for our own workers.
+hub, and on a CPU SGLang gets what it needs to run there at all.
 """
 
 from __future__ import annotations

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import sglang.srt.constrained.xgrammar_backend as xgrammar_backend
 import sglang.srt.layers.rotary_embedding.base as rotary
 import sglang.srt.utils.common as common
 import torch
 import xgrammar
+from torch.overrides import TorchFunctionMode
 
 _NICENESS = 5
 """A worker that starts gets three times the time of one that serves."""
+
+_LARGE = 1 << 20
+_ALIGNMENT = 64
+"""Bytes. PyTorch's own tensors have it."""
 
 
 def engine_arguments(memory_share: float) -> dict[str, Any]:
@@ -42,6 +49,30 @@ def prepare(threads: int) -> None:
     # a Triton kernel; xgrammar itself has a CPU kernel for the same bitmask.
     xgrammar_backend._allocate_token_bitmask = _allocate_token_bitmask
     xgrammar_backend.XGrammarGrammar.apply_vocab_mask = _apply_vocab_mask
+
+
+class UntouchedZeros(TorchFunctionMode):  # type: ignore[misc]
+    """Large tensors of zeros on the CPU are memory that the kernel has yet to give: PyTorch writes
+    the zeros, so a KV cache for many tokens would take all its memory, and the time to fill it,
+    when the worker starts."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.zeros and str(kwargs.get("device")) == "cpu" and not kwargs.get("out"):
+            like = torch.empty(*args, **kwargs | {"device": "meta"})
+            size = like.numel() * like.element_size()
+            if size >= _LARGE:
+                memory = np.zeros(size + _ALIGNMENT, dtype=np.uint8)
+                begin = -memory.ctypes.data % _ALIGNMENT
+                flat = torch.from_numpy(memory[begin : begin + size])
+                return flat.view(like.dtype).view(like.shape)
+        return func(*args, **kwargs)
 
 
 def give_way() -> None:

@@ -11,6 +11,8 @@ with warnings.catch_warnings():
     # The registry imports every model that SGLang knows: as slow as all the rest together.
     import sglang.srt.models.registry as registry  # noqa: F401
 
+    from . import attention as attention
+    from . import cpu as cpu
     from . import scheduler as scheduler
 
 _LATER = (
@@ -24,7 +26,6 @@ _LATER = (
     "sglang.srt.distributed.device_communicators.shm_broadcast",
     "sglang.srt.distributed.device_communicators.torch_symm_mem",
     "sglang.srt.dllm.algorithm",
-    "sglang.srt.layers.attention.torch_native_backend",
     "sglang.srt.managers.tp_worker",
 )
 """What SGLang imports while it starts a scheduler. A version that has no such module imports

@@ -1,0 +1,60 @@
+"""Attention on a CPU for all requests of a step at once.
+
+SGLang's backend for CPUs without AMX takes one request after the other, in Python, in every layer;
+with a small model that is most of a step. Prefills are worse off: it computes what the prefix cache
+holds again, only to drop it. Here requests of about the same length are one call of PyTorch's
+attention (``ragged.py``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+from .ragged import Call, attend, plan, token_bytes
+
+
+class BatchedAttention(TorchNativeAttnBackend):  # type: ignore[misc]
+    """In the place of SGLang's "torch_native"; encoders and the like remain as they are there."""
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__(runner)
+        self._calls: dict[int | None, list[Call]] = {}
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        super().init_forward_metadata(forward_batch)
+        # The layers of a step have them in common.
+        self._calls = {}
+
+    def _run_sdpa_forward_decode(self, *args: Any, **options: Any) -> torch.Tensor:
+        query, output, keys, values, table, rows, lengths, encoded = args
+        if encoded is not None or self.use_sliding_window_kv_pool:
+            return super()._run_sdpa_forward_decode(*args, **options)
+        window = options["sliding_window_size"]
+        if window not in self._calls:
+            counts = torch.ones_like(lengths)
+            self._calls[window] = plan(
+                table, rows, lengths - 1, counts, window, token_bytes(keys, values)
+            )
+        attend(self._calls[window], query, output, keys, values, options["scaling"])
+        return output
+
+    def _run_sdpa_forward_extend(self, *args: Any, **options: Any) -> torch.Tensor:
+        query, output, keys, values, table, rows, _, begins, counts, encoded = args
+        if encoded is not None or self.use_sliding_window_kv_pool or not options["causal"]:
+            return super()._run_sdpa_forward_extend(*args, **options)
+        window = options["sliding_window_size"]
+        if window not in self._calls:
+            self._calls[window] = plan(
+                table, rows, begins, counts, window, token_bytes(keys, values)
+            )
+        attend(self._calls[window], query, output, keys, values, options["scaling"])
+        return output
+
+
+def install() -> None:
+    """Call in the worker before the model is built."""
+    ATTENTION_BACKENDS["torch_native"] = BatchedAttention

@@ -1,0 +1,180 @@
+"""Attention of requests of different lengths, padded, in few calls. Needs torch and numpy alone."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn.functional import scaled_dot_product_attention
+
+_BLOCK = 256
+"""New tokens of a request in one call: a mask has as many rows."""
+_ALIKE = 8, 64
+"""Requests with up to so many new tokens, or tokens of context, are taken for equally long."""
+_MASKED = 1 << 21
+"""Elements of the mask of one call."""
+_GATHERED = 32 << 20
+"""Bytes of keys and values of one call, which are copied to lie one behind the other."""
+
+
+class Call(NamedTuple):
+    """One call, for n pieces of requests, of up to q new tokens and s tokens of context.
+
+    tokens: int64 [n * q], rows of the queries; short pieces repeat their last one. None: all.
+    slots: int64 [n * s], in the KV cache; short ones repeat their first one.
+    mask: bool [n, 1, q, s], True where a token is attended to; None: everywhere.
+    shape: n, q, s.
+    causal: one request's tokens, all of them new: each attends to those before it.
+    """
+
+    tokens: torch.Tensor | None
+    slots: torch.Tensor
+    mask: torch.Tensor | None
+    shape: tuple[int, int, int]
+    causal: bool = False
+
+
+def token_bytes(keys: torch.Tensor, values: torch.Tensor) -> int:
+    """Of the KV cache, a token in one layer. keys, values: [slots, heads, size]."""
+    return int(keys[0].nbytes + values[0].nbytes)
+
+
+def plan(
+    table: torch.Tensor,
+    rows: torch.Tensor,
+    begins: torch.Tensor,
+    counts: torch.Tensor,
+    window: int | None,
+    bytes_a_token: int,
+) -> list[Call]:
+    """The calls for a step in which request i, whose slots in the KV cache are
+    ``table[rows[i]]``, attends with ``counts[i]`` new tokens behind ``begins[i]`` others.
+
+    Args:
+        table: int [requests, context].
+        rows, begins, counts: int [b].
+        window: tokens before a token that it attends to; None: all.
+        bytes_a_token: see ``token_bytes``.
+    """
+    if len(rows) == 1 and counts[0] == 1 and window is None:
+        slots = table[rows[0], : int(begins[0]) + 1].long()
+        return [Call(None, slots, None, (1, 1, len(slots)))]
+    calls = []
+    which, begin, count, first = pieces(begins.numpy(), counts.numpy())
+    if window is None:
+        # Without a mask the kernel leaves out what comes later.
+        whole = (begins == 0) & (counts > (_BLOCK if len(rows) > 1 else 0))
+        for request in whole.nonzero().flatten().tolist():
+            size = int(counts[request])
+            at = int(counts[:request].sum())
+            slots = table[rows[request], :size].long()
+            calls.append(Call(torch.arange(at, at + size), slots, None, (1, size, size), True))
+        rest = ~whole.numpy()[which]
+        which, begin, count, first = which[rest], begin[rest], count[rest], first[rest]
+        if not len(which):
+            return calls
+    length = begin + count
+    kind = np.stack([_magnitude(count, _ALIKE[0]), _magnitude(length, _ALIKE[1])])
+    order = np.lexsort(kind)
+    changes = np.flatnonzero((np.diff(kind[:, order]) != 0).any(0)) + 1
+    for alike in np.split(order, changes):
+        q, s = int(count[alike].max()), int(length[alike].max())
+        most = max(1, min(_MASKED // (q * s), _GATHERED // (s * bytes_a_token)))
+        for at in range(0, len(alike), most):
+            part = alike[at : at + most]
+            which_, begin_, count_, first_ = (
+                torch.from_numpy(values[part]) for values in (which, begin, count, first)
+            )
+            in_order = q == 1 and len(part) == len(rows)
+            calls.append(_call(table, rows[which_], begin_, count_, first_, window, in_order))
+    return calls
+
+
+def pieces(begins: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:
+    """Requests as pieces of at most ``_BLOCK`` new tokens, int64 [pieces] each: which request, how
+    many tokens are before the piece, how many are new, and the row of the first of them."""
+    parts = -(-counts // _BLOCK)
+    which = np.arange(len(counts)).repeat(parts)
+    done = (np.arange(len(which)) - (parts.cumsum() - parts).repeat(parts)) * _BLOCK
+    first = (counts.cumsum() - counts)[which] + done
+    return which, begins[which] + done, np.minimum(counts[which] - done, _BLOCK), first
+
+
+def _magnitude(values: NDArray[np.int64], least: int) -> NDArray[np.int64]:
+    """Equal where one is at most twice the other, more or less, or both are at most ``least``."""
+    magnitudes: NDArray[np.int64] = np.ceil(np.log2(np.maximum(values, least))).astype(np.int64)
+    return magnitudes
+
+
+def _call(
+    table: torch.Tensor,
+    rows: torch.Tensor,
+    begin: torch.Tensor,
+    count: torch.Tensor,
+    first: torch.Tensor,
+    window: int | None,
+    in_order: bool,
+) -> Call:
+    """Of n pieces. in_order: these are all tokens, as they are."""
+    begin, count, first = begin[:, None], count[:, None], first[:, None]
+    length = begin + count
+    q, s = int(count.max()), int(length.max())
+    new = torch.minimum(torch.arange(q), count - 1)
+    position = (begin + new)[:, :, None]
+    context = torch.arange(s)
+    mask = context <= position
+    if window is not None:
+        mask &= context >= position - window
+    slots = table[rows, :s].long()
+    # What stands behind a request's own is anything, and may be no number.
+    slots = torch.where(context < length, slots, slots[:, :1])
+    return Call(
+        None if in_order else (first + new).flatten(),
+        slots.flatten(),
+        None if bool(mask.all()) else mask[:, None],
+        (len(rows), q, s),
+    )
+
+
+def attend(
+    calls: list[Call],
+    query: torch.Tensor,
+    output: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scaling: float | None,
+) -> None:
+    """Args:
+    query, output: [tokens, heads, size], of which the latter is written.
+    keys, values: [slots, KV heads, size].
+    scaling: of the products; None: one over the root of the size.
+    """
+    heads, shared = query.shape[1], keys.shape[1]
+    for tokens, slots, mask, (n, q, s), causal in calls:
+        asked = query if tokens is None else query.index_select(0, tokens)
+        key, value = (
+            cache.index_select(0, slots).to(query.dtype).view(n, s, shared, -1).transpose(1, 2)
+            for cache in (keys, values)
+        )
+        if causal:
+            asked = asked.transpose(0, 1)[None]
+            found = scaled_dot_product_attention(
+                asked, key, value, is_causal=True, scale=scaling, enable_gqa=heads != shared
+            )
+            found = found[0].transpose(0, 1)
+        else:
+            # Heads that share keys are more queries of one head.
+            asked = asked.view(n, q, shared, heads // shared, -1).permute(0, 2, 3, 1, 4)
+            asked = asked.reshape(n, shared, heads // shared * q, -1)
+            if mask is not None and q > 1:
+                mask = mask.repeat(1, 1, heads // shared, 1)
+            found = scaled_dot_product_attention(asked, key, value, attn_mask=mask, scale=scaling)
+            found = found.view(n, shared, heads // shared, q, -1).permute(0, 3, 1, 2, 4)
+            found = found.reshape(n * q, heads, -1)
+        if tokens is None:
+            output.copy_(found)
+        else:
+            # Who repeats a token has the same answer for it.
+            output[tokens] = found
