@@ -14,9 +14,11 @@ def run(spec: WorkerSpec) -> None:
 
             run_actor(spec, spec.body)
         case EngineSpec(engine="sglang"):
+            from .engine.sglang.hub import explained
             from .engine.sglang.scheduler import run_scheduler
 
-            run_scheduler(spec, spec.body)
+            with explained(spec.body.model):
+                run_scheduler(spec, spec.body)
         case EngineSpec(engine="fake"):
             from .engine.fake import FakeEngine
             from .engine.loop import run_engine
