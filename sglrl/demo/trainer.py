@@ -10,11 +10,11 @@ import torch
 
 from ..rl import (
     PolicyStats,
-    group_advantages,
     masked_mean,
     policy_loss,
     token_entropies,
     token_logprobs,
+    turn_advantages,
 )
 from ..rollout import Group, stack
 
@@ -58,7 +58,11 @@ class Trainer:
         logprobs are what the ratio and its clip start from."""
         begun = time.perf_counter()
         batch = stack([t for group in groups for t in group.trajectories])
-        advantages = torch.cat([group_advantages(group.rewards) for group in groups])
+        # Of each turn: a second one that answers well is not to blame for the question, nor does it
+        # gain by it. With one advantage for both, some runs give the tool's name to perfection
+        # and always answer the same.
+        sizes = [len(group.trajectories) for group in groups]
+        advantages = turn_advantages(batch["rewards"], batch["turn_ids"], sizes)
         ids, mask = batch["input_ids"], batch["loss_mask"]
         for _ in range(EPOCHS):
             logits = self.model(

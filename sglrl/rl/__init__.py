@@ -5,7 +5,7 @@ Tensors are [b, t]: b trajectories, t tokens each, as ``sglrl.rollout.stack`` la
 stands at a token is about this token. Everything is computed in float32.
 """
 
-from .advantages import group_advantages, has_signal, leave_one_out
+from .advantages import group_advantages, has_signal, leave_one_out, turn_advantages
 from .losses import (
     PolicyStats,
     importance_ratios,
@@ -29,4 +29,5 @@ __all__ = [
     "reinforce_loss",
     "token_entropies",
     "token_logprobs",
+    "turn_advantages",
 ]

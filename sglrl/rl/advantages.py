@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -38,6 +39,64 @@ def group_advantages(rewards: Any, *, normalize: bool = True, epsilon: float = 1
     if not normalize:
         return centred
     return centred / (centred.square().mean(-1, keepdim=True).sqrt() + epsilon)
+
+
+def turn_advantages(
+    rewards: Tensor,
+    turn_ids: Tensor,
+    group_sizes: Sequence[int],
+    *,
+    normalize: bool = True,
+    epsilon: float = 1e-4,
+) -> Tensor:
+    """What a turn earned, and the turns after it, less the mean of that over the same turn of its
+    group, over the standard deviation: a turn is neither praised nor blamed for what came before
+    it. For conversations whose turns are rewarded one by one (arXiv:2505.11821 has what becomes of
+    agents whose turns all share their trajectory's advantage). In a group of single turns it is
+    ``group_advantages``.
+
+    Args:
+        rewards: float [b, t], and
+        turn_ids: int64 [b, t]: as ``sglrl.rollout.stack`` has them, in either padding, the
+            trajectories of a group one after the other.
+        group_sizes: how many trajectories each group has, as ``len(group.trajectories)``.
+        normalize, epsilon: as ``group_advantages``.
+
+    Returns:
+        float32 [b, t]: the turn's at each of its tokens, elsewhere 0. All 0 for a turn that one
+        trajectory of a group alone has come to.
+
+    Raises:
+        UsageError: wrong shapes, or groups that are not as large as the batch.
+    """
+    if rewards.dim() != 2 or rewards.shape != turn_ids.shape:
+        raise UsageError(
+            f"rewards and turn_ids must be [b, t], got {list(rewards.shape)} and "
+            f"{list(turn_ids.shape)}"
+        )
+    sizes = torch.as_tensor(group_sizes, dtype=torch.long)
+    if sizes.dim() != 1 or int(sizes.sum()) != len(rewards):
+        raise UsageError(f"groups of {list(group_sizes)} are no batch of {len(rewards)}")
+    # A turn's reward is at its last token, so all tokens of a turn have the same return.
+    returns = rewards.float().flip(-1).cumsum(-1).flip(-1)
+    group = torch.repeat_interleave(sizes)
+    advantages = torch.zeros_like(returns)
+    for turn in range(int(turn_ids.max()) + 1 if turn_ids.numel() else 0):
+        tokens = turn_ids == turn
+        there = tokens.any(-1)
+        members = group[there]
+        count = torch.bincount(members, minlength=len(sizes)).clamp(min=1)
+
+        def mean(values: Tensor, members: Tensor = members, count: Tensor = count) -> Tensor:
+            """Of each one's group."""
+            return (values.new_zeros(len(count)).index_add(0, members, values) / count)[members]
+
+        values = returns[there].gather(1, tokens[there].int().argmax(-1, keepdim=True)).squeeze(1)
+        centred = values - mean(values)
+        if normalize:
+            centred = centred / (mean(centred.square()).sqrt() + epsilon)
+        advantages[there] += tokens[there] * centred[:, None]
+    return advantages
 
 
 def leave_one_out(rewards: Any) -> Tensor:

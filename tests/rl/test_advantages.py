@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sglrl import UsageError
-from sglrl.rl import group_advantages, has_signal, leave_one_out
+from sglrl.rl import group_advantages, has_signal, leave_one_out, turn_advantages
 
 REWARDS = np.random.default_rng(3).normal(size=(5, 7)).astype(np.float32)
 
@@ -27,6 +27,58 @@ def test_group_advantages_are_each_groups_own(normalize: bool) -> None:
     torch.testing.assert_close(
         group_advantages(REWARDS[2], normalize=normalize, epsilon=1e-3), found[2]
     )
+
+
+def by_turn(rewards: list[list[float]], width: int, left: bool) -> tuple[torch.Tensor, ...]:
+    """Two tokens a turn, and one that is nobody's before each, as ``stack`` lays them out."""
+    values, turn_ids = torch.zeros(len(rewards), width), torch.full((len(rewards), width), -1)
+    for row, earned in enumerate(rewards):
+        begin = width - 3 * len(earned) if left else 0
+        for turn, reward in enumerate(earned):
+            turn_ids[row, begin + 3 * turn + 1 : begin + 3 * turn + 3] = turn
+            values[row, begin + 3 * turn + 2] = reward
+    return values, turn_ids
+
+
+@pytest.mark.parametrize("left", [True, False])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_a_turns_advantage_is_over_the_same_turn_of_its_group(normalize: bool, left: bool) -> None:
+    chance = np.random.default_rng(5)
+    sizes = [4, 1, 6, 3]
+    # No turn at all is possible, too.
+    rewards = [chance.normal(size=chance.integers(0, 4)).tolist() for _ in range(sum(sizes))]
+    rewards[4] = [1.0, 2.0]
+    values, turn_ids = by_turn(rewards, 10, left)
+    found = turn_advantages(values, turn_ids, sizes, normalize=normalize, epsilon=1e-3)
+    assert found.dtype == torch.float32
+    assert not found[turn_ids < 0].any()
+    assert not found[4].any()
+    begin = 0
+    for size in sizes:
+        for row in range(begin, begin + size):
+            for turn in range(len(rewards[row])):
+                of_all = [sum(r[turn:]) for r in rewards[begin : begin + size] if len(r) > turn]
+                mean = sum(of_all) / len(of_all)
+                spread = (sum((r - mean) ** 2 for r in of_all) / len(of_all)) ** 0.5
+                expected = sum(rewards[row][turn:]) - mean
+                expected /= spread + 1e-3 if normalize else 1
+                at = found[row][turn_ids[row] == turn]
+                assert at.tolist() == pytest.approx([expected] * 2, abs=1e-5)
+        begin += size
+
+
+def test_of_single_turns_it_is_the_groups() -> None:
+    values, turn_ids = by_turn([[r] for r in REWARDS.flatten().tolist()], 3, False)
+    found = turn_advantages(values, turn_ids, [7] * 5)
+    torch.testing.assert_close(found[:, 1], group_advantages(REWARDS).flatten())
+
+
+def test_a_batch_that_is_not_its_groups_is_refused() -> None:
+    values, turn_ids = by_turn([[1.0], [2.0]], 3, False)
+    with pytest.raises(UsageError, match=r"groups of \[3\] are no batch of 2"):
+        turn_advantages(values, turn_ids, [3])
+    with pytest.raises(UsageError, match=r"must be \[b, t\]"):
+        turn_advantages(values, turn_ids[:, 1:], [2])
 
 
 def test_leave_one_out_is_the_mean_of_the_others() -> None:
