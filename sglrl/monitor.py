@@ -30,14 +30,14 @@ class Monitor:
     """Watches the workers of one driver; ``timeout`` None: does nothing.
 
     ``dump(worker)`` asks the worker's processes for their stacks, and returns the log that they
-    write them to; ``expel(worker, reason)`` ends them.
+    write them to, and where in it they begin; ``expel(worker, reason)`` ends them.
     """
 
     def __init__(
         self,
         driver: Driver,
         timeout: float | None,
-        dump: Callable[[int], Path],
+        dump: Callable[[int], tuple[Path, int]],
         expel: Callable[[int, str], None],
     ) -> None:
         self._driver = driver
@@ -96,9 +96,9 @@ class Monitor:
         self._set_timer(interval)
         loads = {index: member.load for index, member in self._driver.fabric.members.items()}
         for worker, reason in self._detector.check(loads, time.monotonic()).items():
-            log = self._dump(worker)
+            log, begin = self._dump(worker)
             self._dumps[worker] = self._loop.call_later(
-                DUMP_SECONDS, self._end, worker, reason, log, _size(log)
+                DUMP_SECONDS, self._end, worker, reason, log, begin
             )
 
     def _end(self, worker: int, reason: str, log: Path, begin: int) -> None:
@@ -113,13 +113,6 @@ class Monitor:
         timer = self._dumps.pop(worker, None)
         if timer is not None:
             timer.cancel()
-
-
-def _size(log: Path) -> int:
-    try:
-        return log.stat().st_size
-    except OSError:
-        return 0
 
 
 def _read(log: Path, begin: int) -> str:

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import msgspec
 
-from .config import FabricConfig, PoolConfig
+from .config import FabricConfig, PoolConfig, check_timeout
 from .core.members import DRAINING, READY, RETIRED, STALE, SYNCING
 from .core.supervision import Supervision
 from .driver import Driver
@@ -295,6 +295,7 @@ class Pool:
             DeadlineExceeded: some do not within ``timeout`` seconds; says which.
             WorkerLost: all are retired.
         """
+        check_timeout(timeout)
         try:
             async with asyncio.timeout(timeout):
                 while True:
@@ -356,6 +357,7 @@ class Pool:
         Raises:
             UsageError: there is no such worker, it is going already, or it is the last one.
         """
+        check_timeout(timeout)
         member = self.driver.fabric.members.get(index)
         if member is None or member.state in (DRAINING, RETIRED):
             what = "there is no" if member is None else f"already {member.state}:"
@@ -533,8 +535,12 @@ class Pool:
         else:
             self._ended(worker)
 
-    def _dump(self, index: int) -> Path:
-        """Ask a worker's processes for their stacks; the log that they write them to."""
+    def _dump(self, index: int) -> tuple[Path, int]:
+        """Ask a worker's processes for their stacks; the log that they write them to, and its size
+        before."""
         worker = self._workers[index]
+        before = 0
+        with contextlib.suppress(OSError):
+            before = worker.log.stat().st_size
         self._processes.dump(worker)
-        return worker.log
+        return worker.log, before

@@ -1,7 +1,8 @@
 """The warm fork server: ``python -m sglrl_workers.zygote FD PRELOAD DRIVER``.
 
 FD is a listening unix socket that it inherits, DRIVER the process id of its parent. It imports what
-PRELOAD names, then forks a worker for every ``Fork`` message.
+PRELOAD names, then has a worker for every ``Fork`` message: a fork that waits already, because
+forking a process of this size takes a while where others are busy, or one made for it.
 Single-threaded, and it never touches a GPU: that is what makes forking from it safe.
 
 Who watches whom: stdin is a pipe from the driver and its end means that the driver is gone, as
@@ -24,6 +25,7 @@ import signal
 import socket
 import struct
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -40,6 +42,12 @@ PRELOADS = {
     "sglang-cuda": ("sglrl_workers.host", "sglrl_workers.preload_cuda"),
 }
 _PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+_M_ARENA_MAX = -8
+_CLONE_FILES = 0x400
+_QUIET = 1.0
+"""Seconds without a message, after which the next fork is made: then it takes no time from a worker
+that starts."""
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
@@ -47,6 +55,45 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os.kill(os.getpid(), number)
+
+
+def call_this_process(name: str) -> None:
+    """In ``ps`` and the like. At most 15 characters of ASCII."""
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode())
+
+
+def limit_arenas(most: int) -> None:
+    """The most arenas that malloc makes in this process and its forks, where it is glibc's."""
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, most)
+
+
+def end_with_process(fd: int) -> None:
+    """Close ``fd`` here, but for a thread whose files are its own and which does nothing. When this
+    process is killed, that thread is gone at once, and the other end of a pipe notices; what else
+    the process has is closed after its memory has been taken down, which takes a while."""
+    kept = threading.Event()
+
+    def wait() -> None:
+        # To be killed is all that can happen to it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        libc = ctypes.CDLL(None)
+        try:
+            own = libc.unshare(_CLONE_FILES) == 0
+            for other in map(int, os.listdir("/proc/thread-self/fd") if own else ()):
+                if other != fd:
+                    # That of the listing is closed already.
+                    with contextlib.suppress(OSError):
+                        os.close(other)
+        finally:
+            # Whoever starts must not wait for what failed here.
+            kept.set()
+        while own:
+            libc.pause()
+
+    threading.Thread(target=wait, name="sglrl-end", daemon=True).start()
+    kept.wait()
+    os.close(fd)
 
 
 def outlive_parent() -> None:
@@ -70,7 +117,12 @@ class Client:
 
 
 class Zygote:
-    def __init__(self, listener: socket.socket, driver: int) -> None:
+    def __init__(self, listener: socket.socket, driver: int, *, ahead: bool) -> None:
+        self.ahead = ahead
+        self.spare: tuple[int, int] | None = None
+        """Process id of a fork that waits for its ``Fork``, and the pipe to write it to."""
+        self.ends: dict[int, int] = {}
+        """By process id of a worker: the pipe that ends with it."""
         self.selector = selectors.DefaultSelector()
         self.clients: dict[int, Client] = {}
         self.decoder: msgspec.msgpack.Decoder[ToForkServer] = msgspec.msgpack.Decoder(ToForkServer)
@@ -101,6 +153,9 @@ class Zygote:
             # SGLang compiles a few small functions when they are first used, with a C++ compiler: a
             # worker would stand still for eight seconds at the first repetition penalty.
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+            # Each thread of a weight update would otherwise have an arena of its own, which keeps
+            # what was once needed.
+            limit_arenas(1)
             # Importing SGLang where it sees a GPU initialises CUDA, after which nothing may fork.
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         try:
@@ -115,8 +170,12 @@ class Zygote:
 
     def serve(self) -> None:
         while True:
-            for key, _ in self.selector.select():
+            wanted = self.ahead and self.spare is None and self.clients
+            events = self.selector.select(_QUIET if wanted else None)
+            for key, _ in events:
                 key.data()
+            if not events:
+                self.fork_ahead()
 
     def accept(self) -> None:
         connection, _ = self.listener.accept()
@@ -155,39 +214,94 @@ class Zygote:
                                 os.kill(pid, signal.SIGUSR1)
 
     def fork(self, client: Client, request: Fork) -> None:
+        pid = self.use_spare(request)
+        if pid is None:
+            # One that could not be written to has ended.
+            self.fork_ahead()
+            pid = self.use_spare(request)
+        if pid is None:
+            raise RuntimeError("a process that has just been forked is gone")
+        client.keys[pid] = request.key
+        client.send(Forked(request.key, pid))
+
+    def fork_ahead(self) -> None:
         parent = os.getpid()
+        request, pipe = os.pipe()
+        end, kept = os.pipe()
         pid = os.fork()
         if pid == 0:
             try:
-                self.become_worker(parent, request)
+                os.close(pipe)
+                os.close(end)
+                self.forget(parent)
+                self.become_worker(request, kept)
             except BaseException:
                 traceback.print_exc()
                 sys.stderr.flush()
                 os._exit(1)
             os._exit(0)
-        client.keys[pid] = request.key
-        client.send(Forked(request.key, pid))
+        os.close(request)
+        os.close(kept)
+        self.spare = pid, pipe
+        self.ends[pid] = end
+        self._watch(end, lambda: self.hurry(pid))
 
-    def become_worker(self, parent: int, request: Fork) -> None:
-        """In the child: forget everything of the fork server, then be the worker."""
+    def hurry(self, pid: int) -> None:
+        """A worker is being killed. On a CPU it has let others go first; now all wait for its end,
+        and that takes three times as long as need be."""
+        self.forget_end(pid)
+        with contextlib.suppress(OSError):
+            Path(f"/proc/{pid}/autogroup").write_text("0")
+
+    def forget_end(self, pid: int) -> None:
+        end = self.ends.pop(pid, None)
+        if end is not None:
+            self.selector.unregister(end)
+            os.close(end)
+
+    def use_spare(self, request: Fork) -> int | None:
+        if self.spare is None:
+            return None
+        (pid, pipe), self.spare = self.spare, None
+        try:
+            with open(pipe, "wb") as file:
+                file.write(encode(request))
+        except BrokenPipeError:
+            return None
+        return pid
+
+    def forget(self, parent: int) -> None:
+        """In the child: everything of the fork server."""
         die_with_parent(parent)
+        call_this_process("sglrl spare")
         os.setsid()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        log = os.open(request.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        # In C, so that it also works while no Python can run.
-        faulthandler.register(signal.SIGUSR1, file=2, all_threads=True, chain=False)
-        for fd in (log, null, self.wake_read, self.wake_write, self.pidfd):
+        for fd in (null, self.wake_read, self.wake_write, self.pidfd, *self.ends.values()):
             os.close(fd)
         self.selector.close()
         self.listener.close()
         for client in self.clients.values():
             client.connection.close()
+
+    def become_worker(self, pipe: int, kept: int) -> None:
+        """In the child: be the worker that is asked for through the pipe, if there is one."""
+        with open(pipe, "rb") as file:
+            body = file.read()
+        if not body:
+            return
+        end_with_process(kept)
+        call_this_process("sglrl worker")
+        request = msgspec.msgpack.decode(body, type=Fork)
+        log = os.open(request.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(log)
+        # In C, so that it also works while no Python can run.
+        faulthandler.register(signal.SIGUSR1, file=2, all_threads=True, chain=False)
         os.environ.update(request.env)
         os.chdir(request.cwd)
         sys.path[:] = request.sys_path
@@ -206,6 +320,10 @@ class Zygote:
                 return
             if pid == 0:
                 return
+            self.forget_end(pid)
+            if self.spare is not None and self.spare[0] == pid:
+                os.close(self.spare[1])
+                self.spare = None
             for client in self.clients.values():
                 key = client.keys.pop(pid, None)
                 if key is not None:
@@ -249,7 +367,8 @@ def main() -> None:
     # Importing takes a while, in which nothing is watched.
     signal.signal(signal.SIGTERM, orphaned)
     die_with_parent(int(driver), signal.SIGTERM)
-    zygote = Zygote(listener, int(driver))
+    # Plain actors are forked from a small process.
+    zygote = Zygote(listener, int(driver), ahead=preload != "plain")
     zygote.preload(preload)
     outlive_parent()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

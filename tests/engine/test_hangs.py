@@ -20,7 +20,7 @@ from sglrl.demo.tiny import make_model
 from .policies import gated, until_running
 from .reference import Reference
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.alone]
 
 HANG_TIMEOUT = 1.0
 CONTEXT = 16_384

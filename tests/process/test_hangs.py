@@ -23,6 +23,8 @@ from sglrl_workers.mailbox import Mailbox
 
 from .actors import Blocks, Gate
 
+pytestmark = pytest.mark.alone
+
 IDS = [3, 1, 4, 1, 5]
 WANTED: dict[str, Any] = {"input_ids": IDS, "max_new_tokens": 40}
 ANSWER = (IDS * 8)[:40]
@@ -261,7 +263,7 @@ async def test_closing_while_a_hang_is_dealt_with(pair: sglrl.Client, hang_file:
     found = asyncio.Event()
     dump = monitor._dump
 
-    def dumped(index: int) -> Path:
+    def dumped(index: int) -> tuple[Path, int]:
         found.set()
         return dump(index)
 

@@ -52,14 +52,14 @@ async def test_an_endpoints_own_deadline(gate: sglrl.ActorHandle) -> None:
     assert await task == gate.workers[0].pid
 
 
-@pytest.mark.parametrize("timeout", [0, -1, 0.0])
+@pytest.mark.parametrize("timeout", [0, 0.0])
 async def test_no_time_at_all(gate: sglrl.ActorHandle, timeout: float) -> None:
     with pytest.raises(sglrl.DeadlineExceeded, match="before the call was sent"):
         await gate.enter(timeout=timeout)
     assert await gate.until_begun(0) == 0
 
 
-@pytest.mark.parametrize("timeout", ["1", True, float("nan")])
+@pytest.mark.parametrize("timeout", ["1", True, float("nan"), -1, -0.5])
 async def test_no_time_out(gate: sglrl.ActorHandle, timeout: object) -> None:
     with pytest.raises(sglrl.UsageError, match="timeout"):
         await gate.enter(timeout=timeout)
