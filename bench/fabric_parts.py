@@ -318,12 +318,7 @@ async def _memory_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]
     prompts = Prompts()
     pool = _MemoryPool(options["workers"], tuple(options["routing"]))
     rates: dict[str, Any] = {}
-    async with Client(
-        pool,
-        model="echo",
-        timeout=None,
-        max_message=1 << 28,  # type: ignore[arg-type]
-    ) as client:
+    async with Client(pool, model="echo", timeout=None) as client:  # type: ignore[arg-type]
         generate = client.generate
         for level in options["levels"]:
             note(f"{level} in flight")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from . import errors as errors
     from .actor import Actor, endpoint
     from .blocking import BlockingClient, BlockingRollout, BlockingSession, blocking
-    from .client import Client, Stream, WorkerStats
+    from .client import Client
     from .completion import (
         Chunk,
         Completion,
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         TopLogprobs,
         VersionSpan,
     )
+    from .controls import WorkerStats
     from .errors import (
         Closed,
         DeadlineExceeded,
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
     )
     from .sampling import SamplingParams
     from .spawn import ActorHandle, spawn
+    from .stream import Stream
 
 __version__ = "0.1.0"
 
@@ -103,7 +105,7 @@ _HOME = {
     "Session": "rollout",
     "SettingsMismatch": "errors",
     "SglrlError": "errors",
-    "Stream": "client",
+    "Stream": "stream",
     "Timing": "completion",
     "TopLogprobs": "completion",
     "Trajectory": "rollout",
@@ -118,7 +120,7 @@ _HOME = {
     "WorkerInfo": "pool",
     "WorkerLost": "errors",
     "WorkerStartError": "errors",
-    "WorkerStats": "client",
+    "WorkerStats": "controls",
     "blocking": "blocking",
     "connect": "remote",
     "endpoint": "actor",

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 import typing
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
@@ -30,6 +29,7 @@ from weakref import WeakKeyDictionary
 from msgspec import Raw
 
 from .codec import Arguments, Buffer, Result
+from .config import check_timeout
 from .core.calls import Call
 from .driver import ENVELOPE_BYTES, Driver, now
 from .errors import (
@@ -153,14 +153,13 @@ def deadline_from(timeout: float | None) -> float | None:
     """A time-out in seconds as a point on the driver's clock.
 
     Raises:
-        UsageError: it is not a number.
-        DeadlineExceeded: it is zero or less: there is no time to send anything.
+        UsageError: it is not a number, or less than zero.
+        DeadlineExceeded: it is zero: there is no time to send anything.
     """
+    check_timeout(timeout)
     if timeout is None:
         return None
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or math.isnan(timeout):
-        raise UsageError(f"timeout must be a number of seconds or None, got {timeout!r}")
-    if timeout <= 0:
+    if timeout == 0:
         raise DeadlineExceeded(
             f"the deadline had passed before the call was sent (timeout={timeout}); give it more "
             "than 0 seconds, or None for no limit"

@@ -8,14 +8,15 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Coroutine, Iterator
-from typing import Any, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 import numpy as np
 import uvloop
 from numpy.typing import NDArray
 
-from .client import Client, WorkerStats
+from .client import Client
 from .completion import Chunk, Completion, NextTokenLogprobs
+from .controls import WorkerStats
 from .errors import Closed, UsageError
 from .launch import launch
 from .messages import EngineInfo
@@ -56,6 +57,12 @@ class BlockingClient:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(
+            "a client stays in the process that made it and cannot be pickled or copied; give the "
+            "other process client.address, and call sglrl.blocking.connect(address) there"
+        )
 
     def close(self, **kwargs: Any) -> None:
         """See ``Client.close``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,18 @@ def check_restarts(restarts: Any, period: Any) -> None:
         raise UsageError(f"restarts must be an integer of at least 0, got {restarts!r}")
     if not period > 0:
         raise UsageError(f"restart_period must be more than 0 seconds, got {period!r}")
+
+
+def check_timeout(timeout: Any, name: str = "timeout") -> None:
+    """Raise ``UsageError`` unless it is a number of seconds, which may be 0, or None."""
+    if timeout is None:
+        return
+    number = isinstance(timeout, (int, float, Real)) and not isinstance(timeout, bool)
+    # Of NaN this is not true either.
+    if not (number and timeout >= 0):
+        raise UsageError(
+            f"{name} must be a number of seconds from 0 on, or None for no limit; got {timeout!r}"
+        )
 
 
 def positive(name: str, value: Any) -> int:

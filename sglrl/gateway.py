@@ -22,7 +22,7 @@ from .actor import Actor, EndpointSpec, endpoint, endpoints_of
 from .codec import MALFORMED, Buffer, decode_from_client, encode
 from .core.calls import Call
 from .core.routing import Route
-from .driver import Driver, now
+from .driver import ENVELOPE_BYTES, Driver, now
 from .errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -208,13 +208,12 @@ class Gateway:
         client: Client,
         driver: Driver,
         pool: Pool,
-        max_body: int,
         controls: Mapping[str, EndpointSpec],
     ) -> None:
         self._client = client
         self._driver = driver
         self._pool = pool
-        self._max_body = max_body
+        self._max_body = driver.max_message_bytes - ENVELOPE_BYTES
         self._token = secrets.token_hex(16)
         self._peers: dict[bytes, _Peer] = {}
         self._unsent: dict[_Peer, None] = {}

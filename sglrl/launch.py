@@ -119,8 +119,12 @@ def launch(
 
     Raises:
         UsageError: an argument is wrong (``ModelError`` and ``NotEnoughDevices`` are such).
-        WorkerStartError: on entering, when a worker ends before it is ready.
+        WorkerStartError: on entering, when a worker ends before it is ready, or the model cannot
+            be fetched from the hub.
     """
+    path = os.fspath(model) if isinstance(model, (str, os.PathLike)) else None
+    if not path or not isinstance(path, str):
+        raise UsageError(f"model must be a folder or a name on the hub, got {model!r}")
     positive("replicas", replicas)
     positive("tp_size", tp_size)
     if window is not None and window < 1:
@@ -129,7 +133,6 @@ def launch(
         raise UsageError(f"timeout must be more than 0 seconds, got {timeout}")
     if engine not in ("sglang", "fake"):
         raise UsageError(f"unknown engine {engine!r}; known: sglang, fake")
-    path = os.fspath(model)
     fabric = FabricConfig(
         routing=(routing,) if isinstance(routing, str) else tuple(routing), max_queue=max_queue
     )
@@ -187,7 +190,6 @@ def launch(
         pool,
         model=path,
         timeout=timeout,
-        max_message=max_message_bytes,
         weight_device=weight_device,
         more=more,
     )

@@ -12,17 +12,18 @@ import os
 import secrets
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Self
 
 from .actor import UnaryCaller, endpoints_of
 from .client import Client
 from .codec import Buffer, decode_to_client, encode, split_frames
-from .config import FabricConfig, PoolConfig
+from .config import FabricConfig, PoolConfig, check_timeout
+from .controls import Controls
 from .core.calls import Call
 from .core.concurrency import Load
 from .core.fabric import RESTART
 from .core.members import READY, Member
-from .driver import ENVELOPE_BYTES, Driver, now
+from .driver import Driver, now
 from .errors import Closed, DeadlineExceeded, ProtocolError, UsageError
 from .gateway import PoolEndpoints
 from .keys import read_client_keys
@@ -44,9 +45,10 @@ from .messages import (
 from .net.base import OnDriverMessage, OnPause
 from .net.zmq import ZmqDealer, check_address
 from .pool import Pool, WorkerInfo
-from .tokens import TokenizerBox
 from .weights.coordinator import WeightChannel
+from .weights.local import LocalSender
 from .weights.report import UpdateReport
+from .weights.request import UpdateRequest
 
 _ANY_NUMBER: Final = 1 << 62
 _GRACE: Final = 10.0
@@ -207,10 +209,11 @@ class RemotePool(Pool):
         max_message_bytes: int,
     ) -> None:
         super().__init__([], preload="plain", fabric=FabricConfig(), config=PoolConfig())
-        url, mark, token = address.partition("#")
-        if not mark or not token:
+        url, _, token = address.partition("#") if isinstance(address, str) else ("", "", "")
+        if not token:
             raise UsageError(f"{address!r} is no address of a pool; pass client.address")
         check_address(url, keys=keys is not None, insecure=insecure)
+        check_timeout(connect_timeout, "connect_timeout")
         self._url, self._token = url, token
         self._client_keys = None if keys is None else read_client_keys(keys)
         self._connect_timeout = connect_timeout
@@ -252,10 +255,15 @@ class RemotePool(Pool):
                 admitted = await driver.admitted
         except TimeoutError:
             await self.close()
-            hint = "" if self._client_keys is None else ", or this key is not known there"
+            hint = ""
+            if self._client_keys is not None:
+                hint = ", or it does not know this key"
+            elif self._url.startswith("tcp"):
+                hint = ", or it wants keys="
             raise DeadlineExceeded(
                 f"nobody answered at {self._url} within {self._connect_timeout:g} s: no pool is "
-                f"there any more, or the address is not quite what client.address said{hint}"
+                "there any more, or what is behind '#' in the address is not its token (a pool "
+                f"does not answer strangers){hint}; pass what client.address says now"
             ) from None
         except BaseException:
             await self.close()
@@ -284,10 +292,6 @@ class RemotePool(Pool):
             self.weights.version = self.news.version
             for told in list(self.weights.on_version):
                 told()
-
-    @property
-    def max_message_bytes(self) -> int:
-        return self.driver.max_message_bytes
 
     @property
     def workers(self) -> list[WorkerInfo]:
@@ -333,6 +337,94 @@ class RemotePool(Pool):
         driver.transport.close()
 
 
+class _RemoteControls(Controls):
+    """Standing still and letting go is the pool's, so that it is the same for all its clients."""
+
+    _pool: RemotePool
+
+    async def pause(self, mode: str, timeout: float) -> None:
+        await self._pool.ask("pause", mode, timeout, timeout=timeout + _GRACE)
+
+    async def resume(self, timeout: float) -> None:
+        await self._pool.ask("resume", timeout, timeout=timeout + _GRACE)
+
+    async def abort(self, worker: int | None, timeout: float) -> int:
+        ended: int = await self._pool.ask("abort", worker, timeout, timeout=timeout + _GRACE)
+        return ended
+
+
+class _RemoteUpdates(LocalSender):
+    """This process sends, through a ``Sender`` that is made for the first update and keeps its
+    device and host. How long "drain" may take then is the pool's to say."""
+
+    def __init__(
+        self, pool: RemotePool, keys: str | os.PathLike[str] | None, insecure: bool
+    ) -> None:
+        super().__init__(pool.weights)
+        self._pool = pool
+        self._keys = keys
+        self._insecure = insecure
+        self._sender: Any = None
+        self._connecting = asyncio.Lock()
+
+    async def connect(self, device: Any, host: str, timeout: float) -> float:
+        raise _not_here("the group for weight updates is formed ahead of the first one")
+
+    async def update(
+        self,
+        weights: Any,
+        request: UpdateRequest,
+        *,
+        device: Any = None,
+        host: str = "127.0.0.1",
+    ) -> UpdateReport:
+        engine = self._pool.ready(0).engine
+        if device is None and engine is not None and engine.device == "cpu":
+            device = "cpu"
+        if self._sender is None:
+            from .weights.remote import Sender
+
+            async with self._connecting:
+                if self._sender is None:
+                    self._sender = await Sender.connect(
+                        self._pool.weights.address,
+                        device=device,
+                        host=host,
+                        timeout=request.timeout,
+                        keys=self._keys,
+                        insecure=self._insecure,
+                    )
+        report: UpdateReport = await self._sender.update(
+            weights,
+            version=request.version,
+            inflight=request.inflight,
+            mode=request.mode,
+            partial=request.partial,
+            bucket_bytes=request.bucket_bytes,
+            timeout=request.timeout,
+            wait=request.wait,
+        )
+        return report
+
+    async def update_from_disk(self, path: Any, request: UpdateRequest) -> UpdateReport:
+        report: UpdateReport = await self._pool.ask(
+            "update_weights_from_disk",
+            _absolute(path),
+            request.version,
+            request.inflight,
+            request.partial,
+            request.timeout,
+            request.drain_timeout,
+            request.wait,
+        )
+        return report
+
+    async def leave(self) -> None:
+        """An update under way is given up."""
+        if self._sender is not None:
+            await self._sender.close()
+
+
 class RemoteClient(Client):
     """A ``Client`` of another process's pool: made by ``sglrl.connect``."""
 
@@ -348,19 +440,15 @@ class RemoteClient(Client):
         keys: str | os.PathLike[str] | None,
         insecure: bool,
     ) -> None:
-        super().__init__(pool, model=model or "", timeout=timeout, max_message=0)
+        super().__init__(pool, model=model or "", timeout=timeout)
         self._given_address = address
-        self._keys = keys
-        self._insecure = insecure
-        self._sender: Any = None
-        self._sending = asyncio.Lock()
+        self._controls = _RemoteControls(pool, timeout)
+        self._weights = self._updates = _RemoteUpdates(pool, keys, insecure)
 
     async def __aenter__(self) -> Self:
         await super().__aenter__()
-        self._max_body = self._pool.max_message_bytes - ENVELOPE_BYTES
         if not self.model:
-            self.model = self._pool.model
-            self._tokenizer_box = TokenizerBox(self.model)
+            self.model = self._tokenizer_box.model = self._pool.model
         return self
 
     def _open_gateway(self) -> None:
@@ -369,8 +457,7 @@ class RemoteClient(Client):
     async def close(self, *, drain: bool = False, timeout: float = 600.0) -> None:
         """Take leave: this client's calls end with ``Closed`` (``drain``: are awaited first). The
         pool goes on."""
-        if self._sender is not None:
-            await self._sender.close()
+        await self._updates.leave()
         await super().close(drain=drain, timeout=timeout)
 
     @property
@@ -379,92 +466,6 @@ class RemoteClient(Client):
 
     async def add_workers(self, n: int = 1) -> list[int]:
         raise _not_here("workers are added")
-
-    async def pause(
-        self, mode: Literal["in_place", "retract", "abort"] = "in_place", *, timeout: float = 60.0
-    ) -> None:
-        await self._pool.ask("pause", mode, timeout, timeout=timeout + _GRACE)
-
-    async def resume(self, *, timeout: float = 60.0) -> None:
-        await self._pool.ask("resume", timeout, timeout=timeout + _GRACE)
-
-    async def abort(self, *, worker: int | None = None, timeout: float = 60.0) -> int:
-        ended: int = await self._pool.ask("abort", worker, timeout, timeout=timeout + _GRACE)
-        return ended
-
-    async def connect_weights(
-        self, *, device: Any = None, host: str = "127.0.0.1", timeout: float = 60.0
-    ) -> float:
-        raise _not_here("the group for weight updates is formed ahead of the first one")
-
-    async def update_weights(
-        self,
-        weights: Any,
-        *,
-        version: int | None = None,
-        inflight: str = "continue",
-        mode: str = "auto",
-        partial: bool = False,
-        bucket_bytes: int | None = None,
-        timeout: float = 60.0,
-        drain_timeout: float = 600.0,
-        wait: bool = True,
-        device: Any = None,
-        host: str = "127.0.0.1",
-    ) -> UpdateReport:
-        """As ``Client.update_weights``: this process sends. ``device`` and ``host`` are those of
-        the first update; ``drain_timeout`` is the pool's own."""
-        self._running()
-        if device is None and self.info.device == "cpu":
-            device = "cpu"
-        if self._sender is None:
-            from .weights.remote import Sender
-
-            async with self._sending:
-                if self._sender is None:
-                    self._sender = await Sender.connect(
-                        self.weights_address,
-                        device=device,
-                        host=host,
-                        timeout=timeout,
-                        keys=self._keys,
-                        insecure=self._insecure,
-                    )
-        report: UpdateReport = await self._sender.update(
-            weights,
-            version=version,
-            inflight=inflight,
-            mode=mode,
-            partial=partial,
-            bucket_bytes=bucket_bytes,
-            timeout=timeout,
-            wait=wait,
-        )
-        return report
-
-    async def update_weights_from_disk(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        version: int | None = None,
-        inflight: str = "continue",
-        partial: bool = False,
-        timeout: float = 300.0,
-        drain_timeout: float = 600.0,
-        wait: bool = True,
-    ) -> UpdateReport:
-        self._running()
-        report: UpdateReport = await self._pool.ask(
-            "update_weights_from_disk",
-            _absolute(path),
-            version,
-            inflight,
-            partial,
-            timeout,
-            drain_timeout,
-            wait,
-        )
-        return report
 
     def _loads(self) -> tuple[list[Load], int]:
         self._running()
@@ -499,7 +500,9 @@ def connect(
     """A client for the pool of another process: ``async with sglrl.connect(address) as client``.
 
     It does what the ``Client`` of that process does, except for adding and removing workers, and
-    its calls are routed with all others. Leaving the block leaves the pool as it is.
+    its calls are routed with all others. In ``update_weights`` this process sends; ``device`` and
+    ``host`` are those of the first update, and ``drain_timeout`` is the pool's own. Leaving the
+    block leaves the pool as it is.
 
     Args:
         address: ``client.address`` in the process that called ``launch``. It holds a secret.
@@ -512,11 +515,13 @@ def connect(
         max_message_bytes: largest message accepted.
 
     Raises:
-        UsageError: this is no such address, or it needs keys.
-        DeadlineExceeded: on entering, when nobody answers there.
+        UsageError: this is no such address, or it needs keys, or a timeout is less than 0.
+        DeadlineExceeded: on entering, when nobody answers there. A pool does not answer strangers:
+            who has another token than its own, or no key that it knows.
         Closed: on entering, when there is no such pool any more, or it takes no more clients.
             Later, of every call, once the other process is gone or has closed its client.
     """
+    check_timeout(timeout)
     pool = RemotePool(
         address,
         keys=keys,

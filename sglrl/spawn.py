@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import cloudpickle
 
@@ -44,6 +44,12 @@ class ActorHandle:
 
     async def __aexit__(self, *exc: object) -> None:
         await self._pool.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(
+            "an actor handle stays in the process that made it and cannot be pickled or copied; "
+            "call the actors from there, or spawn some in the other process"
+        )
 
     async def close(self, *, drain: bool = False, timeout: float = 600.0) -> None:
         """End every call and every worker; safe to call again. ``drain``: first wait, at most

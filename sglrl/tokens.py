@@ -90,7 +90,7 @@ class TokenizerBox:
     encoding may run in several threads."""
 
     def __init__(self, model: str) -> None:
-        self._model = model
+        self.model = model
         self._tokenizer: Any = None
         self._lock = threading.Lock()
 
@@ -112,10 +112,10 @@ class TokenizerBox:
                 "input_ids"
             ) from None
         try:
-            return AutoTokenizer.from_pretrained(self._model)
+            return AutoTokenizer.from_pretrained(self.model)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InvalidRequest(
-                f"{self._model} has no usable tokenizer, so prompts must be input_ids and outputs "
+                f"{self.model} has no usable tokenizer, so prompts must be input_ids and outputs "
                 f"have no text: {error}"
             ) from None
 
@@ -131,7 +131,7 @@ class TokenizerBox:
         beside the messages (``tools``, ``enable_thinking``, ...)."""
         tokenizer = self.tokenizer
         if not getattr(tokenizer, "chat_template", None):
-            raise InvalidRequest(f"{self._model} has no chat template; use prompt or input_ids")
+            raise InvalidRequest(f"{self.model} has no chat template; use prompt or input_ids")
         try:
             text: str = tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, tokenize=False, **(template or {})

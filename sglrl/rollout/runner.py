@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..completion import Completion
+from ..config import check_timeout
 from ..core import rollouts as core
 from ..core.concurrency import Concurrency
 from ..errors import Closed, DeadlineExceeded, SglrlError, UsageError, WorkerLost
@@ -300,7 +301,7 @@ class Rollout:
         if timeout is not None and not timeout > 0:
             raise UsageError(f"timeout must be more than 0 seconds, got {timeout!r}")
         # Wrong sampling values raise here, not in every sample.
-        client._prepare(sampling, values)
+        client._started().samplings.prepare(sampling, values)
         self._client = client
         self._agent = agent
         self._items = _iterator(dataset)
@@ -575,6 +576,7 @@ class Rollout:
         """
         if type(n) is not int or n < 1:
             raise UsageError(f"take at least 1 group, got {n!r}")
+        check_timeout(timeout)
         if self._task is None:
             raise UsageError("the run has not begun; use 'async with run'")
         plan = self._plan
@@ -667,6 +669,7 @@ class Rollout:
         Raises:
             DeadlineExceeded: turns still run after ``timeout`` seconds; it stays paused.
         """
+        check_timeout(timeout)
         self._gate.close()
         try:
             async with asyncio.timeout(timeout):

@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from ..actor import deadline_from
 from ..completion import Completion
+from ..config import check_timeout
 from ..core.routing import Route
 from ..errors import Closed, InvalidRequest, UsageError
+from ..prompts import Message, check_conversation, check_messages
 from ..sampling import DEFAULT_MAX_NEW_TOKENS, Prepared, SamplingParams
 from ..tokens import TokenIds, check_ids
 from .gate import Gate
-from .template import Message, behind_answer
+from .template import behind_answer
 from .trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -49,15 +50,21 @@ class Opening:
         given = (prompt is not None) + (messages is not None) + (input_ids is not None)
         if given != 1:
             raise InvalidRequest(f"give exactly one of prompt, input_ids, messages; got {given}")
+        check_timeout(timeout)
         self.client = client
+        self.requests = client._started()
         self.allow_rewrite = allow_rewrite
         self.timeout = timeout
         self.priority = priority
         self.metadata = metadata or {}
         self.sampling = sampling
         self.values = values
-        self.prepared = client._prepare(sampling, values)
-        self.messages = None if messages is None else list(messages)
+        self.prepared = self.requests.samplings.prepare(sampling, values)
+        self.messages: list[Message] | None = None
+        if messages is not None:
+            several, (self.messages, *_) = check_messages(messages)
+            if several:
+                raise InvalidRequest("a session has one prompt, got a list")
         self.template = dict(template or {})
         if tools is not None:
             self.template["tools"] = list(tools)
@@ -78,7 +85,7 @@ class Opening:
                 self._lock = asyncio.Lock()
             async with self._lock:
                 if self._ids is None:
-                    several, prompts = await self.client._encode_input(
+                    several, prompts = await self.requests.encode_prompts(
                         self._prompt, None, self.messages, self.template
                     )
                     if several:
@@ -90,10 +97,10 @@ class Opening:
         """The sampling values of one turn."""
         if not values:
             return self.prepared
-        return self.client._prepare(self.sampling, {**self.values, **values})
+        return self.requests.samplings.prepare(self.sampling, {**self.values, **values})
 
     def render(self, messages: Sequence[Message]) -> str:
-        return self.client._tokenizer_box.render(messages, self.template)
+        return self.requests.box.render(messages, self.template)
 
 
 class Session:
@@ -116,6 +123,7 @@ class Session:
         self._on_turn = on_turn
         self._seed = seed
         self._client = opening.client
+        self._requests = opening.requests
         self._route = Route(b"")
         self._prompt: bytes | None = None
         self._response = b""
@@ -195,16 +203,13 @@ class Session:
                     f"the context is full: the session has {len(ids) // 4} tokens, of "
                     f"{self._client.info.context_length} possible; see Session.room"
                 )
-            timeout = opening.timeout
-            if timeout is None:
-                timeout = self._client._timeout
-            deadline = None if timeout is None else deadline_from(timeout)
+            deadline = self._requests.deadline(opening.timeout)
             if self._oldest is None:
                 self._oldest = self._client.weight_version
             completion = None
             while completion is None or completion.finish_reason == "abort":
                 self._route.extend(ids, self._client.weight_version)
-                completion = await self._client._sample(
+                completion = await self._requests.sample(
                     ids,
                     prepared,
                     limit,
@@ -247,7 +252,8 @@ class Session:
         is observed after the last turn is in no prompt, so it is not in the trajectory either.
 
         Raises:
-            InvalidRequest: a token id is wrong. For what the template refuses, ``generate`` raises.
+            InvalidRequest: a token id is wrong, or a message lacks something. For what the template
+                refuses, ``generate`` raises.
             UsageError: messages before the first turn, or without a template.
         """
         if isinstance(what, str):
@@ -263,6 +269,7 @@ class Session:
             self._pending.append(check_ids(what, self._opening.vocab_size))
             return
         new: list[Any] = [what] if isinstance(what, Mapping) else list(what)
+        check_conversation(new)
         if self._messages is None:
             raise UsageError("this session began without messages: observe text or token ids")
         if self._pending and isinstance(self._pending[-1], list):
@@ -313,7 +320,7 @@ class Session:
     @property
     def text(self) -> str:
         """All that was sampled and observed behind the prompt, special tokens included."""
-        return self._client._decode_ids(np.frombuffer(self._response, "<i4").tolist(), False)
+        return self._requests.decode(np.frombuffer(self._response, "<i4").tolist(), False)
 
     def trajectory(self, reward: float | None = None) -> Trajectory:
         """What a trainer needs of it. ``reward`` is added to the last turn's.
@@ -352,8 +359,8 @@ class Session:
         self, pending: list[str | bytes | list[Message]]
     ) -> tuple[bytes, list[Message] | None, int]:
         """The session's response, messages and beginning of the assistant's turn, with these."""
-        box, opening = self._client._tokenizer_box, self._opening
-        vocab_size = self._client.info.vocab_size
+        box, opening = self._requests.box, self._opening
+        vocab_size = opening.vocab_size
         response, messages, answer_at = self._response, self._messages, self._answer_at
         for item in pending:
             if isinstance(item, bytes):

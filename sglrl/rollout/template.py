@@ -9,12 +9,11 @@ is checked.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from ..errors import InvalidRequest
+from ..prompts import Message
 
-Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message]], str]
 """Applies the template, ready for the assistant's turn."""
 

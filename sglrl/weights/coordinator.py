@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from ..codec import Buffer, decode_from_rank, encode
+from ..config import check_timeout
 from ..core.manifest import check_manifest, differences
 from ..core.weights import (
     ABORT,
@@ -231,6 +232,7 @@ class WeightChannel:
         """All members, once each has said who it is."""
         if not self._hellos:
             raise UsageError("this engine has no weights that could be updated")
+        check_timeout(timeout)
         driver = self._driver
         try:
             async with asyncio.timeout(timeout):

@@ -143,7 +143,9 @@ class Sender:
             await sender.close()
             hint = "" if keys is None else ", or nobody there knows this key"
             raise WeightUpdateError(
-                f"nobody answered at {url} within {timeout:g} s{hint}"
+                f"nobody answered at {url} within {timeout:g} s: no client is there any more, or "
+                "what is behind '#' in the address is not its token (strangers get no answer)"
+                f"{hint}; pass what client.weights_address says now"
             ) from None
         except BaseException:
             await sender.close()

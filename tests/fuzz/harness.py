@@ -223,7 +223,7 @@ class Pool:
         self.router.close()
 
     def client(self) -> Client:
-        return Client(cast(Any, self), model="none", timeout=None, max_message=1 << 20)
+        return Client(cast(Any, self), model="none", timeout=None)
 
 
 @contextlib.contextmanager

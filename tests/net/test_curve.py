@@ -102,8 +102,8 @@ async def test_strangers_are_not_heard(
     router.start(inbox)
     known = read_client_keys(keys)
     with (
-        dealer(router, b"stranger", stranger and stranger(known)) as end,
         watching(router.socket, *FAILED, any_one=True) as refused,
+        dealer(router, b"stranger", stranger and stranger(known)) as end,
     ):
         end.send([b"let me in"])
         await refused
@@ -120,8 +120,8 @@ async def test_a_key_that_was_taken_away(keys: Path) -> None:
     inbox = Inbox()
     router.start(inbox)
     with (
-        dealer(router, b"trainer", read_client_keys(keys / "trainer.secret")) as end,
         watching(router.socket, *FAILED, any_one=True) as refused,
+        dealer(router, b"trainer", read_client_keys(keys / "trainer.secret")) as end,
     ):
         end.send([b"hello"])
         await refused
@@ -137,8 +137,8 @@ async def test_nobody_is_let_in_when_nobody_can_be_asked(router: ZmqRouter, keys
     assert router._gate is not None
     router._gate.close()
     with (
-        dealer(router, b"trainer", read_client_keys(keys)) as end,
         watching(router.socket, *FAILED, any_one=True) as refused,
+        dealer(router, b"trainer", read_client_keys(keys)) as end,
     ):
         end.send([b"hello"])
         await refused

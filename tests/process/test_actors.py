@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -28,6 +29,12 @@ async def test_unary_calls_take_positions_names_and_defaults(values: sglrl.Actor
 async def test_constructor_arguments_arrive() -> None:
     async with sglrl.spawn(Values, factor=3) as values:
         assert await values.add(1, 1) == 6
+
+
+async def test_a_handle_stays_where_it_is(values: sglrl.ActorHandle) -> None:
+    with pytest.raises(sglrl.UsageError, match="an actor handle stays in the process that made it"):
+        pickle.dumps(values)
+    assert await values.add(1) == 11
 
 
 async def test_dataclasses_and_structs(values: sglrl.ActorHandle) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
+import pickle
 import signal
 import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import pytest
 
@@ -78,6 +81,12 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"prompt": ""}, "empty"),
     ({"prompt": "a", "input_ids": [1]}, "exactly one"),
     ({}, "exactly one"),
+    ({"messages": "hi"}, "non-empty list"),
+    ({"messages": [{"content": "hi"}]}, r"messages\[0\] has no 'role'"),
+    (
+        {"messages": [{"role": "user", "content": "hi"}, {"role": "user"}]},
+        r"\[1\] has no 'content'",
+    ),
     ({"input_ids": [1000]}, "1000 is outside"),
     ({"input_ids": np.array([1000])}, "1000 is outside"),
     ({"input_ids": [-1]}, "-1 is outside"),
@@ -108,11 +117,30 @@ async def test_bad_requests_are_never_sent(client: sglrl.Client) -> None:
         assert client._pool.driver.fabric._next_id == 0, values
     with pytest.raises(sglrl.UsageError, match="no worker 2"):
         await client.generate(input_ids=IDS, worker=2)
-    for timeout in (0, -1):
-        with pytest.raises(sglrl.DeadlineExceeded):
-            await client.generate(input_ids=IDS, timeout=timeout)
-    with pytest.raises(sglrl.UsageError):
-        await client.generate(input_ids=IDS, timeout=float("nan"))
+    with pytest.raises(sglrl.DeadlineExceeded):
+        await client.generate(input_ids=IDS, timeout=0)
+    for timeout in (-1, float("nan"), "1"):
+        for call in (
+            client.generate(input_ids=IDS, timeout=timeout),
+            client.score(IDS, timeout=timeout),
+            client.next_token_logprobs(IDS, timeout=timeout),  # type: ignore[arg-type]
+            anext(aiter(client.stream(input_ids=IDS, timeout=timeout))),  # type: ignore[arg-type]
+            client.pause(timeout=timeout),  # type: ignore[arg-type]
+            client.wait_until_full(timeout),  # type: ignore[arg-type]
+            client.remove_worker(0, timeout=timeout),  # type: ignore[arg-type]
+        ):
+            with pytest.raises(sglrl.UsageError, match="timeout must be a number of seconds"):
+                await call
+        with pytest.raises(sglrl.UsageError, match="timeout must be a number of seconds"):
+            client.session(input_ids=IDS, timeout=timeout)  # type: ignore[arg-type]
+    with pytest.raises(sglrl.InvalidRequest, match=r"messages\[0\] has no 'role'"):
+        client.session(messages=[{"content": "hi"}])
+    with pytest.raises(sglrl.InvalidRequest, match="one prompt, got a list"):
+        client.session(messages=[[{"role": "user", "content": "hi"}]])  # type: ignore[list-item]
+    session = client.session(input_ids=IDS)
+    for wrong in ({"role": "user"}, [{"role": "user", "content": "hi"}, {"role": "user"}]):
+        with pytest.raises(sglrl.InvalidRequest, match=r"messages\[.\] has no 'content'"):
+            session.observe(wrong)
     assert [s.engine.prompt_tokens for s in await client.stats()] == [0, 0]
     assert (await client.generate(input_ids=IDS, max_new_tokens=1)).output_ids.tolist() == [3]
 
@@ -131,6 +159,24 @@ async def test_bad_requests_are_never_sent(client: sglrl.Client) -> None:
 async def test_bad_launches(values: dict[str, Any], says: str) -> None:
     with pytest.raises(sglrl.UsageError, match=says):
         sglrl.launch("fake", engine="fake", **values)
+
+
+@pytest.mark.parametrize("model", [None, "", 3, b"folder"])
+def test_what_is_no_model(model: Any) -> None:
+    for make in (sglrl.launch, sglrl.blocking):
+        with pytest.raises(sglrl.UsageError, match="model must be a folder or a name on the hub"):
+            make(model, engine="fake")
+
+
+async def test_a_client_stays_where_it_is(client: sglrl.Client) -> None:
+    for held in (client, client.session(input_ids=IDS)):
+        for take in (pickle.dumps, cloudpickle.dumps, copy.deepcopy):
+            with pytest.raises(sglrl.UsageError, match=r"call sglrl\.connect\(address\) there"):
+                take(held)
+    blocking = sglrl.blocking("fake", engine="fake")
+    with pytest.raises(sglrl.UsageError, match=r"call sglrl\.blocking\.connect\(address\) there"):
+        pickle.dumps(blocking)
+    assert (await client.generate(input_ids=IDS, max_new_tokens=1)).output_ids.tolist() == [3]
 
 
 async def test_a_message_that_is_too_large() -> None:

@@ -174,7 +174,7 @@ async def test_a_remote_sender_needs_a_key_and_the_token(tmp_path: Path) -> None
     dropped = driver.dropped
     for address, keys, words in (
         (channel.address, other, "or nobody there knows this key"),
-        (channel.address[:-1], folder, "nobody answered"),
+        (channel.address[:-1], folder, "behind '#' in the address is not its token"),
         (channel.address, None, "nobody answered"),
     ):
         with pytest.raises(sglrl.WeightUpdateError, match=words):

@@ -270,13 +270,18 @@ async def test_when_the_process_that_has_the_pool_is_killed() -> None:
 
 
 async def test_addresses(pool: sglrl.Client, tmp_path: Path) -> None:
-    with pytest.raises(sglrl.UsageError, match=r"client\.address"):
-        sglrl.connect("tcp://127.0.0.1:5")
+    for nonsense in ("tcp://127.0.0.1:5", "tcp://127.0.0.1:5#", "", None):
+        with pytest.raises(sglrl.UsageError, match=r"pass client\.address"):
+            sglrl.connect(nonsense)  # type: ignore[arg-type]
+    for limit in ("timeout", "connect_timeout"):
+        with pytest.raises(sglrl.UsageError, match=f"^{limit} must be a number of seconds"):
+            sglrl.connect(pool.address, **{limit: -1})  # type: ignore[arg-type]
     for address in (pool.address[:-1], pool.weights_address):
-        with pytest.raises(sglrl.DeadlineExceeded, match="nobody answered") as late:
+        says = r"nobody answered.*behind '#' in the address is not its token.*client\.address"
+        with pytest.raises(sglrl.DeadlineExceeded, match=says) as late:
             async with sglrl.connect(address, connect_timeout=0.3):
                 pass
-        assert "#" not in str(late.value)
+        assert address.partition("#")[2] not in str(late.value)
     with pytest.raises(sglrl.Closed, match="there is no pool at"):
         async with sglrl.connect(f"ipc://{tmp_path}/no#token"):
             pass
@@ -311,8 +316,8 @@ async def test_keys(tmp_path: Path) -> None:
         async with sglrl.connect(address, keys=folder) as remote:
             made = await remote.generate(input_ids=IDS, max_new_tokens=5)
             assert made.output_ids.tolist() == IDS
-        for keys in (None, other):
-            with pytest.raises(sglrl.DeadlineExceeded, match="nobody answered"):
+        for keys, why in ((None, "it wants keys="), (other, "it does not know this key")):
+            with pytest.raises(sglrl.DeadlineExceeded, match=f"nobody answered.*{why}"):
                 async with sglrl.connect(address, keys=keys, connect_timeout=0.5):
                     pass
 

@@ -219,6 +219,11 @@ async def test_nothing_is_lost_when_taking_is_given_up(client: sglrl.Client) -> 
     async with sglrl.rollout(client, agent, ITEMS[:5], concurrency=5) as run:
         with pytest.raises(sglrl.DeadlineExceeded, match="of 5 groups"):
             await run.take(5, timeout=0.2)
+        for timeout in (-1, float("nan")):
+            with pytest.raises(sglrl.UsageError, match="timeout must be"):
+                await run.take(5, timeout=timeout)
+            with pytest.raises(sglrl.UsageError, match="timeout must be"):
+                await run.pause(timeout=timeout)
         held.set()
         assert sorted(g.index for g in await run.take(5)) == [0, 1, 2, 3, 4]
 

@@ -1,0 +1,174 @@
+"""What is asked of the engines beside tokens: what they report of themselves, and that they stand
+still, go on, or let go of what they have."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any, Final
+
+import msgspec
+from msgspec import Raw
+
+from .actor import Actor as _Actor
+from .actor import EndpointSpec, UnaryReply, deadline_from, endpoint, endpoints_of
+from .codec import encode
+from .config import check_timeout
+from .core.calls import Call
+from .errors import Closed, UnknownEndpoint, UsageError, WorkerLost
+from .messages import EngineStats, TokenChunk
+from .pool import Pool
+from .requests import submit_all
+
+_FIRST: Final = 1 << 62
+"""Priority of what a worker must be told before it gets anything else."""
+
+
+class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker's ``EngineStats`` with its index."""
+
+    worker: int
+    engine: EngineStats
+
+
+class _Engine(_Actor):
+    """The unary control endpoints of an engine worker, as the workers' mailbox serves them."""
+
+    @endpoint(idempotent=True)
+    async def stats(self) -> EngineStats:
+        raise NotImplementedError  # served by workers/mailbox.py
+
+    @endpoint(idempotent=True)
+    async def flush_cache(self) -> bool:
+        raise NotImplementedError  # served by workers/mailbox.py
+
+
+class _Pausing(_Actor):
+    """More of them, which the client must know of. Not to be repeated: a replacement is told when
+    it serves."""
+
+    @endpoint
+    async def pause(self, mode: str) -> None:
+        raise NotImplementedError  # served by workers/mailbox.py
+
+    @endpoint
+    async def resume(self) -> None:
+        raise NotImplementedError  # served by workers/mailbox.py
+
+    @endpoint
+    async def abort(self) -> int:
+        raise NotImplementedError  # served by workers/mailbox.py
+
+
+ENDPOINTS: Final[dict[str, EndpointSpec]] = endpoints_of(_Engine)
+"""That may be called on all engines by name."""
+_PAUSING: Final[dict[str, EndpointSpec]] = endpoints_of(_Pausing)
+
+
+class Controls:
+    """Of one client, whose methods of the same names say what these do. ``timeout``: of calls that
+    have none, in seconds."""
+
+    def __init__(self, pool: Pool, timeout: float | None) -> None:
+        self._pool = pool
+        self._timeout = timeout
+        self._paused = False
+
+    async def stats(self) -> list[WorkerStats]:
+        found = await self._ask_all(ENDPOINTS["stats"])
+        return [WorkerStats(worker=w, engine=s) for w, s in found.items()]
+
+    async def flush_cache(self) -> bool:
+        return all((await self._ask_all(ENDPOINTS["flush_cache"])).values())
+
+    async def broadcast(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float | None
+    ) -> list[Any]:
+        spec = ENDPOINTS.get(name)
+        if spec is None:
+            raise UnknownEndpoint(
+                f"the engines declare no endpoint {name!r} to be called on all of them "
+                f"(endpoints: {', '.join(sorted(ENDPOINTS))})"
+            )
+        found = await self._ask_all(spec, args, kwargs, timeout)
+        return [*found.values()]
+
+    async def pause(self, mode: str, timeout: float) -> None:
+        if mode not in ("in_place", "retract", "abort"):
+            raise UsageError(f"mode must be 'in_place', 'retract' or 'abort', got {mode!r}")
+        check_timeout(timeout)
+        self._paused = True
+        await self._ask_all(_PAUSING["pause"], (mode,), timeout=timeout)
+
+    async def resume(self, timeout: float) -> None:
+        check_timeout(timeout)
+        self._paused = False
+        await self._ask_all(_PAUSING["resume"], timeout=timeout)
+
+    async def abort(self, worker: int | None, timeout: float) -> int:
+        check_timeout(timeout)
+        body = encode(TokenChunk(b"", finish="abort", version=self._pool.weights.version))
+        # First: they would get the places of those that end.
+        waiting = self._pool.driver.answer_waiting("generate", Raw(body), worker)
+        ended = await self._ask_all(_PAUSING["abort"], timeout=timeout, worker=worker)
+        return waiting + sum(map(int, ended.values()))
+
+    def before_serving(self, worker: int) -> None:
+        """A worker that comes while the engines are paused is paused, too."""
+        if self._paused:
+            driver = self._pool.driver
+            future = driver.loop.create_future()
+            # Should it be lost first, its replacement is told.
+            future.add_done_callback(lambda done: done.cancelled() or done.exception())
+            with contextlib.suppress(Closed):
+                driver.submit(_control(_PAUSING["pause"], ("in_place",), {}, worker, future, None))
+
+    async def _ask_all(
+        self,
+        spec: EndpointSpec,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        timeout: float | None = None,
+        worker: int | None = None,
+    ) -> dict[int, Any]:
+        """Call a control endpoint of the engines that serve, or of this one. The answers by worker,
+        in order; one that is lost meanwhile has none."""
+        driver = self._pool.driver
+        workers = driver.ready if worker is None else [worker]
+        if timeout is None:
+            timeout = self._timeout
+        calls, futures = [], []
+        for index in workers:
+            future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            calls.append(_control(spec, args, kwargs or {}, index, future, timeout))
+            futures.append(future)
+        found = await submit_all(driver, calls, futures, return_exceptions=worker is None)
+        answers = {}
+        for index, one in zip(workers, found, strict=True):
+            if not isinstance(one, BaseException):
+                answers[index] = one
+            elif not isinstance(one, WorkerLost):
+                raise one
+        return answers
+
+
+def _control(
+    spec: EndpointSpec,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    worker: int,
+    future: asyncio.Future[Any],
+    timeout: float | None,
+) -> Call:
+    """A call to one engine that goes out at once: it may be about the calls that the engine has."""
+    body, _ = spec.arguments.encode(args, kwargs)
+    return Call(
+        spec.name,
+        Raw(body),
+        UnaryReply(future, spec.result),
+        deadline=deadline_from(timeout),
+        priority=_FIRST,
+        pinned=worker,
+        idempotent=spec.idempotent,
+        urgent=True,
+    )

@@ -1,0 +1,319 @@
+"""Calls that take tokens: from checked arguments to a ``Call``, and to what comes of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from msgspec import Raw
+
+from .actor import deadline_from
+from .codec import encode
+from .completion import Completion, Decode, NextTokenLogprobs
+from .core.calls import Call
+from .core.routing import Route
+from .driver import ENVELOPE_BYTES, Driver
+from .errors import InvalidRequest, MessageTooLarge
+from .messages import EngineInfo, GenerateArgs, NextTokenArgs, ScoreArgs
+from .prompts import encode_prompts
+from .replies import ChunkReply, GenerationReply, NextTokenReply, ScoreReply
+from .sampling import DEFAULT_MAX_NEW_TOKENS, Prepared, SamplingCache
+from .tokens import TokenizerBox
+from .weights.coordinator import WeightChannel
+
+
+class Requests:
+    """Of one client, made when its pool has started. ``ids`` are checked ones, int32.
+
+    Every method that makes a call raises ``InvalidRequest`` for a prompt that does not fit the
+    context, and ``MessageTooLarge``.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        info: EngineInfo,
+        box: TokenizerBox,
+        weights: WeightChannel,
+        timeout: float | None,
+    ) -> None:
+        self.driver = driver
+        self.info = info
+        self.box = box
+        self.samplings = SamplingCache(info.vocab_size)
+        # Of the info, because every call reads them.
+        self.vocab_size = info.vocab_size
+        self._most_prompt_tokens = info.max_prompt_tokens
+        self._most_tokens = info.max_total_tokens
+        self._max_body = driver.max_message_bytes - ENVELOPE_BYTES
+        self._weights = weights
+        self._timeout = timeout
+        self._encode = msgspec.msgpack.Encoder().encode
+        # Once, and not a bound method for every call that waits.
+        self.decode: Decode = box.decode
+
+    def deadline(self, timeout: float | None) -> float | None:
+        """See ``deadline_from``. None: the client's own time-out."""
+        if timeout is None:
+            timeout = self._timeout
+        return None if timeout is None else deadline_from(timeout)
+
+    async def encode_prompts(
+        self,
+        prompt: Any,
+        input_ids: Any,
+        messages: Any,
+        template: Mapping[str, Any] | None = None,
+    ) -> tuple[bool, list[bytes]]:
+        """See ``prompts.encode_prompts``."""
+        return await encode_prompts(
+            self.box, self.vocab_size, prompt, input_ids, messages, template
+        )
+
+    # --- calls ------------------------------------------------------------------------------------
+
+    async def sample(
+        self,
+        ids: bytes,
+        prepared: Prepared,
+        max_new_tokens: int,
+        logprobs: bool,
+        top: int,
+        route: Route,
+        deadline: float | None,
+        priority: int,
+        worker: int | None = None,
+        begun: Completion | None = None,
+    ) -> Completion:
+        """One continuation; of ``begun``, which was returned unfinished, if it is given: then
+        limits, stop strings, penalties and seeds count from its beginning."""
+        wire = prepared.wire(max_new_tokens, prepared.seed)
+        resume = b"" if begun is None else begun.output_ids.tobytes()
+        body = self._encode(GenerateArgs(ids, wire, logprobs, top, False, priority, resume))
+        if len(body) > self._max_body:
+            self._check_size(body)
+        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        reply = GenerationReply(self.decode, future, ids, prepared, logprobs, top)
+        if begun is not None:
+            reply.chunks, reply.resumed_at = list(begun._chunks), begun.resumed_at
+        call = Call(
+            "generate",
+            Raw(body),
+            reply,
+            (),
+            deadline,
+            priority,
+            worker,
+            route,
+            True,
+            False,
+            True,
+        )
+        self.driver.submit(call)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self.driver.cancel(call)
+            raise
+
+    async def sample_all(
+        self,
+        prompts: Sequence[bytes],
+        n: int,
+        prepared: Prepared,
+        logprobs: bool,
+        top: int,
+        session: str | None,
+        deadline: float | None,
+        priority: int,
+        worker: int | None,
+    ) -> list[Any]:
+        """For each prompt a continuation, or a list of n if n > 1."""
+        loop = asyncio.get_running_loop()
+        calls: list[Call] = []
+        futures: list[asyncio.Future[Completion]] = []
+        for ids in prompts:
+            max_new = self.max_new_tokens(prepared, len(ids) // 4)
+            route = self._route(ids, session)
+            seed = prepared.params.seed
+            args: Raw | None = None
+            for i in range(n):
+                if args is None or seed is not None:
+                    wire = prepared.wire(max_new, None if seed is None else seed + i)
+                    args = self._generate_args(ids, wire, logprobs, top, False, priority)
+                future: asyncio.Future[Completion] = loop.create_future()
+                futures.append(future)
+                calls.append(
+                    Call(
+                        "generate",
+                        args,
+                        GenerationReply(self.decode, future, ids, prepared, logprobs, top),
+                        deadline=deadline,
+                        priority=priority,
+                        pinned=worker,
+                        route=route,
+                        idempotent=True,
+                        resumable=True,
+                    )
+                )
+        results = await submit_all(self.driver, calls, futures)
+        return results if n == 1 else [results[i : i + n] for i in range(0, len(results), n)]
+
+    def stream_call(
+        self,
+        ids: bytes,
+        prepared: Prepared,
+        logprobs: bool,
+        session: str | None,
+        deadline: float | None,
+        priority: int,
+        worker: int | None,
+    ) -> tuple[Call, ChunkReply]:
+        """A call that is still to be submitted, and where its chunks will be."""
+        max_new = self.max_new_tokens(prepared, len(ids) // 4)
+        wire = prepared.wire(max_new, prepared.params.seed)
+        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        reply = ChunkReply(GenerationReply(self.decode, future, ids, prepared, logprobs, 0))
+        call = Call(
+            "generate",
+            self._generate_args(ids, wire, logprobs, 0, True, priority),
+            reply,
+            deadline=deadline,
+            priority=priority,
+            pinned=worker,
+            route=self._route(ids, session),
+            idempotent=True,
+            stream=True,
+            resumable=True,
+        )
+        return call, reply
+
+    async def score_all(
+        self,
+        prompts: Sequence[bytes],
+        start: int,
+        top: int,
+        deadline: float | None,
+        priority: int,
+        worker: int | None,
+    ) -> list[Any]:
+        """The scores of each prompt."""
+        loop = asyncio.get_running_loop()
+        calls: list[Call] = []
+        futures: list[asyncio.Future[Any]] = []
+        for ids in prompts:
+            count = len(ids) // 4
+            if start >= count:
+                raise InvalidRequest(f"start={start} is beyond the {count} tokens given")
+            self._check_length(count)
+            future: asyncio.Future[Any] = loop.create_future()
+            futures.append(future)
+            body = encode(ScoreArgs(ids, start, top))
+            self._check_size(body)
+            calls.append(
+                Call(
+                    "score",
+                    Raw(body),
+                    ScoreReply(future, count - start, top),
+                    deadline=deadline,
+                    priority=priority,
+                    pinned=worker,
+                    route=self._route(ids),
+                    idempotent=True,
+                )
+            )
+        return await submit_all(self.driver, calls, futures)
+
+    def next_token_call(
+        self,
+        ids: bytes,
+        top_k: int | None,
+        future: asyncio.Future[NextTokenLogprobs],
+        timeout: float | None,
+        worker: int | None = None,
+        priority: int = 0,
+    ) -> Call:
+        """A call that is still to be submitted."""
+        if len(ids) // 4 > self._most_prompt_tokens:
+            self._check_length(len(ids) // 4)
+        if top_k is not None and (type(top_k) is not int or not 1 <= top_k <= self.vocab_size):
+            raise InvalidRequest(f"top_k must be None or in 1..{self.vocab_size}, got {top_k!r}")
+        body = self._encode(NextTokenArgs(ids, top_k or 0))
+        if len(body) > self._max_body:
+            self._check_size(body)
+        return Call(
+            "next_token_logprobs",
+            Raw(body),
+            NextTokenReply(future, top_k or 0, self.vocab_size),
+            (),
+            self.deadline(timeout),
+            priority,
+            worker,
+            Route(ids, self._weights.version),
+            True,
+        )
+
+    # --- limits -----------------------------------------------------------------------------------
+
+    def max_new_tokens(self, prepared: Prepared, prompt_tokens: int) -> int:
+        """How many tokens behind so many. ``InvalidRequest`` if those wanted do not fit."""
+        if prompt_tokens > self._most_prompt_tokens:
+            self._check_length(prompt_tokens)
+        room = self._most_tokens - prompt_tokens
+        wanted = prepared.max_new_tokens
+        if wanted is None:
+            return min(DEFAULT_MAX_NEW_TOKENS, room)
+        if wanted > room:
+            raise InvalidRequest(
+                f"max_new_tokens={wanted} does not fit: the prompt has {prompt_tokens} tokens, and "
+                f"together at most {self._most_tokens} are possible, so at most {room}"
+            )
+        return wanted
+
+    def _check_length(self, count: int) -> None:
+        info = self.info
+        if count > info.max_prompt_tokens:
+            raise InvalidRequest(
+                f"the prompt has {count} tokens; at most {info.max_prompt_tokens} fit the context "
+                f"of {info.context_length}"
+            )
+
+    def _check_size(self, body: bytes) -> None:
+        if len(body) > self._max_body:
+            raise MessageTooLarge(
+                f"the request has {len(body):,} bytes; at most {self._max_body:,} fit one message "
+                "(max_message_bytes)"
+            )
+
+    def _generate_args(
+        self, ids: bytes, wire: Raw, logprobs: bool, top: int, stream: bool, priority: int
+    ) -> Raw:
+        body = self._encode(GenerateArgs(ids, wire, logprobs, top, stream, priority))
+        self._check_size(body)
+        return Raw(body)
+
+    def _route(self, ids: bytes, session: str | None = None) -> Route:
+        return Route(ids, self._weights.version, session)
+
+
+async def submit_all(
+    driver: Driver,
+    calls: list[Call],
+    futures: Sequence[asyncio.Future[Any]],
+    *,
+    return_exceptions: bool = False,
+) -> list[Any]:
+    """All results in order. The first failure cancels the rest and is raised, or
+    (``return_exceptions``) is a result."""
+    submitted = 0
+    try:
+        for call in calls:
+            driver.submit(call)
+            submitted += 1
+        return await asyncio.gather(*futures, return_exceptions=return_exceptions)
+    finally:
+        for call, future in zip(calls[:submitted], futures, strict=False):
+            if not future.done() or future.cancelled():
+                driver.cancel(call)

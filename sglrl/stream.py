@@ -1,0 +1,95 @@
+"""Streams: the chunks of one continuation, as they are sampled."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from typing import Any
+
+from .actor import error_of
+from .completion import Chunk, Completion, StreamText
+from .errors import Closed, InvalidRequest, SglrlError
+from .messages import ItemKind
+from .requests import Requests
+
+
+class Stream:
+    """An async iterator of ``Chunk``; ``completion`` is the whole once it has ended.
+
+    Leaving the loop early stops the engine's work on it (at the latest when the iterator is
+    collected; ``await stream.aclose()`` does it at once).
+    """
+
+    def __init__(self, started: Callable[[], Requests], **arguments: Any) -> None:
+        self._iterator = self._chunks(started, **arguments)
+        self._completion: Completion | None = None
+
+    @property
+    def completion(self) -> Completion:
+        """Raises ``Closed`` while the stream has not ended."""
+        if self._completion is None:
+            raise Closed("the stream has not ended; iterate over it first")
+        return self._completion
+
+    def __aiter__(self) -> AsyncIterator[Chunk]:
+        return self._iterator
+
+    async def aclose(self) -> None:
+        await self._iterator.aclose()
+
+    async def _chunks(
+        self,
+        started: Callable[[], Requests],
+        *,
+        prompt: Any,
+        input_ids: Any,
+        messages: Any,
+        logprobs: bool,
+        session: str | None,
+        priority: int,
+        timeout: float | None,
+        worker: int | None,
+        sampling: Any,
+        values: dict[str, Any],
+    ) -> AsyncGenerator[Chunk, None]:
+        """Nothing of this happens before the first chunk is asked for."""
+        requests = started()
+        deadline = requests.deadline(timeout)
+        prepared = requests.samplings.prepare(sampling, values)
+        several, prompts = await requests.encode_prompts(prompt, input_ids, messages)
+        if several:
+            raise InvalidRequest("stream takes one prompt; use generate for a list")
+        logprobs = bool(logprobs)
+        call, reply = requests.stream_call(
+            prompts[0], prepared, logprobs, session, deadline, priority, worker
+        )
+        texts = StreamText(
+            requests.decode, prepared.stop_strings, prepared.params.skip_special_tokens
+        )
+        requests.driver.submit(call)
+        try:
+            while True:
+                while reply.items:
+                    items, reply.items = reply.items, []
+                    for chunk in items:
+                        if chunk.finish:
+                            self._completion = reply.generation.completion(call, reply.received)
+                        yield Chunk(
+                            chunk.finish or None,
+                            chunk.version,
+                            chunk.ids,
+                            chunk.logprobs if logprobs else None,
+                            texts.add(chunk),
+                        )
+                outcome = reply.outcome
+                if outcome is not None:
+                    if isinstance(outcome, SglrlError):
+                        raise outcome
+                    if outcome.kind != ItemKind.DONE:
+                        raise error_of(outcome)
+                    return
+                reply.waiter = asyncio.get_running_loop().create_future()
+                await reply.waiter
+        finally:
+            if reply.outcome is None:
+                requests.driver.cancel(call)
