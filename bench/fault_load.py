@@ -286,15 +286,21 @@ class Load:
 
 
 async def fault_free(
-    client: sglrl.Client, prompts: Sequence[Prompt], in_flight: int
-) -> list[Answer]:
-    """The answers of an undisturbed pool."""
+    client: sglrl.Client, prompts: Sequence[Prompt], in_flight: int, tolerance: float | None
+) -> list[Answer | None]:
+    """The answers of an undisturbed pool. None: the prompt has more than one right answer, because
+    somewhere the two likeliest tokens are as close as two logprobs that are off by ``tolerance``.
+    """
     room = asyncio.Semaphore(in_flight)
 
-    async def ask(prompt: Prompt) -> Answer:
+    async def ask(prompt: Prompt) -> Answer | None:
         async with room:
-            made = await client.generate(input_ids=prompt.ids, logprobs=True, **prompt.options)
+            made = await client.generate(input_ids=prompt.ids, top_logprobs=2, **prompt.options)
         assert made.logprobs is not None
+        assert made.top_logprobs is not None
+        first, second = made.top_logprobs.logprobs.T
+        if tolerance is not None and (first - second).min() <= 2 * tolerance:
+            return None
         return Answer(made.output_ids, made.logprobs, made.finish_reason)
 
     return list(await asyncio.gather(*(ask(prompt) for prompt in prompts)))

@@ -130,6 +130,7 @@ def _progress(case: FaultCase) -> Iterator[Note]:
 def _print(case: FaultCase, found: dict[str, Any]) -> None:
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(found["faults"].items()))
     rows = [
+        ("prompts / left out: no one right answer", f"{found['prompts']} / {found['left_out']}"),
         ("calls submitted", number(found["submitted"])),
         ("  answered exactly once, as without faults", number(_right(found))),
         ("  lost", number(found["lost"])),
@@ -177,11 +178,11 @@ def _targets(case: FaultCase, found: dict[str, Any]) -> list[Target]:
     ]
     if case.wait_target is not None:
         worst = found["first_ms"]["kill alone"].get("max")
-        name = f"{case.name}: continued token after a SIGKILL, worst (no other fault)"
+        name = f"{case.name}: continued token after a SIGKILL, worst (kill alone)"
         targets.append(Target(name, case.wait_target, worst, "ms", at_most=True))
     if case.back_target is not None:
         worst = found["back_ms"]["kill alone"].get("max")
-        name = f"{case.name}: full strength after a SIGKILL, worst (no other fault)"
+        name = f"{case.name}: full strength after a SIGKILL, worst (kill alone)"
         targets.append(Target(name, case.back_target, worst, "ms", at_most=True))
     return targets
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,7 @@ async def measure(case: FaultCase, model: str, seed: int, note: Note) -> dict[st
         hang_timeout=case.hang_timeout,
         **case.arguments(),
     ) as client:
-        prompts = case.prompts(seed)
-        answers = await answers_of(case, client, prompts)
+        prompts, answers = await with_answers(case, client, seed)
         load = Load(client, prompts, answers, in_flight=case.in_flight, tolerance=case.tolerance)
         update = None
         if case.shares.get(UPDATE):
@@ -61,16 +60,20 @@ async def measure(case: FaultCase, model: str, seed: int, note: Note) -> dict[st
             await calls
         seconds = time.monotonic() - begun
         troubles = striker.missing or await _troubles(client, load)
-        return _summary(load, striker, seconds, troubles)
+        found = _summary(load, striker, seconds, troubles)
+        return found | {"left_out": len(case.prompts(seed)) - len(prompts)}
 
 
-async def answers_of(
-    case: FaultCase, client: sglrl.Client, prompts: Sequence[Prompt]
-) -> list[Answer]:
-    """Those that a pool gives without faults."""
+async def with_answers(
+    case: FaultCase, client: sglrl.Client, seed: int
+) -> tuple[list[Prompt], list[Answer]]:
+    """Prompts that have one right answer each, and this: what a pool makes of it without faults."""
+    prompts = case.prompts(seed)
     if case.is_fake:
-        return [_by_formula(prompt) for prompt in prompts]
-    return await fault_free(client, prompts, case.in_flight)
+        return prompts, [_by_formula(prompt) for prompt in prompts]
+    answers = await fault_free(client, prompts, case.in_flight, case.tolerance)
+    pairs = [(p, a) for p, a in zip(prompts, answers, strict=True) if a is not None]
+    return [prompt for prompt, _ in pairs], [answer for _, answer in pairs]
 
 
 def _by_formula(prompt: Prompt) -> Answer:
@@ -135,10 +138,16 @@ def _summary(load: Load, striker: Striker, seconds: float, troubles: list[str]) 
     for strike in striker.strikes:
         if strike.kind in FATAL:
             fatal.setdefault(strike.kind, []).append(strike)
-    fatal["kill alone"] = [strike for strike in fatal.get(KILL, ()) if strike.alone]
+    kills = fatal.get(KILL, [])
+    fatal["kill alone"] = [strike for strike in kills if strike.alone]
+    away = [strike for strikes in (fatal.get(kind, []) for kind in FATAL) for strike in strikes]
+    fatal["kill by itself"] = [
+        strike for strike in fatal["kill alone"] if not any(_overlap(strike, o) for o in away)
+    ]
     return {
         "faults": dict(Counter(strike.kind for strike in striker.strikes)),
         "seconds": seconds,
+        "prompts": len(load.prompts),
         "submitted": books.submitted,
         "answered": books.answered,
         "lost": books.lost,
@@ -155,7 +164,8 @@ def _summary(load: Load, striker: Striker, seconds: float, troubles: list[str]) 
         "updates_refused": dict(striker.refused),
         "flawless": books.flawless and not troubles,
         # The first token of any of the worker's streams, and the next token of each of them;
-        # "kill alone": of those kills after which no call could get to a worker that stood still.
+        # "kill alone": of those kills after which no call could get to a worker that stood still;
+        # "kill by itself": of these, those during which no other worker was being replaced.
         "first_ms": {
             kind: _spread([min(s.waits) for s in strikes if s.waits])
             for kind, strikes in fatal.items()
@@ -169,6 +179,13 @@ def _summary(load: Load, striker: Striker, seconds: float, troubles: list[str]) 
             for kind, strikes in fatal.items()
         },
     }
+
+
+def _overlap(one: Strike, other: Strike) -> bool:
+    if one is other:
+        return False
+    first, second = sorted((one, other), key=lambda strike: strike.at)
+    return first.back is None or second.at < first.at + first.back
 
 
 def _spread(seconds: list[float]) -> dict[str, float]:

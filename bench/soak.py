@@ -29,7 +29,7 @@ from .fault_cases import CASES, FaultCase
 from .fault_load import Load
 from .fault_schedule import DROP, KILL, UPDATE, schedule
 from .fault_strikes import Striker
-from .faults_parts import answers_of, weights_of
+from .faults_parts import weights_of, with_answers
 from .report import Target, console, describe, machine, number, print_targets, table, write_json
 
 _UPDATE_SECONDS = 20.0
@@ -49,10 +49,11 @@ POOLS = (
 
 
 class Look(NamedTuple):
-    """At one process. minute: since the begin; rss: MB."""
+    """At one process. minute: since the begin; rss: MB; own: MB of it that no file backs."""
 
     minute: float
     rss: float
+    own: float
     files: int
     threads: int
 
@@ -118,8 +119,7 @@ class Soak:
                 async def update() -> None:
                     await client.update_weights(weights)
 
-            prompts = case.prompts(self.seed)
-            answers = await answers_of(case, client, prompts)
+            prompts, answers = await with_answers(case, client, self.seed)
             load = Load(
                 client,
                 prompts,
@@ -177,9 +177,11 @@ class Soak:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process = psutil.Process(pid)
                     with process.oneshot():
+                        memory = process.memory_info()
                         look = Look(
                             minute,
-                            process.memory_info().rss / 1e6,
+                            memory.rss / 1e6,
+                            (memory.rss - memory.shared) / 1e6,
                             process.num_fds(),
                             process.num_threads(),
                         )
@@ -210,11 +212,15 @@ class Soak:
                 continue
             quarter = len(warm) // 4
             begin, end = warm[:quarter], warm[-quarter:]
-            slope = np.polyfit([look.minute for look in warm], [look.rss for look in warm], 1)[0]
+            minutes = [look.minute for look in warm]
+            slope = np.polyfit(minutes, [look.rss for look in warm], 1)[0]
+            own = np.polyfit(minutes, [look.own for look in warm], 1)[0]
             found[name] = {
                 "rss_mb": [warm[0].rss, warm[-1].rss],
                 "highest_rss_mb": max(look.rss for look in warm),
                 "mb_per_minute": float(slope),
+                # Without pages of libraries, which are read in when their code first runs.
+                "own_mb_per_minute": float(own),
                 # The least of a quarter: what an update or a kill opens for a moment is no growth.
                 "files": [min(look.files for look in part) for part in (begin, end)],
                 "threads": [min(look.threads for look in part) for part in (begin, end)],
@@ -272,12 +278,13 @@ def main(
     console.print(describe(info))
     table(
         f"{minutes:g} minutes, the first {warm_up:g} not counted",
-        ("", "RSS MB first", "last", "highest", "MB/min", "files", "threads"),
+        ("", "RSS MB first", "last", "highest", "MB/min", "of it own", "files", "threads"),
         [
             (
                 name,
                 *(f"{mb:.1f}" for mb in (*row["rss_mb"], row["highest_rss_mb"])),
                 f"{row['mb_per_minute']:+.3f}",
+                f"{row['own_mb_per_minute']:+.3f}",
                 "{} .. {}".format(*row["files"]),
                 "{} .. {}".format(*row["threads"]),
             )

@@ -139,11 +139,14 @@ async def test_a_soak_looks_at_every_process() -> None:
 
 def test_growth_is_found() -> None:
     soak = Soak(POOLS, 1.0, 0)
-    soak.looks["steady"] = [Look(i / 60, 50.0 + i % 2, 10 + i % 3, 4) for i in range(60)]
-    soak.looks["leaky"] = [Look(i / 60, 50.0 + i / 60, 10 + i // 10, 4) for i in range(60)]
+    soak.looks["steady"] = [Look(i / 60, 50.0 + i % 2, 30.0, 10 + i % 3, 4) for i in range(60)]
+    soak.looks["leaky"] = [
+        Look(i / 60, 50.0 + i / 60, 30.0 + i / 120, 10 + i // 10, 4) for i in range(60)
+    ]
     soak.looks["short-lived"] = soak.looks["leaky"][:20]
     rows = soak.rows(0.1)
     assert set(rows) == {"steady", "leaky"}
     assert rows["leaky"]["mb_per_minute"] == pytest.approx(1.0)
+    assert rows["leaky"]["own_mb_per_minute"] == pytest.approx(0.5)
     assert abs(rows["steady"]["mb_per_minute"]) < 0.1
     assert [text.partition(":")[0] for text in growth(rows)] == ["leaky"]
