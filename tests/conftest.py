@@ -6,6 +6,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from processes import descendants
@@ -13,6 +14,29 @@ from processes import descendants
 # A shell that runs the tests in the background has SIGINT ignored, and children inherit that: the
 # programs that tests interrupt, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """In two processes (``pytest -n 2 --dist loadscope``): beside tests that share a fork server
+    for SGLang run all others, in about the same time."""
+    if config.getoption("dist") != "loadscope":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFolder(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "engines" if "/engine/" in file or "/integrations/" in file else "others"
+
+    return ByFolder(config, log)
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Of tests that were asked for by name, those that run alone or the others may be none."""
+    by_mark = session.config.getoption("markexpr") in ("alone", "not alone")
+    if by_mark and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+        session.exitstatus = pytest.ExitCode.OK
 
 
 @pytest.fixture(scope="session", autouse=True)
