@@ -206,6 +206,32 @@ def phase_event(
     return event
 
 
+def phase_held(
+    monkeypatch: pytest.MonkeyPatch, client: sglrl.Client, wanted: str
+) -> tuple[asyncio.Event, Callable[[], None]]:
+    """Set when the next update reaches that phase, which is not over before the function is called
+    or the update is given up: the last member is not asked until then."""
+    event = asyncio.Event()
+    channel = client._pool.weights
+    ask = channel._ask
+    held: list[tuple[Any, str, tuple[int, int]]] = []
+
+    def release() -> None:
+        while held:
+            ask(*held.pop())
+
+    def observed(run: Any, phase: str, member: tuple[int, int]) -> None:
+        if phase == wanted and member == max(run.machine.members):
+            held.append((run, phase, member))
+            event.set()
+        else:
+            release()
+            ask(run, phase, member)
+
+    monkeypatch.setattr(channel, "_ask", observed)
+    return event, release
+
+
 async def until_running(client: sglrl.Client, count: int) -> None:
     """Every answer to ``stats`` comes between two scheduler steps, so this waits by calls."""
     while sum(s.engine.running for s in await client.stats()) < count:

@@ -13,7 +13,7 @@ import pytest_asyncio
 
 import sglrl
 
-from .policies import PROMPTS, Lab, Policies, gated, phase_event
+from .policies import PROMPTS, Lab, Policies, gated, phase_event, phase_held
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -200,7 +200,7 @@ async def test_a_cancelled_update_leaves_the_old_weights(
     old = lab.current
     call = asyncio.ensure_future(client.generate(input_ids=PROMPTS[1], **WANTED))
     with monkeypatch.context() as patch:
-        reached = phase_event(patch, client, phase)
+        reached, _ = phase_held(patch, client, phase)
         update = asyncio.ensure_future(lab.other(mode=mode, bucket_bytes=1 << 18))
         await reached.wait()
         update.cancel()
@@ -242,19 +242,21 @@ async def test_too_late_to_cancel(
     """Live weights that are being overwritten are so to the end: that is then what there is."""
     client = lab.client
     before = client.weight_version
+    weights, gate = gated(lab.policies[3].model.state_dict())
     with monkeypatch.context() as patch:
-        reached = phase_event(patch, client, phase)
-        weights, gate = gated(lab.policies[3].model.state_dict())
+        if phase == "commit":
+            reached, release = phase_held(patch, client, phase)
+            gate.open()
+        else:
+            reached, release = phase_event(patch, client, phase), gate.open
         update = asyncio.ensure_future(
             client.update_weights(weights, mode=mode, bucket_bytes=1 << 16)
         )
-        if phase == "commit":
-            gate.open()
         await reached.wait()
         await gate.reached()
         update.cancel()
         await asyncio.wait([update], timeout=0.01)
-        gate.open()
+        release()
         with pytest.raises(asyncio.CancelledError):
             await update
     assert client.weight_version == before + 1

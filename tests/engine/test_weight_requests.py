@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import pytest_asyncio
 
@@ -161,6 +162,48 @@ async def test_drain_lets_them_end(
     lab.check_history(late)
     await lab.check()
     assert (await client.stats())[0].engine.running == 0
+
+
+async def test_calls_that_come_and_go_in_one_look_of_a_draining_worker(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They never run, neither then nor with the new weights."""
+    client = lab.client
+    await until_idle(client)
+    before = (await client.stats())[0].engine.generated_tokens
+    worker = psutil.Process(client.workers[0].pid)
+    stream = client.stream(input_ids=PROMPTS[2], **LONG)
+    draining = phase_event(monkeypatch, client, "prepare")
+    update = calls = None
+    since = 0
+    async for chunk in stream:
+        if update is None:
+            update = asyncio.ensure_future(lab.other(inflight="drain", mode="bucketed"))
+        # By then the worker has been told, too.
+        if draining.is_set() and (since := since + len(chunk.output_ids)) > 20 and calls is None:
+            worker.suspend()
+            try:
+                calls = [
+                    *(client.generate(input_ids=[*PROMPTS[3], i], **LONG) for i in range(4)),
+                    client.score(PROMPTS[3]),
+                    client.next_token_logprobs(PROMPTS[3]),
+                ]
+                calls = [asyncio.ensure_future(call) for call in calls]
+                while client.workers[0].load < 1 + len(calls):
+                    await asyncio.wait(calls, timeout=0.01)
+                for call in calls:
+                    call.cancel()
+                ended = await asyncio.gather(*calls, return_exceptions=True)
+            finally:
+                worker.resume()
+            assert all(isinstance(e, asyncio.CancelledError) for e in ended), ended
+    assert calls is not None
+    assert update is not None
+    await update
+    await until_idle(client)
+    made = (await client.stats())[0].engine.generated_tokens - before
+    assert made == LONG["max_new_tokens"]
+    await lab.check()
 
 
 async def test_a_drain_that_is_given_up_lets_new_calls_run(

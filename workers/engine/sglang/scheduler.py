@@ -71,6 +71,8 @@ _LAUNCH_SECONDS = 0.0015
 _DRAIN_WAIT = 0.05
 """Seconds. Nobody says when an update that waits for a paused engine is given up."""
 
+_REQUESTS = (TokenizedGenerateReqInput, Resume)
+
 
 @dataclass
 class PauseCommand:
@@ -190,16 +192,20 @@ class Adapter:
         self.next_tokens.wanted[convert.request_id(id_)] = args.top_k
 
     def abort(self, id_: int) -> None:
-        if id_ in self.requests:
-            rid = convert.request_id(id_)
-            if any(request.rid == rid for request in self.held_back):
-                self.held_back = [r for r in self.held_back if r.rid != rid]
+        if id_ not in self.requests:
+            return
+        rid = convert.request_id(id_)
+        for unsent in (self.incoming, self.held_back):
+            # Ahead of a request that is kept back, SGLang would not know what this is about.
+            others = [r for r in unsent if not (isinstance(r, _REQUESTS) and r.rid == rid)]
+            if len(others) < len(unsent):
+                unsent[:] = others
                 del self.requests[id_]
                 self.next_tokens.wanted.pop(rid, None)
                 self.mailbox.put(id_, ItemKind.CANCELLED)
                 return
-            self.cancelled.add(id_)
-            self.incoming.append(AbortReq(rid=convert.request_id(id_)))
+        self.cancelled.add(id_)
+        self.incoming.append(AbortReq(rid=rid))
 
     def abort_all(self) -> int:
         ended: set[str] = set()
@@ -213,7 +219,7 @@ class Adapter:
         """Answer those ``generate`` requests that SGLang has not been given yet. The others."""
         others = []
         for asked in requests:
-            if isinstance(asked, (TokenizedGenerateReqInput, Resume)):
+            if isinstance(asked, _REQUESTS):
                 id_ = convert.call_id(asked.rid)
                 request = self.requests.get(id_)
                 if request is not None and request.generates and id_ not in self.cancelled:
@@ -384,9 +390,8 @@ class Adapter:
                     # What waits to be returned does so at once, and nothing else runs.
                     return [*incoming, command]
             self.draining = command
-        requests = (TokenizedGenerateReqInput, Resume)
-        self.held_back += [r for r in incoming if isinstance(r, requests)]
-        passed = [r for r in incoming if not isinstance(r, requests)]
+        self.held_back += [r for r in incoming if isinstance(r, _REQUESTS)]
+        passed = [r for r in incoming if not isinstance(r, _REQUESTS)]
         if passed or not self.scheduler.is_fully_idle():
             return passed
         command, self.draining = self.draining, None
