@@ -42,7 +42,9 @@ async def _extend(ask: Ask, ids: list[int], task: int, new: int, vocab: int) -> 
         ids = [*ids, (task + 11 * i) % vocab]
 
 
-async def _measure(ask: Ask, vocab: int, options: Mapping[str, Any], note: Note) -> dict[str, Any]:
+async def measure(ask: Ask, vocab: int, options: Mapping[str, Any], note: Note) -> dict[str, Any]:
+    """By kind of prefix, and number of tasks: queries a second, and for how long the loop of who
+    asks was blocked."""
     repetition = 0
     found: dict[str, Any] = {}
     for kind in options["prefixes"]:
@@ -121,7 +123,7 @@ def _sglrl(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
         options["model"], engine_opts=_engine_arguments(options["device"])
     ) as model:
         return asyncio.run(
-            _measure(model.next_token_logprobs, model.client.info.vocab_size, options, note)
+            measure(model.next_token_logprobs, model.client.info.vocab_size, options, note)
         )
 
 
@@ -145,7 +147,7 @@ def _genlm_sgl(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
         arguments |= cpu.engine_arguments(1.0)
     model = AsyncSGLTransformer.from_name(options["model"], engine_opts=arguments)
     vocab = model.model.model_config.vocab_size
-    return asyncio.run(_measure(model.next_token_logprobs, vocab, options, note))
+    return asyncio.run(measure(model.next_token_logprobs, vocab, options, note))
 
 
 def _genlm_hf(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
@@ -161,7 +163,7 @@ def _genlm_hf(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
     mod = mod.to(options["device"])
     model = AsyncTransformer(mod, AutoTokenizer.from_pretrained(options["model"]))
     vocab = mod.config.vocab_size
-    return asyncio.run(_measure(model.next_token_logprobs, vocab, options, note))
+    return asyncio.run(measure(model.next_token_logprobs, vocab, options, note))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from bench.genlm_parts import measure
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -38,3 +40,28 @@ def test_the_rollout_bench_measures_all_but_its_peer(tmp_path: Path) -> None:
     assert len(ways) == 3
     assert all(0 < way["busy"] < 2 for way in ways.values())
     assert [target["measured"] for target in document["asked"]] != [None, None]
+
+
+async def test_the_genlm_bench_asks_for_prompts_that_grow_token_by_token() -> None:
+    asked: list[list[int]] = []
+
+    async def ask(ids: list[int]) -> None:
+        asked.append(ids)
+
+    kinds = ("shared", "disjoint")
+    options = {"prefixes": kinds, "tasks": (20,), "prefix": 8, "new": 3, "seconds": 0.0}
+    found = await measure(ask, 512, options, lambda text: None)
+    for kind, repetitions in zip(
+        kinds, (asked[: len(asked) // 2], asked[len(asked) // 2 :]), strict=True
+    ):
+        row = found[kind][20]
+        assert row["queries_per_s"] > 0
+        assert row["blocked_ms"] >= 0
+        # The first repetition warms up.
+        assert len(repetitions) == (1 + len(row["all_queries_per_s"])) * 20 * 3
+        last = [ids for ids in repetitions[-60:] if len(ids) == 10]
+        assert len(last) == 20
+        prompts = {tuple(ids[:8]) for ids in last}
+        assert len(prompts) == 20
+        assert len({ids[:6] for ids in prompts}) == (1 if kind == "shared" else 20)
+        assert all(ids[:n] in repetitions for ids in last for n in (8, 9))

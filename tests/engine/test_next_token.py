@@ -164,6 +164,19 @@ async def test_prompts_that_share_and_grow(engine: sglrl.Client, reference: Refe
     assert [one.cached_tokens for one in again] == [len(p) - 1 for p in prompts]
 
 
+async def test_a_beginning_in_common_is_computed_once(
+    engine: sglrl.Client, reference: Reference
+) -> None:
+    assert await engine.flush_cache()
+    begin = [3 + (i * 17 + i * i) % 500 for i in range(40)]
+    prompts = [[*begin, 5 + i % 7, 9 + i] for i in range(30)]
+    found = await asyncio.gather(*(engine.next_token_logprobs(p) for p in prompts))
+    assert sorted(one.cached_tokens for one in found)[1] >= len(begin)
+    for prompt, one in zip(prompts, found, strict=True):
+        expected = reference.logprobs(prompt)[-1]
+        np.testing.assert_allclose(one.logprobs, expected, atol=TOLERANCE, rtol=0)
+
+
 async def test_where_memory_is_short(qwen: Path, reference: Reference) -> None:
     """What is cached is given up for what is asked next, as for any other request."""
     async with sglrl.launch(

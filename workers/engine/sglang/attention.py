@@ -14,6 +14,7 @@ import torch
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
+from . import layers
 from .ragged import Call, attend, plan, token_bytes
 
 
@@ -28,6 +29,7 @@ class BatchedAttention(TorchNativeAttnBackend):  # type: ignore[misc]
         super().init_forward_metadata(forward_batch)
         # The layers of a step have them in common.
         self._calls = {}
+        layers.step.begin()
 
     def _run_sdpa_forward_decode(self, *args: Any, **options: Any) -> torch.Tensor:
         query, output, keys, values, table, rows, lengths, encoded = args
@@ -58,3 +60,4 @@ class BatchedAttention(TorchNativeAttnBackend):  # type: ignore[misc]
 def install() -> None:
     """Call in the worker before the model is built."""
     ATTENTION_BACKENDS["torch_native"] = BatchedAttention
+    layers.install()
