@@ -177,6 +177,16 @@ async def test_a_beginning_in_common_is_computed_once(
         np.testing.assert_allclose(one.logprobs, expected, atol=TOLERANCE, rtol=0)
 
 
+async def test_prompts_that_go_on_after_a_flush(engine: sglrl.Client, reference: Reference) -> None:
+    begin = [3 + (i * 23 + i * i) % 500 for i in range(20)]
+    for i in range(3):
+        assert await engine.flush_cache()
+        one = await engine.next_token_logprobs([*begin, *range(5, 5 + i)])
+        assert one.cached_tokens == 0
+        expected = reference.logprobs([*begin, *range(5, 5 + i)])[-1]
+        np.testing.assert_allclose(one.logprobs, expected, atol=TOLERANCE, rtol=0)
+
+
 async def test_where_memory_is_short(qwen: Path, reference: Reference) -> None:
     """What is cached is given up for what is asked next, as for any other request."""
     async with sglrl.launch(
@@ -185,6 +195,16 @@ async def test_where_memory_is_short(qwen: Path, reference: Reference) -> None:
         prompts = [p for p in grown(seed=3, count=150) if len(p) < 100]
         found = await ask_in_groups(client, reference, prompts, seed=4)
         assert any(one.cached_tokens for one in found)
+        # One that goes on from what has been given up since, which left room.
+        assert await client.flush_cache()
+        begin = [3 + (i * 19 + i * i) % 500 for i in range(50)]
+        await client.next_token_logprobs(begin)
+        for i in range(2):
+            await client.next_token_logprobs([100 + i + j for j in range(60)])
+        one = await client.next_token_logprobs([*begin, 7])
+        assert one.cached_tokens == 0
+        expected = reference.logprobs([*begin, 7])[-1]
+        np.testing.assert_allclose(one.logprobs, expected, atol=TOLERANCE, rtol=0)
         completion = await client.generate(input_ids=[5] * 100, max_new_tokens=20, temperature=0)
         assert completion.output_ids.tolist() == reference.greedy([5] * 100, 20)
 

@@ -6,6 +6,7 @@ In float32 only: what SGLang's rounds between two calls would come out otherwise
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -97,5 +98,7 @@ def rotate(
 
 def install() -> None:
     """Call in the worker before the model is built."""
+    # SGLang copies what goes into a step to where its CUDA graphs would read it.
+    os.environ["SGLANG_EAGER_INPUT_NO_COPY"] = "1"
     RMSNorm.forward_native = normalize
     RotaryEmbedding.forward_native = rotate

@@ -6,8 +6,7 @@ decode step and one token more in the cache; SGLang makes a request of it that i
 allocated for, prefilled, sampled, finished and reported, for half a millisecond of its thread. Here
 the queries that have arrived are decode steps between two of SGLang's own, with its model runner,
 its memory and its prefix cache, which it finds as its own requests would have left them. A query
-with a few tokens more is as many rows (``short_prefill.py``); on a CPU, where nothing is gained by
-rows, steps with such queries are prefills.
+with a few tokens more is as many rows (``short_prefill.py``). On a CPU: ``cpu_queries.py``.
 
 Queries that are anything else go to SGLang, and what they leave in the cache serves the next ones.
 """
@@ -35,15 +34,8 @@ from . import short_prefill
 _AT_ONCE = 32
 """So many at most in one step: the answers of one leave while the next one is computed."""
 
-_AT_ONCE_ON_CPU = 64
-"""There nothing is computed meanwhile, and a step costs nearly the same whatever its rows."""
-
-_PREFILLED = 2048
-"""New tokens at most in one step on a CPU."""
-
-_SHARED = 16
-"""Queries that have so many new tokens in common are not prefilled in one step on a CPU: the second
-one waits until it finds those of the first in the cache."""
+_AT_ONCE_WITHOUT_GRAPHS = 64
+"""There a step costs nearly the same whatever its rows."""
 
 
 class Known:
@@ -90,7 +82,6 @@ class Queries:
         self._tree = scheduler.tree_cache
         self._runner = scheduler.tp_worker.model_runner
         arguments = scheduler.server_args
-        self._on_cpu = self._runner.device == "cpu"
         self._possible = (
             short_prefill.plain(self._runner)
             and type(self._tree) is RadixCache
@@ -109,7 +100,7 @@ class Queries:
         others: list[Any] = []
         answer = _nobody
         while requests:
-            steps, requests = (self._prefills if self._on_cpu else self._rows)(requests, others)
+            steps, requests = self._steps(requests, others)
             for step in steps:
                 launched = self._launch(step)
                 if launched is None:
@@ -120,22 +111,26 @@ class Queries:
         answer()
         return others
 
-    def _rows(self, requests: list[Any], others: list[Any]) -> tuple[list[list[Known]], list[Any]]:
-        """Steps of rows. Requests that have too many new tokens are put to the ``others``; none is
-        kept for later."""
-        most = short_prefill.most_rows(self._runner)
+    def _steps(self, requests: list[Any], others: list[Any]) -> tuple[list[list[Known]], list[Any]]:
+        """What is to be run now, step by step, and the requests for later. Those that are SGLang's
+        are put to the ``others``."""
+        few = most = short_prefill.most_rows(self._runner)
+        at_once = _AT_ONCE
+        if self._runner.decode_cuda_graph_runner is None:
+            at_once = _AT_ONCE_WITHOUT_GRAPHS
+            most = max(few, min(at_once, int(self._runner.max_running_requests)))
         steps: list[list[Known]] = []
         rows = attended = 0
         for request in requests:
             query = self._look_up(request)
-            if query is None or query.new > most:
+            if query is None or query.new > few:
                 others.append(request)
                 continue
             rows += query.new
             attended += short_prefill.attended(query.cached, query.new)
             if (
                 not steps
-                or len(steps[-1]) == _AT_ONCE
+                or len(steps[-1]) == at_once
                 or rows > most
                 or attended > short_prefill.ATTENDED
             ):
@@ -143,37 +138,6 @@ class Queries:
                 rows, attended = query.new, short_prefill.attended(query.cached, query.new)
             steps[-1].append(query)
         return steps, []
-
-    def _prefills(
-        self, requests: list[Any], others: list[Any]
-    ) -> tuple[list[list[Known]], list[Any]]:
-        """Steps whatever the number of new tokens; and the requests for later, which begin as one
-        of these does."""
-        chunk = self._scheduler.chunked_prefill_size or _PREFILLED
-        most = min(_PREFILLED, chunk) if chunk > 0 else _PREFILLED
-        at_once = min(_AT_ONCE_ON_CPU, int(self._runner.max_running_requests))
-        steps: list[list[Known]] = []
-        later: list[Any] = []
-        begun: set[tuple[int, bytes]] = set()
-        tokens = 0
-        for request in requests:
-            query = self._look_up(request)
-            if query is None or query.new > most:
-                others.append(request)
-                continue
-            if query.new > 1:
-                new = request.input_ids[query.cached : query.cached + _SHARED]
-                begin = (id(query.node), new.tobytes())
-                if begin in begun:
-                    later.append(request)
-                    continue
-                begun.add(begin)
-            tokens += query.new
-            if not steps or len(steps[-1]) == at_once or tokens > most:
-                steps.append([])
-                tokens = query.new
-            steps[-1].append(query)
-        return steps, later
 
     def _look_up(self, request: Any) -> Known | None:
         ids = request.input_ids
@@ -203,22 +167,22 @@ class Queries:
         with scheduler.forward_stream_ctx if overlap else nullcontext():
             if overlap:
                 scheduler.forward_stream.wait_stream(scheduler.schedule_stream)
-            batch = self._batch(step, places, slots)
-            output = self._runner.forward(batch)
+            output = self._runner.forward(self._batch(step, places, slots))
             answer = _nobody
             if self._answer is not None:
                 logits = output.logits_output.next_token_logits
-                rows = np.cumsum([query.new for query in step]) - 1
-                if batch.forward_mode == ForwardMode.EXTEND:
-                    rows = np.arange(len(step))
-                answer = self._answer(step, logits, rows.tolist())
+                # One for each query, or for each row.
+                rows = np.ones(len(step), np.int64)
+                if len(logits) > len(step):
+                    rows = np.array([query.new for query in step])
+                answer = self._answer(step, logits, (rows.cumsum() - 1).tolist())
         if overlap:
             scheduler.schedule_stream.wait_stream(scheduler.forward_stream)
         self._keep(step, slots)
         return answer
 
     def _batch(self, step: list[Known], places: list[int], slots: torch.Tensor) -> ForwardBatch:
-        """A row for each new token (see ``short_prefill``), or on a CPU a prefill."""
+        """A row for each new token: see ``short_prefill``."""
         device = self._runner.device
         cached = np.array([query.cached for query in step], dtype=np.int64)
         new = np.array([query.new for query in step], dtype=np.int64)
@@ -245,33 +209,6 @@ class Queries:
             at += torch.arange(total, device=device)
             flat[at] = torch.cat([query.slots for query in step]).to(table.dtype)
         flat[places_ * table.shape[1] + positions] = slots.to(table.dtype)
-        if self._on_cpu and rows > len(step):
-            length = cached + new
-            seq_lens = torch.from_numpy(length)
-            return ForwardBatch(
-                forward_mode=ForwardMode.EXTEND,
-                batch_size=len(step),
-                input_ids=tokens_,
-                req_pool_indices=place_,
-                seq_lens=seq_lens,
-                seq_lens_cpu=seq_lens,
-                seq_lens_sum=int(length.sum()),
-                orig_seq_lens=seq_lens.to(torch.int32),
-                out_cache_loc=slots,
-                positions=positions,
-                extend_num_tokens=rows,
-                extend_seq_lens=torch.from_numpy(new.astype(np.int32)),
-                extend_prefix_lens=torch.from_numpy(cached.astype(np.int32)),
-                extend_start_loc=torch.from_numpy((new.cumsum() - new).astype(np.int32)),
-                extend_seq_lens_cpu=new.tolist(),
-                extend_prefix_lens_cpu=cached.tolist(),
-                extend_logprob_start_lens_cpu=[],
-                is_extend_in_batch=True,
-                return_logprob=False,
-                capture_hidden_mode=CaptureHiddenMode.NULL,
-                spec_algorithm=self._runner.spec_algorithm,
-                num_token_non_padded_cpu=rows,
-            )
         return ForwardBatch(
             forward_mode=ForwardMode.DECODE,
             batch_size=rows,
@@ -295,13 +232,19 @@ class Queries:
         begin = 0
         for query in step:
             end = begin + query.new
+            new = slots[begin:end]
             key = RadixKey(query.request.input_ids[query.cached :], query.request.extra_key)
-            found, _ = self._tree._insert_helper(query.node, key, slots[begin:end])
+            found, node = self._tree._insert_helper(query.node, key, new)
             if found:
-                double.append(slots[begin : begin + found])
+                double.append(new[:found])
+            else:
+                self._kept(query, new, node)
             begin = end
         if double:
             self._scheduler.token_to_kv_pool_allocator.free(torch.cat(double))
+
+    def _kept(self, query: Known, slots: torch.Tensor, node: Any) -> None:
+        """The new tokens have these slots, and end at this node."""
 
 
 def _nobody() -> None:

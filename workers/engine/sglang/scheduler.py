@@ -57,6 +57,7 @@ from ...weights import RankWeights
 from ..loop import IDLE_WAIT
 from ..protocol import check_mode, check_top
 from . import compat, convert, resume, seeds, short_prefill
+from .cpu_queries import CpuQueries
 from .next_token import NextTokens, Rows
 from .queries import Known, Queries, is_query
 from .resume import Resume
@@ -795,7 +796,8 @@ def run_scheduler(spec: WorkerSpec, body: EngineSpec) -> None:
     weights = scheduler.sglrl_weights = SglangWeights(scheduler, device, body.rank)
     weights.channel = RankWeights(spec, body.rank, weights)
     short_prefill.install(scheduler.tp_worker.model_runner)
-    scheduler.sglrl_queries = Queries(scheduler, None if adapter is None else adapter.answer)
+    queries = CpuQueries if body.device == "cpu" else Queries
+    scheduler.sglrl_queries = queries(scheduler, None if adapter is None else adapter.answer)
     if adapter is not None and mailbox is not None:
         adapter.scheduler = scheduler
         adapter.begun = time.monotonic()
