@@ -2,6 +2,7 @@
 PyTorch do, and nothing is computed while Python runs. So a step takes more of them, is a prefill
 where one has several new tokens, and is put together by numpy in the memory that the engine reads;
 and where a prompt ends in the prefix cache is remembered, for the one that goes on from there.
+Answers leave at once, so that who asked can go on on another core.
 """
 
 from __future__ import annotations
@@ -72,6 +73,8 @@ class Ends:
 
 class CpuQueries(Queries):
     """In the place of ``Queries``."""
+
+    answers_first = True
 
     def __init__(self, scheduler: Any, answer: Answer | None) -> None:
         super().__init__(scheduler, answer)

@@ -76,6 +76,9 @@ class Queries:
         answer: None on ranks that answer nobody.
     """
 
+    answers_first = False
+    """Before what was computed goes into the prefix cache; or when the next step is under way."""
+
     def __init__(self, scheduler: Any, answer: Answer | None) -> None:
         self._scheduler = scheduler
         self._answer = answer
@@ -178,6 +181,9 @@ class Queries:
                 answer = self._answer(step, logits, (rows.cumsum() - 1).tolist())
         if overlap:
             scheduler.schedule_stream.wait_stream(scheduler.forward_stream)
+        if self.answers_first:
+            answer()
+            answer = _nobody
         self._keep(step, slots)
         return answer
 

@@ -61,6 +61,8 @@ def plan(
     if len(rows) == 1 and counts[0] == 1 and window is None:
         slots = table[rows[0], : int(begins[0]) + 1].long()
         return [Call(None, slots, None, (1, 1, len(slots)))]
+    if window is None and (call := _decode(table, rows, begins, counts, bytes_a_token)):
+        return [call]
     calls = []
     which, begin, count, first = pieces(begins.numpy(), counts.numpy())
     if window is None:
@@ -90,6 +92,34 @@ def plan(
             in_order = q == 1 and len(part) == len(rows)
             calls.append(_call(table, rows[which_], begin_, count_, first_, window, in_order))
     return calls
+
+
+def _decode(
+    table: torch.Tensor,
+    rows: torch.Tensor,
+    begins: torch.Tensor,
+    counts: torch.Tensor,
+    bytes_a_token: int,
+) -> Call | None:
+    """The one call for requests of about the same length with a token each, which most steps are;
+    None: these are others."""
+    lengths = begins.numpy() + 1
+    s = int(lengths.max())
+    alike = np.array([lengths.min(), s])
+    n = len(rows)
+    if (
+        int(counts.max()) > 1
+        or np.diff(_magnitude(alike, _ALIKE[1]))[0]
+        or n * s > _MASKED
+        or n * s * bytes_a_token > _GATHERED
+    ):
+        return None
+    slots = table[rows, :s].long()
+    if alike[0] == s:
+        return Call(None, slots.flatten(), None, (n, 1, s))
+    mask = torch.from_numpy(np.arange(s) < lengths[:, None])
+    slots = torch.where(mask, slots, slots[:, :1])
+    return Call(None, slots.flatten(), mask[:, None, None], (n, 1, s))
 
 
 def pieces(begins: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:
