@@ -1,5 +1,6 @@
-"""The next token's distribution is that of Hugging Face transformers, in both of SGLang's loops,
-however the request is batched, cut up or cached."""
+"""The next token's distribution is that of Hugging Face transformers, in both of SGLang's loops
+(so by what a CPU does with queries, and by what a GPU does), however the request is batched, cut up
+or cached."""
 
 from __future__ import annotations
 
@@ -164,6 +165,7 @@ async def test_prompts_that_share_and_grow(engine: sglrl.Client, reference: Refe
     assert [one.cached_tokens for one in again] == [len(p) - 1 for p in prompts]
 
 
+@pytest.mark.parametrize("engine", [False], ids=["normal"], indirect=True)
 async def test_a_beginning_in_common_is_computed_once(
     engine: sglrl.Client, reference: Reference
 ) -> None:
@@ -175,6 +177,16 @@ async def test_a_beginning_in_common_is_computed_once(
     for prompt, one in zip(prompts, found, strict=True):
         expected = reference.logprobs(prompt)[-1]
         np.testing.assert_allclose(one.logprobs, expected, atol=TOLERANCE, rtol=0)
+
+
+async def test_all_beginnings_of_a_text(engine: sglrl.Client, reference: Reference) -> None:
+    assert await engine.flush_cache()
+    text = [3 + (i * 29 + i * i) % 500 for i in range(CHUNK + 20)]
+    found = await asyncio.gather(
+        *(engine.next_token_logprobs(text[: i + 1]) for i in range(len(text)))
+    )
+    rows = reference.logprobs(text)
+    np.testing.assert_allclose([one.logprobs for one in found], rows, atol=TOLERANCE, rtol=0)
 
 
 async def test_prompts_that_go_on_after_a_flush(engine: sglrl.Client, reference: Reference) -> None:

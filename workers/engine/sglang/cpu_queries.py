@@ -25,8 +25,8 @@ _AT_ONCE = 64
 _PREFILLED = 2048
 """New tokens at most in one step."""
 _SHARED = 16
-"""Queries that have so many new tokens in common are not prefilled in one step: the second one
-waits until it finds those of the first in the cache."""
+"""Of queries that have so many new tokens in common one is prefilled first, and the others find
+these in the cache."""
 _REMEMBERED = 1 << 19
 """Tokens of prompts in one generation of ``Ends``, of 8 bytes each."""
 
@@ -72,7 +72,7 @@ class Ends:
 
 
 class CpuQueries(Queries):
-    """In the place of ``Queries``."""
+    """In the place of ``Queries``, where SGLang does not overlap its steps."""
 
     answers_first = True
 
@@ -80,7 +80,9 @@ class CpuQueries(Queries):
         super().__init__(scheduler, answer)
         self._ends = Ends(self._tree) if self._possible else None
 
-    def _steps(self, requests: list[Any], others: list[Any]) -> tuple[list[list[Known]], list[Any]]:
+    def _steps(
+        self, requests: list[Any], others: list[Any], last: bool
+    ) -> tuple[list[list[Known]], list[Any]]:
         chunk = self._scheduler.chunked_prefill_size or 0
         most = min(_PREFILLED, chunk) if chunk > 0 else _PREFILLED
         at_once = min(_AT_ONCE, int(self._runner.max_running_requests))
@@ -96,7 +98,7 @@ class CpuQueries(Queries):
             if query.new > 1:
                 new = request.input_ids[query.cached : query.cached + _SHARED]
                 begin = (id(query.node), new.tobytes())
-                if begin in begun:
+                if begin in begun and not last:
                     later.append(request)
                     continue
                 begun.add(begin)

@@ -102,8 +102,8 @@ class Queries:
             return requests
         others: list[Any] = []
         answer = _nobody
-        while requests:
-            steps, requests = self._steps(requests, others)
+        for last in (False, True):
+            steps, requests = self._steps(requests, others, last)
             for step in steps:
                 launched = self._launch(step)
                 if launched is None:
@@ -114,9 +114,11 @@ class Queries:
         answer()
         return others
 
-    def _steps(self, requests: list[Any], others: list[Any]) -> tuple[list[list[Known]], list[Any]]:
-        """What is to be run now, step by step, and the requests for later. Those that are SGLang's
-        are put to the ``others``."""
+    def _steps(
+        self, requests: list[Any], others: list[Any], last: bool
+    ) -> tuple[list[list[Known]], list[Any]]:
+        """What is to be run now, step by step, and the requests for the ``last`` time, which find
+        in the cache what these leave there. Those that are SGLang's are put to the ``others``."""
         few = most = short_prefill.most_rows(self._runner)
         at_once = _AT_ONCE
         if self._runner.decode_cuda_graph_runner is None:

@@ -796,7 +796,9 @@ def run_scheduler(spec: WorkerSpec, body: EngineSpec) -> None:
     weights = scheduler.sglrl_weights = SglangWeights(scheduler, device, body.rank)
     weights.channel = RankWeights(spec, body.rank, weights)
     short_prefill.install(scheduler.tp_worker.model_runner)
-    queries = CpuQueries if body.device == "cpu" else Queries
+    # With overlap a CPU does as a GPU does, which is how the tests see what that is.
+    on_cpu = body.device == "cpu" and not scheduler.enable_overlap
+    queries = CpuQueries if on_cpu else Queries
     scheduler.sglrl_queries = queries(scheduler, None if adapter is None else adapter.answer)
     if adapter is not None and mailbox is not None:
         adapter.scheduler = scheduler
