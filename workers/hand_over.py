@@ -71,7 +71,8 @@ class HandOver:
         def send() -> None:
             if "store" in found:
                 # That it came to nothing is the other's to say; torch has errors of its own.
-                with contextlib.suppress(SglrlError, RuntimeError), _before_others():
+                quiet = contextlib.suppress(SglrlError, RuntimeError)
+                with quiet, _before_others(), self._engine.reading():
                     self._transfer(link, found["store"].store, 0, found["live"], message.timeout)
             link.abandon()
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -53,6 +55,7 @@ from sglrl.weights.shared import SharedReader
 from .engine.loop import IDLE_WAIT
 from .hand_over import HandOver
 from .leave import leave
+from .pages import SPARE_BYTES
 
 logger = logging.getLogger("sglrl.worker")
 
@@ -60,11 +63,11 @@ RING_BYTES = 6 << 30
 """Of the buckets of a worker that takes no second copy of everything: what arrives until the engine
 has come to rest. Where there is little room less does, but not less than ``LEAST_RING`` buckets."""
 LEAST_RING = 2
+IN_FLIGHT = 3
+"""Buckets that are received at a time and unpacked to where they belong."""
 KEPT_BYTES = 2 << 30
 """Staging memory up to this size is kept from one update to the next, with all that was made to
 copy it: for a small model that takes longer than its weights do."""
-SPARE_BYTES = 1 << 30
-"""Of a GPU's free memory, which staging leaves to the engine."""
 
 Staged = dict[str, torch.Tensor]
 
@@ -85,6 +88,20 @@ class WeightEngine(Protocol):
         """All that makes up the weights, as the engine keeps them, each storage once."""
         ...
 
+    def reading(self) -> AbstractContextManager[Any]:
+        """Held while ``live`` is read on another thread than the engine's."""
+        ...
+
+    def spare(self, names: Sequence[str]) -> Staged | None:
+        """Memory for these tensors that becomes the live one without a copy, and is kept until it
+        does: to be filled, then ``staged`` with None. What of the weights is in no such tensor is
+        there already. None if the engine has none, or none for these."""
+        ...
+
+    def settle(self) -> None:
+        """Get ready for the next ``spare``, now that there is time."""
+        ...
+
     def bind(self, staged: Staged) -> Any:
         """Where every part of these tensors goes: for ``copy`` and ``commit``."""
         ...
@@ -94,11 +111,12 @@ class WeightEngine(Protocol):
         ...
 
     def staged(self, update: int, bound: Any) -> None:
-        """All of it is here; keep it for ``commit``."""
+        """All of it is here; keep it for ``commit``. ``bound``: None if it is in ``spare``."""
         ...
 
-    def nearly_staged(self) -> None:
-        """``commit`` will come within about a step."""
+    def nearly_staged(self, seconds: float, exchanged: bool) -> None:
+        """All of it will be here in about so many seconds, which is about a step. ``exchanged``:
+        in ``spare``."""
         ...
 
     def step_seconds(self) -> float:
@@ -142,10 +160,31 @@ class _Update:
         """The buckets in ``memory`` as their tensors."""
         self.bound: Any = None
         """What the engine needs to copy them."""
+        self.spare: Staged | None = None
+        """Where they go instead, if the engine has such memory: a bucket that comes in one piece
+        comes into ``memory`` first."""
         self._within = by_bucket(layout)
+
+    @property
+    def worth_keeping(self) -> bool:
+        """For the next update: what it holds costs no memory, or little."""
+        little = self.layout.total <= KEPT_BYTES
+        return self.mode == "full" and (little or self.spare is not None)
 
     def in_pieces(self, bucket: int) -> bool:
         return in_pieces(self.layout, self._within[bucket])
+
+    def spare_views(self, bucket: int) -> Staged:
+        """The bucket's tensors in ``spare``."""
+        assert self.spare is not None
+        tensors = self.message.tensors
+        names = [tensors[index].name for index in self._within[bucket]]
+        return {name: self.spare[name] for name in names}
+
+    def unpack(self, bucket: int, data: torch.Tensor) -> None:
+        """The bucket's bytes to ``spare``."""
+        views = self.views(bucket, data)
+        torch._foreach_copy_(list(self.spare_views(bucket).values()), list(views.values()))
 
     def views(self, bucket: int, memory: torch.Tensor) -> Staged:
         """The bucket's memory as its tensors."""
@@ -171,6 +210,7 @@ class _Update:
         """For the next update, with the memory of this one."""
         update = _Update(message, self.layout, self.mode, self.room)
         update.memory, update.staged, update.bound = self.memory, self.staged, self.bound
+        update.spare = self.spare
         return update
 
 
@@ -262,7 +302,7 @@ class RankWeights:
                 raise WeightUpdateError(error)
             pause_ms = pause()
             done, self._update = self._update, None
-            if done is not None and done.mode == "full" and done.layout.total <= KEPT_BYTES:
+            if done is not None and done.worth_keeping:
                 self._kept = done
             else:
                 self._spent = done
@@ -274,6 +314,7 @@ class RankWeights:
 
     def _free(self) -> None:
         self._spent = None
+        self._engine.settle()
 
     # --- the channel's thread ---------------------------------------------------------------------
 
@@ -400,9 +441,13 @@ class RankWeights:
 
     def _prepare(self, message: Prepare) -> Prepared:
         kept, self._kept = self._kept, None
+        update = None
         if kept is not None and kept.serves(message):
             update = kept.again(message)
-        else:
+            if update.spare is not None and self._spare(message, update.layout) is None:
+                # There was room for it the last time.
+                update = None
+        if update is None:
             # Its memory may be what the next one needs.
             kept = None
             update = self._first(message)
@@ -421,6 +466,12 @@ class RankWeights:
     def _first(self, message: Prepare) -> _Update:
         """Check the manifest, and make room."""
         layout = self._checked(message)
+        if message.mode != "bucketed":
+            spare = self._spare(message, layout)
+            if spare is not None:
+                update = _Update(message, layout, "full", layout.total)
+                update.spare = spare
+                return update
         room = self._room(layout.total)
         mode, memory = self._choose(message.mode, layout, room)
         update = _Update(message, layout, mode, room)
@@ -428,6 +479,14 @@ class RankWeights:
             update.memory = self._memory(memory)
         self._had = sum(memory)
         return update
+
+    def _spare(self, message: Prepare, layout: Layout) -> Staged | None:
+        """The engine's own memory for new weights, if what goes through memory on its way there has
+        room, too."""
+        with self._on_stream():
+            spare = self._engine.spare([spec.name for spec in message.tensors])
+        packed = IN_FLIGHT * layout.ring_slot
+        return None if spare is None or self._room(packed) < packed else spare
 
     def _checked(self, message: Prepare) -> Layout:
         """The layout of a manifest that fits the model. A trainer sends the same one each time, and
@@ -491,10 +550,12 @@ class RankWeights:
             if message.mode == "bucketed" and update.mode == "full":
                 # Another rank of this replica has less room, and one pauses for all.
                 update.mode, update.memory, update.bound = "bucketed", [], None
-                update.staged = []
+                update.staged, update.spare = [], None
                 update.memory = self._memory(self._ring(update.layout, update.layout.total))
             if update.message.source:
                 self._read_files(update)
+            elif update.spare is not None:
+                self._stage_spare(link, update)
             elif update.mode == "full":
                 self._stage_full(link, update)
             else:
@@ -503,8 +564,49 @@ class RankWeights:
         if update.mode == "full":
             self._engine.staged(message.id, update.bound)
 
+    def _stage_spare(self, link: Link, update: _Update) -> None:
+        """Everything to where it will be live, while the scheduler goes on."""
+        group, buckets = link.group, range(len(update.layout.sizes))
+        if group is None:
+            assert link.reader is not None
+            for bucket in buckets:
+                link.reader.receive(update.id, bucket, functools.partial(update.unpack, bucket))
+            if self._stream is not None:
+                self._stream.synchronize()
+            return
+        on_cpu = self._device.type == "cpu"
+        waiting: collections.deque[tuple[int, Any, torch.Tensor | None]] = collections.deque()
+        arrivals: list[torch.cuda.Event] = []
+
+        def arrive() -> None:
+            bucket, work, data = waiting.popleft()
+            work.wait()
+            if data is not None:
+                update.unpack(bucket, data)
+            if not on_cpu:
+                arrivals.append(torch.cuda.Event(enable_timing=True))
+                arrivals[-1].record()
+
+        with group.deadline():
+            for bucket in buckets:
+                link.check()
+                if len(waiting) == IN_FLIGHT:
+                    arrive()
+                if group.takes_pieces and update.in_pieces(bucket):
+                    data, pieces = None, list(update.spare_views(bucket).values())
+                else:
+                    (data,) = pieces = self._memory([update.layout.sizes[bucket]])
+                waiting.append((bucket, group.broadcast(pieces), data))
+                if on_cpu:
+                    arrive()
+            while waiting:
+                arrive()
+            if arrivals:
+                self._watch(link, update, arrivals)
+            group.synchronize()
+
     def _stage_full(self, link: Link, update: _Update) -> None:
-        """Everything into memory of its own, while the scheduler goes on."""
+        """Everything into memory from which the engine copies it, while the scheduler goes on."""
         group = link.group
         staged = update.staged
         if group is not None:
@@ -537,7 +639,7 @@ class RankWeights:
 
     def _bind(self, update: _Update) -> None:
         """All that was staged."""
-        if update.bound is None:
+        if update.bound is None and update.spare is None:
             staged = update.staged
             for bucket in range(len(staged), len(update.memory)):
                 staged.append(update.views(bucket, update.memory[bucket]))
@@ -566,7 +668,8 @@ class RankWeights:
             near += 1
         arrivals[near].synchronize()
         link.check()
-        self._engine.nearly_staged()
+        left = sum(sizes[near + 1 :]) / rate
+        self._engine.nearly_staged(left, update.spare is not None)
 
     def _stage_bucketed(self, link: Link, update: _Update) -> None:
         """Through a ring, straight into the live weights, with the scheduler held."""
@@ -626,8 +729,11 @@ class RankWeights:
                     if index is None:
                         continue
                     place, spec = layout.places[index], update.message.tensors[index]
-                    flat = memory[place.bucket][place.offset : place.offset + place.nbytes]
-                    view = flat.view(getattr(torch, spec.dtype)).view(spec.shape)
+                    if update.spare is not None:
+                        view = update.spare[name]
+                    else:
+                        flat = memory[place.bucket][place.offset : place.offset + place.nbytes]
+                        view = flat.view(getattr(torch, spec.dtype)).view(spec.shape)
                     view.copy_(file.get_tensor(name))
         if wanted:
             raise WeightUpdateError(f"the files no longer hold {', '.join(sorted(wanted)[:8])}")

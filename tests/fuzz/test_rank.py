@@ -6,6 +6,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import msgspec
@@ -90,7 +91,16 @@ class Engine:
     def live(self) -> dict[str, torch.Tensor]:
         return {}
 
-    def nearly_staged(self) -> None:
+    def reading(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def spare(self, names: Sequence[str]) -> None:
+        return None
+
+    def settle(self) -> None:
+        pass
+
+    def nearly_staged(self, seconds: float, exchanged: bool) -> None:
         raise AssertionError("nothing was ever received")
 
     def step_seconds(self) -> float:

@@ -56,7 +56,7 @@ from ...mailbox import Mailbox
 from ...weights import RankWeights
 from ..loop import IDLE_WAIT
 from ..protocol import check_mode, check_top
-from . import compat, convert, resume, seeds, short_prefill
+from . import arena, compat, convert, resume, seeds, short_prefill
 from .cpu_queries import CpuQueries
 from .next_token import NextTokens, Rows
 from .queries import Known, Queries, is_query
@@ -67,7 +67,10 @@ logger = logging.getLogger("sglrl.worker")
 
 _LAUNCH_SECONDS = 0.0015
 """More than it takes to put a step on the GPU."""
-
+_REST_SECONDS = 0.005
+"""So long a GPU may have nothing to do rather than begin a step that new weights would wait for."""
+_COMMIT_SECONDS = 0.0015
+"""From weights that are all here to the command to use them, and what it may come later."""
 
 _DRAIN_WAIT = 0.05
 """Seconds. Nobody says when an update that waits for a paused engine is given up."""
@@ -145,6 +148,8 @@ class Adapter:
         self.commands: collections.deque[WeightCommand | PauseCommand] = collections.deque()
         self.expected = threading.Event()
         self.arrived = threading.Event()
+        self.due: float | None = None
+        """When the command that is expected will come."""
         self.draining: WeightCommand | PauseCommand | None = None
         self.pausing: PauseCommand | None = None
         """That has been asked for, and waits until nothing runs."""
@@ -351,18 +356,30 @@ class Adapter:
         self.arrived.set()
         self.mailbox.wake()
 
-    def expect_command(self) -> None:
-        """One will come within about a step. From any thread."""
+    def expect_command(self, seconds: float | None) -> None:
+        """One will come within about a step. From any thread.
+
+        Args:
+            seconds: after which the weights are all here, if they are live at once then.
+        """
         self.arrived.clear()
+        self.due = None if seconds is None else time.monotonic() + seconds + _COMMIT_SECONDS
         self.expected.set()
 
     def _linger(self) -> None:
         """With overlap the scheduler launches a step while the GPU is still at the one before, and
         new weights can only come after what was launched. So while an update is about to come,
-        the next step is launched as late as the GPU allows."""
+        the next step is launched as late as the GPU allows; or not before the update, once, if it
+        comes so soon after that and costs the GPU no time of its own."""
         scheduler = self.scheduler
         if scheduler.enable_overlap and scheduler.last_batch is not None:
             self.arrived.wait(max(0.0, scheduler.sglrl_step_seconds - _LAUNCH_SECONDS))
+            due, now = self.due, time.monotonic()
+            if due is not None and due - now < _REST_SECONDS and not self.arrived.is_set():
+                self.due = None
+                assert scheduler.sglrl_weights is not None
+                scheduler.sglrl_weights.rest()
+                self.arrived.wait(max(0.0, due - now) + _COMMIT_SECONDS)
         if self.arrived.is_set():
             self.expected.clear()
 
@@ -670,6 +687,8 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
         if took < 1.0:
             self.sglrl_step_seconds += 0.2 * (took - self.sglrl_step_seconds)
         self._sglrl_launches += 1
+        if self.sglrl_weights is not None:
+            self.sglrl_weights.go_on()
         if self._sglrl_launches == 1 and self.device == "cpu":
             from . import cpu
 
@@ -780,6 +799,7 @@ def run_scheduler(spec: WorkerSpec, body: EngineSpec) -> None:
     port_args = compat.no_ports()
     seeds.install(server_args)
     resume.install()
+    arena.install()
     adapter = Adapter(mailbox) if mailbox is not None else None
     compat.publish_arguments(server_args, body.rank, body.gpu_id)
     with _memory(body):

@@ -10,11 +10,14 @@ its loop: rank 0 puts a ``WeightCommand`` among the requests that SGLang hands t
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +33,7 @@ from ..loop import IDLE_WAIT
 from . import compat
 
 if TYPE_CHECKING:
+    from ...pages import Pages
     from ...weights import RankWeights
     from .scheduler import SglrlScheduler
 
@@ -76,6 +80,40 @@ class Plan:
     def __init__(self, copies: dict[str, list[Copy]], description: ModelDescription) -> None:
         self.copies = copies
         self.description = description
+
+    def places(self, memory: torch.Tensor) -> dict[str, tuple[int, int]] | None:
+        """The bytes of ``memory``, first and behind the last, that each tensor is copied to. None
+        if some tensor is not all there, in one piece, as it is sent."""
+        found = {}
+        for spec in self.description.tensors:
+            copy, *others = self.copies[spec.name]
+            target = copy.target
+            begin = target.data_ptr() - memory.data_ptr()
+            end = begin + target.nbytes
+            whole = copy.offset == 0 and target.numel() == prod(spec.shape)
+            straight = target.is_contiguous() and copy.stride == target.stride()
+            if others or not whole or not straight or not 0 <= begin <= end <= memory.nbytes:
+                return None
+            found[spec.name] = (begin, end)
+        return found
+
+
+class Spare:
+    """Memory that becomes the live one: see ``pages``. ``views``: where it takes each tensor.
+    ``gaps``: ranges of bytes between them."""
+
+    def __init__(
+        self, memory: torch.Tensor, places: dict[str, tuple[int, int]], specs: list[TensorSpec]
+    ) -> None:
+        self.views = {}
+        for spec in specs:
+            begin, end = places[spec.name]
+            self.views[spec.name] = (
+                memory[begin:end].view(getattr(torch, spec.dtype)).view(spec.shape)
+            )
+        bounds = [(0, 0), *sorted(places.values()), (memory.nbytes, memory.nbytes)]
+        pairs = itertools.pairwise(bounds)
+        self.gaps = [(end, begin) for (_, end), (begin, _) in pairs if begin > end]
 
 
 _PADDING = {torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default}
@@ -198,6 +236,9 @@ class SglangWeights:
         self._lock = threading.Lock()
         self._current = _Hold(-1)
         self._over = -1
+        self._spare: Spare | None = None
+        self._at_rest: Any = None
+        """The CUDA event of the last step's end, while nothing is launched."""
 
     # --- on the channel's threads -----------------------------------------------------------------
 
@@ -219,11 +260,19 @@ class SglangWeights:
     def checksums(self, names: Sequence[str]) -> list[Piece]:
         assert self._plan is not None
         self._synchronize()
-        return [
-            Piece(name, copy.offset, copy.size, copy.stride, checksum(copy.target))
-            for name in names or self._plan.copies
-            for copy in self._plan.copies.get(name, ())
-        ]
+        with self.reading():
+            return [
+                Piece(name, copy.offset, copy.size, copy.stride, checksum(copy.target))
+                for name in names or self._plan.copies
+                for copy in self._plan.copies.get(name, ())
+            ]
+
+    @property
+    def _pages(self) -> Pages | None:
+        return self._scheduler.tp_worker.model_runner.sglrl_pages  # type: ignore[no-any-return]
+
+    def reading(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._pages is None else self._pages.lock
 
     def live(self) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
@@ -234,6 +283,25 @@ class SglangWeights:
                 seen.add(tensor.data_ptr())
                 found[name] = tensor
         return found
+
+    def spare(self, names: Sequence[str]) -> dict[str, torch.Tensor] | None:
+        assert self._plan is not None
+        pages = self._pages
+        if pages is None or len(names) != len(self._plan.copies):
+            return None
+        memory = pages.spare()
+        if memory is None:
+            return None
+        if self._spare is None:
+            places = self._plan.places(pages.live)
+            if places is None:
+                return None
+            self._spare = Spare(memory, places, self._plan.description.tensors)
+        if pages.fresh:
+            # What no update brings.
+            for begin, end in self._spare.gaps:
+                memory[begin:end].copy_(pages.live[begin:end])
+        return self._spare.views
 
     def bind(self, staged: dict[str, torch.Tensor]) -> Any:
         assert self._plan is not None
@@ -262,12 +330,16 @@ class SglangWeights:
         for targets, sources in small.values():
             torch._foreach_copy_(targets, sources)
 
+    def settle(self) -> None:
+        if self._pages is not None:
+            self._pages.settle()
+
     def staged(self, update: int, bound: Any) -> None:
         self._ready = (update, bound)
 
-    def nearly_staged(self) -> None:
+    def nearly_staged(self, seconds: float, exchanged: bool) -> None:
         if self._scheduler.sglrl_adapter is not None:
-            self._scheduler.sglrl_adapter.expect_command()
+            self._scheduler.sglrl_adapter.expect_command(seconds if exchanged else None)
 
     def step_seconds(self) -> float:
         return self._scheduler.sglrl_step_seconds
@@ -319,6 +391,15 @@ class SglangWeights:
 
     # --- on the scheduler's thread ----------------------------------------------------------------
 
+    def rest(self) -> None:
+        """No step is launched any more until the next update is live, or given up."""
+        self._at_rest = torch.cuda.Event(enable_timing=True)
+        self._at_rest.record(self._stream())
+
+    def go_on(self) -> None:
+        """A step is launched."""
+        self._at_rest = None
+
     def execute(self, command: WeightCommand) -> None:
         """Between two steps."""
         if self.given_up(command):
@@ -342,8 +423,10 @@ class SglangWeights:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             with torch.no_grad(), torch.cuda.stream(stream):
                 start.record()
+                if self._at_rest is not None:
+                    start, self._at_rest = self._at_rest, None
                 compat.begin_weight_update(runner)
-                self.copy(ready[1])
+                self._make_live(ready[1])
                 compat.end_weight_update(runner)
                 end.record()
 
@@ -354,7 +437,7 @@ class SglangWeights:
         else:
             with torch.no_grad():
                 compat.begin_weight_update(runner)
-                self.copy(ready[1])
+                self._make_live(ready[1])
                 compat.end_weight_update(runner)
             took = (time.perf_counter() - begun) * 1e3
 
@@ -364,6 +447,23 @@ class SglangWeights:
         self._switch(command.version)
         # The staged memory must outlive the copies: it is dropped after the wait.
         self.channel.committed(command.update, pause)
+
+    def _make_live(self, bound: Any) -> None:
+        if bound is not None:
+            self.copy(bound)
+            return
+        pages = self._pages
+        assert pages is not None
+        if not pages.lock.acquire(blocking=False):
+            # Someone reads the live memory, who may take long.
+            pages.live.copy_(pages.spare())
+            return
+        try:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            pages.exchange()
+        finally:
+            pages.lock.release()
 
     def _hold(self, command: WeightCommand) -> None:
         hold = self._hold_of(command.update)

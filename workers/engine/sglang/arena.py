@@ -1,0 +1,75 @@
+"""A model's parameters, moved into memory that can be exchanged as a whole (see ``pages``)."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from sglang.srt.model_executor.model_runner import ModelRunner
+
+from ...pages import Pages, make_pages
+
+logger = logging.getLogger("sglrl.worker")
+
+_ALIGNMENT = 512
+"""Bytes, as of what CUDA's allocator gives out."""
+
+
+def install() -> None:
+    """Every model that is loaded from now on has its parameters moved, before anything else can
+    have been told where they are: attention backends, CUDA graphs."""
+    load = ModelRunner.load_model
+    if getattr(load, "sglrl", False):
+        return
+
+    def load_model(runner: Any, *args: Any, **kwargs: Any) -> Any:
+        result = load(runner, *args, **kwargs)
+        runner.sglrl_pages = None
+        if not runner.is_draft_worker and not runner.server_args.enable_memory_saver:
+            runner.sglrl_pages = move(runner.model)
+        return result
+
+    load_model.sglrl = True  # type: ignore[attr-defined]
+    ModelRunner.load_model = load_model
+
+
+def move(model: torch.nn.Module) -> Pages | None:
+    """Move the parameters that nothing else shares memory with. None if there are none, or no room
+    for another copy, without which there is nothing to exchange."""
+    movable = [p for p in model.parameters() if p.is_contiguous() and p.numel() and _alone(p)]
+    devices = {p.device for p in movable}
+    if len(devices) != 1:
+        return None
+    offsets = []
+    size = 0
+    for parameter in movable:
+        offsets.append(size)
+        size += -(-parameter.nbytes // _ALIGNMENT) * _ALIGNMENT
+    (device,) = devices
+    try:
+        pages = make_pages(size, device)
+    except (RuntimeError, OSError) as error:
+        logger.warning("new weights will be copied into place: %s", error)
+        return None
+    if pages is None:
+        return None
+    with torch.no_grad():
+        for parameter, offset in zip(movable, offsets, strict=True):
+            place = pages.live[offset : offset + parameter.nbytes]
+            moved = place.view(parameter.dtype).view(parameter.shape)
+            moved.copy_(parameter.data)
+            parameter.data = moved
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return pages
+
+
+def _alone(parameter: torch.nn.Parameter) -> bool:
+    """No other tensor would go on with the memory that it has now."""
+    whole = parameter.untyped_storage().nbytes() == parameter.nbytes
+    return whole and _uses(parameter) == _uses(torch.empty(1))
+
+
+def _uses(tensor: torch.Tensor) -> int:
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
