@@ -15,7 +15,8 @@ import ctypes
 import mmap
 import os
 import threading
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 
@@ -25,45 +26,55 @@ _LEFT_FREE = 4 << 30
 """Bytes. With less left for the engine the spare memory is given back after each update."""
 
 
-class Pages(Protocol):
-    """``live``: uint8, (size,), the memory that is in use. ``lock``: held by who reads it on
-    another thread than the engine's."""
+class Pages(ABC):
+    """``live``: uint8, (size,), the memory that is in use. ``fresh``: the spare one has never been
+    live. ``lock``: held by who reads ``live`` on another thread than the one that exchanges."""
 
     live: torch.Tensor
-    lock: threading.Lock
 
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.fresh = True
+
+    @abstractmethod
     def spare(self) -> torch.Tensor | None:
         """The other memory, (size,), made if there is none. None if there is no room for it."""
-        ...
 
-    @property
-    def fresh(self) -> bool:
-        """The spare memory has never been live."""
-        ...
+    def make_live(self) -> None:
+        """What the spare memory holds is live when this returns, or as far as CUDA's current stream
+        is concerned: then it was copied, because someone reads, who may take long. Neither memory
+        may be in use in any other way, but for what a GPU was given to do before."""
+        if not self.lock.acquire(blocking=False):
+            spare = self.spare()
+            assert spare is not None
+            self.live.copy_(spare)
+            return
+        try:
+            self._exchange()
+            self.fresh = False
+        finally:
+            self.lock.release()
 
-    def exchange(self) -> None:
-        """The spare memory becomes the live one. Nothing may be reading or writing either."""
-        ...
+    @abstractmethod
+    def _exchange(self) -> None: ...
 
+    @abstractmethod
     def settle(self) -> None:
-        """After ``exchange``, when there is time: what was live becomes the spare memory, or is
+        """After ``make_live``, when there is time: what was live becomes the spare memory, or is
         given back where memory is short."""
-        ...
 
 
-class _FilePages:
+class _FilePages(Pages):
     """On a CPU."""
 
     def __init__(self, size: int) -> None:
-        self.lock = threading.Lock()
-        self.fresh = True
-        self._size = -(-max(size, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
-        libc = ctypes.CDLL(None, use_errno=True)
-        self._mmap = libc.mmap
+        super().__init__()
+        self._size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._mmap = ctypes.CDLL(None, use_errno=True).mmap
         self._mmap.restype = ctypes.c_void_p
         self._mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-        self._files = [self._file(), -1]
-        self._places = [self._map(None, self._files[0]), 0]
+        self._files = [self._file()]
+        self._places = [self._map(None, self._files[0])]
         self.live = self._tensor(self._places[0])
         self._spare: torch.Tensor | None = None
 
@@ -81,22 +92,20 @@ class _FilePages:
         return int(found)
 
     def _tensor(self, place: int) -> torch.Tensor:
-        return torch.frombuffer(
-            (ctypes.c_uint8 * self._size).from_address(place), dtype=torch.uint8
-        )
+        memory = (ctypes.c_uint8 * self._size).from_address(place)
+        return torch.frombuffer(memory, dtype=torch.uint8)
 
     def spare(self) -> torch.Tensor | None:
         if self._spare is None:
-            self._files[1] = self._file()
-            self._places[1] = self._map(None, self._files[1])
+            self._files.append(self._file())
+            self._places.append(self._map(None, self._files[1]))
             self._spare = self._tensor(self._places[1])
         return self._spare
 
-    def exchange(self) -> None:
+    def _exchange(self) -> None:
         self._files.reverse()
         for place, file in zip(self._places, self._files, strict=True):
             self._map(place, file)
-        self.fresh = False
 
     def settle(self) -> None:
         pass
@@ -161,25 +170,25 @@ class _Range:
         }
 
 
-class _CudaPages:
+class _CudaPages(Pages):
     def __init__(self, size: int, device: torch.device) -> None:
-        self.lock = threading.Lock()
-        self.fresh = True
+        super().__init__()
         self._device = device
         self._memory = memory = _CudaMemory(device)
-        self._size = -(-max(size, 1) // memory.granularity) * memory.granularity
+        self._size = -(-size // memory.granularity) * memory.granularity
         self._live = memory.create(self._size)
         self._live_at = memory.reserve(self._size)
         memory.map(self._live_at, self._size, self._live)
         self.live = memory.tensor(self._live_at, self._size)
         self._other: Any = None
-        """The spare memory's handle, and whether it is behind ``_other_at``."""
+        """The spare memory's handle, and where it is, unless that is not ``_settled``."""
         self._other_at: Any = None
         self._settled = True
         self._spare: torch.Tensor | None = None
 
     def spare(self) -> torch.Tensor | None:
-        self.settle(keep=True)
+        if not self._settled:
+            self._settle(keep=True)
         if self._other is None:
             if not _make_room(self._device, self._size + SPARE_BYTES):
                 return None
@@ -193,18 +202,21 @@ class _CudaPages:
             self.fresh = True
         return self._spare
 
-    def exchange(self) -> None:
-        # Memory may be behind two places at once: of the spare one's there is time later.
+    def _exchange(self) -> None:
+        torch.cuda.synchronize(self._device)
+        # Memory may be in two places at once: for where the spare one is there is time later.
         self._memory.unmap(self._live_at, self._size)
         self._memory.map(self._live_at, self._size, self._other)
         self._live, self._other = self._other, self._live
-        self.fresh = self._settled = False
+        self._settled = False
 
-    def settle(self, keep: bool = False) -> None:
-        if self._settled:
-            return
+    def settle(self) -> None:
+        if not self._settled:
+            self._settle(torch.cuda.mem_get_info(self._device)[0] >= _LEFT_FREE)
+
+    def _settle(self, keep: bool) -> None:
         self._memory.unmap(self._other_at, self._size)
-        if keep or torch.cuda.mem_get_info(self._device)[0] >= _LEFT_FREE:
+        if keep:
             self._memory.map(self._other_at, self._size, self._other)
         else:
             self._memory.release(self._other)

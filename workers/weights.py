@@ -88,6 +88,10 @@ class WeightEngine(Protocol):
         """All that makes up the weights, as the engine keeps them, each storage once."""
         ...
 
+    def targets(self, names: Sequence[str]) -> list[torch.Tensor] | None:
+        """The live tensors, contiguous and of the same sizes as those named, if they are such."""
+        ...
+
     def reading(self) -> AbstractContextManager[Any]:
         """Held while ``live`` is read on another thread than the engine's."""
         ...
@@ -177,9 +181,10 @@ class _Update:
     def spare_views(self, bucket: int) -> Staged:
         """The bucket's tensors in ``spare``."""
         assert self.spare is not None
-        tensors = self.message.tensors
-        names = [tensors[index].name for index in self._within[bucket]]
-        return {name: self.spare[name] for name in names}
+        return {name: self.spare[name] for name in self.names(bucket)}
+
+    def names(self, bucket: int) -> list[str]:
+        return [self.message.tensors[index].name for index in self._within[bucket]]
 
     def unpack(self, bucket: int, data: torch.Tensor) -> None:
         """The bucket's bytes to ``spare``."""
@@ -444,7 +449,7 @@ class RankWeights:
         update = None
         if kept is not None and kept.serves(message):
             update = kept.again(message)
-            if update.spare is not None and self._spare(message, update.layout) is None:
+            if update.spare is not None and self._spare(message) is None:
                 # There was room for it the last time.
                 update = None
         if update is None:
@@ -467,12 +472,11 @@ class RankWeights:
         """Check the manifest, and make room."""
         layout = self._checked(message)
         if message.mode != "bucketed":
-            spare = self._spare(message, layout)
-            if spare is not None:
-                update = _Update(message, layout, "full", layout.total)
-                update.spare = spare
+            update = _Update(message, layout, "full", layout.total)
+            update.spare = self._spare(message)
+            if update.spare is not None and self._has_room_to_unpack(update):
                 return update
-        room = self._room(layout.total)
+        room = self._room(RING_BYTES if message.mode == "bucketed" else layout.total)
         mode, memory = self._choose(message.mode, layout, room)
         update = _Update(message, layout, mode, room)
         with self._on_stream():
@@ -480,13 +484,18 @@ class RankWeights:
         self._had = sum(memory)
         return update
 
-    def _spare(self, message: Prepare, layout: Layout) -> Staged | None:
-        """The engine's own memory for new weights, if what goes through memory on its way there has
-        room, too."""
+    def _spare(self, message: Prepare) -> Staged | None:
+        """The engine's own memory for new weights."""
         with self._on_stream():
-            spare = self._engine.spare([spec.name for spec in message.tensors])
-        packed = IN_FLIGHT * layout.ring_slot
-        return None if spare is None or self._room(packed) < packed else spare
+            return self._engine.spare([spec.name for spec in message.tensors])
+
+    def _has_room_to_unpack(self, update: _Update) -> bool:
+        """For what comes in one piece and goes on to ``spare``."""
+        layout = update.layout
+        if all(map(update.in_pieces, range(len(layout.sizes)))):
+            return True
+        wanted = IN_FLIGHT * layout.ring_slot
+        return self._room(wanted) >= wanted
 
     def _checked(self, message: Prepare) -> Layout:
         """The layout of a manifest that fits the model. A trainer sends the same one each time, and
@@ -672,12 +681,14 @@ class RankWeights:
         self._engine.nearly_staged(left, update.spare is not None)
 
     def _stage_bucketed(self, link: Link, update: _Update) -> None:
-        """Through a ring, straight into the live weights, with the scheduler held."""
+        """Into the live weights, with the scheduler held: until it is, and what does not lie there
+        as it comes, through a ring."""
         engine, group, layout = self._engine, link.group, update.layout
         if not self._dirty and update.message.inflight != "drain":
             engine.hold(update.id, update.message.inflight)
         slots = _Slots(update)
         waiting: collections.deque[tuple[int, Any, Staged]] = collections.deque()
+        straight = []
 
         def apply_oldest() -> None:
             bucket, work, views = waiting.popleft()
@@ -693,6 +704,14 @@ class RankWeights:
         with group.deadline() if group is not None else contextlib.nullcontext():
             for bucket, size in enumerate(layout.sizes):
                 link.check()
+                in_pieces = group is not None and group.takes_pieces and update.in_pieces(bucket)
+                targets = engine.targets(update.names(bucket)) if in_pieces else None
+                if group is not None and targets and (self._dirty or engine.held(0)):
+                    with self._writing:
+                        link.check()
+                        self._dirty = True
+                        straight.append(group.broadcast(targets))
+                    continue
                 while not slots.has_room(bucket):
                     apply_oldest()
                 data = slots.take(bucket)[:size]
@@ -707,8 +726,11 @@ class RankWeights:
                 if self._dirty or engine.held(0):
                     # It rests already: nothing need wait.
                     apply_oldest()
+            # Behind the broadcasts, which would wait for these copies.
             while waiting:
                 apply_oldest()
+            for work in straight:
+                work.wait()
             if group is not None:
                 group.synchronize()
         if self._stream is not None:

@@ -6,7 +6,6 @@ import logging
 from typing import Any
 
 import torch
-from sglang.srt.model_executor.model_runner import ModelRunner
 
 from ...pages import Pages, make_pages
 
@@ -19,6 +18,8 @@ _ALIGNMENT = 512
 def install() -> None:
     """Every model that is loaded from now on has its parameters moved, before anything else can
     have been told where they are: attention backends, CUDA graphs."""
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
     load = ModelRunner.load_model
     if getattr(load, "sglrl", False):
         return

@@ -1,36 +1,31 @@
-"""New weights into a running SGLang model: where each tensor goes, and when it is put there.
+"""New weights into a running SGLang model (where each tensor goes: see ``plan``).
 
-Where: the model's own ``load_weights`` knows (fused and sharded parameters, renamed ones). It is
-run once with tensors that have no data, and the copies that it would have made are written down. So
-a manifest is checked without touching a weight, and an update is those copies and nothing else.
-
-When: between two steps, on the scheduler's thread, on every rank of a replica at the same place in
-its loop: rank 0 puts a ``WeightCommand`` among the requests that SGLang hands to all ranks.
+They are put there between two steps, on the scheduler's thread, on every rank of a replica at the
+same place in its loop: rank 0 puts a ``WeightCommand`` among the requests that SGLang hands to all
+ranks. Where the whole model came, into memory that can change places with the live one, it does;
+else it is copied.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from math import prod
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.managers.io_struct import PauseGenerationReqInput
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglrl.errors import EngineError
-from sglrl.messages import ModelDescription, Piece, TensorSpec
+from sglrl.messages import ModelDescription, Piece
 from sglrl.weights.checksum import checksum
 
 from ..loop import IDLE_WAIT
 from . import compat
+from .plan import Plan, Spare, checkpoint_tensors, make_plan
 
 if TYPE_CHECKING:
     from ...pages import Pages
@@ -53,16 +48,6 @@ class WeightCommand:
     hold: bool
 
 
-@dataclass(frozen=True)
-class Copy:
-    """Part of a named tensor, by elements, and the live view that it is copied to."""
-
-    target: torch.Tensor
-    offset: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-
-
 class _Hold:
     """The engine at rest for one update."""
 
@@ -72,155 +57,6 @@ class _Hold:
         self.released = threading.Event()
         self.version: int | None = None
         self.begun = 0.0
-
-
-class Plan:
-    """``copies``: of every tensor that the model keeps, by its Hugging Face name."""
-
-    def __init__(self, copies: dict[str, list[Copy]], description: ModelDescription) -> None:
-        self.copies = copies
-        self.description = description
-
-    def places(self, memory: torch.Tensor) -> dict[str, tuple[int, int]] | None:
-        """The bytes of ``memory``, first and behind the last, that each tensor is copied to. None
-        if some tensor is not all there, in one piece, as it is sent."""
-        found = {}
-        for spec in self.description.tensors:
-            copy, *others = self.copies[spec.name]
-            target = copy.target
-            begin = target.data_ptr() - memory.data_ptr()
-            end = begin + target.nbytes
-            whole = copy.offset == 0 and target.numel() == prod(spec.shape)
-            straight = target.is_contiguous() and copy.stride == target.stride()
-            if others or not whole or not straight or not 0 <= begin <= end <= memory.nbytes:
-                return None
-            found[spec.name] = (begin, end)
-        return found
-
-
-class Spare:
-    """Memory that becomes the live one: see ``pages``. ``views``: where it takes each tensor.
-    ``gaps``: ranges of bytes between them."""
-
-    def __init__(
-        self, memory: torch.Tensor, places: dict[str, tuple[int, int]], specs: list[TensorSpec]
-    ) -> None:
-        self.views = {}
-        for spec in specs:
-            begin, end = places[spec.name]
-            self.views[spec.name] = (
-                memory[begin:end].view(getattr(torch, spec.dtype)).view(spec.shape)
-            )
-        bounds = [(0, 0), *sorted(places.values()), (memory.nbytes, memory.nbytes)]
-        pairs = itertools.pairwise(bounds)
-        self.gaps = [(end, begin) for (_, end), (begin, _) in pairs if begin > end]
-
-
-_PADDING = {torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default}
-
-
-class _Recorder(TorchDispatchMode):  # type: ignore[misc]
-    """Writes down copies into ``live`` storages instead of making them."""
-
-    def __init__(self, live: set[int], names: dict[int, str]) -> None:
-        super().__init__()
-        self.live = live
-        self.names = names
-        self.copies: dict[str, list[Copy]] = {}
-        self.other: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        tensors = [a for a in args if isinstance(a, torch.Tensor)]
-        if not any(_storage(t) in self.live for t in tensors):
-            return func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.copy_.default:
-            target, source = args[0], args[1]
-            name = self.names.get(_storage(source))
-            if name is not None and _storage(target) in self.live:
-                copy = Copy(
-                    target.detach(),
-                    source.storage_offset(),
-                    tuple(source.expand(target.shape).shape),
-                    source.expand(target.shape).stride(),
-                )
-                self.copies.setdefault(name, []).append(copy)
-                return target
-        if func in _PADDING:
-            # The rest of a padded vocabulary, which an update leaves as it is.
-            return args[0]
-        if (
-            not any(r.alias_info is not None for r in func._schema.returns)
-            or func._schema.is_mutable
-        ):
-            # Something is computed from a live weight, or written to it by other means.
-            self.other.add(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
-def make_plan(model: Any, named: Iterable[tuple[str, tuple[int, ...]]], skipped: set[str]) -> Plan:
-    """Find out where the model's loader puts each tensor.
-
-    Raises:
-        EngineError: the loader does more than copy, so that an update would not be all of it.
-    """
-    dtype = next(model.parameters()).dtype
-    sources = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in named}
-    names = {_storage(tensor): name for name, tensor in sources.items()}
-    live = {_storage(t) for t in (*model.parameters(), *model.buffers())}
-    recorder = _Recorder(live, names)
-    try:
-        with torch.no_grad(), recorder:
-            model.load_weights(iter(sources.items()))
-    except Exception as error:
-        raise EngineError(f"the model's loader does not take its own tensors: {error}") from error
-    if recorder.other:
-        raise EngineError(
-            "this model's weights cannot be updated while it runs: its loader does more than copy "
-            f"({', '.join(sorted(recorder.other))})"
-        )
-    tensors = [
-        TensorSpec(name, _dtype(recorder.copies[name][0].target), tuple(source.shape))
-        for name, source in sources.items()
-        if name in recorder.copies
-    ]
-    ignored = sorted(skipped | (sources.keys() - recorder.copies.keys()))
-    return Plan(recorder.copies, ModelDescription(tensors, ignored))
-
-
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def checkpoint_tensors(
-    path: str, config: Any
-) -> tuple[list[tuple[str, tuple[int, ...]]], set[str]]:
-    """Names and shapes of the tensors in a model's checkpoint, and names that are tied to others.
-
-    From the headers of its files; without files (made-up weights) from the architecture in
-    transformers, built without memory.
-    """
-    tied = {"lm_head.weight"} if getattr(config, "tie_word_embeddings", False) else set()
-    found: list[tuple[str, tuple[int, ...]]] = []
-    files = sorted(Path(path).glob("*.safetensors")) if Path(path).is_dir() else []
-    if files:
-        from safetensors import safe_open
-
-        for file in files:
-            with safe_open(file, framework="pt", device="cpu") as opened:
-                found += [(n, tuple(opened.get_slice(n).get_shape())) for n in opened.keys()]  # noqa: SIM118
-        names = {name for name, _ in found}
-        return found, tied - names
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    found = [(name, tuple(p.shape)) for name, p in model.named_parameters()]
-    names = {name for name, _ in found}
-    return found, (tied | set(model.state_dict())) - names
 
 
 class SglangWeights:
@@ -302,6 +138,11 @@ class SglangWeights:
             for begin, end in self._spare.gaps:
                 memory[begin:end].copy_(pages.live[begin:end])
         return self._spare.views
+
+    def targets(self, names: Sequence[str]) -> list[torch.Tensor] | None:
+        assert self._plan is not None
+        found = [self._plan.straight.get(name) for name in names]
+        return None if any(target is None for target in found) else found
 
     def bind(self, staged: dict[str, torch.Tensor]) -> Any:
         assert self._plan is not None
@@ -452,18 +293,8 @@ class SglangWeights:
         if bound is not None:
             self.copy(bound)
             return
-        pages = self._pages
-        assert pages is not None
-        if not pages.lock.acquire(blocking=False):
-            # Someone reads the live memory, who may take long.
-            pages.live.copy_(pages.spare())
-            return
-        try:
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            pages.exchange()
-        finally:
-            pages.lock.release()
+        assert self._pages is not None
+        self._pages.make_live()
 
     def _hold(self, command: WeightCommand) -> None:
         hold = self._hold_of(command.update)
