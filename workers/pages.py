@@ -11,11 +11,13 @@ two files in memory that ``mmap`` puts at the same place.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -28,13 +30,26 @@ _LEFT_FREE = 4 << 30
 
 class Pages(ABC):
     """``live``: uint8, (size,), the memory that is in use. ``fresh``: the spare one has never been
-    live. ``lock``: held by who reads ``live`` on another thread than the one that exchanges."""
+    live."""
 
     live: torch.Tensor
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
         self.fresh = True
+        self._lock = threading.Lock()
+        self._readers = 0
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """For who reads ``live`` on another thread than the one that makes the spare memory live:
+        as long as it takes, and several at a time."""
+        with self._lock:
+            self._readers += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._readers -= 1
 
     @abstractmethod
     def spare(self) -> torch.Tensor | None:
@@ -44,16 +59,14 @@ class Pages(ABC):
         """What the spare memory holds is live when this returns, or as far as CUDA's current stream
         is concerned: then it was copied, because someone reads, who may take long. Neither memory
         may be in use in any other way, but for what a GPU was given to do before."""
-        if not self.lock.acquire(blocking=False):
-            spare = self.spare()
-            assert spare is not None
-            self.live.copy_(spare)
-            return
-        try:
-            self._exchange()
-            self.fresh = False
-        finally:
-            self.lock.release()
+        with self._lock:
+            if not self._readers:
+                self._exchange()
+                self.fresh = False
+                return
+        spare = self.spare()
+        assert spare is not None
+        self.live.copy_(spare)
 
     @abstractmethod
     def _exchange(self) -> None: ...

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import itertools
 import logging
 import sys
 import threading
@@ -93,7 +94,7 @@ class WeightEngine(Protocol):
         ...
 
     def reading(self) -> AbstractContextManager[Any]:
-        """Held while ``live`` is read on another thread than the engine's."""
+        """For who reads ``live`` on another thread than the engine's; several may."""
         ...
 
     def spare(self, names: Sequence[str]) -> Staged | None:
@@ -167,6 +168,7 @@ class _Update:
         self.spare: Staged | None = None
         """Where they go instead, if the engine has such memory: a bucket that comes in one piece
         comes into ``memory`` first."""
+        self._unpacking: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self._within = by_bucket(layout)
 
     @property
@@ -186,10 +188,20 @@ class _Update:
     def names(self, bucket: int) -> list[str]:
         return [self.message.tensors[index].name for index in self._within[bucket]]
 
-    def unpack(self, bucket: int, data: torch.Tensor) -> None:
-        """The bucket's bytes to ``spare``."""
-        views = self.views(bucket, data)
-        torch._foreach_copy_(list(self.spare_views(bucket).values()), list(views.values()))
+    def unpack(self, bucket: int, data: torch.Tensor, *, again: bool = False) -> None:
+        """The bucket's bytes to ``spare``. ``again``: so will the next update's be, from the same
+        memory."""
+        copies = self._unpacking.get(bucket)
+        if copies is None:
+            to, views = self.spare_views(bucket).values(), self.views(bucket, data).values()
+            copies = (list(to), list(views))
+            if again:
+                self._unpacking[bucket] = copies
+        torch._foreach_copy_(*copies)
+
+    def forget_memory(self) -> None:
+        self.memory = []
+        self._unpacking.clear()
 
     def views(self, bucket: int, memory: torch.Tensor) -> Staged:
         """The bucket's memory as its tensors."""
@@ -215,7 +227,7 @@ class _Update:
         """For the next update, with the memory of this one."""
         update = _Update(message, self.layout, self.mode, self.room)
         update.memory, update.staged, update.bound = self.memory, self.staged, self.bound
-        update.spare = self.spare
+        update.spare, update._unpacking = self.spare, self._unpacking
         return update
 
 
@@ -309,6 +321,8 @@ class RankWeights:
             done, self._update = self._update, None
             if done is not None and done.worth_keeping:
                 self._kept = done
+                if done.spare is not None and done.layout.total > KEPT_BYTES:
+                    done.forget_memory()
             else:
                 self._spent = done
             return Committed(pause_ms)
@@ -494,7 +508,7 @@ class RankWeights:
         layout = update.layout
         if all(map(update.in_pieces, range(len(layout.sizes)))):
             return True
-        wanted = IN_FLIGHT * layout.ring_slot
+        wanted = IN_FLIGHT * layout.ring_slot if self._device.type == "cuda" else max(layout.sizes)
         return self._room(wanted) >= wanted
 
     def _checked(self, message: Prepare) -> Layout:
@@ -584,6 +598,12 @@ class RankWeights:
                 self._stream.synchronize()
             return
         on_cpu = self._device.type == "cpu"
+        slots = 1 if on_cpu else IN_FLIGHT
+        packed = {b for b in buckets if not (group.takes_pieces and update.in_pieces(b))}
+        if len(update.memory) < min(slots, len(packed)):
+            largest = max(update.layout.sizes[bucket] for bucket in packed)
+            update.memory = self._memory([largest] * min(slots, len(packed)))
+        turns = itertools.cycle(update.memory)
         waiting: collections.deque[tuple[int, Any, torch.Tensor | None]] = collections.deque()
         arrivals: list[torch.cuda.Event] = []
 
@@ -591,7 +611,7 @@ class RankWeights:
             bucket, work, data = waiting.popleft()
             work.wait()
             if data is not None:
-                update.unpack(bucket, data)
+                update.unpack(bucket, data, again=True)
             if not on_cpu:
                 arrivals.append(torch.cuda.Event(enable_timing=True))
                 arrivals[-1].record()
@@ -599,15 +619,13 @@ class RankWeights:
         with group.deadline():
             for bucket in buckets:
                 link.check()
-                if len(waiting) == IN_FLIGHT:
+                if len(waiting) == slots:
                     arrive()
-                if group.takes_pieces and update.in_pieces(bucket):
-                    data, pieces = None, list(update.spare_views(bucket).values())
-                else:
-                    (data,) = pieces = self._memory([update.layout.sizes[bucket]])
+                data, pieces = None, list(update.spare_views(bucket).values())
+                if bucket in packed:
+                    data = next(turns)[: update.layout.sizes[bucket]]
+                    pieces = [data]
                 waiting.append((bucket, group.broadcast(pieces), data))
-                if on_cpu:
-                    arrive()
             while waiting:
                 arrive()
             if arrivals:
@@ -677,7 +695,8 @@ class RankWeights:
             near += 1
         arrivals[near].synchronize()
         link.check()
-        left = sum(sizes[near + 1 :]) / rate
+        # Of a single bucket there is no rate, and nothing left.
+        left = sum(sizes[near + 1 :]) / rate if rate else 0.0
         self._engine.nearly_staged(left, update.spare is not None)
 
     def _stage_bucketed(self, link: Link, update: _Update) -> None:

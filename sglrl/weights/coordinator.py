@@ -292,7 +292,6 @@ class WeightChannel:
             UpdateInProgress, UsageError, InvalidWeights, SettingsMismatch: nothing was begun.
             WeightUpdateError, WorkerLost: it was given up; the live workers have the old version.
         """
-        begun = time.perf_counter()
         request.check(self.version)
         if self._lock.locked() and not request.wait:
             raise UpdateInProgress("another weight update is running")
@@ -309,7 +308,7 @@ class WeightChannel:
             load()
             run = self._new_run(request, version, source, members)
             ended = await self._until_ended(run)
-            report = self._finish(run, ended, begun)
+            report = self._finish(run, ended)
         self.on_updated()
         return report
 
@@ -440,7 +439,7 @@ class WeightChannel:
             self._joined_after(run)
         raise cancelled
 
-    def _finish(self, run: _Run, ended: Ended, begun: float) -> UpdateReport:
+    def _finish(self, run: _Run, ended: Ended) -> UpdateReport:
         if ended.state != DONE:
             self._joined_after(run)
             raise _failure(ended, run.machine)
@@ -466,7 +465,7 @@ class WeightChannel:
             broadcast_ms=sent.broadcast_ms,
             stage_ms=(at[COMMIT] - at[STAGE]) * 1e3,
             commit_ms=(end - at[COMMIT]) * 1e3,
-            total_ms=(end - begun) * 1e3,
+            total_ms=(end - run.request.begun) * 1e3,
             pause_ms=list(pauses.values()),
             attempts=machine.attempts,
         )

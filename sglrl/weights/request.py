@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -29,7 +30,8 @@ class Source(Protocol):
 
 class UpdateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One update as its caller wants it. ``bucket_bytes``: None for a size that suits the model.
-    ``folder``: read from there by the workers themselves."""
+    ``folder``: read from there by the workers themselves. ``begun``: when it was called for, on
+    ``time.perf_counter``."""
 
     specs: Sequence[TensorSpec]
     version: int | None = None
@@ -42,6 +44,7 @@ class UpdateRequest(msgspec.Struct, frozen=True, kw_only=True):
     drain_timeout: float = 600.0
     wait: bool = True
     folder: str = ""
+    begun: float = msgspec.field(default_factory=time.perf_counter)
 
     def with_specs(self, specs: Sequence[TensorSpec]) -> UpdateRequest:
         """Of these tensors, in buckets that suit them. ``InvalidWeights`` if they are no floats."""

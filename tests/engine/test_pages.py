@@ -54,7 +54,9 @@ def test_both_pieces_of_memory_change_places() -> None:
 def test_what_is_being_read_is_copied_to() -> None:
     pages = made(100)
     spare_of(pages).fill_(2)
-    with pages.lock:
+    with pages.reading():
+        with pages.reading():
+            pass
         pages.make_live()
     assert torch.all(pages.live == 2)
     pages.live.fill_(3)

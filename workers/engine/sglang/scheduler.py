@@ -65,9 +65,11 @@ from .weights import SglangWeights, WeightCommand
 
 logger = logging.getLogger("sglrl.worker")
 
+_LONGEST_STEP = 0.1
+"""Seconds, as far as waiting for one is concerned: what took longer was an idle time."""
 _LAUNCH_SECONDS = 0.0015
 """More than it takes to put a step on the GPU."""
-_REST_SECONDS = 0.005
+_REST_SECONDS = 0.006
 """So long a GPU may have nothing to do rather than begin a step that new weights would wait for."""
 _COMMIT_SECONDS = 0.0015
 """From weights that are all here to the command to use them, and what it may come later."""
@@ -586,6 +588,9 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
         self.sglrl_queries: Queries | None = None
         self.sglrl_version = 0
         self.sglrl_step_seconds = 0.0
+        """What a decode step takes: the shorter one of the last two, of which one may have been a
+        prefill. Weights that are received make steps half as long again."""
+        self._sglrl_last_step = 0.0
         self._sglrl_launched = 0.0
         self._sglrl_processed = 0
         self.sglrl_preempted = 0
@@ -682,10 +687,10 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
 
     def run_batch(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         now = time.monotonic()
-        took = now - self._sglrl_launched
+        took = min(now - self._sglrl_launched, _LONGEST_STEP)
         self._sglrl_launched = now
-        if took < 1.0:
-            self.sglrl_step_seconds += 0.2 * (took - self.sglrl_step_seconds)
+        self.sglrl_step_seconds = min(took, self._sglrl_last_step)
+        self._sglrl_last_step = took
         self._sglrl_launches += 1
         if self.sglrl_weights is not None:
             self.sglrl_weights.go_on()

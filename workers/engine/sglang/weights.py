@@ -108,7 +108,7 @@ class SglangWeights:
         return self._scheduler.tp_worker.model_runner.sglrl_pages  # type: ignore[no-any-return]
 
     def reading(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._pages is None else self._pages.lock
+        return nullcontext() if self._pages is None else self._pages.reading()
 
     def live(self) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
