@@ -31,6 +31,11 @@ class BatchedAttention(TorchNativeAttnBackend):  # type: ignore[misc]
         self._calls = {}
         layers.step.begin()
 
+    def attend_to(self, call: Call) -> None:
+        """All layers of this step, whatever the batch says."""
+        self._calls = {None: [call]}
+        layers.step.begin()
+
     def _run_sdpa_forward_decode(self, *args: Any, **options: Any) -> torch.Tensor:
         query, output, keys, values, table, rows, lengths, encoded = args
         if encoded is not None or self.use_sliding_window_kv_pool:

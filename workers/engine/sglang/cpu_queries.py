@@ -13,13 +13,17 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
     ForwardBatch,
     ForwardMode,
 )
 
+from .attention import BatchedAttention
 from .queries import Answer, Known, Queries
+from .ragged import plan, token_bytes
+from .recorded import MODELS, Inputs, Recorder
 
 _AT_ONCE = 64
 _PREFILLED = 2048
@@ -29,6 +33,17 @@ _SHARED = 16
 these in the cache."""
 _REMEMBERED = 1 << 19
 """Tokens of prompts in one generation of ``Ends``, of 8 bytes each."""
+
+
+def recordable(runner: Any) -> bool:
+    """Its steps are what ``Recorder`` takes."""
+    return (
+        type(runner.model).__name__ in MODELS
+        and type(runner.attn_backend) is BatchedAttention
+        and type(runner.token_to_kv_pool) is MHATokenToKVPool
+        and runner.sliding_window_size is None
+    )
+
 
 Prompt = tuple[str | None, bytes]
 """What its cached tokens may be shared with, and its ids."""
@@ -79,6 +94,12 @@ class CpuQueries(Queries):
     def __init__(self, scheduler: Any, answer: Answer | None) -> None:
         super().__init__(scheduler, answer)
         self._ends = Ends(self._tree) if self._possible else None
+        self._recorder: Recorder | None = None
+        if self._possible and recordable(self._runner):
+            model, pool = self._runner.model, self._runner.token_to_kv_pool
+            self._token_bytes = token_bytes(pool.k_buffer[0], pool.v_buffer[0])
+            state = [*model.parameters(), *model.buffers(), *pool.k_buffer, *pool.v_buffer]
+            self._recorder = Recorder(self._runner, self._runner.attn_backend.attend_to, state)
 
     def _steps(
         self, requests: list[Any], others: list[Any], last: bool
@@ -123,49 +144,91 @@ class CpuQueries(Queries):
         prompt = query.request.extra_key, query.request.input_ids.tobytes()
         self._ends.put(prompt, torch.cat((query.slots, slots)), node)
 
-    def _batch(self, step: list[Known], places: list[int], slots: torch.Tensor) -> ForwardBatch:
-        cached = np.array([query.cached for query in step])
-        new = np.array([query.new for query in step])
-        begins = new.cumsum() - new
-        count = int(new.sum())
+    def _logits(self, step: list[Known], places: list[int], slots: torch.Tensor) -> torch.Tensor:
+        put = _Put(step, places, slots, self._scheduler.req_to_token_pool.req_to_token)
+        if self._recorder is not None:
+            inputs = put.inputs(self._token_bytes)
+            if inputs is not None:
+                return self._recorder.logits(inputs, lambda: put.batch(self._runner))
+        output = self._runner.forward(put.batch(self._runner))
+        return output.logits_output.next_token_logits
+
+
+class _Put:
+    """A step, put together: its tokens one behind the other, and where they are in ``table``, of
+    which it uses these ``places``."""
+
+    def __init__(
+        self, step: list[Known], places: list[int], slots: torch.Tensor, table: torch.Tensor
+    ) -> None:
+        self._places = torch.tensor(places)
+        self._slots = slots
+        self._table = table
+        self._cached = np.array([query.cached for query in step])
+        self._new = np.array([query.new for query in step])
+        self._begins = self._new.cumsum() - self._new
+        count = int(self._new.sum())
         tokens = np.empty(count, np.int64)
         positions = np.empty(count, np.int64)
-        table: NDArray[Any] = self._scheduler.req_to_token_pool.req_to_token.numpy()
+        rows: NDArray[Any] = table.numpy()
         given = slots.numpy()
-        for query, place, begin in zip(step, places, begins.tolist(), strict=True):
+        for query, place, begin in zip(step, places, self._begins.tolist(), strict=True):
             first, last = query.cached, query.cached + query.new
             end = begin + query.new
             tokens[begin:end] = np.frombuffer(query.request.input_ids, np.int64)[first:]
             positions[begin:end] = np.arange(first, last)
-            row = table[place]
+            row = rows[place]
             row[:first] = query.slots.numpy()
             row[first:last] = given[begin:end]
-        lengths = cached + new
+        self._tokens = torch.from_numpy(tokens)
+        self._positions = torch.from_numpy(positions)
+
+    @property
+    def _extends(self) -> bool:
+        return len(self._tokens) > len(self._places)
+
+    def _counts(self) -> torch.Tensor:
+        return torch.from_numpy(self._new.astype(np.int32))
+
+    def inputs(self, token_bytes: int) -> Inputs | None:
+        """For a recording; None: its attention is several calls."""
+        begins, counts = torch.from_numpy(self._cached), torch.from_numpy(self._new)
+        calls = plan(self._table, self._places, begins, counts, None, token_bytes)
+        if len(calls) > 1:
+            return None
+        new = self._counts() if self._extends else None
+        return Inputs(self._tokens, self._positions, self._slots, new, calls[0])
+
+    def batch(self, runner: Any) -> ForwardBatch:
+        """For SGLang."""
+        count = len(self._tokens)
+        lengths = self._cached + self._new
         seq_lens = torch.from_numpy(lengths)
         batch = ForwardBatch(
             forward_mode=ForwardMode.DECODE,
-            batch_size=len(step),
-            input_ids=torch.from_numpy(tokens),
-            req_pool_indices=torch.tensor(places),
+            batch_size=len(self._places),
+            input_ids=self._tokens,
+            req_pool_indices=self._places,
             seq_lens=seq_lens,
             seq_lens_cpu=seq_lens,
             seq_lens_sum=int(lengths.sum()),
             orig_seq_lens=torch.from_numpy(lengths.astype(np.int32)),
-            out_cache_loc=slots,
-            positions=torch.from_numpy(positions),
+            out_cache_loc=self._slots,
+            positions=self._positions,
             return_logprob=False,
             capture_hidden_mode=CaptureHiddenMode.NULL,
-            spec_algorithm=self._runner.spec_algorithm,
+            spec_algorithm=runner.spec_algorithm,
             num_token_non_padded_cpu=count,
         )
-        if count > len(step):
+        if self._extends:
             batch.forward_mode = ForwardMode.EXTEND
             batch.is_extend_in_batch = True
             batch.extend_num_tokens = count
-            batch.extend_seq_lens_cpu = new.tolist()
-            batch.extend_prefix_lens_cpu = cached.tolist()
+            batch.extend_seq_lens_cpu = self._new.tolist()
+            batch.extend_prefix_lens_cpu = self._cached.tolist()
             batch.extend_logprob_start_lens_cpu = []
-            batch.extend_seq_lens, batch.extend_prefix_lens, batch.extend_start_loc = (
-                torch.from_numpy(values.astype(np.int32)) for values in (new, cached, begins)
+            batch.extend_seq_lens = self._counts()
+            batch.extend_prefix_lens, batch.extend_start_loc = (
+                torch.from_numpy(values.astype(np.int32)) for values in (self._cached, self._begins)
             )
         return batch

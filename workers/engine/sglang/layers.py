@@ -90,9 +90,9 @@ def rotate(
     )
     if not plain:
         return _rotate(self, positions, query, key, offsets, fused_set_kv_buffer_arg)
-    both = torch.cat((query, key), dim=-1).view(len(query), -1, size)
+    both = torch.cat((query, key), dim=-1).unflatten(-1, (-1, size))
     cos, sin = step.angles(self, positions)
-    turned = torch.addcmul(both * cos, both.roll(size // 2, -1), sin).view(len(query), -1)
+    turned = torch.addcmul(both * cos, both.roll(size // 2, -1), sin).flatten(1)
     return turned.split((query.shape[1], key.shape[1]), dim=-1)
 
 

@@ -172,10 +172,9 @@ class Queries:
         with scheduler.forward_stream_ctx if overlap else nullcontext():
             if overlap:
                 scheduler.forward_stream.wait_stream(scheduler.schedule_stream)
-            output = self._runner.forward(self._batch(step, places, slots))
+            logits = self._logits(step, places, slots)
             answer = _nobody
             if self._answer is not None:
-                logits = output.logits_output.next_token_logits
                 # One for each query, or for each row.
                 rows = np.ones(len(step), np.int64)
                 if len(logits) > len(step):
@@ -188,6 +187,11 @@ class Queries:
             answer = _nobody
         self._keep(step, slots)
         return answer
+
+    def _logits(self, step: list[Known], places: list[int], slots: torch.Tensor) -> torch.Tensor:
+        """[queries, vocabulary], or [rows, vocabulary]."""
+        output = self._runner.forward(self._batch(step, places, slots))
+        return output.logits_output.next_token_logits
 
     def _batch(self, step: list[Known], places: list[int], slots: torch.Tensor) -> ForwardBatch:
         """A row for each new token: see ``short_prefill``."""

@@ -182,6 +182,8 @@ def attend(
     scaling: of the products; None: one over the root of the size.
     """
     heads, shared = query.shape[1], keys.shape[1]
+    # Of sizes that are tensors, while this is recorded.
+    grouped = bool(heads != shared)
     for tokens, slots, mask, (n, q, s), causal in calls:
         asked = query if tokens is None else query.index_select(0, tokens)
         key, value = (
@@ -191,7 +193,7 @@ def attend(
         if causal:
             asked = asked.transpose(0, 1)[None]
             found = scaled_dot_product_attention(
-                asked, key, value, is_causal=True, scale=scaling, enable_gqa=heads != shared
+                asked, key, value, is_causal=True, scale=scaling, enable_gqa=grouped
             )
             found = found[0].transpose(0, 1)
         else:
