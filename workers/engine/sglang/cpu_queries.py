@@ -22,7 +22,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 
 from .attention import BatchedAttention
 from .queries import Answer, Known, Queries
-from .ragged import plan, token_bytes
+from .ragged import decode, plan, token_bytes
 from .recorded import MODELS, Inputs, Recorder
 
 _AT_ONCE = 64
@@ -155,60 +155,67 @@ class CpuQueries(Queries):
 
 
 class _Put:
-    """A step, put together: its tokens one behind the other, and where they are in ``table``, of
-    which it uses these ``places``."""
+    """A step, put together: its tokens, one behind the other, and what they attend to. In SGLang's
+    ``table`` it takes these ``places``."""
 
     def __init__(
         self, step: list[Known], places: list[int], slots: torch.Tensor, table: torch.Tensor
     ) -> None:
-        self._places = torch.tensor(places)
+        self._step = step
+        self._places = places
         self._slots = slots
         self._table = table
         self._cached = np.array([query.cached for query in step])
-        self._new = np.array([query.new for query in step])
-        self._begins = self._new.cumsum() - self._new
-        count = int(self._new.sum())
-        tokens = np.empty(count, np.int64)
-        positions = np.empty(count, np.int64)
-        rows: NDArray[Any] = table.numpy()
-        given = slots.numpy()
-        for query, place, begin in zip(step, places, self._begins.tolist(), strict=True):
-            first, last = query.cached, query.cached + query.new
-            end = begin + query.new
-            tokens[begin:end] = np.frombuffer(query.request.input_ids, np.int64)[first:]
-            positions[begin:end] = np.arange(first, last)
-            row = rows[place]
-            row[:first] = query.slots.numpy()
-            row[first:last] = given[begin:end]
+        self._extends = len(slots) > len(step)
+        if self._extends:
+            self._new = np.array([query.new for query in step])
+            self._begins = self._new.cumsum() - self._new
+            pieces = [np.frombuffer(q.request.input_ids, np.int64)[q.cached :] for q in step]
+            tokens = np.concatenate(pieces)
+            positions = np.arange(len(slots)) + (self._cached - self._begins).repeat(self._new)
+        else:
+            self._new = np.ones_like(self._cached)
+            self._begins = np.arange(len(step))
+            tokens = np.array([query.request.input_ids[-1] for query in step])
+            positions = self._cached
         self._tokens = torch.from_numpy(tokens)
         self._positions = torch.from_numpy(positions)
 
-    @property
-    def _extends(self) -> bool:
-        return len(self._tokens) > len(self._places)
-
-    def _counts(self) -> torch.Tensor:
-        return torch.from_numpy(self._new.astype(np.int32))
-
     def inputs(self, token_bytes: int) -> Inputs | None:
         """For a recording; None: its attention is several calls."""
+        if not self._extends:
+            contexts = [query.slots.numpy() for query in self._step]
+            call = decode(contexts, self._slots.numpy(), token_bytes)
+            if call is None:
+                return None
+            return Inputs(self._tokens, self._positions, self._slots, None, call)
+        self._fill()
         begins, counts = torch.from_numpy(self._cached), torch.from_numpy(self._new)
-        calls = plan(self._table, self._places, begins, counts, None, token_bytes)
+        calls = plan(self._table, torch.tensor(self._places), begins, counts, None, token_bytes)
         if len(calls) > 1:
             return None
-        new = self._counts() if self._extends else None
-        return Inputs(self._tokens, self._positions, self._slots, new, calls[0])
+        return Inputs(self._tokens, self._positions, self._slots, counts.int(), calls[0])
+
+    def _fill(self) -> None:
+        """The rows of the table."""
+        table: NDArray[Any] = self._table.numpy()
+        given = self._slots.numpy()
+        for query, place, begin in zip(self._step, self._places, self._begins, strict=True):
+            row = table[place]
+            row[: query.cached] = query.slots.numpy()
+            row[query.cached : query.cached + query.new] = given[begin : begin + query.new]
 
     def batch(self, runner: Any) -> ForwardBatch:
         """For SGLang."""
+        self._fill()
         count = len(self._tokens)
         lengths = self._cached + self._new
         seq_lens = torch.from_numpy(lengths)
         batch = ForwardBatch(
             forward_mode=ForwardMode.DECODE,
-            batch_size=len(self._places),
+            batch_size=len(self._step),
             input_ids=self._tokens,
-            req_pool_indices=self._places,
+            req_pool_indices=torch.tensor(self._places),
             seq_lens=seq_lens,
             seq_lens_cpu=seq_lens,
             seq_lens_sum=int(lengths.sum()),
@@ -227,8 +234,8 @@ class _Put:
             batch.extend_seq_lens_cpu = self._new.tolist()
             batch.extend_prefix_lens_cpu = self._cached.tolist()
             batch.extend_logprob_start_lens_cpu = []
-            batch.extend_seq_lens = self._counts()
-            batch.extend_prefix_lens, batch.extend_start_loc = (
-                torch.from_numpy(values.astype(np.int32)) for values in (self._cached, self._begins)
+            batch.extend_seq_lens, batch.extend_prefix_lens, batch.extend_start_loc = (
+                torch.from_numpy(values.astype(np.int32))
+                for values in (self._new, self._cached, self._begins)
             )
         return batch

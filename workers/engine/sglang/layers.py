@@ -7,12 +7,12 @@ In float32 only: what SGLang's rounds between two calls would come out otherwise
 from __future__ import annotations
 
 import os
+from functools import cache
 from typing import Any
 
 import torch
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
-from torch.nn.functional import rms_norm
 
 
 class Step:
@@ -63,9 +63,23 @@ def normalize(
     if not plain:
         return _norm(self, x, residual, post_residual_addition)
     if residual is None:
-        return rms_norm(x, (self.hidden_size,), self.weight, self.variance_epsilon)
+        return _normalized(self, x)
     x = x + residual
-    return rms_norm(x, (self.hidden_size,), self.weight, self.variance_epsilon), x
+    return _normalized(self, x), x
+
+
+def _normalized(norm: RMSNorm, x: torch.Tensor) -> torch.Tensor:
+    # PyTorch's rms_norm is ten calls on a CPU.
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    mean = torch.addcmul(
+        _epsilon(norm.variance_epsilon), length, length, value=1 / norm.hidden_size
+    )
+    return x * mean.rsqrt_() * norm.weight
+
+
+@cache
+def _epsilon(value: float) -> torch.Tensor:
+    return torch.tensor(value)
 
 
 def rotate(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -104,22 +105,44 @@ def _decode(
     """The one call for requests of about the same length with a token each, which most steps are;
     None: these are others."""
     lengths = begins.numpy() + 1
-    s = int(lengths.max())
-    alike = np.array([lengths.min(), s])
-    n = len(rows)
-    if (
-        int(counts.max()) > 1
-        or np.diff(_magnitude(alike, _ALIKE[1]))[0]
-        or n * s > _MASKED
-        or n * s * bytes_a_token > _GATHERED
-    ):
+    n, s = len(rows), int(lengths.max())
+    if int(counts.max()) > 1 or not _are_one(n, int(lengths.min()), s, bytes_a_token):
         return None
     slots = table[rows, :s].long()
-    if alike[0] == s:
+    if lengths.min() == s:
         return Call(None, slots.flatten(), None, (n, 1, s))
     mask = torch.from_numpy(np.arange(s) < lengths[:, None])
     slots = torch.where(mask, slots, slots[:, :1])
     return Call(None, slots.flatten(), mask[:, None, None], (n, 1, s))
+
+
+def _are_one(n: int, shortest: int, longest: int, bytes_a_token: int) -> bool:
+    """So many requests with a token each, of these lengths, are one call."""
+    return n == 1 or (
+        max(shortest, _ALIKE[1]) * 2 > max(longest, _ALIKE[1])
+        and n * longest <= _MASKED
+        and n * longest * bytes_a_token <= _GATHERED
+    )
+
+
+def decode(
+    contexts: Sequence[NDArray[np.int64]], new: NDArray[np.int64], bytes_a_token: int
+) -> Call | None:
+    """The same where the slots of each request are known, int64 [its length] behind which it has a
+    new one: what ``_decode`` finds in a table."""
+    lengths = [len(context) + 1 for context in contexts]
+    n, shortest, s = len(contexts), min(lengths), max(lengths)
+    if not _are_one(n, shortest, s, bytes_a_token):
+        return None
+    slots = np.empty((n, s), np.int64)
+    for row, context, last, length in zip(slots, contexts, new, lengths, strict=True):
+        row[: length - 1] = context
+        row[length - 1] = last
+        row[length:] = row[0]
+    mask = None
+    if shortest < s:
+        mask = torch.from_numpy(np.arange(s) < np.array(lengths)[:, None])[:, None, None]
+    return Call(None, torch.from_numpy(slots).flatten(), mask, (n, 1, s))
 
 
 def pieces(begins: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:
@@ -181,9 +204,8 @@ def attend(
     keys, values: [slots, KV heads, size].
     scaling: of the products; None: one over the root of the size.
     """
-    heads, shared = query.shape[1], keys.shape[1]
-    # Of sizes that are tensors, while this is recorded.
-    grouped = bool(heads != shared)
+    # Where a step is recorded, sizes are tensors; these are the model's own.
+    heads, shared = int(query.shape[1]), int(keys.shape[1])
     for tokens, slots, mask, (n, q, s), causal in calls:
         asked = query if tokens is None else query.index_select(0, tokens)
         key, value = (
@@ -193,7 +215,7 @@ def attend(
         if causal:
             asked = asked.transpose(0, 1)[None]
             found = scaled_dot_product_attention(
-                asked, key, value, is_causal=True, scale=scaling, enable_gqa=grouped
+                asked, key, value, is_causal=True, scale=scaling, enable_gqa=heads != shared
             )
             found = found[0].transpose(0, 1)
         else:

@@ -30,6 +30,10 @@ experts a token has, say, does not."""
 _WORTH = 8
 """Steps of a kind after which it is recorded, which takes as long as many of them."""
 
+_ALONE = 1 << 24
+"""Multiplications. A step of so many is done by one thread before others have woken up, and leaves
+their cores to who asked."""
+
 Tensors = tuple[torch.Tensor, ...]
 
 
@@ -97,12 +101,19 @@ class _Recording:
     def __init__(self, play: Callable[..., torch.Tensor], state: list[torch.Tensor]) -> None:
         self._play = play
         self._state = state
+        self._weights = sum(tensor.numel() for tensor in state if tensor.dim() == 2)
         self.rows: set[int] = set()
         """That it has been found right for."""
 
     def logits(self, inputs: Inputs) -> torch.Tensor:
-        with torch.inference_mode():
-            return self._play(*inputs.tensors(), self._state)
+        threads = torch.get_num_threads()
+        if len(inputs.tokens) * self._weights < _ALONE:
+            torch.set_num_threads(1)
+        try:
+            with torch.inference_mode():
+                return self._play(*inputs.tensors(), self._state)
+        finally:
+            torch.set_num_threads(threads)
 
 
 class Recorder:
