@@ -31,6 +31,8 @@ _PREFILLED = 2048
 _SHARED = 16
 """Of queries that have so many new tokens in common one is prefilled first, and the others find
 these in the cache."""
+_SMALL = 1 << 28
+"""Weights of a model whose steps are recorded."""
 _REMEMBERED = 1 << 19
 """Tokens of prompts in one generation of ``Ends``, of 8 bytes each."""
 
@@ -39,6 +41,10 @@ def recordable(runner: Any) -> bool:
     """Its steps are what ``Recorder`` takes."""
     return (
         type(runner.model).__name__ in MODELS
+        # A larger one computes for longer than Python takes.
+        and sum(weights.numel() for weights in runner.model.parameters()) <= _SMALL
+        # What the ranks say to each other is no call of PyTorch's.
+        and runner.server_args.tp_size == 1
         and type(runner.attn_backend) is BatchedAttention
         and type(runner.token_to_kv_pool) is MHATokenToKVPool
         and runner.sliding_window_size is None
