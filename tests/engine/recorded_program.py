@@ -77,7 +77,7 @@ def main() -> None:
             weights.mul_(0.7)
         for recording in recordings.values():
             if recording is not None:
-                recording.rows.clear()
+                recording.rows = range(0)
         for repetition in range(20, 24):
             ask_all(repetition)
         print(json.dumps([[*k, bool(r and r.rows)] for k, r in recordings.items()]))

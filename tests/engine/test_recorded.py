@@ -91,14 +91,14 @@ class Steps:
         return runs
 
 
-def test_the_model_is_asked_once_for_each_number_of_rows() -> None:
+def test_the_model_is_asked_for_more_rows_or_fewer_than_before() -> None:
     steps = Steps(Model())
     for _ in range(12):
         steps.run(3, 5)
     assert steps.run(3, 5) == 0
     # Another length, of which nobody was told.
     assert steps.run(3, 9) == 0
-    assert [steps.run(rows, 7) for rows in (2, 5, 2, 5)] == [1, 1, 0, 0]
+    assert [steps.run(rows, 7) for rows in (2, 5, 2, 5, 4, 6)] == [1, 1, 0, 0, 0, 1]
 
 
 def test_one_row_is_recorded_by_itself() -> None:

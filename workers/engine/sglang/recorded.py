@@ -3,9 +3,10 @@ replayed without Python: with a small model Python takes most of a step.
 
 What CUDA graphs are on a GPU, but one recording is good for every number of rows and length of
 context: the sizes are read from what it is given. Whether a model's code keeps to that is seen,
-not assumed: the first step of each number of rows is computed both ways, and a recording that does
-not say the same is thrown away. It reads weights and KV cache where the model does, so it knows
-new ones.
+not assumed: a step of more rows than any before, or of fewer, is computed both ways, and a
+recording that does not say the same is thrown away. (What a comparison of sizes says for two of
+them, it says for all between.) It reads weights and KV cache where the model does, so it knows new
+ones.
 """
 
 from __future__ import annotations
@@ -102,8 +103,8 @@ class _Recording:
         self._play = play
         self._state = state
         self._weights = sum(tensor.numel() for tensor in state if tensor.dim() == 2)
-        self.rows: set[int] = set()
-        """That it has been found right for."""
+        self.rows = range(0)
+        """That it is right for."""
 
     def logits(self, inputs: Inputs) -> torch.Tensor:
         threads = torch.get_num_threads()
@@ -156,7 +157,8 @@ class Recorder:
             # A size was written down.
             right = False
         if right:
-            recording.rows.add(len(inputs.tokens))
+            known, rows = recording.rows, len(inputs.tokens)
+            recording.rows = range(min(known.start or rows, rows), max(known.stop, rows + 1))
         else:
             logger.info("a recorded step of %d rows differs", len(inputs.tokens))
             self._recordings[inputs.kind] = None
