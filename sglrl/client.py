@@ -279,7 +279,8 @@ class Client:
                 "continue": they go on, on the KV cache they have; "retract": they go on, and their
                 KV cache is computed again with the new weights; "abort": they return what they
                 have, with finish_reason "abort"; "drain": they are awaited first.
-            mode: "full": staged beside the live weights, which takes as much GPU memory again;
+            mode: "full": staged beside the live weights, which takes as much GPU memory again (kept
+                for the next update while 4 GiB are free);
                 "bucketed": received piece by piece with the engine paused, into the live weights,
                 so a worker that does not get all of it is ended; "auto": "full" where there is
                 room.

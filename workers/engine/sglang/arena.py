@@ -27,7 +27,9 @@ def install() -> None:
     def load_model(runner: Any, *args: Any, **kwargs: Any) -> Any:
         result = load(runner, *args, **kwargs)
         runner.sglrl_pages = None
-        if not runner.is_draft_worker and not runner.server_args.enable_memory_saver:
+        # Quantized weights are never updated, and their kernels may know by now where they are.
+        plain = runner.model_config.quantization is None
+        if plain and not (runner.is_draft_worker or runner.server_args.enable_memory_saver):
             runner.sglrl_pages = move(runner.model)
         return result
 
