@@ -28,7 +28,7 @@ from sglrl.weights.link import Link
 from sglrl.weights.sender import perform
 
 if TYPE_CHECKING:
-    from .weights import WeightEngine
+    from .weight_engine import WeightEngine
 
 logger = logging.getLogger("sglrl.worker")
 

@@ -14,15 +14,14 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import torch
 
 from sglrl.codec import decode_to_rank, encode
-from sglrl.core.manifest import Layout, by_bucket, check_manifest, in_pieces, lay_out
+from sglrl.core.manifest import Layout, check_manifest, lay_out
 from sglrl.core.weights import ABORT, COMMIT, JOIN, PREPARE, STAGE
 from sglrl.dropped import Dropped
 from sglrl.errors import InvalidWeights, ProtocolError, WeightUpdateError
@@ -57,6 +56,8 @@ from .engine.loop import IDLE_WAIT
 from .hand_over import HandOver
 from .leave import leave
 from .pages import SPARE_BYTES
+from .staging import KEPT_BYTES, Nothing, Slots, Staged, Update
+from .weight_engine import WeightEngine
 
 logger = logging.getLogger("sglrl.worker")
 
@@ -66,206 +67,6 @@ has come to rest. Where there is little room less does, but not less than ``LEAS
 LEAST_RING = 2
 IN_FLIGHT = 3
 """Buckets that are received at a time and unpacked to where they belong."""
-KEPT_BYTES = 2 << 30
-"""Staging memory up to this size is kept from one update to the next, with all that was made to
-copy it: for a small model that takes longer than its weights do."""
-
-Staged = dict[str, torch.Tensor]
-
-
-class WeightEngine(Protocol):
-    """What an engine does for weight updates. ``commit`` and ``hold`` are asked for from the
-    channel's threads and done on the scheduler's, on all ranks between the same two steps."""
-
-    device: torch.device
-
-    def describe(self) -> ModelDescription:
-        """May take seconds; called on the link's thread."""
-        ...
-
-    def checksums(self, names: Sequence[str]) -> list[Piece]: ...
-
-    def live(self) -> dict[str, torch.Tensor]:
-        """All that makes up the weights, as the engine keeps them, each storage once."""
-        ...
-
-    def targets(self, names: Sequence[str]) -> list[torch.Tensor] | None:
-        """The live tensors, contiguous and of the same sizes as those named, if they are such."""
-        ...
-
-    def reading(self) -> AbstractContextManager[Any]:
-        """For who reads ``live`` on another thread than the engine's; several may."""
-        ...
-
-    def spare(self, names: Sequence[str]) -> Staged | None:
-        """Memory for these tensors that becomes the live one without a copy, and is kept until it
-        does: to be filled, then ``staged`` with None. What of the weights is in no such tensor is
-        there already. None if the engine has none, or none for these."""
-        ...
-
-    def settle(self) -> None:
-        """Get ready for the next ``spare``, now that there is time."""
-        ...
-
-    def bind(self, staged: Staged) -> Any:
-        """Where every part of these tensors goes: for ``copy`` and ``commit``."""
-        ...
-
-    def copy(self, bound: Any) -> None:
-        """Into the live weights, now. Only while the engine is held."""
-        ...
-
-    def staged(self, update: int, bound: Any) -> None:
-        """All of it is here; keep it for ``commit``. ``bound``: None if it is in ``spare``."""
-        ...
-
-    def nearly_staged(self, seconds: float, exchanged: bool) -> None:
-        """All of it will be here in about so many seconds, which is about a step. ``exchanged``:
-        in ``spare``."""
-        ...
-
-    def step_seconds(self) -> float:
-        """What a step takes at present."""
-        ...
-
-    def forget(self) -> None:
-        """What was staged, or nearly, is not wanted any more."""
-        ...
-
-    def commit(self, update: int, version: int, inflight: str) -> None:
-        """Make it live between two steps, then call ``RankWeights.committed``. Where a replica has
-        several ranks, the first one's call is for all of them."""
-        ...
-
-    def hold(self, update: int, inflight: str) -> None:
-        """Stop between two steps, and stay there until ``release``."""
-        ...
-
-    def held(self, timeout: float) -> bool:
-        """Wait until the engine is held; False after ``timeout`` seconds."""
-        ...
-
-    def release(self, update: int, version: int | None) -> float:
-        """Go on, with ``version`` from now on (None: as before); a hold of this update or of an
-        earlier one that has not begun will not. Milliseconds that it was held."""
-        ...
-
-
-class _Update:
-    """What a rank knows of the update under way."""
-
-    def __init__(self, message: Prepare, layout: Layout, mode: str, room: int) -> None:
-        self.id = message.id
-        self.message = message
-        self.layout = layout
-        self.mode = mode
-        self.room = room
-        self.memory: list[torch.Tensor] = []
-        self.staged: list[Staged] = []
-        """The buckets in ``memory`` as their tensors."""
-        self.bound: Any = None
-        """What the engine needs to copy them."""
-        self.spare: Staged | None = None
-        """Where they go instead, if the engine has such memory: a bucket that comes in one piece
-        comes into ``memory`` first."""
-        self._unpacking: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        self._within = by_bucket(layout)
-
-    @property
-    def worth_keeping(self) -> bool:
-        """For the next update: what it holds costs no memory, or little."""
-        little = self.layout.total <= KEPT_BYTES
-        return self.mode == "full" and (little or self.spare is not None)
-
-    def in_pieces(self, bucket: int) -> bool:
-        return in_pieces(self.layout, self._within[bucket])
-
-    def spare_views(self, bucket: int) -> Staged:
-        """The bucket's tensors in ``spare``."""
-        assert self.spare is not None
-        return {name: self.spare[name] for name in self.names(bucket)}
-
-    def names(self, bucket: int) -> list[str]:
-        return [self.message.tensors[index].name for index in self._within[bucket]]
-
-    def unpack(self, bucket: int, data: torch.Tensor, *, again: bool = False) -> None:
-        """The bucket's bytes to ``spare``. ``again``: so will the next update's be, from the same
-        memory."""
-        copies = self._unpacking.get(bucket)
-        if copies is None:
-            to, views = self.spare_views(bucket).values(), self.views(bucket, data).values()
-            copies = (list(to), list(views))
-            if again:
-                self._unpacking[bucket] = copies
-        torch._foreach_copy_(*copies)
-
-    def forget_memory(self) -> None:
-        self.memory = []
-        self._unpacking.clear()
-
-    def views(self, bucket: int, memory: torch.Tensor) -> Staged:
-        """The bucket's memory as its tensors."""
-        found: Staged = {}
-        for index in self._within[bucket]:
-            place, spec = self.layout.places[index], self.message.tensors[index]
-            flat = memory[place.offset : place.offset + place.nbytes]
-            found[spec.name] = flat.view(getattr(torch, spec.dtype)).view(spec.shape)
-        return found
-
-    def serves(self, message: Prepare) -> bool:
-        """The next update wants what this one has."""
-        mine = self.message
-        return (
-            message.mode in ("auto", self.mode)
-            and message.bucket_bytes == mine.bucket_bytes
-            and not message.source
-            and message.partial == mine.partial
-            and message.tensors == mine.tensors
-        )
-
-    def again(self, message: Prepare) -> _Update:
-        """For the next update, with the memory of this one."""
-        update = _Update(message, self.layout, self.mode, self.room)
-        update.memory, update.staged, update.bound = self.memory, self.staged, self.bound
-        update.spare, update._unpacking = self.spare, self._unpacking
-        return update
-
-
-class _Nothing:
-    """Stands for a broadcast that is over."""
-
-    @staticmethod
-    def wait() -> None:
-        pass
-
-
-class _Slots:
-    """Memory of a bucketed update: slots in turn, and one for what is larger than a slot. A slot is
-    taken again only behind what its bucket's copies put on the stream."""
-
-    def __init__(self, update: _Update) -> None:
-        self._layout = update.layout
-        slot = update.layout.ring_slot
-        self._large = [m for m in update.memory if m.numel() > slot]
-        self._small = [m for m in update.memory if m.numel() <= slot]
-        self._used: dict[int, tuple[list[torch.Tensor], torch.Tensor]] = {}
-
-    def _pool(self, bucket: int) -> list[torch.Tensor]:
-        large = self._layout.sizes[bucket] > self._layout.ring_slot
-        return self._large if large else self._small
-
-    def has_room(self, bucket: int) -> bool:
-        return bool(self._pool(bucket))
-
-    def take(self, bucket: int) -> torch.Tensor:
-        pool = self._pool(bucket)
-        memory = pool.pop(0)
-        self._used[bucket] = (pool, memory)
-        return memory
-
-    def free(self, bucket: int) -> None:
-        pool, memory = self._used.pop(bucket)
-        pool.append(memory)
 
 
 class RankWeights:
@@ -278,9 +79,9 @@ class RankWeights:
         self._identity = rank_identity(spec.identity, rank)
         self._link = Link()
         self._questions = Link()
-        self._update: _Update | None = None
-        self._kept: _Update | None = None
-        self._spent: _Update | None = None
+        self._update: Update | None = None
+        self._kept: Update | None = None
+        self._spent: Update | None = None
         self._timeout = 60.0
         self._dirty = False
         self._given_up = 0
@@ -482,17 +283,17 @@ class RankWeights:
                     raise WeightUpdateError("the update was given up")
         return Prepared(update.mode, update.room)
 
-    def _first(self, message: Prepare) -> _Update:
+    def _first(self, message: Prepare) -> Update:
         """Check the manifest, and make room."""
         layout = self._checked(message)
         if message.mode != "bucketed":
-            update = _Update(message, layout, "full", layout.total)
+            update = Update(message, layout, "full", layout.total)
             update.spare = self._spare(message)
             if update.spare is not None and self._has_room_to_unpack(update):
                 return update
         room = self._room(RING_BYTES if message.mode == "bucketed" else layout.total)
         mode, memory = self._choose(message.mode, layout, room)
-        update = _Update(message, layout, mode, room)
+        update = Update(message, layout, mode, room)
         with self._on_stream():
             update.memory = self._memory(memory)
         self._had = sum(memory)
@@ -503,7 +304,7 @@ class RankWeights:
         with self._on_stream():
             return self._engine.spare([spec.name for spec in message.tensors])
 
-    def _has_room_to_unpack(self, update: _Update) -> bool:
+    def _has_room_to_unpack(self, update: Update) -> bool:
         """For what comes in one piece and goes on to ``spare``."""
         layout = update.layout
         if all(map(update.in_pieces, range(len(layout.sizes)))):
@@ -587,7 +388,7 @@ class RankWeights:
         if update.mode == "full":
             self._engine.staged(message.id, update.bound)
 
-    def _stage_spare(self, link: Link, update: _Update) -> None:
+    def _stage_spare(self, link: Link, update: Update) -> None:
         """Everything to where it will be live, while the scheduler goes on."""
         group, buckets = link.group, range(len(update.layout.sizes))
         if group is None:
@@ -632,7 +433,7 @@ class RankWeights:
                 self._watch(link, update, arrivals)
             group.synchronize()
 
-    def _stage_full(self, link: Link, update: _Update) -> None:
+    def _stage_full(self, link: Link, update: Update) -> None:
         """Everything into memory from which the engine copies it, while the scheduler goes on."""
         group = link.group
         staged = update.staged
@@ -659,12 +460,12 @@ class RankWeights:
 
     @staticmethod
     def _receive(
-        group: Group, update: _Update, bucket: int, data: torch.Tensor, views: Staged
+        group: Group, update: Update, bucket: int, data: torch.Tensor, views: Staged
     ) -> Any:
         pieces = group.takes_pieces and update.in_pieces(bucket)
         return group.broadcast(list(views.values()) if pieces else [data])
 
-    def _bind(self, update: _Update) -> None:
+    def _bind(self, update: Update) -> None:
         """All that was staged."""
         if update.bound is None and update.spare is None:
             staged = update.staged
@@ -681,7 +482,7 @@ class RankWeights:
             events[-1].record()
         return events
 
-    def _watch(self, link: Link, update: _Update, arrivals: list[torch.cuda.Event]) -> None:
+    def _watch(self, link: Link, update: Update, arrivals: list[torch.cuda.Event]) -> None:
         """Tell the engine when about a step's time is left until everything is here."""
         sizes = update.layout.sizes
         middle = len(arrivals) // 2
@@ -699,13 +500,13 @@ class RankWeights:
         left = sum(sizes[near + 1 :]) / rate if rate else 0.0
         self._engine.nearly_staged(left, update.spare is not None)
 
-    def _stage_bucketed(self, link: Link, update: _Update) -> None:
+    def _stage_bucketed(self, link: Link, update: Update) -> None:
         """Into the live weights, with the scheduler held: until it is, and what does not lie there
         as it comes, through a ring."""
         engine, group, layout = self._engine, link.group, update.layout
         if not self._dirty and update.message.inflight != "drain":
             engine.hold(update.id, update.message.inflight)
-        slots = _Slots(update)
+        slots = Slots(update)
         waiting: collections.deque[tuple[int, Any, Staged]] = collections.deque()
         straight = []
 
@@ -735,7 +536,7 @@ class RankWeights:
                     apply_oldest()
                 data = slots.take(bucket)[:size]
                 views = update.views(bucket, data)
-                work: Any = _Nothing
+                work: Any = Nothing
                 if group is not None:
                     work = self._receive(group, update, bucket, data, views)
                 else:
@@ -755,7 +556,7 @@ class RankWeights:
         if self._stream is not None:
             self._stream.synchronize()
 
-    def _read_files(self, update: _Update) -> None:
+    def _read_files(self, update: Update) -> None:
         """From a folder of safetensors files, cast to what the engine keeps."""
         from safetensors import safe_open
 

@@ -60,7 +60,7 @@ class _Hold:
 
 
 class SglangWeights:
-    """Implements ``workers.weights.WeightEngine`` for one rank's scheduler."""
+    """Implements ``WeightEngine`` for one rank's scheduler."""
 
     def __init__(self, scheduler: SglrlScheduler, device: torch.device, rank: int) -> None:
         self.device = device
