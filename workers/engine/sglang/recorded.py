@@ -111,7 +111,8 @@ class _Recording:
         if len(inputs.tokens) * self._weights < _ALONE:
             torch.set_num_threads(1)
         try:
-            with torch.inference_mode():
+            # What PyTorch's optimizer would gain is less than what it takes, again for each shape.
+            with torch.inference_mode(), torch.jit.optimized_execution(False):
                 return self._play(*inputs.tensors(), self._state)
         finally:
             torch.set_num_threads(threads)
