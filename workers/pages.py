@@ -51,9 +51,10 @@ class Pages(ABC):
             with self._lock:
                 self._readers -= 1
 
-    @abstractmethod
     def spare(self) -> torch.Tensor | None:
         """The other memory, (size,), made if there is none. None if there is no room for it."""
+        with self._lock:
+            return self._make_spare()
 
     def make_live(self) -> None:
         """What the spare memory holds is live when this returns, or as far as CUDA's current stream
@@ -68,13 +69,20 @@ class Pages(ABC):
         assert spare is not None
         self.live.copy_(spare)
 
+    def settle(self) -> None:
+        """After ``make_live``, when there is time: what was live becomes the spare memory, or is
+        given back where memory is short."""
+        with self._lock:
+            self._settle()
+
+    @abstractmethod
+    def _make_spare(self) -> torch.Tensor | None: ...
+
     @abstractmethod
     def _exchange(self) -> None: ...
 
     @abstractmethod
-    def settle(self) -> None:
-        """After ``make_live``, when there is time: what was live becomes the spare memory, or is
-        given back where memory is short."""
+    def _settle(self) -> None: ...
 
 
 class _FilePages(Pages):
@@ -108,7 +116,7 @@ class _FilePages(Pages):
         memory = (ctypes.c_uint8 * self._size).from_address(place)
         return torch.frombuffer(memory, dtype=torch.uint8)
 
-    def spare(self) -> torch.Tensor | None:
+    def _make_spare(self) -> torch.Tensor | None:
         if self._spare is None:
             self._files.append(self._file())
             self._places.append(self._map(None, self._files[1]))
@@ -120,7 +128,7 @@ class _FilePages(Pages):
         for place, file in zip(self._places, self._files, strict=True):
             self._map(place, file)
 
-    def settle(self) -> None:
+    def _settle(self) -> None:
         pass
 
 
@@ -199,9 +207,8 @@ class _CudaPages(Pages):
         self._settled = True
         self._spare: torch.Tensor | None = None
 
-    def spare(self) -> torch.Tensor | None:
-        if not self._settled:
-            self._settle(keep=True)
+    def _make_spare(self) -> torch.Tensor | None:
+        self._settle(keep=True)
         if self._other is None:
             if not _make_room(self._device, self._size + SPARE_BYTES):
                 return None
@@ -223,13 +230,11 @@ class _CudaPages(Pages):
         self._live, self._other = self._other, self._live
         self._settled = False
 
-    def settle(self) -> None:
-        if not self._settled:
-            self._settle(torch.cuda.mem_get_info(self._device)[0] >= _LEFT_FREE)
-
-    def _settle(self, keep: bool) -> None:
+    def _settle(self, keep: bool = False) -> None:
+        if self._settled:
+            return
         self._memory.unmap(self._other_at, self._size)
-        if keep:
+        if keep or torch.cuda.mem_get_info(self._device)[0] >= _LEFT_FREE:
             self._memory.map(self._other_at, self._size, self._other)
         else:
             self._memory.release(self._other)

@@ -377,7 +377,7 @@ class RankWeights:
                 update.staged, update.spare = [], None
                 update.memory = self._memory(self._ring(update.layout, update.layout.total))
             if update.message.source:
-                self._read_files(update)
+                self._read_files(link, update)
             elif update.spare is not None:
                 self._stage_spare(link, update)
             elif update.mode == "full":
@@ -394,7 +394,9 @@ class RankWeights:
         if group is None:
             assert link.reader is not None
             for bucket in buckets:
-                link.reader.receive(update.id, bucket, functools.partial(update.unpack, bucket))
+                unpack = functools.partial(update.unpack, bucket)
+                put = functools.partial(self._put, link, update, unpack)
+                link.reader.receive(update.id, bucket, put)
             if self._stream is not None:
                 self._stream.synchronize()
             return
@@ -412,7 +414,8 @@ class RankWeights:
             bucket, work, data = waiting.popleft()
             work.wait()
             if data is not None:
-                update.unpack(bucket, data, again=True)
+                unpack = functools.partial(update.unpack, bucket, again=True)
+                self._put(link, update, unpack, data)
             if not on_cpu:
                 arrivals.append(torch.cuda.Event(enable_timing=True))
                 arrivals[-1].record()
@@ -432,6 +435,16 @@ class RankWeights:
             if arrivals:
                 self._watch(link, update, arrivals)
             group.synchronize()
+
+    def _put(
+        self, link: Link, update: Update, write: Callable[[torch.Tensor], Any], data: torch.Tensor
+    ) -> None:
+        """Into memory that the next update will have, too: not once this one was given up."""
+        with self._writing:
+            link.check()
+            if update.id <= self._given_up:
+                raise WeightUpdateError("the update was given up")
+            write(data)
 
     def _stage_full(self, link: Link, update: Update) -> None:
         """Everything into memory from which the engine copies it, while the scheduler goes on."""
@@ -556,7 +569,7 @@ class RankWeights:
         if self._stream is not None:
             self._stream.synchronize()
 
-    def _read_files(self, update: Update) -> None:
+    def _read_files(self, link: Link, update: Update) -> None:
         """From a folder of safetensors files, cast to what the engine keeps."""
         from safetensors import safe_open
 
@@ -576,7 +589,7 @@ class RankWeights:
                     else:
                         flat = memory[place.bucket][place.offset : place.offset + place.nbytes]
                         view = flat.view(getattr(torch, spec.dtype)).view(spec.shape)
-                    view.copy_(file.get_tensor(name))
+                    self._put(link, update, view.copy_, file.get_tensor(name))
         if wanted:
             raise WeightUpdateError(f"the files no longer hold {', '.join(sorted(wanted)[:8])}")
         self._bind(update)

@@ -11,6 +11,7 @@ import pytest_asyncio
 import torch
 
 import sglrl
+from sglrl_workers import pages as pages_module
 from sglrl_workers.engine.sglang.arena import move
 from sglrl_workers.engine.sglang.plan import Spare, make_plan
 from sglrl_workers.pages import Pages, make_pages
@@ -65,6 +66,81 @@ def test_what_is_being_read_is_copied_to() -> None:
     pages.make_live()
     assert torch.all(pages.live == 2)
     assert torch.all(spare_of(pages) == 3)
+
+
+class Driver:
+    """CUDA's memory, as far as ``pages`` speaks of it: what is where, and that nothing is done that
+    the driver would refuse."""
+
+    granularity = 512
+    free = 1 << 40
+
+    def __init__(self, device: torch.device) -> None:
+        self.handles: dict[int, int] = {}
+        self.places: dict[int, int | None] = {}
+
+    def create(self, size: int) -> int:
+        self.handles[len(self.handles)] = size
+        return len(self.handles) - 1
+
+    def release(self, handle: int) -> None:
+        assert handle not in self.places.values()
+        del self.handles[handle]
+
+    def reserve(self, size: int) -> int:
+        self.places[len(self.places)] = None
+        return len(self.places) - 1
+
+    def map(self, place: int, size: int, handle: int) -> None:
+        assert self.places[place] is None
+        assert self.handles[handle] == size
+        self.places[place] = handle
+
+    def unmap(self, place: int, size: int) -> None:
+        assert self.places[place] is not None
+        self.places[place] = None
+
+    def tensor(self, place: int, size: int) -> torch.Tensor:
+        assert self.places[place] is not None
+        return torch.empty(size, dtype=torch.uint8)
+
+
+def test_what_cuda_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages_module, "_CudaMemory", Driver)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (Driver.free, 1 << 40))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
+    pages = make_pages(1000, torch.device("cuda:0"))
+    assert pages is not None
+    driver = pages._memory  # type: ignore[attr-defined]
+    live, other = 0, 1
+    assert driver.places == {live: 0}
+    memory = spare_of(pages)
+    assert pages.fresh
+    for turn in range(4):
+        pages.make_live()
+        if turn % 2:
+            pages.settle()
+            pages.settle()
+        assert spare_of(pages) is memory
+        assert driver.places == {live: 1 - turn % 2, other: turn % 2}
+        assert not pages.fresh
+    # Where little is left for others what was live is given back.
+    monkeypatch.setattr(Driver, "free", 1 << 31)
+    pages.make_live()
+    pages.settle()
+    assert driver.places == {live: 1, other: None}
+    assert driver.handles.keys() == {1}
+    driver.handles[0] = -1  # names are not used again
+    assert spare_of(pages) is memory
+    assert pages.fresh
+    assert driver.places == {live: 1, other: 2}
+    pages.make_live()
+    pages.settle()
+    monkeypatch.setattr(Driver, "free", 1 << 20)
+    assert pages.spare() is None
+    assert driver.places == {live: 2, other: None}
 
 
 def test_what_shares_memory_with_others_stays_where_it_is() -> None:

@@ -14,17 +14,21 @@ import pytest
 import torch
 
 from sglrl.codec import decode_from_rank, decode_to_rank, encode
+from sglrl.core.manifest import lay_out
 from sglrl.errors import ProtocolError, WeightUpdateError
 from sglrl.messages import (
+    Abort,
     ActorSpec,
     Describe,
     ModelDescription,
     Piece,
+    Prepare,
     RankAnswer,
     RankHello,
     WorkerSpec,
 )
 from sglrl_workers import hand_over, weights
+from sglrl_workers.staging import Update
 
 from .harness import memory
 from .mutator import FRAMES, Mutator
@@ -190,3 +194,37 @@ def test_a_ranks_weight_channel(monkeypatch: pytest.MonkeyPatch) -> None:
         thread.join(60.0)
         assert not thread.is_alive()
     assert not raised, raised[0]
+
+
+def test_what_was_given_up_is_written_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "ZmqPolledDealer", Wire)
+    body = ActorSpec(target="", code=b"", args=b"", frames=[], window=1)
+    spec = WorkerSpec(index=0, identity=b"w", address="", max_message_bytes=1 << 20, body=body)
+    rank = weights.RankWeights(spec, 0, Engine())
+    while rank._dealer is None:
+        rank._thread.join(0.001)
+    wire: Any = rank._dealer
+    layout = lay_out(SPECS, 1 << 20)
+
+    def update(id_: int) -> Update:
+        message = Prepare(id_, 1, SPECS, 1 << 20, "auto", "continue", False, "")
+        return Update(message, layout, "full", 0)
+
+    written: list[torch.Tensor] = []
+    link, data = rank._link, torch.zeros(1)
+    rank._put(link, update(3), written.append, data)
+    wire.put([encode(Abort(3, False))])
+    assert answer_to(wire, 3).error is None
+    with pytest.raises(WeightUpdateError, match="given up"):
+        rank._put(link, update(3), written.append, data)
+    rank._put(link, update(4), written.append, data)
+    wire.put([encode(Abort(4, True))])
+    assert answer_to(wire, 4).error is None
+    # Whoever still works for the group that was left.
+    with pytest.raises(WeightUpdateError, match="given up"):
+        rank._put(link, update(5), written.append, data)
+    assert len(written) == 2
+    rank.close()
+    rank._thread.join(60.0)
+    for each in (rank._link, rank._questions, rank._hand_over._link):
+        each.abandon()

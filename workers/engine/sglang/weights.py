@@ -125,13 +125,12 @@ class SglangWeights:
         pages = self._pages
         if pages is None or len(names) != len(self._plan.copies):
             return None
-        memory = pages.spare()
+        places = self._plan.places(pages.live) if self._spare is None else {}
+        memory = None if places is None else pages.spare()
         if memory is None:
             return None
         if self._spare is None:
-            places = self._plan.places(pages.live)
-            if places is None:
-                return None
+            assert places is not None
             self._spare = Spare(memory, places, self._plan.description.tensors)
         if pages.fresh:
             # What no update brings.
