@@ -405,6 +405,7 @@ class RankWeights:
         packed = {b for b in buckets if not (group.takes_pieces and update.in_pieces(b))}
         if len(update.memory) < min(slots, len(packed)):
             largest = max(update.layout.sizes[bucket] for bucket in packed)
+            update.forget_memory()
             update.memory = self._memory([largest] * min(slots, len(packed)))
         turns = itertools.cycle(update.memory)
         waiting: collections.deque[tuple[int, Any, torch.Tensor | None]] = collections.deque()

@@ -4,9 +4,9 @@ replayed without Python: with a small model Python takes most of a step.
 What CUDA graphs are on a GPU, but one recording is good for every number of rows and length of
 context: the sizes are read from what it is given. Whether a model's code keeps to that is seen,
 not assumed: a step of more rows than any before, or of fewer, is computed both ways, and a
-recording that does not say the same is thrown away. (What a comparison of sizes says for two of
-them, it says for all between.) It reads weights and KV cache where the model does, so it knows new
-ones.
+recording that does not say the same is thrown away. (Between the two it is assumed: the code of
+these models tells numbers of rows apart by no more than a bound.) It reads weights and KV cache
+where the model does, so it knows new ones.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .ragged import Call
 
 logger = logging.getLogger("sglrl.worker")
 
-MODELS = {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+MODELS = {"LlamaForCausalLM", "Qwen3ForCausalLM"}
 """Whose code makes the same calls whatever the values of its tensors are: one that looks up which
 experts a token has, say, does not."""
 
