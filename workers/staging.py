@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -90,9 +91,8 @@ class Update:
 
     def again(self, message: Prepare) -> Update:
         """For the next update, with the memory of this one."""
-        update = Update(message, self.layout, self.mode, self.room)
-        update.memory, update.staged, update.bound = self.memory, self.staged, self.bound
-        update.spare, update._unpacking = self.spare, self._unpacking
+        update = copy.copy(self)
+        update.id, update.message = message.id, message
         return update
 
 

@@ -64,6 +64,7 @@ from ..messages import (
     RankSettings,
     SentStage,
     Stage,
+    TensorSpec,
     ToRank,
 )
 from .answers import body_of, error_of
@@ -150,6 +151,8 @@ class WeightChannel:
         self._timer: asyncio.TimerHandle | None = None
         self._senders: dict[bytes, RemoteSource] = {}
         self._description: ModelDescription | None = None
+        self._fitting: tuple[Sequence[TensorSpec], bool] | None = None
+        """The last manifest that was checked, and whether it may be a part."""
 
     # --- for the pool -----------------------------------------------------------------------------
 
@@ -302,7 +305,7 @@ class WeightChannel:
                 # One without the current weights would have parts of two policies.
                 members = [m for m in members if self.versions[m[0]] == self.version]
             wanted = await self.describe(request.timeout)
-            check_manifest(wanted, request.specs, partial=request.partial)
+            self._check_fit(wanted, request)
             if source is not None:
                 self._check_settings(source.settings, members)
             load()
@@ -502,6 +505,15 @@ class WeightChannel:
         return run is not None and run.source is source and self._answered(SENDER, answer)
 
     # --- inside -----------------------------------------------------------------------------------
+
+    def _check_fit(self, wanted: ModelDescription, request: UpdateRequest) -> None:
+        """A sender gives the same list while its manifest stays what it is."""
+        if self._fitting is not None:
+            specs, partial = self._fitting
+            if specs is request.specs and partial == request.partial:
+                return
+        check_manifest(wanted, request.specs, partial=request.partial)
+        self._fitting = (request.specs, request.partial)
 
     def _check_settings(self, ours: RankSettings, members: Sequence[Member]) -> None:
         for member in members:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -15,6 +15,9 @@ from ..messages import Piece, TensorSpec
 from .coordinator import WeightChannel
 from .report import UpdateReport
 from .request import UpdateRequest
+
+if TYPE_CHECKING:
+    from .source import Manifest
 
 _SAFETENSORS_DTYPES = {
     "F64": "float64",
@@ -39,6 +42,7 @@ class LocalSender:
     def __init__(self, channel: WeightChannel) -> None:
         self._channel = channel
         self._end: Any = None
+        self._manifest: Manifest | None = None
 
     def close(self) -> None:
         if self._end is not None:
@@ -61,16 +65,19 @@ class LocalSender:
     ) -> UpdateReport:
         """``request.specs`` follow from ``weights``."""
         from .sender import Cargo
-        from .source import specs_for, take
+        from .source import Manifest, take
 
         request.check(self._channel.version)
         named, ready = take(weights)
         wanted = await self._channel.describe(request.timeout)
-        tensors, specs = specs_for(named, wanted.tensors, wanted.ignored)
+        if self._manifest is None:
+            self._manifest = Manifest()
+        manifest = self._manifest
+        tensors = manifest.take(named, wanted)
         end = await self._ending(device, host, tensors, request.timeout)
-        request = request.with_specs(specs)
+        request = request.with_specs(manifest.specs, manifest.total)
         assert request.bucket_bytes is not None
-        cargo = Cargo(tensors, ready, specs, request.bucket_bytes)
+        cargo = Cargo(tensors, ready, manifest.specs, request.bucket_bytes)
         try:
             return await self._channel.update(request, end, lambda: end.load(cargo))
         finally:
@@ -92,11 +99,13 @@ class LocalSender:
 
     async def verify(self, weights: Any, timeout: float) -> list[str]:
         """Names whose live values differ, in the order given."""
-        from .source import named_tensors, specs_for
+        from .source import Manifest, named_tensors
 
         named = named_tensors(weights)
         wanted = await self._channel.describe(timeout)
-        tensors, specs = specs_for(named, wanted.tensors, wanted.ignored)
+        manifest = Manifest()
+        tensors = manifest.take(named, wanted)
+        specs = manifest.specs
         check_manifest(wanted, specs, partial=True)
         found = await self._channel.checksums([spec.name for spec in specs], timeout)
         return await asyncio.get_running_loop().run_in_executor(

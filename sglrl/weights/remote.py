@@ -12,7 +12,7 @@ from typing import Any, Self
 import msgspec
 
 from ..codec import MALFORMED, Buffer, decode_to_rank, encode
-from ..core.manifest import default_bucket_bytes, total_bytes
+from ..core.manifest import default_bucket_bytes
 from ..errors import (
     Closed,
     DeadlineExceeded,
@@ -28,6 +28,7 @@ from ..messages import (
     Abort,
     Farewell,
     Join,
+    ModelDescription,
     Propose,
     Proposed,
     RankAnswer,
@@ -68,6 +69,8 @@ class Sender:
         self._device = device
         self._host = host
         self._end: Any = None
+        self._manifest: Any = None
+        self._wanted = ModelDescription([], [])
         self._model: Any = None
         self._next_id = 0
         self._proposal: tuple[int, asyncio.Future[UpdateReport]] | None = None
@@ -113,6 +116,7 @@ class Sender:
         import torch
 
         from .sender import SendingEnd
+        from .source import Manifest
 
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -133,6 +137,7 @@ class Sender:
         sender = cls(dealer, device, host)
         broken.add_done_callback(lambda _: sender._lose())
         sender._end = SendingEnd(device, host, sender._answer)
+        sender._manifest = Manifest()
         dealer.start(sender._on_message)
         with contextlib.suppress(Closed):  # refused in the handshake: nobody will answer
             sender._send(RankHello(sender._end.settings))
@@ -151,6 +156,7 @@ class Sender:
             await sender.close()
             raise
         sender._version = welcome.version
+        sender._wanted = ModelDescription(welcome.tensors, welcome.ignored)
         return sender
 
     async def __aenter__(self) -> Self:
@@ -196,7 +202,7 @@ class Sender:
     ) -> UpdateReport:
         """As ``Client.update_weights``; without ``weights`` the registered model is sent."""
         from .sender import Cargo
-        from .source import specs_for, take
+        from .source import take
 
         if weights is None:
             weights = self._model
@@ -206,10 +212,9 @@ class Sender:
         async with self._lock:
             if self._lost:
                 raise WeightUpdateError(_GONE)
-            welcome = self._welcome.result()
-            tensors, specs = specs_for(named, welcome.tensors, welcome.ignored)
+            tensors, specs = self._manifest.take(named, self._wanted), self._manifest.specs
             if bucket_bytes is None:
-                bucket_bytes = default_bucket_bytes(total_bytes(specs))
+                bucket_bytes = default_bucket_bytes(self._manifest.total)
             self._end.load(Cargo(tensors, ready, specs, bucket_bytes))
             self._next_id += 1
             future: asyncio.Future[UpdateReport] = asyncio.get_running_loop().create_future()

@@ -46,9 +46,11 @@ class UpdateRequest(msgspec.Struct, frozen=True, kw_only=True):
     folder: str = ""
     begun: float = msgspec.field(default_factory=time.perf_counter)
 
-    def with_specs(self, specs: Sequence[TensorSpec]) -> UpdateRequest:
-        """Of these tensors, in buckets that suit them. ``InvalidWeights`` if they are no floats."""
-        total = total_bytes(specs)
+    def with_specs(self, specs: Sequence[TensorSpec], total: int | None = None) -> UpdateRequest:
+        """Of these tensors, of ``total`` bytes, in buckets that suit them. ``InvalidWeights`` if
+        they are no floats."""
+        if total is None:
+            total = total_bytes(specs)
         return msgspec.structs.replace(
             self,
             specs=specs,

@@ -176,7 +176,7 @@ class SendingEnd:
         if cargo is None:
             raise WeightUpdateError("the update was withdrawn")
         packing = self._packing_for(link, cargo)
-        with self._on_stream(), _frequent_switches():
+        with torch.no_grad(), self._on_stream(), _frequent_switches():
             for event in cargo.ready:
                 if self._stream is None:
                     event.synchronize()
@@ -253,12 +253,11 @@ class SendingEnd:
         data = packing.memory(bucket, self.device)
         views = packing.views(bucket, data)
         tensors = [whole(cargo.tensors[index][1]) for index in packing.buckets[bucket]]
-        with torch.no_grad():
-            if all(t.device == self.device for t in tensors):
-                torch._foreach_copy_(views, tensors)
-            else:
-                for view, tensor in zip(views, tensors, strict=True):
-                    view.copy_(tensor, non_blocking=True)
+        if all(t.device == self.device for t in tensors):
+            torch._foreach_copy_(views, tensors)
+        else:
+            for view, tensor in zip(views, tensors, strict=True):
+                view.copy_(tensor, non_blocking=True)
         return data
 
     @contextlib.contextmanager

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..core.manifest import total_bytes
 from ..errors import InvalidWeights, UsageError
-from ..messages import TensorSpec
+from ..messages import ModelDescription, TensorSpec
 
 Named = list[tuple[str, torch.Tensor]]
 
@@ -29,7 +30,9 @@ def take(weights: Any) -> Taken:
         return weights
     named = named_tensors(weights)
     ready = []
-    for device in {t.device for _, t in named if t.device.type == "cuda"}:
+    for device in {t.device for _, t in named}:
+        if device.type != "cuda":
+            continue
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(device))
         ready.append(event)
@@ -38,7 +41,7 @@ def take(weights: Any) -> Taken:
 
 def named_tensors(weights: Any) -> Named:
     """(name, tensor) pairs of an ``nn.Module``, a mapping, a TensorDict (nested keys joined by
-    dots) or an iterable of pairs.
+    dots) or an iterable of pairs; the tensors as they are, parameters among them.
 
     A module's tied parameters come once, as they do in its checkpoints.
 
@@ -71,7 +74,7 @@ def named_tensors(weights: Any) -> Named:
             raise InvalidWeights(f"a tensor's name is {name!r}, which is no text")
         if not isinstance(tensor, torch.Tensor):
             raise InvalidWeights(f"{name} is no tensor but {type(tensor).__name__}")
-        found.append((name, tensor.detach()))
+        found.append((name, tensor))
     return found
 
 
@@ -80,26 +83,50 @@ def _persistent_buffers(module: torch.nn.Module) -> Named:
     return [(name, buffer) for name, buffer in module.named_buffers() if name in saved]
 
 
-def specs_for(named: Named, wanted: Iterable[TensorSpec], ignored: Iterable[str]) -> list[Any]:
-    """``(tensors to send, their specs)``: without what the model keeps no copy of, and in the dtype
-    that the engine keeps.
+class Manifest:
+    """What of a caller's tensors is sent, and as what. Remembered from one time to the next: a
+    trainer sends the same names each time, and looking at a few hundred of them takes a
+    millisecond."""
 
-    Raises:
-        InvalidWeights: a tensor does not hold floating-point numbers.
-    """
-    dtypes = {spec.name: spec.dtype for spec in wanted}
-    skip = set(ignored)
-    sent: Named = []
+    def __init__(self) -> None:
+        self._wanted: ModelDescription | None = None
+        self._given: list[Any] = []
+        self._sent: list[int] = []
+        self.specs: list[TensorSpec] = []
+        self.total = 0
+
+    def take(self, named: Named, wanted: ModelDescription) -> Named:
+        """The tensors to send; after that, ``specs`` are theirs, in the dtypes that the engine
+        keeps (the same list while nothing changes), and ``total`` is their size in bytes. Left out
+        is what the model keeps no copy of.
+
+        Raises:
+            InvalidWeights: a tensor does not hold floating-point numbers.
+        """
+        given = [(name, tensor.dtype, tensor.shape) for name, tensor in named]
+        if wanted is not self._wanted or given != self._given:
+            self._wanted = None
+            self._sent, self.specs = _specs(given, wanted)
+            self.total = total_bytes(self.specs)
+            self._wanted, self._given = wanted, given
+        return [named[index] for index in self._sent]
+
+
+def _specs(given: list[Any], wanted: ModelDescription) -> tuple[list[int], list[TensorSpec]]:
+    """Which of them are sent, and their specs."""
+    dtypes = {spec.name: spec.dtype for spec in wanted.tensors}
+    skip = set(wanted.ignored)
+    sent: list[int] = []
     specs: list[TensorSpec] = []
-    for name, tensor in named:
+    for index, (name, dtype, shape) in enumerate(given):
         if name in skip and name not in dtypes:
             continue
-        if not tensor.dtype.is_floating_point:
-            raise InvalidWeights(f"{name} holds {tensor.dtype}; weights are floating-point numbers")
-        dtype = dtypes.get(name) or str(tensor.dtype).removeprefix("torch.")
-        sent.append((name, tensor))
-        specs.append(TensorSpec(name, dtype, tuple(tensor.shape)))
-    return [sent, specs]
+        if not dtype.is_floating_point:
+            raise InvalidWeights(f"{name} holds {dtype}; weights are floating-point numbers")
+        kept = dtypes.get(name) or str(dtype).removeprefix("torch.")
+        sent.append(index)
+        specs.append(TensorSpec(name, kept, tuple(shape)))
+    return sent, specs
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -111,5 +138,6 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 def gather(weights: Any) -> None:
     """For the ranks of a trainer that do not send: take part in the gathering of DTensors, in the
     order in which the sending rank asks for them."""
-    for _, tensor in named_tensors(weights):
-        whole(tensor)
+    with torch.no_grad():
+        for _, tensor in named_tensors(weights):
+            whole(tensor)
