@@ -90,6 +90,8 @@ class RankWeights:
         self._manifest: tuple[tuple[Any, ...], Layout] | None = None
         self._had = 0
         """Bytes that the last update staged, which torch still holds."""
+        self._rate = 0.0
+        """Bytes a second, of the last update that came to spare memory."""
         self._description: ModelDescription | None = None
         self._describing = threading.Lock()
         self._answers: collections.deque[RankAnswer] = collections.deque()
@@ -410,6 +412,7 @@ class RankWeights:
         turns = itertools.cycle(update.memory)
         waiting: collections.deque[tuple[int, Any, torch.Tensor | None]] = collections.deque()
         arrivals: list[torch.cuda.Event] = []
+        expected = not on_cpu and self._expect(update)
 
         def arrive() -> None:
             bucket, work, data = waiting.popleft()
@@ -433,9 +436,21 @@ class RankWeights:
                 waiting.append((bucket, group.broadcast(pieces), data))
             while waiting:
                 arrive()
-            if arrivals:
+            if arrivals and not expected:
                 self._watch(link, update, arrivals)
             group.synchronize()
+        if len(arrivals) > 1:
+            took = arrivals[0].elapsed_time(arrivals[-1]) / 1e3
+            self._rate = sum(update.layout.sizes[1:]) / max(1e-6, took)
+
+    def _expect(self, update: Update) -> bool:
+        """Tell the engine at once of an update that will take less than two steps, if it goes like
+        the one before: on the way it may be too late, another step launched."""
+        seconds = update.layout.total / self._rate if self._rate else float("inf")
+        if seconds > 2 * self._engine.step_seconds():
+            return False
+        self._engine.nearly_staged(seconds, True)
+        return True
 
     def _put(
         self, link: Link, update: Update, write: Callable[[torch.Tensor], Any], data: torch.Tensor

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +12,12 @@ import pytest_asyncio
 import torch
 
 import sglrl
+from sglrl.core.manifest import Layout
 from sglrl_workers import pages as pages_module
 from sglrl_workers.engine.sglang.arena import move
 from sglrl_workers.engine.sglang.plan import Spare, make_plan
 from sglrl_workers.pages import Pages, make_pages
+from sglrl_workers.weights import RankWeights
 
 from .policies import PROMPTS, Lab, Policies
 
@@ -262,3 +265,21 @@ async def test_updates_of_all_kinds_one_after_the_other(lab: Lab) -> None:
     assert first != second
     assert bucketed == second
     assert others == [first, second, first]
+
+
+def test_a_short_update_is_announced_when_it_begins() -> None:
+    told: list[tuple[float, bool]] = []
+    engine = SimpleNamespace(
+        step_seconds=lambda: 0.004, nearly_staged=lambda seconds, live: told.append((seconds, live))
+    )
+    update: Any = SimpleNamespace(layout=Layout([], [400, 600], 600))
+
+    def announced(rate: float) -> bool:
+        rank: Any = SimpleNamespace(_rate=rate, _engine=engine)
+        return RankWeights._expect(rank, update)
+
+    assert not announced(0.0)  # nothing is known yet
+    assert not announced(1000 / 0.009)
+    assert told == []
+    assert announced(1000 / 0.007)
+    assert told == [(pytest.approx(0.007), True)]
