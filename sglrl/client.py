@@ -445,9 +445,14 @@ class Client:
             ids = prompts[0]
             max_new = requests.max_new_tokens(prepared, len(ids) // 4)
             route = Route(ids, self._pool.weights.version, session)
-            completion = await requests.sample(
+            call, future = requests.sample(
                 ids, prepared, max_new, logprobs, top_logprobs, route, deadline, priority, worker
             )
+            try:
+                completion = await future
+            except asyncio.CancelledError:
+                requests.driver.cancel(call)
+                raise
             return [completion] if several else completion
         groups = await requests.sample_all(
             prompts, n, prepared, logprobs, top_logprobs, session, deadline, priority, worker

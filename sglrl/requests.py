@@ -74,7 +74,7 @@ class Requests:
 
     # --- calls ------------------------------------------------------------------------------------
 
-    async def sample(
+    def sample(
         self,
         ids: bytes,
         prepared: Prepared,
@@ -86,9 +86,10 @@ class Requests:
         priority: int,
         worker: int | None = None,
         begun: Completion | None = None,
-    ) -> Completion:
-        """One continuation; of ``begun``, which was returned unfinished, if it is given: then
-        limits, stop strings, penalties and seeds count from its beginning."""
+    ) -> tuple[Call, asyncio.Future[Completion]]:
+        """Ask for one continuation; of ``begun``, which was returned unfinished, if it is given:
+        then limits, stop strings, penalties and seeds count from its beginning. Who stops waiting
+        for the future cancels the call. No coroutine: a waiting call would take 400 bytes more."""
         wire = prepared.wire(max_new_tokens, prepared.seed)
         resume = b"" if begun is None else begun.output_ids.tobytes()
         body = self._encode(GenerateArgs(ids, wire, logprobs, top, False, priority, resume))
@@ -112,11 +113,7 @@ class Requests:
             True,
         )
         self.driver.submit(call)
-        try:
-            return await future
-        except asyncio.CancelledError:
-            self.driver.cancel(call)
-            raise
+        return call, future
 
     async def sample_all(
         self,

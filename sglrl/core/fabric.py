@@ -167,7 +167,8 @@ class Fabric:
         call.submitted_at = now
         member = self.router.choose(call) if call.pinned is None else self._pinned_member(call)
         if member is None:
-            if call.pinned is None and self.members and not self.alive:
+            lost = not self.loads.members and self.members and not self.alive
+            if lost and call.pinned is None:
                 raise WorkerLost(f"no worker is left in this pool: {self._epitaph}")
             if self._waiting >= self.config.max_queue and not call.urgent:
                 raise Overloaded(

@@ -209,7 +209,7 @@ class Session:
             completion = None
             while completion is None or completion.finish_reason == "abort":
                 self._route.extend(ids, self._client.weight_version)
-                completion = await self._requests.sample(
+                call, future = self._requests.sample(
                     ids,
                     prepared,
                     limit,
@@ -221,6 +221,11 @@ class Session:
                     None,
                     completion,
                 )
+                try:
+                    completion = await future
+                except asyncio.CancelledError:
+                    self._requests.driver.cancel(call)
+                    raise
         finally:
             self._busy = False
             self._generating += time.monotonic() - begun
