@@ -105,9 +105,9 @@ class Manifest:
         """
         given = [(name, tensor.dtype, tensor.shape) for name, tensor in named]
         if wanted is not self._wanted or given != self._given:
-            self._wanted = None
-            self._sent, self.specs = _specs(given, wanted)
-            self.total = total_bytes(self.specs)
+            sent, specs = _specs(given, wanted)
+            self.total = total_bytes(specs)
+            self._sent, self.specs = sent, specs
             self._wanted, self._given = wanted, given
         return [named[index] for index in self._sent]
 

@@ -193,6 +193,35 @@ async def test_a_part_of_the_weights(lab: Lab) -> None:
     await lab.check(PROMPTS[:1])
 
 
+async def test_what_was_a_part_is_not_taken_for_the_whole(lab: Lab) -> None:
+    """Also if the very same tensors were just found to fit."""
+    part = {NORM: lab.policies[0].model.state_dict()[NORM]}
+    await lab.client.update_weights(part, partial=True)
+    version = lab.client.weight_version
+    with pytest.raises(sglrl.InvalidWeights, match="missing"):
+        await lab.client.update_weights(part)
+    assert lab.client.weight_version == version
+    await lab.update(0)
+
+
+async def test_a_manifest_is_looked_at_again_when_it_changes(lab: Lab) -> None:
+    """Names in another order, other dtypes, one that is not sent: each as if it were the first."""
+    whole = dict(lab.policies[1].model.state_dict())
+    for weights in (
+        whole,
+        dict(reversed(whole.items())),
+        {name: tensor.double() for name, tensor in whole.items()},
+        {**whole, NORM: whole[NORM].double()},
+        whole,
+    ):
+        report = await lab.client.update_weights(weights)
+        assert report.bytes == sum(tensor.nbytes for tensor in whole.values())
+        assert await lab.client.verify_weights(whole) == []
+        await lab.update(0)
+    with pytest.raises(sglrl.InvalidWeights, match=NORM):
+        await lab.client.update_weights({**whole, NORM: whole[NORM][:8]})
+
+
 # --- what the engine says of its weights ----------------------------------------------------------
 
 

@@ -1,0 +1,84 @@
+"""What is remembered of a trainer's tensors from one update to the next."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import sglrl
+from sglrl.messages import ModelDescription, TensorSpec
+from sglrl.weights.source import Manifest
+
+WANTED = ModelDescription(
+    [TensorSpec("a", "bfloat16", (2, 3)), TensorSpec("b", "float32", (4,))], ["tied"]
+)
+
+
+def named(**tensors: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    return list(tensors.items())
+
+
+def test_the_same_list_comes_for_the_same_names_dtypes_and_shapes() -> None:
+    manifest = Manifest()
+    first = named(a=torch.zeros(2, 3), tied=torch.zeros(1), b=torch.zeros(4))
+    sent = manifest.take(first, WANTED)
+    assert [name for name, _ in sent] == ["a", "b"]
+    assert manifest.specs == WANTED.tensors
+    assert manifest.total == 12 + 16
+    specs = manifest.specs
+    other = named(a=torch.ones(2, 3), tied=torch.ones(1), b=torch.ones(4))
+    sent = manifest.take(other, WANTED)
+    assert manifest.specs is specs
+    # The tensors are this call's.
+    assert sent[0][1] is other[0][1]
+    assert sent[1][1] is other[2][1]
+
+
+@pytest.mark.parametrize(
+    ("changed", "specs"),
+    [
+        (named(b=torch.zeros(4), a=torch.zeros(2, 3)), WANTED.tensors[::-1]),
+        (
+            named(a=torch.zeros(3, 2), b=torch.zeros(4)),
+            [TensorSpec("a", "bfloat16", (3, 2)), WANTED.tensors[1]],
+        ),
+        (named(b=torch.zeros(4)), WANTED.tensors[1:]),
+        (
+            named(c=torch.zeros(4, dtype=torch.float16), b=torch.zeros(4)),
+            [TensorSpec("c", "float16", (4,)), WANTED.tensors[1]],
+        ),
+    ],
+)
+def test_what_changes_is_seen(
+    changed: list[tuple[str, torch.Tensor]], specs: list[TensorSpec]
+) -> None:
+    manifest = Manifest()
+    manifest.take(named(a=torch.zeros(2, 3), b=torch.zeros(4)), WANTED)
+    before = manifest.specs
+    assert [name for name, _ in manifest.take(changed, WANTED)] == [spec.name for spec in specs]
+    assert manifest.specs == specs
+    assert manifest.specs is not before
+    manifest.take(named(a=torch.zeros(2, 3), b=torch.zeros(4)), WANTED)
+    assert manifest.specs == WANTED.tensors
+
+
+def test_what_is_refused_is_refused_again_and_forgotten() -> None:
+    manifest = Manifest()
+    good = named(a=torch.zeros(2, 3))
+    manifest.take(good, WANTED)
+    strange = named(x=torch.zeros(2).to(torch.float8_e4m3fnuz))
+    with pytest.raises(sglrl.InvalidWeights, match="x is float8_e4m3fnuz"):
+        manifest.take(strange, WANTED)
+    assert manifest.specs == WANTED.tensors[:1]
+    for _ in range(2):
+        with pytest.raises(sglrl.InvalidWeights, match=r"a holds torch\.int32"):
+            manifest.take(named(a=torch.zeros(2, 3, dtype=torch.int32)), WANTED)
+    assert manifest.take(good, WANTED) == good
+
+
+def test_another_model_wants_other_dtypes() -> None:
+    manifest = Manifest()
+    given = named(a=torch.zeros(2, 3))
+    manifest.take(given, WANTED)
+    manifest.take(given, ModelDescription([TensorSpec("a", "float16", (2, 3))], []))
+    assert [spec.dtype for spec in manifest.specs] == ["float16"]
