@@ -412,6 +412,7 @@ class RankWeights:
         turns = itertools.cycle(update.memory)
         waiting: collections.deque[tuple[int, Any, torch.Tensor | None]] = collections.deque()
         arrivals: list[torch.cuda.Event] = []
+        link.check()
         expected = not on_cpu and self._expect(update)
 
         def arrive() -> None:

@@ -72,12 +72,13 @@ class LocalSender:
         wanted = await self._channel.describe(request.timeout)
         if self._manifest is None:
             self._manifest = Manifest()
-        manifest = self._manifest
-        tensors = manifest.take(named, wanted)
+        tensors = self._manifest.take(named, wanted)
+        # Now: another update may come in between.
+        specs, total = self._manifest.specs, self._manifest.total
         end = await self._ending(device, host, tensors, request.timeout)
-        request = request.with_specs(manifest.specs, manifest.total)
+        request = request.with_specs(specs, total)
         assert request.bucket_bytes is not None
-        cargo = Cargo(tensors, ready, manifest.specs, request.bucket_bytes)
+        cargo = Cargo(tensors, ready, specs, request.bucket_bytes)
         try:
             return await self._channel.update(request, end, lambda: end.load(cargo))
         finally:

@@ -222,6 +222,28 @@ async def test_a_manifest_is_looked_at_again_when_it_changes(lab: Lab) -> None:
         await lab.client.update_weights({**whole, NORM: whole[NORM][:8]})
 
 
+async def test_two_updates_at_a_time_keep_their_own_manifests(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender = lab.client._weights
+    ending = sender._ending
+
+    async def later(*args: Any) -> Any:
+        await asyncio.sleep(0)
+        return await ending(*args)
+
+    monkeypatch.setattr(sender, "_ending", later)
+    whole = lab.policies[1].model.state_dict()
+    part = {NORM: lab.policies[0].model.state_dict()[NORM]}
+    reports = await asyncio.gather(
+        lab.client.update_weights(whole), lab.client.update_weights(part, partial=True)
+    )
+    sizes = [sum(tensor.nbytes for tensor in weights.values()) for weights in (whole, part)]
+    assert [report.bytes for report in reports] == sizes
+    assert await lab.client.verify_weights({**whole, **part}) == []
+    await lab.update(0)
+
+
 # --- what the engine says of its weights ----------------------------------------------------------
 
 
