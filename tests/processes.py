@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import signal
+import time
 from multiprocessing import resource_tracker
 from pathlib import Path
 
@@ -54,3 +56,26 @@ def wait_for_end(pids: list[int], seconds: float) -> list[int]:
                 poll.unregister(fd)
                 del left[by_fd.pop(fd)]
     return list(left)
+
+
+def strike(pid: int, fault: int, seconds: float = 10.0) -> None:
+    """SIGKILL or SIGSTOP, and return when it has come to every thread: ``os.kill`` returns before,
+    and a thread on another core may still answer a message that is sent after it."""
+    os.kill(pid, fault)
+    if fault == signal.SIGKILL:
+        assert wait_for_end([pid], seconds) == []
+        return
+    assert fault == signal.SIGSTOP
+    until = time.monotonic() + seconds
+    # Nothing tells who is not the parent.
+    while any(state != "T" for state in _thread_states(pid)):
+        assert time.monotonic() < until
+        os.sched_yield()
+
+
+def _thread_states(pid: int) -> list[str]:
+    found = []
+    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):
+            found.append(stat.read_text().rpartition(")")[2].split()[0])
+    return found

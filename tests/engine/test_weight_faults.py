@@ -9,6 +9,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from processes import strike
 
 import sglrl
 from sglrl.weights import coordinator
@@ -56,13 +57,13 @@ async def test_a_worker_fails_in_an_update(
         before = client.weight_version
         done = False
 
-        def strike(asked: str, member: tuple[int, int]) -> None:
+        def fail(asked: str, member: tuple[int, int]) -> None:
             nonlocal done
             if asked == phase and member[0] == VICTIM and not done:
                 done = True
-                os.kill(pid, fault)
+                strike(pid, fault)
 
-        on_phase(monkeypatch, client, strike)
+        on_phase(monkeypatch, client, fail)
         calls = [
             asyncio.ensure_future(client.generate(input_ids=[*PROMPTS[1], i], **WANTED))
             for i in range(6)
@@ -123,7 +124,7 @@ async def test_the_only_worker_is_lost(policies: Policies, monkeypatch: pytest.M
             monkeypatch,
             client,
             lambda phase, member: (
-                os.kill(pid, signal.SIGKILL) if phase == "stage" and member[0] == 0 else None
+                strike(pid, signal.SIGKILL) if phase == "stage" and member[0] == 0 else None
             ),
         )
         for _ in range(2):
