@@ -131,7 +131,8 @@ async def test_a_soak_looks_at_every_process() -> None:
     assert soak.strikers["fake"].strikes
     assert {strike.worker for strike in soak.strikers["fake"].strikes} <= {1, 2, 3}
     assert set(soak.early) == {"deadline", "cancelled", "stream left"}
-    rows = soak.rows(0.01)
+    # From a look on, not from a time: a machine that stands still for a moment looks late.
+    rows = soak.rows(soak.looks["driver"][2].minute)
     assert {"driver", "fork server (plain)"} < set(rows)
     assert any(name.startswith("fake worker 0") for name in rows)
     assert all(row["rss_mb"][0] > 0 for row in rows.values())
