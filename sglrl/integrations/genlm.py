@@ -98,7 +98,7 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
     Args:
         client: a running ``sglrl.Client``, or ``BlockingClient``; it stays the caller's.
         cache_size: so many results are kept, those that were last used. A weight update empties
-            the cache.
+            the cache. 0 or less, as in genlm's class: none.
         cache_opts: as of genlm's class; of no effect, because results are on the CPU.
         top_k: only the so many likeliest tokens are sent; all others are -inf.
         timeout: seconds that a query may take; None: the client's.
@@ -125,7 +125,9 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
         found = token_bytes(self.tokenizer)
         self.byte_vocab = [Token(id_, token) for id_, token in enumerate(found)]
         self.str_vocab = token_strings(self.tokenizer, found)
-        self.cache: OrderedDict[bytes, torch.Tensor] | None = OrderedDict() if cache_size else None
+        self.cache: OrderedDict[bytes, torch.Tensor] | None = None
+        if cache_size > 0:
+            self.cache = OrderedDict()
         self._cache_size = cache_size
         self._top_k = top_k
         self._timeout = timeout

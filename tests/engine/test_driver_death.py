@@ -26,6 +26,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.alone  # what others leave in /dev/shm meanwhile could not be told from what it leaves
 @pytest.mark.parametrize("stage", ["importing", "serving"])
 def test_nothing_outlives_the_driver(
     qwen: Path, tmp_path_factory: pytest.TempPathFactory, stage: str

@@ -287,6 +287,13 @@ def test_what_was_asked_is_kept(
     assert len(asked.keys) == 6
 
 
+def test_a_cache_of_less_than_nothing_is_none(fake: sglrl.BlockingClient) -> None:
+    """As in genlm's class; nobody waits for ever."""
+    model = AsyncSGLTransformer(fake, cache_size=-1)
+    assert model.cache is None
+    assert model.batch_next_token_logprobs_sync([[1], [2]]).shape == (2, 512)
+
+
 def test_new_weights_end_what_may_be_shared(
     fake: sglrl.BlockingClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
