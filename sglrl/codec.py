@@ -175,6 +175,9 @@ class Body:
             raise msgspec.ValidationError(str(error)) from None
         except (ValueError, RecursionError) as error:
             raise msgspec.ValidationError(str(error)) from None
+        except Exception as error:
+            # Of a type's __post_init__; msgspec takes only ValueError and TypeError for its own.
+            raise msgspec.ValidationError(f"{type(error).__name__}: {error}") from error
         finally:
             self._incoming = ()
 

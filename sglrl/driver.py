@@ -45,7 +45,8 @@ _AT_ONCE: Final = 256
 
 
 class Reply(Protocol):
-    """Where a call's events go. Called on the event loop; must not block or raise."""
+    """Where a call's events go. Called on the event loop; must not block. What it raises fails
+    its call."""
 
     def chunk(self, item: Item, frames: Sequence[Buffer]) -> None:
         """A part of the answer."""
@@ -296,23 +297,26 @@ class Driver:
         submits: dict[Member, list[Call]] = {}
         cancels: dict[Member, list[int]] = {}
         for kind, subject, detail in effects:
-            if kind == SEND:
-                if subject in submits:
-                    submits[subject].append(detail)
-                else:
-                    submits[subject] = [detail]
-            elif kind == END:
-                frames = raw.get(id(detail), ()) if raw and isinstance(detail, Item) else ()
-                subject.reply.end(subject, detail, frames)
-            elif kind == CHUNK:
-                frames = raw.get(id(detail), ()) if raw else ()
-                subject.reply.chunk(detail, frames)
-            elif kind == CANCEL:
-                cancels.setdefault(subject, []).append(detail)
-            elif kind == RESTART:
-                subject.reply.restart(subject)
-            elif kind == DRAINED:
-                self.loop.call_soon(self.on_drained, subject.index)
+            try:
+                if kind == SEND:
+                    if subject in submits:
+                        submits[subject].append(detail)
+                    else:
+                        submits[subject] = [detail]
+                elif kind == END:
+                    frames = raw.get(id(detail), ()) if raw and isinstance(detail, Item) else ()
+                    subject.reply.end(subject, detail, frames)
+                elif kind == CHUNK:
+                    frames = raw.get(id(detail), ()) if raw else ()
+                    subject.reply.chunk(detail, frames)
+                elif kind == CANCEL:
+                    cancels.setdefault(subject, []).append(detail)
+                elif kind == RESTART:
+                    subject.reply.restart(subject)
+                elif kind == DRAINED:
+                    self.loop.call_soon(self.on_drained, subject.index)
+            except Exception as error:
+                self._reply_failed(kind, subject, error)
         for member, calls in submits.items():
             self._send_calls(member, calls)
         for member, ids in cancels.items():
@@ -321,6 +325,20 @@ class Driver:
         if self._idle is not None and not fabric.calls:
             idle, self._idle = self._idle, None
             idle.set_result(None)
+
+    def _reply_failed(self, kind: int, call: Call, error: Exception) -> None:
+        """A reply raised, which it must not: its call fails, and no other."""
+        logger.error("the answer to %s could not be taken in", call.endpoint, exc_info=error)
+        failure = SglrlError(
+            f"the answer to {call.endpoint} could not be taken in: {type(error).__name__}: {error}"
+        )
+        failure.__cause__ = error
+        try:
+            if kind != END:
+                self.cancel(call)
+            call.reply.end(call, failure, ())
+        except Exception:
+            logger.exception("nor could %s be told so", call.endpoint)
 
     def _send_calls(self, member: Member, calls: list[Call]) -> None:
         messages = []

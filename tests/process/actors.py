@@ -22,6 +22,23 @@ class Point:
     y: float = 0.5
 
 
+@dataclass
+class Picky:
+    """Raises what msgspec does not expect of a type when it is made of what came from elsewhere."""
+
+    n: int
+
+    def __post_init__(self) -> None:
+        if self.n < 0:
+            raise LookupError(f"nothing is {self.n}")
+
+    @classmethod
+    def changed(cls, n: int) -> Picky:
+        made = cls(0)
+        made.n = n
+        return made
+
+
 class Label(msgspec.Struct):
     name: str
     points: list[Point]
@@ -83,6 +100,14 @@ class Values(sglrl.Actor):
     @sglrl.endpoint
     async def lie(self) -> int:
         return "no number"  # type: ignore[return-value]
+
+    @sglrl.endpoint
+    async def picky(self, n: int) -> Picky:
+        return Picky.changed(n)
+
+    @sglrl.endpoint
+    async def pick(self, picky: Picky) -> int:
+        return picky.n
 
     @sglrl.endpoint
     async def environment(self, name: str) -> str | None:

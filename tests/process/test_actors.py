@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import Raw
 
 import sglrl
+from sglrl.codec import encode
+from sglrl.core.calls import Call
 
-from .actors import Gate, Label, Point, Refuses, Values
+from .actors import Gate, Label, Picky, Point, Refuses, Values
 
 
 @pytest.fixture
@@ -172,6 +177,47 @@ async def test_a_stream_that_breaks_gives_what_it_had(values: sglrl.ActorHandle)
 async def test_a_result_of_another_type_than_declared(values: sglrl.ActorHandle) -> None:
     with pytest.raises(sglrl.SglrlError, match="declares"):
         await values.lie()
+    assert await values.add(1, 1) == 2
+
+
+async def test_a_type_that_raises_when_it_is_made(values: sglrl.ActorHandle) -> None:
+    """Calls of one tick come back together: who gets what cannot be made harms nobody else."""
+    found = await asyncio.gather(
+        *(values.picky(n if n % 4 else -n) for n in range(12)), return_exceptions=True
+    )
+    for n, result in enumerate(found):
+        if n and not n % 4:
+            assert isinstance(result, sglrl.ProtocolError)
+            assert f"LookupError: nothing is {-n}" in str(result)
+        else:
+            assert result == Picky(n)
+    with pytest.raises(sglrl.SglrlError, match="nothing is -5"):
+        await values.pick(Picky.changed(-5))
+    assert await values.pick(Picky(5)) == 5
+
+
+async def test_a_reply_that_raises_fails_its_own_call(
+    values: sglrl.ActorHandle, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(body: Any, frames: Any) -> Any:
+        raise MemoryError("no room")
+
+    driver = values._pool.driver
+    submit = driver.submit
+
+    def spoil(call: Call) -> None:
+        if call.args == Raw(encode([5, 10])):
+            call.reply.result = SimpleNamespace(decode=broken)
+        submit(call)
+
+    driver.submit = spoil  # type: ignore[method-assign]
+    found = await asyncio.gather(*(values.add(n) for n in range(10)), return_exceptions=True)
+    assert [found[n] for n in range(10) if n != 5] == [n + 10 for n in range(10) if n != 5]
+    assert isinstance(found[5], sglrl.SglrlError)
+    assert "MemoryError: no room" in str(found[5])
+    assert isinstance(found[5].__cause__, MemoryError)
+    assert "the answer to add could not be taken in" in caplog.text
+    assert not driver.fabric.calls
     assert await values.add(1, 1) == 2
 
 
