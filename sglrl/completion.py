@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .messages import TokenChunk
+from .sampling import SamplingParams
 
 Decode = Callable[[Sequence[int], bool], str]
 """``decode(token_ids, skip_special_tokens) -> text``"""
@@ -96,7 +97,7 @@ class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False)
     _first: float
     _finished: float
     _decode: Decode
-    _skip_special_tokens: bool
+    _params: SamplingParams
     resumed_at: tuple[int, ...] = ()
 
     @property
@@ -162,13 +163,14 @@ class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False)
 
     @cached_property
     def text(self) -> str:
-        """The output as text, without what ended it. Decoded when first asked for."""
+        """The output as text, without the stop token or stop string that ended it (unless
+        ``no_stop_trim``). Decoded when first asked for."""
         return cut_text(
             self.output_ids,
             self.finish_reason,
             self.stop_match,
             self._decode,
-            self._skip_special_tokens,
+            self._params,
         )
 
     def __repr__(self) -> str:
@@ -185,22 +187,24 @@ def cut_text(
     finish_reason: str,
     stop_match: str | int | None,
     decode: Decode,
-    skip_special_tokens: bool,
+    params: SamplingParams,
 ) -> str:
-    """Text of output ids without the stop token or stop string that ended them."""
+    """Text of output ids without the stop token or stop string that ended them, or with no more
+    than that (``no_stop_trim``)."""
     tokens = ids.tolist()
+    skip = params.skip_special_tokens
     if finish_reason != "stop" or not tokens:
-        return decode(tokens, skip_special_tokens)
+        return decode(tokens, skip)
     if isinstance(stop_match, int):
-        return decode(tokens[:-1], skip_special_tokens)
-    text = decode(tokens, skip_special_tokens)
-    if isinstance(stop_match, str):
+        return decode(tokens if params.no_stop_trim else tokens[:-1], skip)
+    text = decode(tokens, skip)
+    if isinstance(stop_match, str) and stop_match in params.stop_strings:
         # The last token completed it, so it ends after the text of the others; what that text has
         # of an incomplete character does not count. An earlier occurrence was passed over.
-        before = decode(tokens[:-1], skip_special_tokens).rstrip("\ufffd")
+        before = decode(tokens[:-1], skip).rstrip("\ufffd")
         at = text.find(stop_match, max(0, len(before) - len(stop_match) + 1))
         if at >= 0:
-            text = text[:at]
+            text = text[: at + len(stop_match) if params.no_stop_trim else at]
     return text
 
 
@@ -246,10 +250,11 @@ class StreamText:
     incomplete character, which is how SGLang's and vLLM's detokenizers bound the work.
     """
 
-    def __init__(self, decode: Decode, stop_strings: Sequence[str], skip_special: bool) -> None:
+    def __init__(self, decode: Decode, params: SamplingParams) -> None:
         self._decode = decode
-        self._stops = stop_strings
-        self._skip = skip_special
+        self._params = params
+        self._stops = params.stop_strings
+        self._skip = params.skip_special_tokens
         self._chunks: list[tuple[bytes, str, str | int | None]] = []
         self._texts: list[str] = []
         self._ids: list[int] = []
@@ -274,7 +279,7 @@ class StreamText:
         self._ids += new.tolist()
         if finish:
             whole = cut_text(
-                np.array(self._ids, dtype=np.int32), finish, stop_match, self._decode, self._skip
+                np.array(self._ids, dtype=np.int32), finish, stop_match, self._decode, self._params
             )
             return whole[self._emitted :]
         before = self._decode(self._ids[self._prefix : self._read], self._skip)

@@ -56,6 +56,7 @@ from .messages import (
     WorkerNews,
 )
 from .replies import chunk_of, resume
+from .sampling import MOST_BIAS
 from .weights.report import UpdateReport
 
 if TYPE_CHECKING:
@@ -535,6 +536,9 @@ class Gateway:
             )
         if not all(0 <= token < info.vocab_size for token in sampling.stop_token_ids):
             raise InvalidRequest("stop_token_ids are outside the vocabulary")
+        for token, bias in sampling.logit_bias.items():
+            if not 0 <= token < info.vocab_size or not abs(bias) <= MOST_BIAS:
+                raise InvalidRequest("logit_bias is outside the vocabulary, or no number")
 
     def _check_top(self, count: int, most: int) -> None:
         if not 0 <= count <= most:

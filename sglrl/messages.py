@@ -17,7 +17,7 @@ from enum import IntEnum
 
 import msgspec
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class CallMessage(msgspec.Struct, array_like=True, gc=False, frozen=True):
@@ -266,6 +266,9 @@ class Sampling(msgspec.Struct, array_like=True, gc=False, frozen=True):
     regex: str | None
     ebnf: str | None
     skip_special_tokens: bool
+    stop_regex: tuple[str, ...]
+    logit_bias: dict[int, float]
+    structural_tag: str | None
 
 
 class GenerateArgs(msgspec.Struct, array_like=True, gc=False, frozen=True):

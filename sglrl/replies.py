@@ -138,7 +138,7 @@ class GenerationReply:
             call.first_at,
             ended,
             self.decode,
-            self.prepared.params.skip_special_tokens,
+            self.prepared.params,
             self.resumed_at,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from operator import index
@@ -17,6 +18,9 @@ from .messages import Sampling
 
 DEFAULT_MAX_NEW_TOKENS: Final = 128
 TOP_K_ALL: Final = 1 << 30
+MOST_BIAS: Final = 1e6
+"""Of a logit: beyond it nothing is left of the logits that it is added to."""
+_GRAMMARS: Final = ("json_schema", "regex", "ebnf", "structural_tag")
 
 ALIASES: Final = {
     "max_tokens": "max_new_tokens",
@@ -26,6 +30,7 @@ ALIASES: Final = {
     "guided_json": "json_schema",
     "guided_regex": "regex",
     "guided_grammar": "ebnf",
+    "include_stop_str_in_output": "no_stop_trim",
 }
 """vLLM's and OpenAI's names for the same thing."""
 
@@ -41,13 +46,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         min_p: only tokens at least this likely relative to the likeliest, in [0, 1].
         stop: strings that end the text; they are part of ``output_ids`` but not of ``text``.
         stop_token_ids: tokens that end the output, beside the model's own.
+        stop_regex: regular expressions that end the output where one of them matches; what they
+            match is part of ``text``.
+        no_stop_trim: leave the stop string or stop token that ended it in ``text``.
         min_new_tokens: no end of sequence or stop token before so many tokens.
         frequency_penalty, presence_penalty: in [-2, 2], as OpenAI defines them.
         repetition_penalty: in (0, 2], 1 for none (https://arxiv.org/abs/1909.05858).
+        logit_bias: by token id, what is added to the token's logit before temperature and softmax,
+            so it is part of the logprobs. -inf and anything below -1e6 means -1e6: never.
         ignore_eos: go on after the model's end-of-sequence token.
         seed: makes this request's draws repeatable; sample i of n uses ``seed + i``.
-        json_schema, regex, ebnf: a grammar the text must follow; at most one of them. A schema may
-            be a dict or JSON text.
+        json_schema, regex, ebnf, structural_tag: a grammar the text must follow; at most one of
+            them. A schema or a tag (XGrammar's, https://xgrammar.mlc.ai) may be a dict or JSON
+            text.
         skip_special_tokens: leave special tokens out of ``text``.
 
     Raises:
@@ -71,6 +82,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     regex: str | None = None
     ebnf: str | None = None
     skip_special_tokens: bool = True
+    stop_regex: str | Sequence[str] = ()
+    no_stop_trim: bool = False
+    logit_bias: Mapping[int | str, float] | None = None
+    structural_tag: str | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.max_new_tokens is not None:
@@ -93,13 +108,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         if self.seed is not None:
             # Room for the n samples' own seeds in an int64.
             _integer("seed", self.seed, 0, (1 << 62) - 1)
-        stops = (self.stop,) if isinstance(self.stop, str) else self.stop
-        if not isinstance(stops, (list, tuple)) or not all(isinstance(s, str) for s in stops):
-            raise InvalidRequest(f"stop must be a string or a list of strings, got {self.stop!r}")
-        if any(not s for s in stops):
-            raise InvalidRequest("a stop string is empty; it would end every output at once")
-        for text in stops:
-            _text("stop", text)
+        for text in _texts("stop", self.stop):
+            if not text:
+                raise InvalidRequest("a stop string is empty; it would end every output at once")
+        for text in _texts("stop_regex", self.stop_regex):
+            try:
+                re.compile(text)
+            except (re.error, OverflowError, RecursionError) as error:
+                raise InvalidRequest(
+                    f"stop_regex {text!r} is no regular expression: {error}"
+                ) from None
         if isinstance(self.stop_token_ids, (str, bytes)) or not isinstance(
             self.stop_token_ids, Collection
         ):
@@ -108,34 +126,50 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             )
         for token in self.stop_token_ids:
             _integer("stop_token_ids", token, 0)
-        for name in ("ignore_eos", "skip_special_tokens"):
+        for name in ("ignore_eos", "skip_special_tokens", "no_stop_trim"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequest(f"{name} must be True or False, got {getattr(self, name)!r}")
+        self._check_bias()
         self._check_grammar()
 
-    def _check_grammar(self) -> None:
-        if isinstance(self.json_schema, str):
-            try:
-                msgspec.json.decode(self.json_schema)
-            except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
-                raise InvalidRequest(f"json_schema is not JSON: {error}") from None
-        elif self.json_schema is not None and not isinstance(self.json_schema, Mapping):
+    def _check_bias(self) -> None:
+        if self.logit_bias is None:
+            return
+        if not isinstance(self.logit_bias, Mapping):
             raise InvalidRequest(
-                f"json_schema must be a dict or JSON text, got {type(self.json_schema).__name__}"
+                f"logit_bias must be a dict of token id and bias, got {self.logit_bias!r}"
             )
-        elif self.json_schema is not None:
-            try:
-                _schema_text(self.json_schema)
-            except (TypeError, ValueError, RecursionError) as error:
-                raise InvalidRequest(f"json_schema cannot be written as JSON: {error}") from None
+        for token, bias in self.logit_bias.items():
+            # JSON's objects have text as keys, and so have SGLang's and OpenAI's.
+            decimal = isinstance(token, str) and token.isdecimal()
+            _integer("logit_bias", int(token) if decimal else token, 0)
+            if not (isinstance(bias, (float, np.floating)) and bias == -math.inf):
+                _number("logit_bias", bias, -math.inf, MOST_BIAS)
+
+    def _check_grammar(self) -> None:
+        for name in ("json_schema", "structural_tag"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                try:
+                    msgspec.json.decode(value)
+                except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
+                    raise InvalidRequest(f"{name} is not JSON: {error}") from None
+            elif value is not None and not isinstance(value, Mapping):
+                raise InvalidRequest(
+                    f"{name} must be a dict or JSON text, got {type(value).__name__}"
+                )
+            elif value is not None:
+                try:
+                    _json(value)
+                except (TypeError, ValueError, RecursionError) as error:
+                    raise InvalidRequest(f"{name} cannot be written as JSON: {error}") from None
         for name in ("regex", "ebnf"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
                 raise InvalidRequest(f"{name} must be a string, got {type(value).__name__}")
             if value is not None:
                 _text(name, value)
-        names = ("json_schema", "regex", "ebnf")
-        given = [name for name in names if getattr(self, name) not in (None, "")]
+        given = [name for name in _GRAMMARS if getattr(self, name) not in (None, "")]
         if len(given) > 1:
             raise InvalidRequest(f"give only one of {' and '.join(given)}")
 
@@ -143,11 +177,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     def stop_strings(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
+    @property
+    def stop_patterns(self) -> tuple[str, ...]:
+        return (self.stop_regex,) if isinstance(self.stop_regex, str) else tuple(self.stop_regex)
+
     def to_wire(self, max_new_tokens: int, seed: int | None) -> Sampling:
         """The values as they are sent, with what was left open filled in."""
-        schema = self.json_schema
-        if schema is not None and not isinstance(schema, str):
-            schema = _schema_text(schema)
+        biases = self.logit_bias or {}
         return Sampling(
             max_new_tokens=max_new_tokens,
             temperature=float(self.temperature),
@@ -162,15 +198,29 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             repetition_penalty=float(self.repetition_penalty),
             ignore_eos=self.ignore_eos,
             seed=seed,
-            json_schema=schema or None,
+            json_schema=_json(self.json_schema),
             regex=self.regex or None,
             ebnf=self.ebnf or None,
             skip_special_tokens=self.skip_special_tokens,
+            stop_regex=self.stop_patterns,
+            logit_bias={int(token): max(-MOST_BIAS, float(bias)) for token, bias in biases.items()},
+            structural_tag=_json(self.structural_tag),
         )
 
 
-def _schema_text(schema: Mapping[str, Any]) -> str:
-    return msgspec.json.encode(dict(schema)).decode()
+def _json(value: str | Mapping[str, Any] | None) -> str | None:
+    if isinstance(value, str) or value is None:
+        return value or None
+    return msgspec.json.encode(dict(value)).decode()
+
+
+def _texts(name: str, value: Any) -> Sequence[str]:
+    texts = (value,) if isinstance(value, str) else value
+    if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
+        raise InvalidRequest(f"{name} must be a string or a list of strings, got {value!r}")
+    for text in texts:
+        _text(name, text)
+    return texts
 
 
 def _text(name: str, value: str) -> None:
@@ -214,11 +264,10 @@ def _number(name: str, value: Any, low: float, high: float, open_low: bool = Fal
 class Prepared:
     """A checked ``SamplingParams`` with its wire forms, which are encoded once each."""
 
-    __slots__ = ("_wire", "max_new_tokens", "params", "seed", "stop_strings")
+    __slots__ = ("_wire", "max_new_tokens", "params", "seed")
 
     def __init__(self, params: SamplingParams) -> None:
         self.params = params
-        self.stop_strings = params.stop_strings
         self.seed = None if params.seed is None else int(params.seed)
         self.max_new_tokens = None if params.max_new_tokens is None else int(params.max_new_tokens)
         self._wire: dict[tuple[int, int | None], msgspec.Raw] = {}
@@ -278,6 +327,11 @@ class SamplingCache:
                 raise InvalidRequest(
                     f"stop_token_ids holds {token}; the vocabulary has {self._vocab_size} tokens"
                 )
+        for biased in params.logit_bias or ():
+            if int(biased) >= self._vocab_size:
+                raise InvalidRequest(
+                    f"logit_bias holds {biased}; the vocabulary has {self._vocab_size} tokens"
+                )
         return Prepared(params)
 
     @staticmethod
@@ -293,7 +347,7 @@ def _canonical(kwargs: dict[str, Any]) -> dict[str, Any]:
         target = ALIASES.get(name, name)
         if target not in SamplingParams.__struct_fields__:
             known = [*SamplingParams.__struct_fields__, *ALIASES]
-            near = get_close_matches(name, known, n=1)
+            near = get_close_matches(name, known, n=1, cutoff=0.75)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise InvalidRequest(f"unknown sampling argument {name!r}{hint}")
         if target in found:

@@ -63,9 +63,7 @@ class Stream:
         call, reply = requests.stream_call(
             prompts[0], prepared, logprobs, session, deadline, priority, worker
         )
-        texts = StreamText(
-            requests.decode, prepared.stop_strings, prepared.params.skip_special_tokens
-        )
+        texts = StreamText(requests.decode, prepared.params)
         requests.driver.submit(call)
         try:
             while True:

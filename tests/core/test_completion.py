@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from sglrl.completion import Chunk, Completion, VersionSpan, version_spans
 from sglrl.messages import TokenChunk
+from sglrl.sampling import SamplingParams
 
 from .byte_decoder import decode_bytes
 
@@ -38,7 +39,7 @@ def complete(chunks: Sequence[TokenChunk], **changes: Any) -> Completion:
         "first": 11.0,
         "finished": 12.0,
         "decode": decode_bytes,
-        "skip": True,
+        "params": SamplingParams(),
     }
     return Completion(*(settings | changes).values())
 

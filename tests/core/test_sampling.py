@@ -27,6 +27,7 @@ BAD: dict[str, dict[str, list[Any]]] = {
         "frequency_penalty": [NAN, -2.1, 2.1],
         "presence_penalty": [NAN, -2.1, 2.1],
         "repetition_penalty": [NAN, 0.0, -1.0, 2.1],
+        "logit_bias": [{1: NAN}, {1: INF}, {1: 1e7}],
     },
     "must be a number": {
         name: [True, "1", b"1", [1.0], np.array([1.0, 2.0]), 1j, np.bool_(True)]
@@ -43,6 +44,7 @@ BAD: dict[str, dict[str, list[Any]]] = {
         name: [True, "1", 1.0, [1], np.array([1, 2]), np.float64(1), np.bool_(True), Decimal(1)]
         for name in ("max_new_tokens", "top_k", "min_new_tokens", "seed")
     }
+    | {"logit_bias": [{"a": 1}, {1.5: 1}, {True: 1}, {None: 1}]}
     | {"stop_token_ids": [["a"], [1.0], [True], [None], np.array([[1]])]},
     "must be at least": {
         "max_new_tokens": [0, -1],
@@ -50,6 +52,7 @@ BAD: dict[str, dict[str, list[Any]]] = {
         "min_new_tokens": [-1],
         "seed": [-1],
         "stop_token_ids": [[-1], (3, -1)],
+        "logit_bias": [{-1: 1}],
     },
     "must be at most": {
         "seed": [1 << 62, 1 << 80],
@@ -57,20 +60,33 @@ BAD: dict[str, dict[str, list[Any]]] = {
         "stop_token_ids": [[1 << 70]],
     },
     "must be a list of token ids": {"stop_token_ids": [5, "12", b"12", iter([1])]},
-    "must be a string or a list of strings": {"stop": [5, [5], ["a", None], {"a"}, b"a"]},
+    "must be a string or a list of strings": {
+        name: [5, [5], ["a", None], {"a"}, b"a"] for name in ("stop", "stop_regex")
+    },
+    "is no regular expression": {"stop_regex": ["(", ["a", "[b"]]},
+    "must be a dict of token id and bias": {"logit_bias": [5, [1, 2], "3", {1}]},
     "stop string is empty": {"stop": ["", ["a", ""]]},
     "lone surrogate": {
         "stop": ["\ud800", ["a", "\ud800"]],
+        "stop_regex": ["\ud800"],
         "regex": ["\ud800"],
         "ebnf": ["\ud800"],
     },
     "must be True or False": {
         "ignore_eos": [1, 0, "yes"],
         "skip_special_tokens": [1, 0, "no"],
+        "no_stop_trim": [1, "no"],
     },
-    "is not JSON": {"json_schema": ["{", "", "\ud800", "[" * 100_000]},
-    "must be a dict or JSON text": {"json_schema": [5, ["a"], b"{}", np.array([1, 2])]},
-    "cannot be written as JSON": {"json_schema": [{"a": object()}, {"a": "\ud800"}, {(1,): 2}]},
+    "is not JSON": {
+        name: ["{", "", "\ud800", "[" * 100_000] for name in ("json_schema", "structural_tag")
+    },
+    "must be a dict or JSON text": {
+        name: [5, ["a"], b"{}", np.array([1, 2])] for name in ("json_schema", "structural_tag")
+    },
+    "cannot be written as JSON": {
+        name: [{"a": object()}, {"a": "\ud800"}, {(1,): 2}]
+        for name in ("json_schema", "structural_tag")
+    },
     "must be a string": {"regex": [5, b"a"], "ebnf": [5, ["a"]]},
 }
 
@@ -125,11 +141,15 @@ def test_contradictions() -> None:
         SamplingParams(json_schema={"type": "object"}, regex="a+")
     with pytest.raises(InvalidRequest, match="only one of json_schema and ebnf"):
         SamplingParams(json_schema={}, ebnf='root ::= "a"')
+    with pytest.raises(InvalidRequest, match="only one of regex and structural_tag"):
+        SamplingParams(regex="a", structural_tag={})
     with pytest.raises(InvalidRequest, match="only one of regex and ebnf"):
         SamplingCache(9).prepare(SamplingParams(regex="a"), {"ebnf": "b"})
 
 
 def test_stop_token_outside_the_vocabulary() -> None:
+    with pytest.raises(InvalidRequest, match="logit_bias holds 100; the vocabulary has 100"):
+        SamplingCache(100).prepare(None, {"logit_bias": {99: 1.0, "100": 1.0}})
     with pytest.raises(InvalidRequest, match="stop_token_ids holds 100; the vocabulary has 100"):
         SamplingCache(100).prepare(None, {"stop_token_ids": [99, 100]})
 
@@ -157,7 +177,8 @@ def test_unknown_name_far_from_all() -> None:
 
 @pytest.mark.parametrize(("alias", "name"), ALIASES.items())
 def test_aliases(alias: str, name: str) -> None:
-    value: Any = 7 if name.endswith("tokens") or name == "seed" else "{}"
+    numbers = name.endswith("tokens") or name == "seed"
+    value: Any = 7 if numbers else name == "no_stop_trim" or "{}"
     cache = SamplingCache(9)
     assert getattr(cache.prepare(None, {alias: value}).params, name) == value
     with pytest.raises(InvalidRequest, match=f"another name for '{name}' were both given"):
@@ -186,7 +207,7 @@ def test_cache_finds_what_was_checked() -> None:
     assert cache.prepare(params, {}) is cache.prepare(params, {})
     kwargs = {"temperature": 0.5, "stop": ("a", "b")}
     assert cache.prepare(None, kwargs) is cache.prepare(None, dict(kwargs))
-    assert cache.prepare(None, {"stop": ["a"]}).stop_strings == ("a",)
+    assert cache.prepare(None, {"stop": ["a"]}).params.stop_strings == ("a",)
 
 
 def test_cache_does_not_take_true_for_one() -> None:
@@ -222,6 +243,8 @@ def test_wire_form() -> None:
         min_new_tokens=np.int32(5),  # type: ignore[arg-type]
         repetition_penalty=np.float32(1.5),  # type: ignore[arg-type]
         json_schema=MappingProxyType({"type": "object"}),
+        stop_regex=["a+", "b"],
+        logit_bias={3: -INF, "4": -1e9, np.int64(5): np.float32(2)},  # type: ignore[dict-item]
     )
     raw = Prepared(params).wire(8, 11)
     assert msgspec.msgpack.decode(raw, type=Sampling) == Sampling(
@@ -242,6 +265,9 @@ def test_wire_form() -> None:
         regex=None,
         ebnf=None,
         skip_special_tokens=True,
+        stop_regex=("a+", "b"),
+        logit_bias={3: -1e6, 4: -1e6, 5: 2.0},
+        structural_tag=None,
     )
 
 

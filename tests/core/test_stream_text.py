@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from sglrl.completion import Decode, StreamText, cut_text
 from sglrl.messages import TokenChunk
+from sglrl.sampling import SamplingParams
 
 from .byte_decoder import PIECES, SPECIAL, decode_bytes, decode_words
 
@@ -39,9 +40,16 @@ def run_until_stop(ids: list[int], stops: list[str], decode: Decode) -> tuple[li
 
 
 def stream(
-    parts: list[list[int]], finish: str, match: str | int | None, stops: list[str], decode: Decode
+    parts: list[list[int]],
+    finish: str,
+    match: str | int | None,
+    stops: list[str],
+    decode: Decode,
+    *,
+    keep: bool = False,
 ) -> list[str]:
-    stream_text = StreamText(decode, stops, True)
+    params = SamplingParams(stop=stops, no_stop_trim=keep)
+    stream_text = StreamText(decode, params)
     texts = [
         stream_text.add(
             TokenChunk(
@@ -62,18 +70,23 @@ def stream(
     ids=valid | invalid,
     cuts=st.lists(st.integers(0, 100), max_size=12),
     stops=st.lists(st.sampled_from(STOPS), max_size=2, unique=True),
+    keep=st.booleans(),
 )
-@example(ids=list("x€a".encode()), cuts=[1, 2, 3, 4], stops=["a€"])
-@example(ids=list(b"aaab"), cuts=[1, 2, 3], stops=["aab"])
-def test_stop_strings_in_bytes(ids: list[int], cuts: list[int], stops: list[str]) -> None:
+@example(ids=list("x€a".encode()), cuts=[1, 2, 3, 4], stops=["a€"], keep=False)
+@example(ids=list(b"aaab"), cuts=[1, 2, 3], stops=["aab"], keep=False)
+@example(ids=list(b"aaab"), cuts=[1, 2, 3], stops=["aab"], keep=True)
+def test_stop_strings_in_bytes(
+    ids: list[int], cuts: list[int], stops: list[str], keep: bool
+) -> None:
     ids, match = run_until_stop(ids, stops, decode_bytes)
     finish = "stop" if match else "length"
-    texts = stream(split(ids, cuts), finish, match or None, stops, decode_bytes)
-    whole = cut_text(np.array(ids, np.int32), finish, match or None, decode_bytes, True)
+    texts = stream(split(ids, cuts), finish, match or None, stops, decode_bytes, keep=keep)
+    params = SamplingParams(stop=stops, no_stop_trim=keep)
+    whole = cut_text(np.array(ids, np.int32), finish, match or None, decode_bytes, params)
     assert "".join(texts) == whole
     if match:
         text = decode_bytes(ids, True)
-        assert whole == text[: text.index(match)]
+        assert whole == text[: text.index(match)] + (match if keep else "")
 
 
 @given(ids=valid | invalid, cuts=st.lists(st.integers(0, 100), max_size=12))
@@ -117,7 +130,7 @@ def test_only_the_tail_is_decoded_again() -> None:
         longest = max(longest, len(ids))  # type: ignore[arg-type]
         return decode_bytes(ids, skip)  # type: ignore[arg-type]
 
-    stream_text = StreamText(decode, [], True)
+    stream_text = StreamText(decode, SamplingParams())
     for _ in range(200):
         stream_text.add(TokenChunk(np.array([97], dtype="<i4").tobytes()))()
     assert longest <= 2
@@ -139,7 +152,7 @@ def test_cut_at_the_occurrence_that_the_last_token_completed(
     text: str, match: str, wanted: str
 ) -> None:
     ids = np.array(list(text.encode()), np.int32)
-    assert cut_text(ids, "stop", match, decode_bytes, True) == wanted
+    assert cut_text(ids, "stop", match, decode_bytes, SamplingParams(stop=match)) == wanted
 
 
 def test_cut_where_single_bytes_show_as_several_characters() -> None:
@@ -152,13 +165,25 @@ def test_cut_where_single_bytes_show_as_several_characters() -> None:
             return bytes(ids)[: error.start].decode() + "�" * (len(ids) - error.start)  # type: ignore[call-overload, arg-type, no-any-return]
 
     ids = np.array(list("ab😀".encode()), np.int32)
-    assert cut_text(ids, "stop", "😀", decode, True) == "ab"
+    assert cut_text(ids, "stop", "😀", decode, SamplingParams(stop="😀")) == "ab"
 
 
 def test_nothing_is_cut_unless_it_stopped() -> None:
     ids = np.array(list(b"END"), np.int32)
-    assert cut_text(ids, "length", None, decode_bytes, True) == "END"
-    assert cut_text(ids, "stop", None, decode_bytes, True) == "END"
-    assert cut_text(np.array([97, SPECIAL], np.int32), "length", None, decode_bytes, False) == (
-        "a<end>"
+    assert cut_text(ids, "length", None, decode_bytes, SamplingParams()) == "END"
+    assert cut_text(ids, "stop", None, decode_bytes, SamplingParams()) == "END"
+    shown = SamplingParams(skip_special_tokens=False)
+    ended = np.array([97, SPECIAL], np.int32)
+    assert cut_text(ended, "length", None, decode_bytes, shown) == "a<end>"
+
+
+def test_what_ended_it_stays_where_it_is_asked_for() -> None:
+    ended = np.array([97, SPECIAL], np.int32)
+    for keep, wanted in ((False, "a"), (True, "a<end>")):
+        params = SamplingParams(skip_special_tokens=False, no_stop_trim=keep)
+        assert cut_text(ended, "stop", SPECIAL, decode_bytes, params) == wanted
+    ids = np.array(list(b"one ENDS"), np.int32)
+    # The last token may go on behind what ended it; by a regex that reads the same it is kept.
+    assert cut_text(ids, "stop", "END", decode_bytes, SamplingParams(stop_regex="END")) == (
+        "one ENDS"
     )

@@ -24,6 +24,7 @@ from sglrl.messages import TokenChunk
 from sglrl.rollout import files
 from sglrl.rollout.files import load, save
 from sglrl.rollout.trajectory import Trajectory, TrajectoryTiming, Turn
+from sglrl.sampling import SamplingParams
 
 from .byte_decoder import decode_bytes
 from .trajectories import trajectories
@@ -200,7 +201,7 @@ def completion(chunks: Sequence[TokenChunk], prompt: bytes, **changes: Any) -> C
         "first": 11.0,
         "finished": 12.5,
         "decode": decode_bytes,
-        "skip_special_tokens": True,
+        "params": SamplingParams(),
         **changes,
     }
     return Completion(*settings.values())

@@ -177,6 +177,19 @@ async def test_grammars(client: sglrl.Client) -> None:
         assert value["ok"] in (True, False)
     made = await client.generate("x", max_new_tokens=20, ebnf='root ::= "yes" | "no"')
     assert made.text in ("yes", "no")
+    tag = {
+        "type": "structural_tag",
+        "format": {
+            "type": "sequence",
+            "elements": [
+                {"type": "const_string", "value": "<n>"},
+                {"type": "regex", "pattern": "[0-9]{2}"},
+                {"type": "const_string", "value": "</n>"},
+            ],
+        },
+    }
+    made = await client.generate("x", max_new_tokens=20, structural_tag=tag)
+    assert re.fullmatch("<n>[0-9]{2}</n>", made.text)
 
 
 @pytest.mark.parametrize(
@@ -186,12 +199,81 @@ async def test_grammars(client: sglrl.Client) -> None:
         {"json_schema": "{"},
         {"json_schema": {"type": "nothing that exists"}},
         {"ebnf": "root ::= ("},
+        {"structural_tag": {"type": "structural_tag", "format": {"type": "no such"}}},
+        {"structural_tag": {}},
+        {"structural_tag": "[]"},
+        {"structural_tag": "3"},
+        {"structural_tag": {"structures": [{"begin": "<a>"}], "triggers": ["<"]}},
+        {"structural_tag": {"structures": 3, "triggers": {}}},
+        {"structural_tag": {"format": 5}},
+        {"stop_regex": "("},
     ],
 )
 async def test_bad_grammars(client: sglrl.Client, grammar: dict[str, object]) -> None:
     with pytest.raises(sglrl.InvalidRequest):
         await client.generate(input_ids=PROMPT, max_new_tokens=4, timeout=60, **grammar)
     assert len((await client.generate(input_ids=PROMPT, max_new_tokens=4)).output_ids) <= 4
+
+
+async def test_stop_regexes(client: sglrl.Client) -> None:
+    wanted = {"max_new_tokens": 40, "temperature": 0, "ignore_eos": True}
+    whole = await client.generate(input_ids=PROMPT, **wanted)
+    first = re.search("[a-z]{2}", whole.text)
+    assert first is not None
+    made = await client.generate(input_ids=PROMPT, stop_regex=["no[0-9]{9}", "[a-z]{2}"], **wanted)
+    assert (made.finish_reason, made.stop_match) == ("stop", "[a-z]{2}")
+    assert made.output_ids.tolist() == whole.output_ids.tolist()[: len(made.output_ids)]
+    # What matched stays, and nothing comes behind the token that completed it.
+    assert made.text.startswith(whole.text[: first.end()])
+    assert not re.search("[a-z]{2}", client.tokenizer.decode(made.output_ids[:-1]))
+    stream = client.stream(input_ids=PROMPT, stop_regex="[a-z]{2}", **wanted)
+    assert "".join([chunk.text async for chunk in stream]) == made.text
+
+
+async def test_what_ended_it_can_be_kept(client: sglrl.Client) -> None:
+    wanted = {"max_new_tokens": 40, "temperature": 0, "ignore_eos": True}
+    text = (await client.generate(input_ids=PROMPT, **wanted)).text
+    found = re.search("[a-z]{2}", text)
+    assert found is not None
+    stop = found.group()
+    made = await client.generate(input_ids=PROMPT, stop=stop, no_stop_trim=True, **wanted)
+    assert made.stop_match == stop
+    assert made.text == text[: text.index(stop)] + stop
+    stream = client.stream(input_ids=PROMPT, stop=stop, include_stop_str_in_output=True, **wanted)
+    assert "".join([chunk.text async for chunk in stream]) == made.text
+
+
+async def test_biases_are_part_of_the_logprobs(client: sglrl.Client, reference: Reference) -> None:
+    row = reference.logprobs(PROMPT)[-1].astype(np.float64)
+    likeliest, other = (int(i) for i in row.argsort()[[-1, 100]])
+    for temperature, bias in ((0, {other: 2.5}), (0.7, {likeliest: -1.5, str(other): 3})):
+        made = await client.generate(
+            input_ids=PROMPT,
+            max_new_tokens=1,
+            temperature=temperature,
+            logit_bias=bias,
+            logprobs=True,
+        )
+        biased = row.copy()
+        for token, value in bias.items():
+            biased[int(token)] += value
+        biased /= temperature or 1
+        biased -= np.log(np.exp(biased).sum())
+        (token,) = made.output_ids.tolist()
+        assert temperature or token == int(biased.argmax())
+        assert abs(biased[token] - made.logprobs[0]) < 1e-4
+    forced, banned = await asyncio.gather(
+        client.generate(input_ids=PROMPT, max_new_tokens=8, logit_bias={other: 100.0}),
+        client.generate(
+            input_ids=PROMPT,
+            n=64,
+            max_new_tokens=4,
+            temperature=2.0,
+            logit_bias={str(token): -np.inf for token in range(256)},
+        ),
+    )
+    assert forced.output_ids.tolist() == [other] * 8
+    assert min(int(sample.output_ids.min()) for sample in banned) >= 256
 
 
 async def test_penalties_are_part_of_the_logprobs(

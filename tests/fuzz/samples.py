@@ -85,6 +85,9 @@ SAMPLING = Sampling(
     regex=None,
     ebnf=None,
     skip_special_tokens=True,
+    stop_regex=("e.d",),
+    logit_bias={3: -1.5},
+    structural_tag=None,
 )
 
 

@@ -18,6 +18,7 @@ from sglrl.codec import decode_to_client, encode
 from sglrl.gateway import _Peer
 from sglrl.keys import make_keys
 from sglrl.messages import (
+    PROTOCOL_VERSION,
     Admitted,
     Answers,
     Approach,
@@ -322,9 +323,12 @@ async def test_keys(tmp_path: Path) -> None:
                     pass
 
 
-def sampling(new_tokens: int = 1, stop: tuple[int, ...] = ()) -> Sampling:
+def sampling(
+    new_tokens: int = 1, stop: tuple[int, ...] = (), bias: dict[int, float] | None = None
+) -> Sampling:
     values = sglrl.SamplingParams(max_new_tokens=new_tokens, stop_token_ids=stop)
-    return values.to_wire(new_tokens, None)
+    wire = values.to_wire(new_tokens, None)
+    return msgspec.structs.replace(wire, logit_bias=bias or {})
 
 
 def request(id_: int, ids: list[int], wire: Sampling, **more: object) -> Request:
@@ -345,14 +349,14 @@ async def test_a_client_that_does_not_keep_to_the_rules(pool: sglrl.Client) -> N
     hostile.send([encode(Approach(999))])
     await until(pool, lambda: len(said) == 2)
     assert not peers(pool)
-    hostile.send([encode(Approach(1))])
+    hostile.send([encode(Approach(PROTOCOL_VERSION))])
     await until(pool, lambda: isinstance(said[-1], Admitted))
     said.clear()
     dropped = driver.dropped
     nonsense = [
         [b""],
         [b"x" * 100],
-        [encode(Approach(1))],
+        [encode(Approach(PROTOCOL_VERSION))],
         [encode(Cancel([1, 2])), b"frame"],
     ]
     for message in nonsense:
@@ -365,6 +369,10 @@ async def test_a_client_that_does_not_keep_to_the_rules(pool: sglrl.Client) -> N
         request(4, IDS, sampling(50_000)),
         request(5, IDS, sampling(1, (1 << 20,))),
         request(6, IDS, sampling(), worker=-3),
+        request(12, IDS, sampling(bias={1 << 20: 1.0})),
+        request(13, IDS, sampling(bias={-1: 1.0})),
+        request(14, IDS, sampling(bias={1: float("nan")})),
+        request(15, IDS, sampling(bias={1: 1e300})),
         request(7, IDS, sampling(), timeout=float("nan")),
         request(8, IDS, sampling(), session="s" * 5000),
         Request(9, "shutdown", request(9, IDS, sampling()).args),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from array import array
 from types import SimpleNamespace
 from typing import Any
@@ -46,14 +47,15 @@ def token_array(ids: bytes) -> array[int]:
 def sampling_params(raw: bytes, stream: bool, tokenizer: Any, vocab_size: int) -> SamplingParams:
     """Raises ``InvalidRequest`` when SGLang rejects the values."""
     s = _sampling.decode(raw)
-    if s.stop and tokenizer is None:
+    if (s.stop or s.stop_regex) and tokenizer is None:
         raise InvalidRequest(
-            "stop strings need a tokenizer and this model has none; use stop_token_ids"
+            "stop strings and regexes need a tokenizer and this model has none; use stop_token_ids"
         )
     params = SamplingParams(
         max_new_tokens=s.max_new_tokens,
         stop=list(s.stop) or None,
         stop_token_ids=set(s.stop_token_ids) or None,
+        stop_regex=list(s.stop_regex) or None,
         temperature=s.temperature,
         top_p=s.top_p,
         top_k=s.top_k,
@@ -65,6 +67,8 @@ def sampling_params(raw: bytes, stream: bool, tokenizer: Any, vocab_size: int) -
         json_schema=s.json_schema,
         regex=s.regex,
         ebnf=s.ebnf,
+        structural_tag=s.structural_tag,
+        logit_bias={str(token): bias for token, bias in s.logit_bias.items()} or None,
         ignore_eos=s.ignore_eos,
         skip_special_tokens=s.skip_special_tokens,
         sampling_seed=s.seed,
@@ -73,7 +77,7 @@ def sampling_params(raw: bytes, stream: bool, tokenizer: Any, vocab_size: int) -
     try:
         params.normalize(tokenizer)
         params.verify(vocab_size)
-    except ValueError as error:
+    except (ValueError, re.error, OverflowError, RecursionError) as error:
         raise InvalidRequest(str(error)) from None
     return params
 
