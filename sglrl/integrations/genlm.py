@@ -97,8 +97,8 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
 
     Args:
         client: a running ``sglrl.Client``, or ``BlockingClient``; it stays the caller's.
-        cache_size: so many results are kept, those that were last used. A weight update empties
-            the cache. 0 or less, as in genlm's class: none.
+        cache_size: so many results are kept, those that were last used. A weight update and
+            ``close`` empty the cache. 0 or less, as in genlm's class: none.
         cache_opts: as of genlm's class; of no effect, because results are on the CPU.
         top_k: only the so many likeliest tokens are sent; all others are -inf.
         timeout: seconds that a query may take; None: the client's.
@@ -183,8 +183,10 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
         return model
 
     def close(self) -> None:
-        """Forget all queries; end the engine, if ``from_name`` started it."""
+        """Forget all queries and results; end the engine, if ``from_name`` started it."""
         self._engine._pool.weights.on_version.discard(self._on_version)
+        # Nothing would empty it when the weights change.
+        self.cache = None
         self.reset_async_queries()
         if self._owned:
             self._owned = False

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from ..core.manifest import total_bytes
+from ..core.manifest import check_manifest, total_bytes
 from ..errors import InvalidWeights, UsageError
 from ..messages import ModelDescription, TensorSpec
 
@@ -127,6 +127,14 @@ def _specs(given: list[Any], wanted: ModelDescription) -> tuple[list[int], list[
         sent.append(index)
         specs.append(TensorSpec(name, kept, tuple(shape)))
     return sent, specs
+
+
+def check_metadata(
+    given: Mapping[str, tuple[torch.dtype, Sequence[int]]], wanted: ModelDescription
+) -> None:
+    """Raise ``InvalidWeights`` unless an update of such tensors (name -> dtype, shape) fits."""
+    _, specs = _specs([(name, dtype, shape) for name, (dtype, shape) in given.items()], wanted)
+    check_manifest(wanted, specs, partial=True)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

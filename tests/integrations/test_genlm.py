@@ -294,6 +294,21 @@ def test_a_cache_of_less_than_nothing_is_none(fake: sglrl.BlockingClient) -> Non
     assert model.batch_next_token_logprobs_sync([[1], [2]]).shape == (2, 512)
 
 
+def test_a_closed_model_keeps_nothing(
+    fake: sglrl.BlockingClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody tells it of new weights any more."""
+    asked = Counted(monkeypatch, fake._client)
+    model = AsyncSGLTransformer(fake, cache_size=3)
+    model.next_token_logprobs_sync([1])
+    model.next_token_logprobs_sync([1])
+    assert len(asked.keys) == 1
+    model.close()
+    model.next_token_logprobs_sync([1])
+    model.clear_cache()
+    assert len(asked.keys) == 2
+
+
 def test_new_weights_end_what_may_be_shared(
     fake: sglrl.BlockingClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:

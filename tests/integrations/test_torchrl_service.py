@@ -12,14 +12,17 @@ import threading
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
 from torchrl.modules.llm.backends import RLSGLangEngine
+from torchrl.modules.llm.policies import Tokens
 
 import sglrl
-from sglrl.integrations.torchrl import AsyncSGLang
+from sglrl.integrations.torchrl import AsyncSGLang, SGLangWrapper
 
 PROMPTS = ["What is 1+1?", "What is 2+2?", "What is 3+3?"]
 GREEDY = {"max_new_tokens": 10, "temperature": 0.0}
@@ -88,6 +91,10 @@ def test_token_ids_of_one_and_of_several(service: AsyncSGLang, pool: sglrl.Block
     for given in (ids, [np.array(i) for i in ids], [torch.tensor(i) for i in ids]):
         several = service.generate(input_ids=given, sampling_params=GREEDY)
         assert [r["output_ids"] for r in several] == [r["output_ids"] for r in expected]
+        # Where texts may be.
+        again = service.generate(given, GREEDY)
+        assert [r["output_ids"] for r in again] == [r["output_ids"] for r in expected]
+    assert service.generate(ids[0], GREEDY)["output_ids"] == expected[0]["output_ids"]
 
 
 def test_one_kind_of_input(service: AsyncSGLang) -> None:
@@ -134,6 +141,17 @@ def test_logprobs_and_samples(service: AsyncSGLang, pool: sglrl.BlockingClient) 
 
 
 def test_every_name_of_a_sampling_value_counts(service: AsyncSGLang) -> None:
+    assert len(service.generate("Hello", {"max_tokens": 9}, max_new_tokens=2)["output_ids"]) <= 2
+    forced = service.generate("Hello", logit_bias={"7": 100}, max_new_tokens=3)
+    assert forced["output_ids"] == [7] * 3
+    made = service.generate("Hello", {"do_sample": False, "logprobs": 2}, max_new_tokens=3)
+    tops = made["meta_info"]["output_top_logprobs"]
+    assert [row[0][1] for row in tops] == made["output_ids"]
+    assert [len(row) for row in tops] == [2] * len(tops)
+    assert "output_token_logprobs" in service.generate("Hello", logprobs=True)["meta_info"]
+    for wrong in ({"bad_words": ["a"]}, {"custom_params": {}}, {"best_of": 3}, {"stream": True}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            service.generate("Hello", wrong)
     seeded = {"sampling_seed": 7, "max_new_tokens": 8, "ignore_eos": True}
     first, again = (service.generate("Hello", dict(seeded)) for _ in range(2))
     assert first["output_ids"] == again["output_ids"]
@@ -199,7 +217,22 @@ def test_collective_rpc_is_for_declared_endpoints(replicas: AsyncSGLang) -> None
         replicas.collective_rpc("stats", args=(1,))
 
 
-def test_load_balancer(replicas: AsyncSGLang) -> None:
+def record_workers(service: AsyncSGLang, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The workers that prompts go to from now on."""
+    client = service.client._client
+    generate = client.generate
+    found: list[int] = []
+
+    async def recorded(*args: Any, **kwargs: Any) -> Any:
+        given = kwargs["input_ids"]
+        found.extend([kwargs["worker"]] * (len(given) if isinstance(given, list) else 1))
+        return await generate(*args, **kwargs)
+
+    monkeypatch.setattr(client, "generate", recorded)
+    return found
+
+
+def test_load_balancer(replicas: AsyncSGLang, monkeypatch: pytest.MonkeyPatch) -> None:
     def where(prompts: list[list[int]]) -> list[int]:
         made = replicas.generate(input_ids=prompts, max_new_tokens=1)
         return [result["meta_info"]["actor_index"] for result in made]
@@ -216,6 +249,18 @@ def test_load_balancer(replicas: AsyncSGLang) -> None:
         assert balancer.select_actor("a b c") == balancer.select_actor("a b c")
         # One replica cannot have all of a large batch.
         assert set(where([[5] * 9] * 30)) == {0, 1}
+        # A policy asks it too, unless it is told where to go.
+        balancer = replicas.create_load_balancer("round-robin")
+        chosen = record_workers(replicas, monkeypatch)
+        ids = torch.full((5, 3), 7)
+        for kwargs, workers in (({}, [0, 1, 0, 1, 0]), ({"worker": 1}, [1] * 5)):
+            policy = SGLangWrapper(
+                replicas, input_mode="tokens", generate_kwargs={"max_new_tokens": 1, **kwargs}
+            )
+            found = policy(TensorDict(tokens=Tokens(prompt=ids), batch_size=5))
+            assert found["tokens", "response"].shape == (5, 1)
+            assert chosen == workers
+            chosen.clear()
         balancer = replicas.create_load_balancer(
             ["kv-cache"], prefix_length=4, overload_threshold=2.0
         )

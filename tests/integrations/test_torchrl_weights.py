@@ -205,8 +205,22 @@ def test_weights_that_are_given(learner: AsyncSGLang, model: Any) -> None:
     ):
         with pytest.raises(sglrl.InvalidWeights):
             sender.update_weights(wrong)
-    with pytest.raises(ValueError, match="shape"):
-        sender.init_all_workers_group({"model.norm.weight": (torch.float32, torch.Size([3]))})
+    size = model.model.norm.weight.shape
+    for name, dtype, shape, says in (
+        ("model.norm.weight", torch.float32, torch.Size([3]), "shape"),
+        ("model.norm.weight", torch.int64, size, "floating-point"),
+        ("model.norm.wait", torch.float32, size, "unknown: model.norm.wait"),
+        ("module.0.model.norm.wait", torch.float32, size, "unknown: module.0.model.norm.wait"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            sender.init_all_workers_group({name: (dtype, shape)})
+    # Cast to the engine's dtype; buffers that no checkpoint holds are left out.
+    sender.init_all_workers_group(
+        {
+            "module.0.model.norm.weight": (torch.float64, size),
+            "module.0.model.rotary_emb.inv_freq": (torch.float32, torch.Size([8])),
+        }
+    )
     assert learner.client.weight_version == version
     agree(learner, model)
     sender.shutdown()
@@ -265,4 +279,62 @@ def test_memory_mapped_updates(learner: AsyncSGLang, model: Any, tmp_path: Path)
     with pytest.raises(ValueError, match="out of place"):
         receiver.apply_weights({}, inplace=False)
     receiver.shutdown()
+    sender.shutdown()
+
+
+def test_a_receiver_that_comes_late_misses_no_part(
+    learner: AsyncSGLang, model: Any, tmp_path: Path
+) -> None:
+    folder = tmp_path / "weights"
+    scheme = SGLangWeightSyncScheme(remote_addr=folder)
+    receiver = scheme.create_receiver(learner)
+    assert receiver is not None
+    sender = scheme.create_sender()
+    sender.register_model(model)
+    names = [name for name, _ in model.named_parameters()]
+
+    def send(some: list[str]) -> None:
+        sender.update_weights({n: p for n, p in model.named_parameters() if n in some})
+
+    train(model, 50)
+    sender.update_weights()
+    # Several updates between two polls, the second of tensors that the first has too.
+    for seed, some in ((51, names[:4]), (52, names[2:6]), (53, names[8:9])):
+        before = {n: p.clone() for n, p in model.named_parameters()}
+        train(model, seed)
+        with torch.no_grad():
+            for n, p in model.named_parameters():
+                if n not in some:
+                    p.copy_(before[n])
+        send(some)
+        assert (folder / "1").exists()
+    assert receiver.poll_and_apply() is True
+    assert receiver.poll_and_apply() is False
+    agree(learner, model)
+    # What was applied is not sent to the engine again.
+    send(names[:1])
+    received = receiver._folder.receive_weights()  # type: ignore[union-attr]
+    assert list(received) == names[:1]
+    # What could not be applied comes again.
+    sender.update_weights({names[0]: torch.zeros(3)})
+    for _ in range(2):
+        with pytest.raises(ValueError, match="shape"):
+            receiver.poll_and_apply()
+    train(model, 54)
+    sender.update_weights()
+    assert receiver.poll_and_apply() is True
+    agree(learner, model)
+    # A receiver that starts now gets it all; old folders go.
+    late = scheme.create_receiver(learner, "something of TorchRL's", kwarg=1)
+    assert late is not None
+    received = late._folder.receive_weights()  # type: ignore[union-attr]
+    assert sorted(received) == sorted(names)
+    sender.update_weights()
+    number = late._folder.read + 1  # type: ignore[union-attr]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        *sorted([str(number - 1), str(number)]),
+        "latest",
+    ]
+    receiver.shutdown()
+    late.shutdown()
     sender.shutdown()

@@ -402,6 +402,9 @@ SAMPLING = {
     "seed": 5,
     "regex": "[ab]+",
     "skip_special_tokens": False,
+    "stop_regex": ("z{9}",),
+    "no_stop_trim": True,
+    "logit_bias": {5: -1.0},
 }
 
 
@@ -415,6 +418,12 @@ def test_every_sampling_name_is_forwarded(pool: sglrl.BlockingClient, tokenizer:
             "stop_sequences": ["zz"],
             "do_sample": True,
             "num_beams": 1,
+            # SGLang's and vLLM's that have no effect on what comes back, or ask for nothing.
+            "spaces_between_special_tokens": False,
+            "stream_interval": 8,
+            "detokenize": True,
+            "best_of": 1,
+            "truncate_prompt_tokens": None,
             "timeout": 30.0,
             "priority": 2,
         },
@@ -429,8 +438,14 @@ def test_every_sampling_name_is_forwarded(pool: sglrl.BlockingClient, tokenizer:
     assert second["sampling"].max_new_tokens == 1
     assert second["sampling"].temperature == 0.7
     left = set(sglrl.SamplingParams.__struct_fields__) - {*SAMPLING, "stop"}
-    # The other two forms of a grammar, of which one may be given.
-    assert left == {"json_schema", "ebnf"}
+    # The other forms of a grammar, of which one may be given.
+    assert left == {"json_schema", "ebnf", "structural_tag"}
+    # Another name for what the constructor got overrides it.
+    wrapper(
+        prompts("text", tokenizer), sampling_seed=6, stop=["y"], include_stop_str_in_output=False
+    )
+    last = recorder.calls[-1]["sampling"]
+    assert (last.seed, last.stop, last.no_stop_trim) == (6, ["y"], False)
     SGLangWrapper(recorder, input_mode="text", generate_kwargs={"do_sample": False})(
         prompts("text", tokenizer), max_new_tokens=1
     )
@@ -446,12 +461,54 @@ def test_every_sampling_name_is_forwarded(pool: sglrl.BlockingClient, tokenizer:
         ({"repetition_penalty": 0.0}, "repetition_penalty must be positive"),
         ({"do_sample": False, "temperature": 0.7}, "temperature must be 0"),
         ({"num_beams": 4}, "SGLang has nothing of the kind"),
+        ({"best_of": 4}, "SGLang has nothing of the kind"),
+        ({"logprobs": 5}, "of sampled tokens alone"),
+        ({"custom_params": {"a": 1}}, "custom logit processors"),
+        ({"allowed_token_ids": [1]}, "logit_bias"),
+        ({"bad_words": ["a"]}, "logit_bias"),
+        ({"prompt_logprobs": 1}, r"client\.score"),
+        ({"stop_sequences": ["a"], "stop": ["b"]}, "both given"),
+        ({"guided_choice": ["a", "b"]}, "give a regex"),
         ({"max_new_token": 4}, "did you mean 'max_new_tokens'"),
     ],
 )
 def test_wrong_sampling_values(given: dict[str, Any], text: str, pool: Any) -> None:
     with pytest.raises(ValueError, match=text):
         SGLangWrapper(pool, generate_kwargs=given)
+
+
+@layouts
+def test_a_row_of_nothing_but_padding(
+    padded: bool, pool: sglrl.BlockingClient, hf_model: Any, tokenizer: Any
+) -> None:
+    ids = torch.tensor([[5, 6, 7, 8], [PAD] * 4, [PAD, 9, 10, 11]])
+    mask = torch.tensor([[1] * 4, [0] * 4, [0, 1, 1, 1]]).bool()
+    td = TensorDict(tokens=Tokens(full=ids), masks=Masks(all_attention_mask=mask), batch_size=3)
+    arguments = {"input_mode": "tokens", "pad_output": padded, "tokenizer": tokenizer}
+    ours = SGLangWrapper(pool, generate=False, **arguments)
+    reference = TransformersWrapper(hf_model, generate=False, **arguments)
+    with torch.inference_mode():
+        expected = reference(td.clone())
+    found = ours(td.clone())
+    for key in (("tokens", "full"), ("masks", "all_attention_mask")):
+        assert_same(found, expected, *key)
+    assert_same(found, expected, "log_probs", "full", atol=1e-3, rtol=0)
+    prompt = TensorDict(
+        tokens=Tokens(prompt=ids), masks=Masks(all_attention_mask=mask), batch_size=3
+    )
+    with pytest.raises(ValueError, match="prompt 1 of the batch has no tokens"):
+        SGLangWrapper(pool, generate_kwargs=GREEDY, **arguments)(prompt)
+
+
+def test_nothing_to_generate_from(pool: sglrl.BlockingClient, tokenizer: Any) -> None:
+    policy = SGLangWrapper(pool, input_mode="text", tokenizer=tokenizer, generate_kwargs=GREEDY)
+    with pytest.raises(ValueError, match="prompt 1 of the batch has no tokens"):
+        policy(TensorDict(text=Text(prompt=["Hello", ""]), batch_size=2))
+    with pytest.raises(ValueError, match="the batch is empty"):
+        policy(prompts("text", tokenizer)[:0])
+    scorer = SGLangWrapper(pool, input_mode="tokens", tokenizer=tokenizer, generate=False)
+    with pytest.raises(ValueError, match="the batch is empty"):
+        scorer(wholes("tokens", tokenizer)[:0])
 
 
 def test_wrong_arguments(pool: sglrl.BlockingClient) -> None:

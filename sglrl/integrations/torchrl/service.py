@@ -19,9 +19,10 @@ from torchrl.modules.llm.backends.sglang.sglang_utils import get_local_ip_addres
 from ... import blocking
 from ...blocking import BlockingClient
 from ...completion import Completion
-from ...errors import Closed, DeadlineExceeded, InvalidRequest, UsageError
+from ...errors import Closed, DeadlineExceeded, UsageError
 from ...sampling import SamplingParams
 from .balancer import LoadBalancer
+from .generate_kwargs import override, understood
 
 _CONNECT_SECONDS: Final = 10.0
 _CONNECTION: Final = ("keys", "insecure")
@@ -187,9 +188,10 @@ class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
         """Generate for one prompt or a list of them, all at once.
 
         Args:
-            prompts: text, or a list of texts.
+            prompts: text, or a list of texts; or token ids, as ``input_ids``.
             sampling_params: names of SGLang, vLLM or OpenAI; see ``sglrl.SamplingParams``.
-                SGLang's ``n``, ``return_logprob`` and ``top_logprobs_num`` are understood too.
+                SGLang's ``n``, ``return_logprob`` and ``top_logprobs_num`` are understood too, and
+                vLLM's ``logprobs``.
             input_ids: token ids in place of ``prompts``: of one, or a list of such.
             return_logprobs: fill ``meta_info["output_token_logprobs"]``.
             return_text: False: leave "text" out.
@@ -219,20 +221,17 @@ class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
             "timeout": timeout_seconds or timeout or self._timeout,
             **values,
         }
-        what = "prompt" if input_ids is None else "input_ids"
         given: Any = prompts if input_ids is None else input_ids
-        found: list[Any]
+        what = "prompt" if input_ids is None and _is_text(given) else "input_ids"
         single = _is_one(given)
         inputs = [given] if single else list(given)
         if not inputs:
             return []
         if actor_index is not None:
             self._check_actor(actor_index)
-            found = self.client.generate(**{what: inputs}, worker=actor_index, **arguments)
-        elif self._load_balancer is not None:
-            found = self._balanced(what, inputs, arguments)
-        else:
-            found = self.client.generate(**{what: inputs}, **arguments)
+            arguments["worker"] = actor_index
+        arguments[what] = inputs
+        found = self.completions(**arguments)
         results = [
             _result(completion, return_text)
             for group in found
@@ -240,19 +239,34 @@ class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
         ]
         return results[0] if single and n == 1 else results
 
-    def _balanced(self, what: str, inputs: list[Any], arguments: dict[str, Any]) -> list[Any]:
-        """Each prompt at the replica that the load balancer names."""
-        assert self._load_balancer is not None
-        workers = self._load_balancer.select_actors(inputs)
-        client = self.client
+    def completions(
+        self,
+        prompt: list[str] | None = None,
+        *,
+        input_ids: Any = None,
+        worker: int | None = None,
+        **arguments: Any,
+    ) -> list[Any]:
+        """``client.generate`` of a list; with a load balancer, each prompt at the replica that it
+        names."""
+        client, balancer = self.client, self._load_balancer
+        what, inputs = ("prompt", prompt) if input_ids is None else ("input_ids", input_ids)
+        if balancer is None or worker is not None or not inputs:
+            return list(client.generate(**{what: inputs}, worker=worker, **arguments))
+        workers = balancer.select_actors(inputs)
 
         async def all_of_them() -> list[Any]:
-            return await asyncio.gather(
-                *(
+            tasks = [
+                asyncio.ensure_future(
                     client._client.generate(**{what: given}, worker=worker, **arguments)
-                    for given, worker in zip(inputs, workers, strict=True)
                 )
-            )
+                for given, worker in zip(inputs, workers, strict=True)
+            ]
+            try:
+                return list(await asyncio.gather(*tasks))
+            finally:
+                for task in tasks:
+                    task.cancel()
 
         return client._wait(all_of_them())
 
@@ -458,6 +472,13 @@ def _public(url: str | None) -> str | None:
     return None if url is None else url.partition("#")[0]
 
 
+def _is_text(given: Any) -> bool:
+    """A text, or a list of texts."""
+    return isinstance(given, str) or (
+        isinstance(given, (list, tuple)) and all(isinstance(prompt, str) for prompt in given)
+    )
+
+
 def _is_one(given: Any) -> bool:
     """A text, or the token ids of one prompt."""
     if isinstance(given, str):
@@ -482,22 +503,13 @@ def _values(
             'sampling_params must be a mapping such as {"max_new_tokens": 16} or a '
             f"sglrl.SamplingParams, got {sampling_params!r}"
         )
-    for name, value in kwargs.items():
-        if name == "max_new_tokens":
-            values.pop("max_tokens", None)
-        elif name == "max_tokens":
-            values.pop("max_new_tokens", None)
-        values[name] = value
-    values = {name: value for name, value in values.items() if value is not None}
-    if values.get("top_k") == 0:
-        # SGLang's and TorchRL's word for all of them.
-        values["top_k"] = -1
-    values.pop("return_text_in_logprobs", None)
-    for name, nothing in (("stream", False), ("logprob_start_len", -1)):
-        if values.pop(name, nothing) != nothing:
-            raise InvalidRequest(
-                f"{name} is nothing that generate has; use service.client.stream or .score"
-            )
+    values = understood(override(values, kwargs))
+    logprobs = values.pop("logprobs", False)
+    if logprobs is not False:
+        # vLLM's: so many of the likeliest beside the sampled one.
+        values["return_logprob"] = True
+        if logprobs is not True:
+            values.setdefault("top_logprobs_num", logprobs)
     return values
 
 

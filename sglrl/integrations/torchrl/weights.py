@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
 
+import msgspec
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torchrl.modules.llm.backends.sglang.sglang_utils import get_local_ip_address, get_open_port
@@ -24,6 +25,7 @@ from torchrl.weight_update.weight_sync_schemes import WeightStrategy, WeightSync
 from ... import blocking
 from ...blocking import BlockingClient
 from ...weights.report import UpdateReport
+from ...weights.source import check_metadata
 
 logger = logging.getLogger("sglrl.integrations.torchrl")
 
@@ -71,8 +73,8 @@ class SGLangWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]
             return what they have.
         timeout: seconds that a replica may take for any phase.
         keys, insecure: as for ``sglrl.connect``.
-        remote_addr: a folder: then updates are written there as memory-mapped tensordicts, two of
-            them in turn, and receivers apply them (``create_receiver``).
+        remote_addr: a folder: then updates are written there as memory-mapped tensordicts, and
+            receivers apply them (``create_receiver``).
         local_addr: the same folder where a receiver runs; None: ``remote_addr``.
         num_threads: that write the files.
 
@@ -157,9 +159,12 @@ class SGLangWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]
                 )
         return SGLangWeightSender(self)
 
-    def create_receiver(self, engine: Any = None, *args: Any) -> SGLangWeightReceiver | None:
+    def create_receiver(
+        self, engine: Any = None, *args: Any, **kwargs: Any
+    ) -> SGLangWeightReceiver | None:
         """For updates through files: applies them to ``engine`` (an ``AsyncSGLang``, a
-        ``BlockingClient`` or an address). Otherwise the replicas themselves receive: None."""
+        ``BlockingClient`` or an address). Otherwise the replicas themselves receive: None. Other
+        arguments are accepted, as by TorchRL's."""
         if engine is None and self.remote_addr is None:
             return None
         return SGLangWeightReceiver(self, engine)
@@ -181,19 +186,17 @@ class PoolTransport:
             model_metadata: name -> (dtype, shape) of what will be sent, to be checked now.
 
         Raises:
-            ValueError: the model has no tensor of such a name and shape.
+            ValueError: the model has no tensor of such a name and shape, or the dtype is of no
+                floating-point numbers, which are cast to the engine's.
         """
         scheme = self._scheme
         if self._client is None:
             self._client, self._owned = _client_of(scheme.server_url, scheme)
-        wanted = self._client.model_metadata()
-        self._known = set(wanted)
-        sent = _fitted(dict(model_metadata or {}), self._known)
-        for name, (_, shape) in sent.items():
-            if name in wanted and tuple(shape) != tuple(wanted[name].shape):
-                raise ValueError(
-                    f"{name} has the shape {tuple(shape)}; the engine's has {wanted[name].shape}"
-                )
+        client = self._client
+        wanted = client._wait(client._client._pool.weights.describe(scheme.timeout))
+        self._known = {spec.name for spec in wanted.tensors}
+        if model_metadata:
+            check_metadata(_fitted(_flat(dict(model_metadata)), self._known), wanted)
         if not self._owned:
             self._client.connect_weights(device=_device(scheme, self._client), **self._hosted())
 
@@ -242,15 +245,26 @@ class PoolTransport:
             client.close()
 
 
+class _Latest(msgspec.Struct):
+    """``number``: of the last update; 0: there is none. ``tensors``: by name, the update that has
+    the value."""
+
+    number: int
+    tensors: dict[str, int]
+
+
 class FolderTransport:
-    """Memory-mapped tensordicts in a folder: version n in folder ``n``, of which the last two are
-    kept, and a file that names the latest. That is replaced when a version is whole, so a reader
-    never has half of one."""
+    """Memory-mapped tensordicts in a folder: update n in folder ``n``, and the file ``latest``:
+    JSON of n, and for every tensor the update that it is of. That file is replaced when an update
+    is whole, so a reader never has half of one; and a reader that comes late finds what all the
+    updates between brought, be they of a part. A folder is kept while the last file or the one
+    before names it."""
 
     def __init__(self, folder: str | os.PathLike[str], num_threads: int = 1) -> None:
         self.folder = Path(folder)
         self.num_threads = num_threads
-        self._read = 0
+        self.read = 0
+        """The last update that was received here."""
 
     def init_all_workers_group(self, model_metadata: Metadata | None = None) -> None:
         """There is no group."""
@@ -260,32 +274,49 @@ class FolderTransport:
     ) -> None:
         """Write them. (What is left out keeps its value where they are applied.)"""
         self.folder.mkdir(parents=True, exist_ok=True)
-        number = self.latest() + 1
+        before = self._latest()
+        number = before.number + 1
         target = self.folder / str(number)
         shutil.rmtree(target, ignore_errors=True)
         tensors = {name: tensor.detach().cpu() for name, tensor in _flat(weights).items()}
         whole = TensorDict(tensors, batch_size=[]).unflatten_keys(".")
         whole.memmap(str(target), copy_existing=True, num_threads=self.num_threads)
+        now = _Latest(number, (before.tensors if partial else {}) | dict.fromkeys(tensors, number))
         marker = self.folder / f"{_LATEST}.new"
-        marker.write_text(str(number))
+        marker.write_bytes(msgspec.json.encode(now))
         marker.replace(self.folder / _LATEST)
-        shutil.rmtree(self.folder / str(number - 2), ignore_errors=True)
+        kept = {*now.tensors.values(), *before.tensors.values()}
+        for folder in self.folder.iterdir():
+            if folder.name.isdecimal() and int(folder.name) not in kept:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def receive_weights(self, timeout: float | None = None, **kwargs: Any) -> Any:
-        """The latest version as a TensorDict with flat names; None if that was received before."""
-        number = self.latest()
-        if number == self._read:
-            return None
-        found = TensorDict.load_memmap(str(self.folder / str(number)))
-        self._read = number
-        return found.flatten_keys(".")
+        """What has come since this was last asked, by flat name; None: nothing."""
+        latest = self._latest()
+        while latest.number != self.read:
+            since = {n for n in latest.tensors.values() if n > self.read}
+            try:
+                folders = {
+                    n: TensorDict.load_memmap(str(self.folder / str(n))).flatten_keys(".")
+                    for n in since
+                }
+                found = {name: folders[n][name] for name, n in latest.tensors.items() if n in since}
+            except (OSError, RuntimeError):
+                # Two updates came meanwhile, so another file names other folders.
+                again = self._latest()
+                if again.number == latest.number:
+                    raise
+                latest = again
+                continue
+            self.read = latest.number
+            return found
+        return None
 
-    def latest(self) -> int:
-        """Number of the latest version; 0: there is none."""
+    def _latest(self) -> _Latest:
         try:
-            return int((self.folder / _LATEST).read_text())
+            return msgspec.json.decode((self.folder / _LATEST).read_bytes(), type=_Latest)
         except FileNotFoundError:
-            return 0
+            return _Latest(0, {})
 
     def check_connection(self) -> bool:
         return True
@@ -428,12 +459,21 @@ class SGLangWeightReceiver:
         )
 
     def poll_and_apply(self, timeout: float = 0.1) -> bool:
-        """Apply the folder's latest version; False if it was applied before. Without a folder the
-        sender pushes, so there is nothing to poll: False."""
-        weights = None if self._folder is None else self._folder.receive_weights()
+        """Apply what the folder has that was not applied before; False if that is nothing. Without
+        a folder the sender pushes, so there is nothing to poll: False."""
+        folder = self._folder
+        if folder is None:
+            return False
+        read = folder.read
+        weights = folder.receive_weights()
         if weights is None:
             return False
-        self.apply_weights(weights)
+        try:
+            self.apply_weights(weights)
+        except BaseException:
+            # So that they come again with the next poll.
+            folder.read = read
+            raise
         return True
 
     def shutdown(self) -> None:

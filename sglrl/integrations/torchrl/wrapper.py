@@ -26,7 +26,7 @@ from torchrl.data.llm import History
 from torchrl.modules.llm.policies.common import LLMWrapperBase
 
 from ...errors import InvalidRequest
-from .generate_kwargs import split
+from .generate_kwargs import override, split
 from .rows import Keys, Sample, make_rows
 from .unpad import unpad
 
@@ -74,9 +74,9 @@ class SGLangWrapper(LLMWrapperBase):  # type: ignore[misc]
     temperature 1.
 
     Raises:
-        ValueError: arguments contradict each other, or the input key is missing. What the client
-            raises (``sglrl.errors``) passes through: a bad sampling value is an ``InvalidRequest``,
-            which is a ``ValueError``.
+        ValueError: arguments contradict each other, the input key is missing, the batch is empty,
+            or there is nothing to generate from. What the client raises (``sglrl.errors``) passes
+            through: a bad sampling value is an ``InvalidRequest``, which is a ``ValueError``.
         TypeError: the input is of another type than ``input_mode`` says, or ``generate_kwargs`` is
             no mapping.
     """
@@ -256,6 +256,8 @@ class SGLangWrapper(LLMWrapperBase):  # type: ignore[misc]
                 f"keys: {found}"
             )
         shape = tensordict.batch_size
+        if not shape.numel():
+            raise ValueError(f"the batch is empty: its size is {tuple(shape)}")
         flat = tensordict.reshape(-1) if tensordict.ndim else lazy_stack([tensordict])
         inputs = list(flat.unbind(0))
         samples = self._generate(inputs, kwargs) if self.generate else self._score(inputs)
@@ -282,16 +284,20 @@ class SGLangWrapper(LLMWrapperBase):  # type: ignore[misc]
 
     def _generate(self, inputs: Sequence[TensorDictBase], kwargs: dict[str, Any]) -> list[Sample]:
         prompts = self._prompts(inputs)
+        for i, prompt in enumerate(prompts):
+            if not len(prompt.ids):
+                raise InvalidRequest(f"prompt {i} of the batch has no tokens to go on from")
         n = self.num_samples or 1
         call, sampling = self._call, self._sampling
         if kwargs:
-            given = self._standardize_generate_kwargs({**self.generate_kwargs, **kwargs})
+            given = self._standardize_generate_kwargs(override(self.generate_kwargs, kwargs))
             if given.get("num_return_sequences", n) != n:
                 raise ValueError(
                     f"this wrapper makes {n} samples; see get_new_version(num_samples=...)"
                 )
             call, sampling = split(given)
-        found = self.client.generate(
+        complete = getattr(self.model, "completions", self.client.generate)
+        found = complete(
             input_ids=[prompt.ids.numpy() for prompt in prompts],
             n=n,
             logprobs=self.return_log_probs,
@@ -314,12 +320,15 @@ class SGLangWrapper(LLMWrapperBase):  # type: ignore[misc]
 
     def _score(self, inputs: Sequence[TensorDictBase]) -> list[Sample]:
         prompts = self._prompts(inputs)
-        found = self.client.score([prompt.ids.numpy() for prompt in prompts], **self._call)
+        # A row may be nothing but padding.
+        asked = [prompt.ids.numpy() for prompt in prompts if len(prompt.ids)]
+        found = iter(self.client.score(asked, **self._call) if asked else ())
         samples = []
-        for prompt, logprobs in zip(prompts, found, strict=True):
-            values = torch.from_numpy(logprobs.copy())
-            # TorchRL's convention for the first token, of which there is no log-prob.
-            values[0] = 0.0
+        for prompt in prompts:
+            values = torch.zeros(len(prompt.ids))
+            if len(values):
+                # 0 is TorchRL's convention for the first token, of which there is no log-prob.
+                values[1:] = torch.from_numpy(next(found)[1:].copy())
             samples.append(prompt._replace(log_probs=values))
         return samples
 
@@ -403,7 +412,7 @@ class SGLangWrapper(LLMWrapperBase):  # type: ignore[misc]
         encoded = self.tokenizer(texts, **options)["input_ids"]
         masks = self._given_assistant_masks(inputs)
         return [
-            Sample(torch.tensor(ids), text=text, assistant_mask=mask)
+            Sample(torch.tensor(ids, dtype=torch.long), text=text, assistant_mask=mask)
             for ids, text, mask in zip(encoded, texts, masks, strict=True)
         ]
 
