@@ -287,7 +287,8 @@ class Client:
             partial: tensors that are not given keep their values.
             bucket_bytes: tensors are sent in buckets of so many bytes, of which the sender holds
                 two; None: 256 MB to 1 GB, by the size of the model.
-            timeout: seconds that a worker may take for any phase before it is given up.
+            timeout: seconds that a worker may take for any phase before it is given up. (At least
+                one for the commit, in which who is late is ended.)
             drain_timeout: seconds that "drain" may take.
             wait: behind an update that is running; False: raise ``UpdateInProgress`` instead.
             device: the GPU (or "cpu") that sends; None: where the tensors are, else the current

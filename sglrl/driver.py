@@ -28,12 +28,14 @@ from .messages import (
     Item,
     Ready,
     Results,
+    ShareRows,
     Shutdown,
     Starting,
     Submit,
     ToDriver,
 )
 from .net.base import MOST_UNREAD, DriverTransport
+from .net.rows import RowsReader
 
 logger = logging.getLogger("sglrl.driver")
 now = time.monotonic
@@ -95,6 +97,7 @@ class Driver:
         self._raw: dict[int, list[Buffer]] = {}
         self._identities: dict[Member, bytes] = {}
         self._members: dict[bytes, Member] = {}
+        self._rows: dict[Member, RowsReader] = {}
         self.loop = asyncio.get_running_loop()
         self._flush_scheduled = False
         self._timer: asyncio.TimerHandle | None = None
@@ -131,6 +134,7 @@ class Driver:
             return
         self.fabric.member_lost(index, reason, now(), returns=returns)
         del self._members[self._identities.pop(member)]
+        self._rows.pop(member, None)
         self._flush()
         self._changed()
         self.on_lost(index)
@@ -235,6 +239,8 @@ class Driver:
             return
         try:
             message = decode_to_driver(frames[0])
+            if type(message) is Results and message.slots:
+                frames = [*frames, *self._views(member, message.slots)]
             if len(frames) > 1 and type(message) is Results:
                 # Keyed by object identity until the next flush, while the outbox keeps the items
                 # alive.
@@ -271,6 +277,7 @@ class Driver:
             case Ready(window=window) if window < 1:
                 self._drop("worker %d offers a window of %d", member.index, window)
             case Ready():
+                self._share_rows(member, message)
                 # A call is at most two messages, one that submits it and one that cancels it.
                 window = min(message.window, MOST_UNREAD // 2)
                 if self.must_sync(member.index):
@@ -280,6 +287,23 @@ class Driver:
                     self.fabric.member_ready(member.index, window, now())
                 self.on_ready(member.index, message)
                 self._changed()
+
+    def _share_rows(self, member: Member, ready: Ready) -> None:
+        """Of rows that the worker has in memory it offers: they need not be sent."""
+        if ready.rows is None:
+            return
+        try:
+            self._rows[member] = RowsReader(ready.pid, ready.rows)
+        except OSError as error:
+            logger.debug("worker %d sends rows: %s", member.index, error)
+        else:
+            self._send(member, [encode(ShareRows())])
+
+    def _views(self, member: Member, slots: list[int]) -> list[memoryview]:
+        rows = self._rows.get(member)
+        if rows is None:
+            raise ProtocolError("it names shared memory that there is none of")
+        return rows.views(slots)
 
     def _on_pause(self) -> None:
         """All messages that were here have been taken in: now do what they lead to, once."""

@@ -45,7 +45,11 @@ class Shutdown(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=3):
     """End the process. Calls still running are dropped; the driver has answered their callers."""
 
 
-ToWorker = Submit | Cancel | Shutdown
+class ShareRows(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=4):
+    """The driver has opened what ``Ready.rows`` offers: rows may be there from now on."""
+
+
+ToWorker = Submit | Cancel | Shutdown | ShareRows
 
 
 class ItemKind(IntEnum):
@@ -81,12 +85,14 @@ class Results(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=11):
     ``kv_usage`` is the share of the KV cache in use, 0..1, as the engine reports it, or -1: then
     the other two say nothing either. ``waiting``: requests that it has not begun to compute.
     ``preempted``: requests it took out of its KV cache again since it started, for want of room.
+    ``slots``: of shared memory (``net/rows.py``), in which the raw frames are instead.
     """
 
     items: list[Item]
     kv_usage: float = -1.0
     waiting: int = 0
     preempted: int = 0
+    slots: list[int] = []
 
 
 class Starting(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=12):
@@ -113,6 +119,14 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     tp_size: int = 1
 
 
+class RowsOffer(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """Memory that a worker would share: its file descriptor there, and bytes of a row. See
+    ``net/rows.py``."""
+
+    fd: int
+    row_bytes: int
+
+
 class Ready(msgspec.Struct, array_like=True, frozen=True, tag=13):
     """The worker serves from now on. Nothing is sent to it before this."""
 
@@ -122,6 +136,7 @@ class Ready(msgspec.Struct, array_like=True, frozen=True, tag=13):
     endpoints: list[str]
     device: str = "cpu"
     engine: EngineInfo | None = None
+    rows: RowsOffer | None = None
 
 
 ToDriver = Results | Starting | Ready
@@ -266,9 +281,9 @@ class Sampling(msgspec.Struct, array_like=True, gc=False, frozen=True):
     regex: str | None
     ebnf: str | None
     skip_special_tokens: bool
-    stop_regex: tuple[str, ...]
-    logit_bias: dict[int, float]
-    structural_tag: str | None
+    stop_regex: tuple[str, ...] = ()
+    logit_bias: dict[int, float] = {}
+    structural_tag: str | None = None
 
 
 class GenerateArgs(msgspec.Struct, array_like=True, gc=False, frozen=True):

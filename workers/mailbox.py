@@ -12,6 +12,7 @@ import os
 import traceback
 
 import msgspec
+import numpy as np
 
 from sglrl.codec import Buffer, decode_to_worker, encode, readable
 from sglrl.dropped import Dropped
@@ -30,12 +31,14 @@ from sglrl.messages import (
     Ready,
     Results,
     ScoreArgs,
+    ShareRows,
     Shutdown,
     Starting,
     Submit,
     TokenChunk,
     WorkerSpec,
 )
+from sglrl.net.rows import RowsWriter, writer_for
 from sglrl.net.zmq import ZmqPolledDealer
 
 from .engine.protocol import Engine
@@ -80,6 +83,11 @@ class Mailbox:
         self._items: list[Item] = []
         self._frames: list[Buffer] = []
         """Raw frames of the items, in their order."""
+        self._slots: list[int] = []
+        """Where these are instead, in memory that the driver sees."""
+        self._offered: RowsWriter | None = None
+        self.rows: RowsWriter | None = None
+        """That memory, once the driver has opened it."""
         self._generate = msgspec.msgpack.Decoder(GenerateArgs)
         self._score = msgspec.msgpack.Decoder(ScoreArgs)
         self._pause = msgspec.msgpack.Decoder(PauseArgs)
@@ -91,9 +99,11 @@ class Mailbox:
         self._dealer.send([encode(Starting(stage))])
 
     def ready(self, window: int, info: EngineInfo) -> None:
-        self._dealer.send(
-            [encode(Ready(PROTOCOL_VERSION, os.getpid(), window, ENDPOINTS, info.device, info))]
-        )
+        self._offered = writer_for(4 * info.vocab_size)
+        offer = None if self._offered is None else self._offered.offer
+        pid, device = os.getpid(), info.device
+        ready = Ready(PROTOCOL_VERSION, pid, window, ENDPOINTS, device, info, offer)
+        self._dealer.send([encode(ready)])
 
     def receive(self, engine: Engine) -> bool:
         """Hand what has arrived to the engine, without waiting; True if there was anything."""
@@ -112,6 +122,8 @@ class Mailbox:
                 case Cancel(ids=ids):
                     for id_ in ids:
                         engine.abort(id_)
+                case ShareRows():
+                    self.rows = self._offered
                 case Shutdown():
                     self.stopped = True
         # That a wait has ended is no reason. A worker that waits while the driver counts calls
@@ -143,11 +155,26 @@ class Mailbox:
     def put_row(self, id_: int, chunk: TokenChunk, row: Buffer) -> None:
         """The answer to ``next_token_logprobs`` for the whole vocabulary. ``row`` is sent as it is:
         it must not change any more. Leaves with the next ``flush``, or before."""
+        if self.rows is not None and (slots := self.rows.take(1)):
+            self.rows[slots[0]][:] = np.frombuffer(row, "<f4")
+            self.put_slot(id_, chunk, slots[0])
+            return
+        if self._slots:
+            self.flush()
         self._held.discard(id_)
         self._items.append(Item(id_, ItemKind.DONE, msgspec.Raw(self._encode(chunk)), 1))
         self._frames.append(row)
         if len(self._frames) >= ROWS:
             self.flush()
+
+    def put_slot(self, id_: int, chunk: TokenChunk, slot: int) -> None:
+        """The same, of a row that lies in this slot of ``rows``. Leaves with the next ``flush``, or
+        before."""
+        if self._frames:
+            self.flush()
+        self._held.discard(id_)
+        self._items.append(Item(id_, ItemKind.DONE, msgspec.Raw(self._encode(chunk)), 1))
+        self._slots.append(slot)
 
     def put_value(self, id_: int, value: object) -> None:
         """The answer of a control endpoint; leaves with the next ``flush``."""
@@ -165,7 +192,8 @@ class Mailbox:
         if self._items:
             items, self._items = self._items, []
             frames, self._frames = self._frames, []
-            head = self._encode(Results(items, kv_usage, waiting, preempted))
+            slots, self._slots = self._slots, []
+            head = self._encode(Results(items, kv_usage, waiting, preempted, slots))
             self._dealer.send([head, *frames])
 
     def close(self) -> None:

@@ -76,6 +76,9 @@ from .request import Source, UpdateRequest
 logger = logging.getLogger("sglrl.weights")
 
 ABORT_SECONDS = 5.0
+LEAST_COMMIT_SECONDS = 1.0
+"""Whatever the time-out: who is late in another phase has the update given up; in this one, it is
+expelled."""
 
 _described = msgspec.msgpack.Decoder(ModelDescription)
 _prepared = msgspec.msgpack.Decoder(Prepared)
@@ -408,7 +411,12 @@ class WeightChannel:
             members,
             joined=source is not None and self._joined == (source, frozenset(members)),
             sender=source is not None,
-            limits=Limits(request.timeout, commit, ABORT_SECONDS, prepare=commit),
+            limits=Limits(
+                request.timeout,
+                max(commit, LEAST_COMMIT_SECONDS),
+                ABORT_SECONDS,
+                prepare=commit,
+            ),
             now=time.monotonic(),
             join_only=join_only,
         )

@@ -44,6 +44,8 @@ from sglrl.messages import (
     RankSettings,
     Ready,
     Results,
+    RowsOffer,
+    ShareRows,
     Shutdown,
     Stage,
     Starting,
@@ -93,9 +95,17 @@ to_worker = st.one_of(
     ),
     st.builds(Cancel, st.lists(ids)),
     st.just(Shutdown()),
+    st.just(ShareRows()),
 )
 to_driver = st.one_of(
-    st.builds(Results, st.lists(items, max_size=5), st.floats(-1, 1)),
+    st.builds(
+        Results,
+        st.lists(items, max_size=5),
+        st.floats(-1, 1),
+        st.integers(0, 99),
+        st.integers(0, 99),
+        st.lists(ids),
+    ),
     st.builds(Starting, texts),
     st.builds(
         Ready,
@@ -105,6 +115,7 @@ to_driver = st.one_of(
         endpoints=st.lists(texts),
         device=texts,
         engine=st.none() | infos,
+        rows=st.none() | st.builds(RowsOffer, ids, ids),
     ),
 )
 tensors = st.lists(
@@ -217,7 +228,7 @@ def test_round_trip_of_beats(message: Beat) -> None:
 
 
 def test_the_strategies_make_every_message() -> None:
-    assert set(get_args(ToWorker)) == {Submit, Cancel, Shutdown}
+    assert set(get_args(ToWorker)) == {Submit, Cancel, Shutdown, ShareRows}
     assert set(get_args(ToDriver)) == {Results, Starting, Ready}
     assert set(get_args(ToRank)) == {
         Describe,

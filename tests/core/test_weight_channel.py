@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
@@ -31,7 +32,7 @@ from sglrl.messages import (
     ToRank,
     rank_identity,
 )
-from sglrl.weights.coordinator import WeightChannel
+from sglrl.weights.coordinator import LEAST_COMMIT_SECONDS, WeightChannel
 from sglrl.weights.request import UpdateRequest
 
 SPECS = [TensorSpec("w", "float32", (4,))]
@@ -165,6 +166,29 @@ async def test_late_answers_are_not_those_of_the_next_attempt(pool: Pool) -> Non
     assert report.attempts == 2
     assert report.workers == [0]
     assert pool.channel.version == 1
+
+
+@played
+async def test_a_short_time_out_ends_nobody_who_commits(pool: Pool) -> None:
+    """It is for giving up; in the commit that is too late."""
+    first = asyncio.create_task(pool.channel.describe(60.0))
+    await pool.describes_itself()
+    await first
+    sender = Sender(pool, "a")
+    begun = time.monotonic()
+    request = UpdateRequest(specs=SPECS, timeout=0.05)
+    update = asyncio.create_task(pool.channel.update(request, sender))
+    await pool.goes_well(sender, [0, 1], Join, Prepare, Stage)
+    commits = [await pool.next(who, Commit) for who in (0, 1)]
+    run = pool.channel._run
+    assert run is not None
+    # The time-out has passed.
+    run.machine.tick(begun + 0.9 * LEAST_COMMIT_SECONDS)
+    assert not run.machine.outbox
+    for who, message in enumerate(commits):
+        pool.say(who, answer(message))
+    assert (await update).workers == [0, 1]
+    assert not pool.expelled
 
 
 @played

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -48,7 +49,7 @@ from sglrl.net.memory import MemoryDealer, MemoryRouter
 from sglrl.pool import WorkerInfo
 from sglrl.weights.coordinator import WeightChannel
 
-from .samples import INFO, SETTINGS, SPECS, raw
+from .samples import INFO, ROWS, SETTINGS, SPECS, raw
 
 WINDOW = 8
 
@@ -63,7 +64,9 @@ class Worker:
         self.waiting: list[list[bytes]] = []
         self.something = asyncio.Event()
         dealer.start(self.on_message)
-        dealer.send([encode(Ready(PROTOCOL_VERSION, 1, WINDOW, ["generate"], "cpu", INFO))])
+        pid, endpoints = os.getpid(), ["generate"]
+        ready = Ready(PROTOCOL_VERSION, pid, WINDOW, endpoints, "cpu", INFO, ROWS.offer)
+        dealer.send([encode(ready)])
 
     def on_message(self, frames: list[bytes]) -> None:
         self.waiting.append(frames)

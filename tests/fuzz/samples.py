@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, get_args
 
 import msgspec
@@ -49,6 +50,7 @@ from sglrl.messages import (
     Sampling,
     ScoreArgs,
     SentStage,
+    ShareRows,
     Shutdown,
     Stage,
     Starting,
@@ -62,6 +64,7 @@ from sglrl.messages import (
     Welcome,
     Withdraw,
 )
+from sglrl.net.rows import RowsWriter
 
 SPECS = [TensorSpec("w", "float32", (4,)), TensorSpec("layers.0.v", "bfloat16", (2, 3))]
 SETTINGS = RankSettings(
@@ -103,6 +106,7 @@ def logprobs(count: int) -> bytes:
     return np.linspace(-1, 0, count, dtype="<f4").tobytes()
 
 
+ROWS = RowsWriter(4 << 14)
 ERROR = ErrorBody("WeightUpdateError", "no", "Traceback")
 INFO = EngineInfo(
     model="fake",
@@ -132,7 +136,11 @@ def to_driver() -> list[list[bytes]]:
     body, frames = ARRAY
     messages: list[tuple[Any, list[bytes]]] = [
         (Starting("loading"), []),
-        (Ready(PROTOCOL_VERSION, 123, 8, ["generate", "score"], "cpu", INFO), []),
+        (
+            Ready(PROTOCOL_VERSION, os.getpid(), 8, ["generate", "score"], "cpu", INFO, ROWS.offer),
+            [],
+        ),
+        (Results([Item(7, ItemKind.DONE, raw(TokenChunk(b"")), 1)], 0.5, 0, 0, [3]), []),
         (
             Results([Item(1, ItemKind.CHUNK, raw(chunk)), Item(1, ItemKind.DONE, raw(last))], 0.5),
             [],
@@ -176,6 +184,7 @@ def to_worker() -> list[list[bytes]]:
     body, frames = ARRAY
     prompt = ids(3, 1, 4)
     messages: list[tuple[Any, list[bytes]]] = [
+        (ShareRows(), []),
         (Submit([CallMessage(1, "generate", generate_args(prompt))]), []),
         (
             Submit(

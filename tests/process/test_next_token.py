@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 
 import sglrl
+from sglrl.net.rows import MOST_BYTES, RowsReader
 
 VOCAB = 50_000
 FALLING = -np.arange(VOCAB, dtype=np.float64) - np.log(1 / (1 - np.exp(-1.0)))
@@ -64,6 +67,104 @@ async def test_a_lost_worker_is_survived(client: sglrl.Client) -> None:
     for i, found in enumerate(await asyncio.wait_for(asyncio.gather(*calls), 60)):
         assert int(found.logprobs.argmax()) == i
     assert second.id == 1
+
+
+def readers(client: sglrl.Client) -> list[RowsReader]:
+    """Of the memory that the driver shares with each worker, in their order."""
+    assert client._driver is not None
+    found = client._driver._rows
+    return [found[member] for member in sorted(found, key=lambda member: member.index)]
+
+
+async def test_rows_lie_in_memory_that_is_shared_while_there_is_room() -> None:
+    """More rows than fit are held at the same time: the others come as they used to."""
+    vocab = 1 << 18
+    room = MOST_BYTES // (4 * vocab)
+    falling = -np.arange(vocab, dtype=np.float64) - np.log(1 / (1 - np.exp(-1.0)))
+    async with sglrl.launch(
+        "fake", engine="fake", vocab_size=vocab, context_length=64, replicas=1
+    ) as client:
+        (reader,) = readers(client)
+        begun = time.monotonic()
+        while not reader.held:
+            # From when the worker knows that the driver has opened it.
+            assert time.monotonic() - begun < 60
+            found = [await client.next_token_logprobs([1])]
+        del found
+        for _ in range(3):
+            # Whoever gives up leaves nothing behind.
+            calls = [asyncio.ensure_future(client.next_token_logprobs([i])) for i in range(20)]
+            await asyncio.sleep(0)
+            for call in calls:
+                call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
+        await client.stats()
+        assert reader.held == 0
+        found = await asyncio.gather(*(client.next_token_logprobs([i]) for i in range(room + 20)))
+        assert reader.held == room
+        for i, row in enumerate(found):
+            assert row.logprobs[i] == np.float32(falling[0])
+            assert row.logprobs[(i + 9) % vocab] == np.float32(falling[9])
+            assert not row.logprobs.flags.writeable
+        # It is used again.
+        kept = found[7].logprobs[5:9]
+        values = kept.tolist()
+        del found, row
+        # What has woken this task has its result until the next turn.
+        await asyncio.sleep(0)
+        gc.collect()
+        assert reader.held == 1
+        await asyncio.gather(*(client.next_token_logprobs([3]) for i in range(50)))
+        assert kept.tolist() == values
+    # And outlives the pool.
+    assert kept.tolist() == values
+
+
+async def test_rows_of_a_worker_that_was_killed(client: sglrl.Client) -> None:
+    for worker in (0, 1):
+        await client.next_token_logprobs([1], worker=worker)
+    first, _ = readers(client)
+    found = [await client.next_token_logprobs([i], worker=0) for i in range(5)]
+    assert first.held == 5
+    assert client._driver is not None
+    news = asyncio.ensure_future(client._driver.change())
+    await asyncio.sleep(0)
+    os.kill(client.workers[0].pid, signal.SIGKILL)
+    await news
+    await client.wait_until_full()
+    assert len(readers(client)) == 2
+    assert first not in readers(client)
+    again = [await client.next_token_logprobs([i + 50], worker=0) for i in range(5)]
+    for i in range(5):
+        assert int(found[i].logprobs.argmax()) == i
+        assert int(again[i].logprobs.argmax()) == i + 50
+
+
+async def test_a_worker_whose_memory_cannot_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is in another container, say."""
+
+    def refused(*args: object) -> None:
+        raise PermissionError("not yours")
+
+    monkeypatch.setattr("sglrl.driver.RowsReader", refused)
+    async with sglrl.launch("fake", engine="fake", vocab_size=VOCAB, context_length=64) as client:
+        for i in range(3):
+            assert int((await client.next_token_logprobs([i])).logprobs.argmax()) == i
+        assert not readers(client)
+
+
+async def test_clients_in_other_processes_get_rows_too(client: sglrl.Client) -> None:
+    async with sglrl.connect(client.address) as remote:
+        for i in range(40):
+            assert int((await remote.next_token_logprobs([i])).logprobs.argmax()) == i
+        found = await asyncio.gather(*(remote.next_token_logprobs([i]) for i in range(100)))
+        for i, row in enumerate(found):
+            np.testing.assert_allclose(np.roll(row.logprobs, -i), FALLING, rtol=1e-6)
+        # They have copies: nothing of it is held here once it was sent.
+        begun = time.monotonic()
+        while any(reader.held for reader in readers(client)):
+            assert time.monotonic() - begun < 60
+            await client.stats()
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from sglrl.messages import ItemKind, TokenChunk
+from sglrl.net.rows import TOGETHER, RowsWriter
 
 from ...mailbox import ROWS, Mailbox
 from . import convert
@@ -20,9 +23,10 @@ from . import convert
 
 class NextTokens:
     """What rank 0 of a replica is asked for. ``wanted``: by request id, how many of the likeliest
-    tokens; 0: all."""
+    tokens; 0: all. ``mailbox``: that the rows leave by."""
 
-    def __init__(self) -> None:
+    def __init__(self, mailbox: Mailbox) -> None:
+        self._mailbox = mailbox
         self.wanted: dict[str, int] = {}
         # Shared by all: nothing in it is about one request.
         self.params = convert.score_params()
@@ -56,7 +60,10 @@ class NextTokens:
         """These of these logits, on their way: see ``Rows``."""
         if logits.is_cuda and self._stream is None:
             self._stream = torch.cuda.Stream(logits.device)
-        return Rows(logits, expected, self._stream)
+        shared = self._mailbox.rows
+        if logits.is_cuda and shared is not None:
+            shared.on_piece = _pin
+        return Rows(logits, expected, self._stream, shared)
 
     def take(self) -> Rows | None:
         """Of the forward pass that has been launched."""
@@ -67,10 +74,14 @@ class NextTokens:
 class Rows:
     """Rows of one forward pass, on their way to the host. ``logits``: [requests, vocabulary].
     ``expected``: (row, request id, how many of the likeliest; 0: all). ``stream``: that copies;
-    None on CPU."""
+    None on CPU. ``shared``: where whole rows go, if there is room."""
 
     def __init__(
-        self, logits: torch.Tensor, expected: list[tuple[int, str, int]], stream: Any
+        self,
+        logits: torch.Tensor,
+        expected: list[tuple[int, str, int]],
+        stream: Any,
+        shared: RowsWriter | None,
     ) -> None:
         self._place = {rid: at for at, (_, rid, _) in enumerate(expected)}
         self._top = [top for *_, top in expected]
@@ -82,7 +93,12 @@ class Rows:
             logits = logits.index_select(0, index)
         logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
         found: list[Any] = []
-        if not all(self._top):
+        whole = not all(self._top)
+        self._shared = shared
+        self._slots: list[int] = []
+        if whole and shared is not None:
+            self._slots = shared.take(len(logprobs))
+        if whole and not self._slots:
             found.append(logprobs)
         if most := max(self._top):
             values, ids = logprobs.topk(most)
@@ -90,11 +106,35 @@ class Rows:
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(logits.device))
             with torch.cuda.stream(stream):
+                self._share(logprobs)
                 found = [_to_host(tensor, stream) for tensor in found]
+                logprobs.record_stream(stream)
                 self._done = torch.cuda.Event()
                 self._done.record()
+        else:
+            self._share(logprobs)
         self._top_rows = found[-2:] if most else []
-        self._full_rows = found[0] if not all(self._top) else None
+        self._full_rows = found[0] if whole and not self._slots else None
+
+    def _share(self, logprobs: torch.Tensor) -> None:
+        """Write them to their slots."""
+        if not self._slots:
+            return
+        assert self._shared is not None
+        begin = 0
+        for slots in _runs(self._slots):
+            piece, row = divmod(slots[0], TOGETHER)
+            target = torch.from_numpy(self._shared.rows[piece, row : row + len(slots)])
+            target.copy_(logprobs[begin : begin + len(slots)], non_blocking=True)
+            begin += len(slots)
+
+    def __del__(self) -> None:
+        # Of calls that were cancelled.
+        left = [slot for slot in self._slots if slot >= 0]
+        if left and self._shared is not None:
+            if self._done is not None:
+                self._done.synchronize()
+            self._shared.give_back(left)
 
     def put(self, mailbox: Mailbox, id_: int, rid: str, cached_tokens: int, version: int) -> None:
         """Answer the call."""
@@ -104,13 +144,34 @@ class Rows:
         at = self._place[rid]
         top = self._top[at]
         if not top:
-            assert self._full_rows is not None
             chunk = TokenChunk(b"", b"", "stop", cached_tokens, version)
+            if self._slots:
+                mailbox.put_slot(id_, chunk, self._slots[at])
+                self._slots[at] = -1
+                return
+            assert self._full_rows is not None
             mailbox.put_row(id_, chunk, memoryview(self._full_rows[at].numpy()).cast("B"))
             return
         values, ids = (tensor[at][:top].numpy().tobytes() for tensor in self._top_rows)
         chunk = TokenChunk(b"", b"", "stop", cached_tokens, version, ids, values)
         mailbox.put(id_, ItemKind.DONE, chunk)
+
+
+def _runs(slots: Sequence[int]) -> list[list[int]]:
+    """Cut into runs of neighbours in one piece of memory."""
+    found: list[list[int]] = []
+    for slot in slots:
+        if found and found[-1][-1] + 1 == slot and slot % TOGETHER:
+            found[-1].append(slot)
+        else:
+            found.append([slot])
+    return found
+
+
+def _pin(piece: NDArray[np.float32]) -> None:
+    """So that GPUs copy into it without the CPU."""
+    register = torch.cuda.cudart().cudaHostRegister
+    torch.cuda.check_error(register(piece.ctypes.data, piece.nbytes, 0))
 
 
 def _to_host(tensor: torch.Tensor, stream: Any) -> list[torch.Tensor]:

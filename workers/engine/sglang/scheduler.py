@@ -156,7 +156,7 @@ class Adapter:
         self.pausing: PauseCommand | None = None
         """That has been asked for, and waits until nothing runs."""
         self.held_back: list[Any] = []
-        self.next_tokens = NextTokens()
+        self.next_tokens = NextTokens(mailbox)
         self.rows: Rows | None = None
         """Of the batch whose results are being processed."""
         self.result_version = 0

@@ -1,0 +1,271 @@
+"""Rows in memory that two processes have: what is handed out does not change while somebody has
+it, and nothing is lost."""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import mmap
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from sglrl.errors import ProtocolError
+from sglrl.messages import RowsOffer
+from sglrl.net import rows
+from sglrl.net.rows import TOGETHER, RowsReader, RowsWriter, writer_for
+
+WIDTH = 20_000
+ROW_BYTES = 4 * WIDTH
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two pieces."""
+    monkeypatch.setattr(rows, "MOST_BYTES", 40 * ROW_BYTES)
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[RowsWriter, RowsReader]]:
+    writer = RowsWriter(ROW_BYTES)
+    yield writer, RowsReader(os.getpid(), writer.offer)
+    os.close(writer.offer.fd)
+
+
+def test_a_row_arrives_and_its_slot_is_free_when_nothing_looks_at_it(
+    ends: tuple[RowsWriter, RowsReader],
+) -> None:
+    writer, reader = ends
+    (slot,) = writer.take(1)
+    writer[slot][:] = np.arange(WIDTH)
+    (view,) = reader.views([slot])
+    assert view.readonly
+    assert len(view) == ROW_BYTES
+    row = np.frombuffer(view, "<f4")
+    assert not row.flags.writeable
+    part = row[5:9].reshape(2, 2)
+    del view, row
+    gc.collect()
+    assert reader.held == 1
+    assert slot not in writer.take(2 * TOGETHER - 1)
+    assert part.tolist() == [[5, 6], [7, 8]]
+    del part
+    assert reader.held == 0
+    assert writer.take(1) == [slot]
+
+
+def test_all_slots_and_none(ends: tuple[RowsWriter, RowsReader]) -> None:
+    writer, reader = ends
+    pieces: list[Any] = []
+    writer.on_piece = pieces.append
+    count = 2 * TOGETHER
+    assert writer.take(count + 1) == []
+    slots = writer.take(count)
+    assert slots == list(range(count))
+    assert [piece.shape for piece in pieces] == [(TOGETHER, WIDTH)] * 2
+    for slot in slots:
+        writer[slot].fill(slot)
+    views = reader.views(slots)
+    for slot, view in zip(slots, views, strict=True):
+        assert set(np.frombuffer(view, "<f4").tolist()) == {slot}
+    assert writer.take(1) == []
+    del views[3]
+    assert writer.take(2) == []
+    assert writer.take(1) == [3]
+    writer.give_back([3])
+    assert writer.take(1) == [3]
+
+
+def test_memory_that_is_not_to_be_had(
+    ends: tuple[RowsWriter, RowsReader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, _ = ends
+
+    def none_left(*args: int) -> None:
+        raise OSError("no space")
+
+    def not_now(piece: Any) -> None:
+        raise RuntimeError("cannot be pinned")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", none_left)
+        assert writer.take(1) == []
+    writer.on_piece = not_now
+    assert writer.take(1) == []
+    writer.on_piece = lambda piece: None
+    assert writer.take(1) == [0]
+
+
+def test_slots_that_cannot_be_given_out(ends: tuple[RowsWriter, RowsReader]) -> None:
+    writer, reader = ends
+    slots = writer.take(3)
+    for wrong in ([-1], [2 * TOGETHER], [1 << 62], [0, 1, 0], [2, -1]):
+        with pytest.raises(ProtocolError, match="cannot be given out"):
+            reader.views(wrong)
+        assert reader.held == 0
+    # Those before the wrong one are free again.
+    assert writer.take(2) == [0, 1]
+    held = reader.views(slots[2:])
+    with pytest.raises(ProtocolError, match="slot 2 of 32"):
+        reader.views(slots)
+    assert len(held) == reader.held == 1
+
+
+def test_files_that_are_not_these(tmp_path: Any) -> None:
+    pid = os.getpid()
+    writer = RowsWriter(ROW_BYTES)
+    plain = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    os.ftruncate(plain, os.fstat(writer.offer.fd).st_size)
+    unsealed = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
+    os.ftruncate(unsealed, os.fstat(writer.offer.fd).st_size)
+    read, write = os.pipe()
+    for offer in (
+        RowsOffer(plain, ROW_BYTES),
+        RowsOffer(unsealed, ROW_BYTES),
+        RowsOffer(read, ROW_BYTES),
+        RowsOffer(write, ROW_BYTES),
+        RowsOffer(999_999, ROW_BYTES),
+        RowsOffer(-1, ROW_BYTES),
+        RowsOffer(writer.offer.fd, ROW_BYTES + 4 * mmap.PAGESIZE),
+        *(RowsOffer(writer.offer.fd, size) for size in (0, -4, 3, 1 << 62)),
+    ):
+        with pytest.raises(OSError, match=r".+"):
+            RowsReader(pid, offer)
+    with pytest.raises(OSError, match=r".+"):
+        RowsReader(0, writer.offer)
+    # Nobody can make it shorter, which would end whoever looks.
+    with pytest.raises(PermissionError):
+        os.ftruncate(writer.offer.fd, mmap.PAGESIZE)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(writer.offer.fd, rows._ADD_SEALS, 8)
+    for fd in (plain, unsealed, read, write, writer.offer.fd):
+        os.close(fd)
+
+
+def test_rows_that_messages_are_better_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert writer_for(4096) is None
+    assert writer_for(1 << 40) is None
+    found = writer_for(ROW_BYTES)
+    assert found is not None
+    os.close(found.offer.fd)
+
+    def refused(*args: object) -> int:
+        raise OSError("not allowed here")
+
+    monkeypatch.setattr(os, "memfd_create", refused)
+    assert writer_for(ROW_BYTES) is None
+
+
+def test_what_is_held_outlives_the_worker() -> None:
+    """It is killed, and its memory stays as long as somebody looks at it."""
+    program = f"""
+import sys
+from sglrl.net import rows
+rows.MOST_BYTES = {rows.MOST_BYTES}
+writer = rows.RowsWriter({ROW_BYTES})
+for slot in writer.take(2):
+    writer[slot].fill(slot + 7)
+print(writer.offer.fd, flush=True)
+sys.stdin.read()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        fd = int(process.stdout.readline())
+        reader = RowsReader(process.pid, RowsOffer(fd, ROW_BYTES))
+        _, view = reader.views([0, 1])
+        process.kill()
+    del reader
+    gc.collect()
+    assert set(np.frombuffer(view, "<f4").tolist()) == {8.0}
+
+
+def test_a_fork_keeps_what_it_has(ends: tuple[RowsWriter, RowsReader]) -> None:
+    """A child that forgets its copy does not free the parent's; and a parent that does, not the
+    child's."""
+    writer, reader = ends
+    first, second = writer.take(2)
+    view, other = reader.views([first, second])
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        del view
+        gc.collect()
+        os.write(write, b"+")
+        os._exit(0)
+    assert os.read(read, 1) == b"+"
+    assert os.waitpid(pid, 0)[1] == 0
+    assert len(view) == len(other) == ROW_BYTES
+    del view, other
+    assert not {first, second} & set(writer.take(2 * TOGETHER - 2))
+    os.close(read)
+    os.close(write)
+
+
+class Rows(RuleBasedStateMachine):
+    """Against a dictionary: who has which row, and what is in it."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.writer = RowsWriter(ROW_BYTES)
+        self.reader = RowsReader(os.getpid(), self.writer.offer)
+        self.taken: dict[int, float] = {}
+        """By slot, what was written, and has not been sent."""
+        self.held: list[tuple[np.ndarray, float]] = []
+        self.written = 0.0
+
+    @rule(count=st.integers(1, 12))
+    def take(self, count: int) -> None:
+        room = 2 * TOGETHER - len(self.taken) - len(self.held)
+        slots = self.writer.take(count)
+        assert len(slots) == (count if count <= room else 0)
+        assert not set(slots) & set(self.taken)
+        for slot in slots:
+            self.written += 1
+            self.writer[slot].fill(self.written)
+            self.taken[slot] = self.written
+
+    @precondition(lambda self: self.taken)
+    @rule(data=st.data())
+    def send(self, data: Any) -> None:
+        slots = data.draw(st.lists(st.sampled_from(sorted(self.taken)), unique=True, min_size=1))
+        for slot, view in zip(slots, self.reader.views(slots), strict=True):
+            self.held.append((np.frombuffer(view, "<f4"), self.taken.pop(slot)))
+
+    @precondition(lambda self: self.taken)
+    @rule(data=st.data())
+    def cancel(self, data: Any) -> None:
+        slot = data.draw(st.sampled_from(sorted(self.taken)))
+        del self.taken[slot]
+        self.writer.give_back([slot])
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def forget(self, data: Any) -> None:
+        at = data.draw(st.integers(0, len(self.held) - 1))
+        del self.held[at]
+
+    @invariant()
+    def nothing_has_changed(self) -> None:
+        if not hasattr(self, "held"):
+            return
+        assert self.reader.held == len(self.held)
+        for row, value in self.held:
+            assert row[0] == row[-1] == value
+
+    def teardown(self) -> None:
+        if hasattr(self, "writer"):
+            os.close(self.writer.offer.fd)
+
+
+TestRows = Rows.TestCase
+TestRows.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
