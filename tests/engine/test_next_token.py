@@ -5,6 +5,7 @@ or cached."""
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 import pytest_asyncio
 
 import sglrl
+from sglrl.demo.tiny import make_model
 
 from .policies import until_idle
 from .reference import Reference
@@ -219,6 +221,52 @@ async def test_where_memory_is_short(qwen: Path, reference: Reference) -> None:
         np.testing.assert_allclose(one.logprobs, expected, atol=TOLERANCE, rtol=0)
         completion = await client.generate(input_ids=[5] * 100, max_new_tokens=20, temperature=0)
         assert completion.output_ids.tolist() == reference.greedy([5] * 100, 20)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["normal", "overlap"])
+async def test_rows_in_memory_that_is_shared(models: Path, overlap: bool) -> None:
+    """A vocabulary as large as that is for: alone, together, beside others, and held for long."""
+    folder = make_model(models / "large", vocab_size=30_000)
+    reference = Reference(folder)
+    prompts = [[3 + (7 * i + 11 * j * j) % 29_000 for j in range(4 + i)] for i in range(40)]
+    async with sglrl.launch(
+        folder, device="cpu", disable_overlap_schedule=not overlap, max_total_tokens=4096
+    ) as client:
+        assert client._driver is not None
+        (reader,) = client._driver._rows.values()
+        kept = []
+        for _ in range(3):
+            found = await asyncio.gather(
+                *(client.next_token_logprobs(p) for p in prompts),
+                *(client.next_token_logprobs(p, 5) for p in prompts[::3]),
+                client.generate(input_ids=prompts[5], max_new_tokens=4),
+            )
+            whole, likeliest = found[: len(prompts)], found[len(prompts) : -1]
+            for prompt, one in zip(prompts, whole, strict=True):
+                assert isinstance(one, sglrl.NextTokenLogprobs)
+                expected = reference.logprobs(prompt)[-1]
+                np.testing.assert_allclose(one.logprobs, expected, atol=TOLERANCE, rtol=0)
+            for one, top in zip(whole[::3], likeliest, strict=True):
+                np.testing.assert_allclose(
+                    top.logprobs, np.sort(one.logprobs)[:-6:-1], atol=TOLERANCE, rtol=0
+                )
+            kept += whole[::4]
+            assert reader.held >= len(kept)
+        del found, whole, likeliest, one, top
+        # Those of calls that were given up are used again.
+        for _ in range(3):
+            calls = [asyncio.ensure_future(client.next_token_logprobs(p)) for p in prompts]
+            await asyncio.sleep(0)
+            for call in calls:
+                call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
+        await until_idle(client)
+        del calls, call
+        gc.collect()
+        assert reader.held == len(kept)
+        for prompt, one in zip([*prompts[::4]] * 3, kept, strict=True):
+            expected = reference.logprobs(prompt)[-1]
+            np.testing.assert_allclose(one.logprobs, expected, atol=TOLERANCE, rtol=0)
 
 
 async def test_cancelled_and_late(engine: sglrl.Client, reference: Reference) -> None:

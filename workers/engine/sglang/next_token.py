@@ -7,7 +7,7 @@ place, copied to the host beside whatever runs next, and sent from where they la
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -86,47 +86,58 @@ class Rows:
         self._place = {rid: at for at, (_, rid, _) in enumerate(expected)}
         self._top = [top for *_, top in expected]
         self._done: Any = None
+        self._shared = shared
+        self._slots: list[int] = []
         if len(expected) != len(logits):
             index = torch.tensor([row for row, *_ in expected])
             if stream is not None:
                 index = index.pin_memory().to(logits.device, non_blocking=True)
             logits = logits.index_select(0, index)
+        whole, most = not all(self._top), max(self._top)
+        if whole and shared is not None:
+            self._slots = shared.take(len(logits))
+        self._full_rows: Any = None
+        self._top_rows: list[Any] = []
+        if self._slots and stream is None and not most:
+            for rows, target in self._targets():
+                torch.log_softmax(logits[rows], dim=-1, dtype=torch.float32, out=target)
+            return
         logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
         found: list[Any] = []
-        whole = not all(self._top)
-        self._shared = shared
-        self._slots: list[int] = []
-        if whole and shared is not None:
-            self._slots = shared.take(len(logprobs))
         if whole and not self._slots:
             found.append(logprobs)
-        if most := max(self._top):
+        if most:
             values, ids = logprobs.topk(most)
             found += [values, ids.to(torch.int32)]
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(logits.device))
             with torch.cuda.stream(stream):
-                self._share(logprobs)
+                for rows, target in self._targets():
+                    target.copy_(logprobs[rows], non_blocking=True)
                 found = [_to_host(tensor, stream) for tensor in found]
                 logprobs.record_stream(stream)
                 self._done = torch.cuda.Event()
                 self._done.record()
         else:
-            self._share(logprobs)
-        self._top_rows = found[-2:] if most else []
-        self._full_rows = found[0] if whole and not self._slots else None
+            for rows, target in self._targets():
+                target.copy_(logprobs[rows])
+        if most:
+            self._top_rows = found[-2:]
+        if whole and not self._slots:
+            self._full_rows = found[0]
 
-    def _share(self, logprobs: torch.Tensor) -> None:
-        """Write them to their slots."""
-        if not self._slots:
-            return
-        assert self._shared is not None
+    def _targets(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Rows, and the shared memory where they go."""
         begin = 0
         for slots in _runs(self._slots):
+            assert self._shared is not None
             piece, row = divmod(slots[0], TOGETHER)
-            target = torch.from_numpy(self._shared.rows[piece, row : row + len(slots)])
-            target.copy_(logprobs[begin : begin + len(slots)], non_blocking=True)
-            begin += len(slots)
+            end = begin + len(slots)
+            yield (
+                slice(begin, end),
+                torch.from_numpy(self._shared.rows[piece, row : row + len(slots)]),
+            )
+            begin = end
 
     def __del__(self) -> None:
         # Of calls that were cancelled.
