@@ -20,9 +20,9 @@ ARGUMENTS = {
 TOLERANCE = 5e-2
 
 
-def make_gpu_model(folder: Path, seed: int) -> Path:
+def make_gpu_model(folder: Path, seed: int, vocab_size: int = 512) -> Path:
     """bfloat16, with logits so small that rounding them is less than the tolerance."""
-    make_model(folder, dtype="bfloat16", hidden_size=256, seed=seed)
+    make_model(folder, dtype="bfloat16", hidden_size=256, seed=seed, vocab_size=vocab_size)
     weights = load_file(folder / "model.safetensors")
     weights["lm_head.weight"] /= 8
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})

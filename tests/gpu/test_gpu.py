@@ -18,8 +18,9 @@ from engine.test_sampling import chi_square
 from safetensors.torch import load_file
 
 import sglrl
+from sglrl.net.rows import MOST_BYTES
 
-from .conftest import ARGUMENTS, TOLERANCE
+from .conftest import ARGUMENTS, TOLERANCE, make_gpu_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
 
@@ -101,6 +102,29 @@ async def test_prompts_that_grow_token_by_token(gpu: tuple[sglrl.Client, Referen
             prompt.append(int(one.logprobs.argmax()))
     assert cached >= 15 * len(PROMPTS)
     assert all(len(completion.output_ids) == 200 for completion in await running)
+
+
+async def test_rows_of_a_large_vocabulary(tmp_path: Path) -> None:
+    """They are copied to where the driver reads them, and stay what they are while they are held:
+    more than there is room for, others having been given up meanwhile."""
+    folder = make_gpu_model(tmp_path / "large", seed=3, vocab_size=150_000)
+    reference = Reference(folder)
+    prompts = [[3 + (7 * i + 11 * j * j) % 140_000 for j in range(4 + i % 20)] for i in range(64)]
+    expected = [reference.logprobs(prompt)[-1] for prompt in prompts]
+    async with sglrl.launch(folder, device="cuda", **ARGUMENTS) as client:
+        assert client._driver is not None
+        (reader,) = client._driver._rows.values()
+        held = []
+        while len(held) < MOST_BYTES // (4 * 150_000) + 100:
+            given_up = [asyncio.ensure_future(client.next_token_logprobs(p)) for p in prompts]
+            await asyncio.sleep(0)
+            for call in given_up:
+                call.cancel()
+            found = await asyncio.gather(*(client.next_token_logprobs(p) for p in prompts))
+            held += zip(expected, found, strict=True)
+        assert 0 < reader.held < len(held)
+        for wanted, one in held:
+            np.testing.assert_allclose(one.logprobs, wanted, atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("seed", [None, 0])
