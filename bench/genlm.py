@@ -104,6 +104,7 @@ def main(
         if "failed" in result:
             console.print(f"{_SYSTEMS[name]}: {result['failed']}", markup=False)
     print_targets(targets)
+    options["model"] = Path(folder).name
     document = {"bench": "genlm", "machine": info, "options": options, "systems": results}
     write_json(json, document, targets)
 
