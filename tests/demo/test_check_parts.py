@@ -24,6 +24,7 @@ from sglrl.check.tasks import Task, make_tasks
 from sglrl.completion import Completion
 from sglrl.demo.display import stage
 from sglrl.messages import TokenChunk
+from sglrl.sampling import SamplingParams
 
 VOCABULARY = 11
 
@@ -53,7 +54,7 @@ def completion(
         0.0,
         seconds,
         lambda ids, skip: "",
-        True,
+        SamplingParams(),
     )
 
 

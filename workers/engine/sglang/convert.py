@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from array import array
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from sglrl.messages import (
 )
 
 _sampling = msgspec.msgpack.Decoder(Sampling)
+_SAMPLINGS = 256
 PROGRESS_TOKENS = 64
 """A call that is not streamed still reports so often, in tokens: what a lost worker's call loses at
 most. Each report costs the scheduler's thread as much as several tokens."""
@@ -42,6 +44,26 @@ def token_array(ids: bytes) -> array[int]:
     tokens = array("q")
     tokens.frombytes(np.frombuffer(ids, dtype="<i4").astype(np.int64).tobytes())
     return tokens
+
+
+class Samplings:
+    """SGLang's sampling parameters, made once of each distinct value."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._known: dict[tuple[bytes, bool], SamplingParams] = {}
+
+    def get(self, raw: bytes, stream: bool) -> SamplingParams:
+        """A request's own. Raises ``InvalidRequest`` when SGLang rejects the values."""
+        found = self._known.get((raw, stream))
+        if found is None:
+            found = sampling_params(raw, stream, self._tokenizer, self._vocab_size)
+            if len(self._known) >= _SAMPLINGS:
+                self._known.clear()
+            self._known[raw, stream] = found
+        # SGLang changes some of them for one request.
+        return copy.copy(found)
 
 
 def sampling_params(raw: bytes, stream: bool, tokenizer: Any, vocab_size: int) -> SamplingParams:

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -55,6 +56,7 @@ from ...beat import start_beats
 from ...mailbox import Mailbox
 from ...weights import RankWeights
 from ..loop import IDLE_WAIT
+from ..portions import first_portion
 from ..protocol import check_mode, check_top
 from . import arena, compat, convert, resume, seeds, short_prefill
 from .cpu_queries import CpuQueries
@@ -77,7 +79,10 @@ _COMMIT_SECONDS = 0.0015
 _DRAIN_WAIT = 0.05
 """Seconds. Nobody says when an update that waits for a paused engine is given up."""
 
-_REQUESTS = (TokenizedGenerateReqInput, Resume)
+_TOGETHER = 128
+"""Answers in one message."""
+
+REQUESTS = (TokenizedGenerateReqInput, Resume)
 
 
 @dataclass
@@ -132,6 +137,22 @@ class _Request:
         return parts
 
 
+def _sizes(incoming: list[Any]) -> list[int]:
+    """See ``first_portion``. What another worker has begun comes with its request; queries make
+    steps of their own; commands do not wait."""
+    sizes = []
+    begun = False
+    for at, request in enumerate(incoming):
+        if isinstance(request, Resume):
+            sizes.append(len(incoming[at + 1].input_ids) + len(request.ids))
+        elif not isinstance(request, TokenizedGenerateReqInput):
+            sizes.append(-1)
+        else:
+            sizes.append(0 if begun or is_query(request) else len(request.input_ids))
+        begun = isinstance(request, Resume)
+    return sizes
+
+
 class Adapter:
     """Implements ``Engine`` on top of a scheduler. Collects requests for its next pull."""
 
@@ -166,12 +187,7 @@ class Adapter:
 
     def generate(self, id_: int, args: GenerateArgs) -> None:
         scheduler = self.scheduler
-        params = convert.sampling_params(
-            bytes(args.sampling),
-            args.stream,
-            scheduler.tokenizer,
-            scheduler.model_config.vocab_size,
-        )
+        params = self.samplings.get(bytes(args.sampling), args.stream)
         priority = args.priority if scheduler.enable_priority_scheduling else None
         begun = convert.token_array(args.resume)
         asked = convert.generate_request(id_, args, params, priority)
@@ -181,6 +197,11 @@ class Adapter:
         request = _Request(scheduler.sglrl_version, args.top_logprobs, generates=True)
         request.sent = request.resumed = len(begun)
         self.requests[id_] = request
+
+    @cached_property
+    def samplings(self) -> convert.Samplings:
+        scheduler = self.scheduler
+        return convert.Samplings(scheduler.tokenizer, scheduler.model_config.vocab_size)
 
     def score(self, id_: int, args: ScoreArgs) -> None:
         count = len(args.input_ids) // 4
@@ -205,7 +226,7 @@ class Adapter:
         rid = convert.request_id(id_)
         for unsent in (self.incoming, self.held_back):
             # Ahead of a request that is kept back, SGLang would not know what this is about.
-            others = [r for r in unsent if not (isinstance(r, _REQUESTS) and r.rid == rid)]
+            others = [r for r in unsent if not (isinstance(r, REQUESTS) and r.rid == rid)]
             if len(others) < len(unsent):
                 unsent[:] = others
                 del self.requests[id_]
@@ -227,7 +248,7 @@ class Adapter:
         """Answer those ``generate`` requests that SGLang has not been given yet. The others."""
         others = []
         for asked in requests:
-            if isinstance(asked, _REQUESTS):
+            if isinstance(asked, REQUESTS):
                 id_ = convert.call_id(asked.rid)
                 request = self.requests.get(id_)
                 if request is not None and request.generates and id_ not in self.cancelled:
@@ -340,7 +361,7 @@ class Adapter:
         if self.flushes:
             self._pull_flush()
         self.mailbox.flush()
-        incoming, self.incoming = self.incoming, []
+        incoming = self._portion()
         if self.commands or self.draining is not None:
             incoming = self._with_commands(incoming)
         version = str(self.scheduler.sglrl_version)
@@ -350,6 +371,16 @@ class Adapter:
                 request.extra_key = version
         if self.mailbox.stopped:
             incoming.append(ShutdownReq())
+        return incoming
+
+    def _portion(self) -> list[Any]:
+        """What SGLang gets now; see ``portions``."""
+        incoming, self.incoming = self.incoming, []
+        scheduler = self.scheduler
+        if not (self.pending or scheduler.sglrl_paused or scheduler.enable_priority_scheduling):
+            count = first_portion(_sizes(incoming), scheduler.max_prefill_tokens)
+            self.incoming = incoming[count:]
+            del incoming[count:]
         return incoming
 
     def weight_command(self, command: WeightCommand) -> None:
@@ -390,6 +421,10 @@ class Adapter:
         """There is something to do also when nothing runs."""
         return bool(self.flushes or self.commands or self.draining is not None)
 
+    @property
+    def idle(self) -> bool:
+        return not self.pending and not self.incoming
+
     def _with_commands(self, incoming: list[Any]) -> list[Any]:
         """Put the next command behind the requests, at once or when what runs has ended: then new
         requests are kept back until it is done."""
@@ -410,8 +445,8 @@ class Adapter:
                     # What waits to be returned does so at once, and nothing else runs.
                     return [*incoming, command]
             self.draining = command
-        self.held_back += [r for r in incoming if isinstance(r, _REQUESTS)]
-        passed = [r for r in incoming if not isinstance(r, _REQUESTS)]
+        self.held_back += [r for r in incoming if isinstance(r, REQUESTS)]
+        passed = [r for r in incoming if not isinstance(r, REQUESTS)]
         if passed or not self.scheduler.is_fully_idle():
             return passed
         command, self.draining = self.draining, None
@@ -480,6 +515,9 @@ class Adapter:
             else:
                 self.returned.discard(id_)
                 self._return(id_, request, output, i)
+                if i % _TOGETHER == _TOGETHER - 1:
+                    # The driver and its callers go on with these meanwhile.
+                    mailbox.flush()
         self._flush()
 
     def answer(
@@ -627,7 +665,7 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
 
     def maybe_sleep_on_idle(self) -> None:
         """Called when nothing is running or waiting, in every turn of the loop."""
-        if self.sglrl_adapter is not None and not self.sglrl_adapter.pending:
+        if self.sglrl_adapter is not None and self.sglrl_adapter.idle:
             self.sglrl_adapter.mailbox.wait(IDLE_WAIT)
 
     def process_input_requests(self, recv_reqs: list[Any]) -> None:
