@@ -56,7 +56,6 @@ from ...beat import start_beats
 from ...mailbox import Mailbox
 from ...weights import RankWeights
 from ..loop import IDLE_WAIT
-from ..portions import first_portion
 from ..protocol import check_mode, check_top
 from . import arena, compat, convert, resume, seeds, short_prefill
 from .cpu_queries import CpuQueries
@@ -79,10 +78,7 @@ _COMMIT_SECONDS = 0.0015
 _DRAIN_WAIT = 0.05
 """Seconds. Nobody says when an update that waits for a paused engine is given up."""
 
-_TOGETHER = 128
-"""Answers in one message."""
-
-REQUESTS = (TokenizedGenerateReqInput, Resume)
+_REQUESTS = (TokenizedGenerateReqInput, Resume)
 
 
 @dataclass
@@ -135,22 +131,6 @@ class _Request:
             parts.append((end - self.sent, self.version))
             self.sent = end
         return parts
-
-
-def _sizes(incoming: list[Any]) -> list[int]:
-    """See ``first_portion``. What another worker has begun comes with its request; queries make
-    steps of their own; commands do not wait."""
-    sizes = []
-    begun = False
-    for at, request in enumerate(incoming):
-        if isinstance(request, Resume):
-            sizes.append(len(incoming[at + 1].input_ids) + len(request.ids))
-        elif not isinstance(request, TokenizedGenerateReqInput):
-            sizes.append(-1)
-        else:
-            sizes.append(0 if begun or is_query(request) else len(request.input_ids))
-        begun = isinstance(request, Resume)
-    return sizes
 
 
 class Adapter:
@@ -226,7 +206,7 @@ class Adapter:
         rid = convert.request_id(id_)
         for unsent in (self.incoming, self.held_back):
             # Ahead of a request that is kept back, SGLang would not know what this is about.
-            others = [r for r in unsent if not (isinstance(r, REQUESTS) and r.rid == rid)]
+            others = [r for r in unsent if not (isinstance(r, _REQUESTS) and r.rid == rid)]
             if len(others) < len(unsent):
                 unsent[:] = others
                 del self.requests[id_]
@@ -248,7 +228,7 @@ class Adapter:
         """Answer those ``generate`` requests that SGLang has not been given yet. The others."""
         others = []
         for asked in requests:
-            if isinstance(asked, REQUESTS):
+            if isinstance(asked, _REQUESTS):
                 id_ = convert.call_id(asked.rid)
                 request = self.requests.get(id_)
                 if request is not None and request.generates and id_ not in self.cancelled:
@@ -361,7 +341,7 @@ class Adapter:
         if self.flushes:
             self._pull_flush()
         self.mailbox.flush()
-        incoming = self._portion()
+        incoming, self.incoming = self.incoming, []
         if self.commands or self.draining is not None:
             incoming = self._with_commands(incoming)
         version = str(self.scheduler.sglrl_version)
@@ -371,16 +351,6 @@ class Adapter:
                 request.extra_key = version
         if self.mailbox.stopped:
             incoming.append(ShutdownReq())
-        return incoming
-
-    def _portion(self) -> list[Any]:
-        """What SGLang gets now; see ``portions``."""
-        incoming, self.incoming = self.incoming, []
-        scheduler = self.scheduler
-        if not (self.pending or scheduler.sglrl_paused or scheduler.enable_priority_scheduling):
-            count = first_portion(_sizes(incoming), scheduler.max_prefill_tokens)
-            self.incoming = incoming[count:]
-            del incoming[count:]
         return incoming
 
     def weight_command(self, command: WeightCommand) -> None:
@@ -421,10 +391,6 @@ class Adapter:
         """There is something to do also when nothing runs."""
         return bool(self.flushes or self.commands or self.draining is not None)
 
-    @property
-    def idle(self) -> bool:
-        return not self.pending and not self.incoming
-
     def _with_commands(self, incoming: list[Any]) -> list[Any]:
         """Put the next command behind the requests, at once or when what runs has ended: then new
         requests are kept back until it is done."""
@@ -445,8 +411,8 @@ class Adapter:
                     # What waits to be returned does so at once, and nothing else runs.
                     return [*incoming, command]
             self.draining = command
-        self.held_back += [r for r in incoming if isinstance(r, REQUESTS)]
-        passed = [r for r in incoming if not isinstance(r, REQUESTS)]
+        self.held_back += [r for r in incoming if isinstance(r, _REQUESTS)]
+        passed = [r for r in incoming if not isinstance(r, _REQUESTS)]
         if passed or not self.scheduler.is_fully_idle():
             return passed
         command, self.draining = self.draining, None
@@ -515,9 +481,6 @@ class Adapter:
             else:
                 self.returned.discard(id_)
                 self._return(id_, request, output, i)
-                if i % _TOGETHER == _TOGETHER - 1:
-                    # The driver and its callers go on with these meanwhile.
-                    mailbox.flush()
         self._flush()
 
     def answer(
@@ -665,7 +628,7 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
 
     def maybe_sleep_on_idle(self) -> None:
         """Called when nothing is running or waiting, in every turn of the loop."""
-        if self.sglrl_adapter is not None and self.sglrl_adapter.idle:
+        if self.sglrl_adapter is not None and not self.sglrl_adapter.pending:
             self.sglrl_adapter.mailbox.wait(IDLE_WAIT)
 
     def process_input_requests(self, recv_reqs: list[Any]) -> None:
