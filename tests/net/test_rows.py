@@ -189,6 +189,8 @@ sys.stdin.read()
     assert set(np.frombuffer(view, "<f4").tolist()) == {8.0}
 
 
+# Python warns of threads, of which this child uses none.
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_fork_keeps_what_it_has(ends: tuple[RowsWriter, RowsReader]) -> None:
     """A child that forgets its copy does not free the parent's; and a parent that does, not the
     child's."""
