@@ -13,6 +13,7 @@ import asyncio
 import concurrent.futures
 import gc
 import inspect
+import sys
 import threading
 import warnings
 from collections import OrderedDict, deque
@@ -50,6 +51,9 @@ _AT_ONCE = 32
 """So many tasks are woken, or queries sent, in one iteration of an event loop; others get their
 turn."""
 
+_SWITCH_SECONDS = 1e-3
+"""Threads of this program take turns after so long."""
+
 _PATIENCE = 30.0
 """Seconds that the client's event loop may take to come round."""
 
@@ -86,7 +90,7 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
     """An ``AsyncLM`` on a pool of SGLang workers. May be used from any number of event loops and
     threads. Tensors are float32 on the CPU, shared between all who asked for the same, and must
     not be changed. What the program holds when it is made is exempt from Python's garbage collector
-    (``gc.freeze``).
+    (``gc.freeze``), and its threads take turns every millisecond (``sys.setswitchinterval``).
 
     Attributes:
         client: what it asks.
@@ -146,6 +150,9 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
         # again and again: a third of a second in which no thread runs.
         gc.collect()
         gc.freeze()
+        # The client's thread works for the callers' loops, and would keep Python from them for five
+        # milliseconds at a time.
+        sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_SECONDS))
 
     @classmethod
     def from_name(

@@ -294,6 +294,18 @@ def test_a_cache_of_less_than_nothing_is_none(fake: sglrl.BlockingClient) -> Non
     assert model.batch_next_token_logprobs_sync([[1], [2]]).shape == (2, 512)
 
 
+def test_threads_take_turns_often(fake: sglrl.BlockingClient) -> None:
+    """A program that has set less keeps that."""
+    before = sys.getswitchinterval()
+    try:
+        for had, has in ((0.005, 0.001), (0.0002, 0.0002)):
+            sys.setswitchinterval(had)
+            AsyncSGLTransformer(fake).close()
+            assert sys.getswitchinterval() == pytest.approx(has, rel=0.01)
+    finally:
+        sys.setswitchinterval(before)
+
+
 def test_a_closed_model_keeps_nothing(
     fake: sglrl.BlockingClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
