@@ -155,8 +155,9 @@ class Mailbox:
     def put_row(self, id_: int, chunk: TokenChunk, row: Buffer) -> None:
         """The answer to ``next_token_logprobs`` for the whole vocabulary. ``row`` is sent as it is:
         it must not change any more. Leaves with the next ``flush``, or before."""
-        if self.rows is not None and (slots := self.rows.take(1)):
-            self.rows[slots[0]][:] = np.frombuffer(row, "<f4")
+        rows = self.rows
+        if rows is not None and len(row) == rows.offer.row_bytes and (slots := rows.take(1)):
+            rows[slots[0]][:] = np.frombuffer(row, "<f4")
             self.put_slot(id_, chunk, slots[0])
             return
         if self._slots:

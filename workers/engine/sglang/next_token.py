@@ -94,7 +94,7 @@ class Rows:
                 index = index.pin_memory().to(logits.device, non_blocking=True)
             logits = logits.index_select(0, index)
         whole, most = not all(self._top), max(self._top)
-        if whole and shared is not None:
+        if whole and shared is not None and logits.shape[-1] == shared.rows.shape[-1]:
             self._slots = shared.take(len(logits))
         self._full_rows: Any = None
         self._top_rows: list[Any] = []
