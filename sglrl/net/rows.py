@@ -86,6 +86,7 @@ class RowsWriter:
         self.offer = RowsOffer(self._fd, row_bytes)
         self.on_piece: Callable[[NDArray[np.float32]], None] = lambda piece: None
         self._pieces = 0
+        self._most = layout.count // TOGETHER
 
     def take(self, count: int) -> list[int]:
         """So many free slots, in rising order; [] if there are fewer."""
@@ -111,7 +112,7 @@ class RowsWriter:
 
     def _grow(self) -> bool:
         layout = self._layout
-        if self._pieces * TOGETHER == layout.count:
+        if self._pieces == self._most:
             return False
         begin = layout.offset(self._pieces * TOGETHER)
         try:
@@ -119,6 +120,8 @@ class RowsWriter:
             os.posix_fallocate(self._fd, begin, layout.piece_bytes)
             self.on_piece(self.rows[self._pieces])
         except (OSError, RuntimeError):
+            # Not to be tried again with every query.
+            self._most = self._pieces
             return False
         self._pieces += 1
         return True

@@ -84,24 +84,29 @@ def test_all_slots_and_none(ends: tuple[RowsWriter, RowsReader]) -> None:
     assert writer.take(1) == [3]
 
 
+@pytest.mark.parametrize("error", [OSError("no space"), RuntimeError("cannot be pinned")])
 def test_memory_that_is_not_to_be_had(
-    ends: tuple[RowsWriter, RowsReader], monkeypatch: pytest.MonkeyPatch
+    ends: tuple[RowsWriter, RowsReader], error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It is asked for once; what there is already is used on."""
     writer, _ = ends
+    assert writer.take(TOGETHER) == list(range(TOGETHER))
+    asked = 0
 
-    def none_left(*args: int) -> None:
-        raise OSError("no space")
+    def refused(*args: Any) -> None:
+        nonlocal asked
+        asked += 1
+        raise error
 
-    def not_now(piece: Any) -> None:
-        raise RuntimeError("cannot be pinned")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", none_left)
+    if isinstance(error, OSError):
+        monkeypatch.setattr(os, "posix_fallocate", refused)
+    else:
+        writer.on_piece = refused
+    for _ in range(3):
         assert writer.take(1) == []
-    writer.on_piece = not_now
-    assert writer.take(1) == []
-    writer.on_piece = lambda piece: None
-    assert writer.take(1) == [0]
+    assert asked == 1
+    writer.give_back([3])
+    assert writer.take(1) == [3]
 
 
 def test_slots_that_cannot_be_given_out(ends: tuple[RowsWriter, RowsReader]) -> None:
