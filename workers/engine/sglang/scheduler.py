@@ -57,7 +57,7 @@ from ...mailbox import Mailbox
 from ...weights import RankWeights
 from ..loop import IDLE_WAIT
 from ..protocol import check_mode, check_top
-from . import arena, compat, convert, resume, seeds, short_prefill
+from . import arena, compat, convert, prefixes, results, resume, seeds, short_prefill
 from .cpu_queries import CpuQueries
 from .next_token import NextTokens, Rows
 from .queries import Known, Queries, is_query
@@ -621,6 +621,11 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
         super().init_request_receiver()
         if self.sglrl_adapter is not None:
             self.request_receiver: Any = _Receiver(**compat.field_values(self.request_receiver))
+
+    def init_batch_result_processor(self) -> None:
+        super().init_batch_result_processor()
+        results.install(self)
+        prefixes.install(self)
 
     def _on_output(self, output: Any, about: Any) -> None:
         if isinstance(output, BatchTokenIDOutput) and self.sglrl_adapter is not None:

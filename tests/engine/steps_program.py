@@ -1,0 +1,246 @@
+"""The same requests through a real scheduler as SGLang has it and as we have it: all that comes out
+and what is left in its prefix cache, as JSON.
+
+    python steps_program.py MODEL normal|overlap
+
+In a process of its own: SGLang's scheduler is one of a kind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import sys
+import tempfile
+from array import array
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.scheduler_components.batch_result_processor import (
+    SchedulerBatchResultProcessor,
+)
+from sglang.srt.mem_cache.radix_cache import RadixCache
+
+from sglrl.codec import encode
+from sglrl.messages import EngineSpec, GenerateArgs
+from sglrl.sampling import from_kwargs
+from sglrl_workers.engine.sglang import compat, convert, results
+from sglrl_workers.engine.sglang.prefixes import Prefixes
+from sglrl_workers.engine.sglang.resume import Resume
+from sglrl_workers.engine.sglang.scheduler import SglrlScheduler, _memory, _Receiver, _server_args
+
+ARGUMENTS = {
+    "dtype": "float32",
+    "chunked_prefill_size": 48,
+    "max_running_requests": 12,
+    # So few that prefixes are evicted, and running requests are retracted; later versions do not do
+    # that the same way twice.
+    "max_total_tokens": 900 if compat.VERSION == "0.5.17" else 20_000,
+    "schedule_conservativeness": 0.1,
+}
+REQUESTS = 90
+
+
+class _Done(Exception):
+    pass
+
+
+def make_scheduler(model: str, overlap: bool, rendezvous: str) -> SglrlScheduler:
+    spec = EngineSpec(
+        engine="sglang",
+        model=model,
+        args=ARGUMENTS | {"disable_overlap_schedule": not overlap},
+        device="cpu",
+        rank=0,
+        tp_size=1,
+        gpu_id=0,
+        rendezvous=rendezvous,
+        threads=1,
+        memory_share=0.5,
+        window=64,
+    )
+    os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{rendezvous}"
+    arguments = _server_args(spec)
+    compat.publish_arguments(arguments, 0, 0)
+    with _memory(spec):
+        return SglrlScheduler(
+            None, 0, *compat.scheduler_arguments(arguments, compat.no_ports(), 0, 0)
+        )
+
+
+class Ends:
+    """Both ends of the scheduler: a few requests a step, of all kinds, some of them aborted; and
+    what it says of them."""
+
+    socket = None
+
+    def __init__(self, scheduler: SglrlScheduler) -> None:
+        self.chance = random.Random(5)
+        self.samplings = convert.Samplings(scheduler.tokenizer, scheduler.model_config.vocab_size)
+        self.left = [self.request(i) for i in range(REQUESTS)]
+        self.open: set[str] = set()
+        self.aborted: set[str] = set()
+        self.said: list[Any] = []
+        self.quiet = 0
+
+    def request(self, i: int) -> list[Any]:
+        choose = self.chance.choice
+        values: dict[str, Any] = {
+            "max_new_tokens": choose([1, 2, 30, 64, 65, 66, 100, 130]),
+            "temperature": choose([0.0, 1.0]),
+            "ignore_eos": choose([True, False]),
+        }
+        match choose(["", "", "", "", "tokens", "stop", "regex", "min", "grammar", "penalty"]):
+            case "tokens":
+                values["stop_token_ids"] = sorted(self.chance.sample(range(3, 500), 20))
+            case "stop":
+                values["stop"] = ["a", "e"]
+            case "regex":
+                values["stop_regex"] = ["[x-z]"]
+            case "min":
+                least = min(20, values["max_new_tokens"])
+                values |= {"min_new_tokens": least, "ignore_eos": False}
+            case "grammar":
+                values["regex"] = "[a-z ]{40}"
+            case "penalty":
+                values["frequency_penalty"] = 0.5
+        top = choose([0, 0, 0, 2])
+        # Prompts that share: all, much, a token, or nothing; and a long one in several parts.
+        shared = [[7, 8, 9, 10, 11, 12], [7, 8, 9, 40, 41], [300 + i % 5]][i % 3]
+        ids = [*shared, *(100 + (i * j) % 7 for j in range(choose([0, 1, 8, 20, 70])))]
+        args = GenerateArgs(
+            np.array(ids, "<i4").tobytes(),
+            encode(from_kwargs(values).to_wire(values["max_new_tokens"], None)),
+            choose([True, True, False]),
+            top,
+            choose([False, False, False, True]),
+            0,
+            b"",
+        )
+        params = self.samplings.get(bytes(args.sampling), args.stream)
+        request = convert.generate_request(i, args, params, None)
+        request.extra_key = choose(["0", "1"])
+        if "regex" not in values and choose([False, False, True]):
+            # Another worker has begun it.
+            begun = array("q", [140, 235, 60][: values["max_new_tokens"] - 1])
+            return [Resume(request.rid, begun), request]
+        return [request]
+
+    def pull(self) -> list[Any]:
+        if not self.left and not self.open:
+            # The loops with overlap have a step to put away.
+            self.quiet += 1
+            if self.quiet > 4:
+                raise _Done
+            return []
+        count = self.chance.choice([0, 0, 1, 3])
+        pulled = [request for requests in self.left[:count] for request in requests]
+        self.left = self.left[count:]
+        self.open.update(request.rid for request in pulled)
+        if self.open and self.chance.random() < 0.02:
+            rid = self.chance.choice(sorted(self.open))
+            self.aborted.add(rid)
+            return [*pulled, AbortReq(rid=rid)]
+        return pulled
+
+    def send_output(self, output: Any, about: Any = None) -> None:
+        if isinstance(output, AbortReq):
+            self.open.discard(output.rid)
+            self.said.append(["aborted", output.rid])
+            return
+        for i, rid in enumerate(output.rids):
+            reason = output.finished_reasons[i]
+            if reason is not None:
+                self.open.discard(rid)
+            logprobs = [
+                getattr(output, f"output_{name}")[i] if output.output_token_logprobs_val else None
+                for name in (
+                    "token_logprobs_val",
+                    "token_logprobs_idx",
+                    "top_logprobs_val",
+                    "top_logprobs_idx",
+                )
+            ]
+            self.said.append(
+                [rid, list(output.output_ids[i]), reason, output.cached_tokens[i], logprobs]
+            )
+
+
+def tree(cache: Any) -> list[Any]:
+    """The prefix cache, without the numbers and times of its nodes."""
+
+    def of(node: Any) -> list[Any]:
+        children = sorted(node.children.items(), key=lambda item: str(item[0]))
+        return [
+            [str(key), list(child.key.token_ids), child.lock_ref, child.hit_count, of(child)]
+            for key, child in children
+        ]
+
+    return [cache.evictable_size(), cache.protected_size(), of(cache.root_node)]
+
+
+def run(scheduler: Any) -> dict[str, Any]:
+    torch.manual_seed(3)
+    ends = Ends(scheduler)
+    retracted = scheduler.sglrl_preempted
+    object.__setattr__(scheduler.output_streamer, "send_to_detokenizer", ends)
+    scheduler.ipc_channels.send_to_tokenizer.handle = ends.send_output
+    fields = compat.field_values(scheduler.request_receiver) | {"recv_from_tokenizer": ends}
+    scheduler.request_receiver = _Receiver(**fields)
+    with contextlib.suppress(_Done):
+        scheduler.run_event_loop()
+    found = {
+        "said": ends.said,
+        "retracted": scheduler.sglrl_preempted - retracted,
+        "left": scheduler.token_to_kv_pool_allocator.available_size(),
+    }
+    if type(scheduler.tree_cache) in (RadixCache, Prefixes):
+        found["tree"] = tree(scheduler.tree_cache)
+    assert scheduler.flush_cache()
+    return found
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        overlap = sys.argv[2] == "overlap"
+        scheduler: Any = make_scheduler(sys.argv[1], overlap, f"{folder}/rendezvous")
+        ours = scheduler.batch_result_processor
+        theirs = SchedulerBatchResultProcessor(**compat.field_values(ours))
+        short = leaves = 0
+        go_on, add = results.Results._go_on, Prefixes._add
+
+        def counted(self: Any, batch: Any, result: Any) -> Any:
+            nonlocal short
+            part, outcome = go_on(self, batch, result)
+            short += len(batch.reqs) - len(part.reqs)
+            return part, outcome
+
+        def added(self: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal leaves
+            leaves += 1
+            return add(self, *args, **kwargs)
+
+        results.Results._go_on = counted  # type: ignore[method-assign]
+        Prefixes._add = added  # type: ignore[method-assign]
+        quick = type(scheduler.tree_cache)
+        found: dict[str, Any] = {"results": type(ours).__name__, "cache": quick.__name__}
+        scheduler.batch_result_processor = theirs
+        if quick is Prefixes:
+            scheduler.tree_cache.__class__ = RadixCache
+        found["theirs"] = run(scheduler)
+        scheduler.batch_result_processor = ours
+        scheduler.tree_cache.__class__ = quick
+        found["ours"] = run(scheduler)
+        found |= {"tokens": short, "leaves": leaves}
+        print(json.dumps(found))
+        sys.stdout.flush()
+    # SGLang's threads have nothing left to do.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""The results of a decode step, where SGLang's scheduler spends most of its time once a model is
+small and a batch large: in a step of 1,024 requests almost every one of them gets a token and goes
+on, for which SGLang makes a dozen calls each.
+
+Here a request that only goes on gets its token and its logprob, and no more. SGLang's own code does
+all others: those that may end with this token, report it, or want more than token and logprob. It
+sees a step of these requests alone. What "only goes on" may leave out was read in the methods that
+``_METHODS`` names, so with an SGLang in which they read otherwise its own code does all.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Final
+
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.scheduler_components import output_streamer
+from sglang.srt.managers.scheduler_components.batch_result_processor import (
+    SchedulerBatchResultProcessor,
+)
+from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
+from sglang.srt.runtime_context import get_disagg
+
+from . import compat
+
+_METHODS: Final = (
+    (
+        SchedulerBatchResultProcessor,
+        (
+            "process_batch_result_decode",
+            "_normalize_decode_outputs",
+            "_handle_finish_state_updated_req",
+            "_maybe_update_reasoning_tokens",
+            "_apply_decode_logprobs",
+        ),
+    ),
+    (
+        Req,
+        (
+            "update_finish_state",
+            "_check_vocab_boundary_finish",
+            "_check_str_based_finish",
+            "_check_token_based_finish",
+        ),
+    ),
+    (SchedulerOutputStreamer, ("_stream_output_generation",)),
+    (output_streamer._GenerationStreamAccumulator, ("accept",)),
+)
+_KNOWN: Final = frozenset(
+    {
+        "87497e01ceaac556320460b688d3684696178974afa9c59e4b587455d7aeb9da",
+        "2b705bb49e544667ef4be78247253d1a2e65ff14bf46c75bf0345071f2124552",
+    }
+)
+"""Digests of their texts: of 0.5.17 and 0.5.23."""
+
+
+class _Plan:
+    """What decides whether a token is the last one, or is to be reported, and what it needs.
+
+    ``limit``: tokens that the request may have. ``stops``: that end it. ``vocab_size``: ids are
+    below it. ``interval``: so many are reported at a time.
+    """
+
+    __slots__ = ("interval", "limit", "logprob", "stops", "vocab_size")
+
+    def __init__(self, request: Any) -> None:
+        params = request.sampling_params
+        self.limit = params.max_new_tokens
+        self.interval = params.stream_interval
+        self.logprob = bool(request.return_logprob)
+        self.vocab_size = request.vocab_size
+        stops: set[int] = set()
+        if not params.ignore_eos:
+            stops.update(params.stop_token_ids or ())
+            stops.update(request.eos_token_ids or ())
+            if request.tokenizer is not None:
+                stops.add(request.tokenizer.eos_token_id)
+                stops.update(request.tokenizer.additional_stop_token_ids or ())
+        self.stops = frozenset(stops)
+
+
+def _plan(request: Any) -> _Plan | None:
+    """None for a request that SGLang's own code must see in every step."""
+    params = request.sampling_params
+    logprob = request.logprob
+    if (
+        not request.stream
+        or (params.stream_interval or 1) == 1
+        or request.grammar is not None
+        or params.stop_strs
+        or params.stop_regex_strs
+        or request.return_hidden_states
+        or request.return_sampling_mask
+        or request.require_reasoning
+        or (
+            request.return_logprob
+            and (logprob.top_logprobs_num > 0 or logprob.token_ids_logprob is not None)
+        )
+        or getattr(request, "beam_group", None) is not None
+        or request.vocab_size is None
+        or request.time_stats.enable_metrics
+        or request.time_stats.trace_ctx.tracing_enable
+    ):
+        return None
+    return _Plan(request)
+
+
+def install(scheduler: Any) -> None:
+    """Give the scheduler a ``Results``, if it is one that this knows."""
+    theirs = scheduler.batch_result_processor
+    if (
+        not theirs.tree_cache.supports_mamba()
+        and not get_disagg().disaggregation_decode_enable_offload_kvcache
+        and not getattr(theirs.model_config, "self_opened_think_start_ids", None)
+        and compat.digest(*_METHODS) in _KNOWN
+    ):
+        scheduler.batch_result_processor = Results(**compat.field_values(theirs))
+
+
+class Results(SchedulerBatchResultProcessor):  # type: ignore[misc]
+    """SGLang's processor, but for the decode steps of requests that only go on."""
+
+    __slots__ = ()
+
+    def process_batch_result_decode(self, batch: Any, result: Any) -> None:
+        if self._takes(batch, result):
+            if result.copy_done is not None:
+                result.copy_done.synchronize()
+            batch, result = self._go_on(batch, result)
+        super().process_batch_result_decode(batch, result)
+
+    def _takes(self, batch: Any, result: Any) -> bool:
+        """False for a step in which there is more than tokens and logprobs, or which is counted in
+        SGLang's log, which tells of the whole batch."""
+        logits, metrics = result.logits_output, self.metrics_reporter
+        return (
+            batch.spec_algorithm.is_none()
+            and result.routed_experts_output is None
+            and result.indexer_topk_output is None
+            and getattr(result, "auxiliary_host_output", None) is None
+            and logits is not None
+            and logits.hidden_states is None
+            and logits.customized_info is None
+            and logits.next_token_sampling_mask_idx is None
+            and not metrics.current_scheduler_metrics_enabled
+            and (metrics.forward_ct_decode + 1) % metrics.decode_log_interval != 0
+        )
+
+    def _go_on(self, batch: Any, result: Any) -> tuple[Any, Any]:
+        """Give their tokens to the requests that only go on; the batch and result of the others."""
+        ids = result.next_token_ids
+        ids = ids if isinstance(ids, list) else ids.tolist()
+        logits = result.logits_output
+        logprobs = logits.next_token_logprobs.tolist() if batch.return_logprob else ids
+        others: list[int] = []
+        requests = batch.reqs
+        for i, (request, token, value) in enumerate(zip(requests, ids, logprobs, strict=True)):
+            try:
+                plan = request.sglrl_plan
+            except AttributeError:
+                plan = request.sglrl_plan = _plan(request)
+            if (
+                plan is None
+                or request.finished_reason is not None
+                or request.is_retracted
+                or request.to_finish is not None
+            ):
+                others.append(i)
+                continue
+            output = request.output_ids
+            count, sent, interval = len(output) + 1, request.send_token_offset, plan.interval
+            # Some versions report by how many tokens there are, others by how many are not sent.
+            if (
+                count >= plan.limit
+                or not sent
+                or count - sent >= interval
+                or count % interval == 1
+                or token in plan.stops
+                or not 0 <= token < plan.vocab_size
+            ):
+                others.append(i)
+                continue
+            output.append(token)
+            if plan.logprob:
+                logprob = request.logprob
+                logprob.output_token_logprobs_val.append(value)
+                logprob.output_token_logprobs_idx.append(token)
+        self.metrics_reporter.num_generated_tokens += len(requests) - len(others)
+        return _part(batch, result, ids, others)
+
+
+def _part(batch: Any, result: Any, ids: list[int], rows: list[int]) -> tuple[Any, Any]:
+    """The batch and result of some of its requests."""
+    part, outcome = copy.copy(batch), copy.copy(result)
+    part.reqs = [batch.reqs[i] for i in rows]
+    outcome.next_token_ids = [ids[i] for i in rows]
+    outcome.copy_done = None
+    if batch.return_logprob:
+        logits = outcome.logits_output = copy.copy(result.logits_output)
+        logits.next_token_logprobs = logits.next_token_logprobs[rows]
+        for name in (
+            "next_token_top_logprobs_val",
+            "next_token_top_logprobs_idx",
+            "next_token_token_ids_logprobs_val",
+            "next_token_token_ids_logprobs_idx",
+        ):
+            values = getattr(logits, name)
+            if values:
+                setattr(logits, name, [values[i] for i in rows])
+    return part, outcome
