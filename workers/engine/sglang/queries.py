@@ -30,6 +30,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 
 from . import short_prefill
+from .prefixes import Prefixes
 
 _AT_ONCE = 32
 """So many at most in one step: the answers of one leave while the next one is computed."""
@@ -87,7 +88,7 @@ class Queries:
         arguments = scheduler.server_args
         self._possible = (
             short_prefill.plain(self._runner)
-            and type(self._tree) is RadixCache
+            and type(self._tree) in (RadixCache, Prefixes)
             and not self._tree.disable
             and not self._tree.disable_finished_insert
             and type(scheduler.token_to_kv_pool_allocator) is TokenToKVPoolAllocator
