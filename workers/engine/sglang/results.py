@@ -155,7 +155,8 @@ class Results(SchedulerBatchResultProcessor):  # type: ignore[misc]
         logprobs = logits.next_token_logprobs.tolist() if batch.return_logprob else ids
         others: list[int] = []
         requests = batch.reqs
-        for i, (request, token, value) in enumerate(zip(requests, ids, logprobs, strict=True)):
+        # What was computed may be padded.
+        for i, (request, token, value) in enumerate(zip(requests, ids, logprobs, strict=False)):
             try:
                 plan = request.sglrl_plan
             except AttributeError:
