@@ -29,6 +29,7 @@ from ..core.weights import (
     SENDER,
     STAGE,
     Ask,
+    Effect,
     Ended,
     Expel,
     Limits,
@@ -546,19 +547,29 @@ class WeightChannel:
         while machine.outbox:
             effects, machine.outbox = machine.outbox, []
             for effect in effects:
-                match effect:
-                    case Ask(phase=phase, member=member):
-                        self._ask(run, phase, member)
-                    case Expel(worker=worker, reason=reason):
-                        self._expel(worker, reason)
-                    case Ended():
-                        if not run.ended.done():
-                            run.ended.set_result(effect)
+                try:
+                    self._do(run, effect)
+                except Exception as error:
+                    # It must not take the others with it, nor the timer.
+                    logger.exception("a weight update")
+                    if isinstance(effect, Ask):
+                        failed = WeightUpdateError(f"{effect.phase} could not be asked: {error!r}")
+                        machine.answered(effect.member, effect.phase, failed, time.monotonic())
         if not machine.ended:
             if self._timer is not None:
                 self._timer.cancel()
             wait = max(0.0, machine.deadline - time.monotonic())
             self._timer = asyncio.get_running_loop().call_later(wait, self._on_timer)
+
+    def _do(self, run: _Run, effect: Effect) -> None:
+        match effect:
+            case Ask(phase=phase, member=member):
+                self._ask(run, phase, member)
+            case Expel(worker=worker, reason=reason):
+                self._expel(worker, reason)
+            case Ended():
+                if not run.ended.done():
+                    run.ended.set_result(effect)
 
     def _on_timer(self) -> None:
         if self._run is not None:

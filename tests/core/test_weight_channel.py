@@ -192,6 +192,29 @@ async def test_a_short_time_out_ends_nobody_who_commits(pool: Pool) -> None:
 
 
 @played
+async def test_what_cannot_be_asked_ends_the_update(pool: Pool) -> None:
+    """And takes nothing with it: all are told, nobody waits for a time-out."""
+
+    class Broken(Sender):
+        def ask(self, message: ToRank) -> None:
+            if isinstance(message, Stage):
+                raise RuntimeError("no")
+            super().ask(message)
+
+    sender = Broken(pool, "a")
+    update = asyncio.create_task(pool.channel.update(UpdateRequest(specs=SPECS), sender))
+    await pool.describes_itself()
+    await pool.goes_well(sender, [0, 1], Join, Prepare)
+    for who in (0, 1):
+        await pool.next(who, Stage)
+    await pool.goes_well(sender, [0, 1], Abort)
+    with pytest.raises(WeightUpdateError, match="stage could not be asked: RuntimeError"):
+        await update
+    assert not pool.expelled
+    assert pool.channel.version == 0
+
+
+@played
 async def test_a_group_is_used_again(pool: Pool) -> None:
     sender = Sender(pool, "a")
     join = asyncio.create_task(pool.channel.join(sender, 5.0))
