@@ -15,6 +15,7 @@ import random
 import sys
 import tempfile
 from array import array
+from concurrent.futures import Executor, Future
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,16 @@ REQUESTS = 90
 
 class _Done(Exception):
     pass
+
+
+class AtOnce(Executor):
+    """Compiles a grammar where it is asked for, and not when a thread comes to it: which request
+    runs in which step must not depend on that."""
+
+    def submit(self, function: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(function(*args, **kwargs))
+        return future
 
 
 def make_scheduler(model: str, overlap: bool, rendezvous: str) -> SglrlScheduler:
@@ -208,6 +219,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         overlap = sys.argv[2] == "overlap"
         scheduler: Any = make_scheduler(sys.argv[1], overlap, f"{folder}/rendezvous")
+        scheduler.grammar_manager.grammar_backend.executor = AtOnce()
         ours = scheduler.batch_result_processor
         theirs = SchedulerBatchResultProcessor(**compat.field_values(ours))
         short = leaves = 0
