@@ -15,6 +15,16 @@ Call = Callable[[int], Awaitable[Any]]
 """``call(i)`` makes the i-th call; awaiting what it returns gives the answer."""
 
 WARM_SECONDS = 0.3
+_GC_THRESHOLDS = (50_000, 20, 100)
+
+
+def settle_collector() -> None:
+    """For every system alike, what ``sglrl.rollout`` advises a program to do. Thousands of calls or
+    agents are some hundred thousand objects: Python's own thresholds have the collector walk them
+    again and again, and all that the imports made with each full collection."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*_GC_THRESHOLDS)
 
 
 class Window(NamedTuple):
@@ -52,10 +62,7 @@ async def closed_loop(
 
     Latencies are recorded only when asked for: reading the clock twice would be part of the cost.
     """
-    # For every system alike: without it each full collection walks all that the imports made, which
-    # is most of what the collector costs a client with many calls in flight.
-    gc.collect()
-    gc.freeze()
+    settle_collector()
     count = 0
     running = True
     latencies: list[float] = []

@@ -19,13 +19,12 @@ from typing import Any, NamedTuple
 import psutil
 import uvloop
 
-from .load import closed_loop
+from .load import closed_loop, settle_collector
 from .parts import ROOT, Note, serve_part
 from .payload import TOKENS, VOCAB, Prompts
 
 TOOL_TOKENS = 16
 _DELAYS = 1 << 12
-_GC_THRESHOLDS = (50_000, 20, 100)
 
 
 class Tool:
@@ -57,11 +56,7 @@ class Cost(NamedTuple):
 
 
 async def _cost(turns: int, work: Coroutine[Any, Any, None]) -> Cost:
-    # For every system alike. Thousands of agents are some hundred thousand objects that live long:
-    # with Python's thresholds the collector walks them again and again, for a third of the time.
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*_GC_THRESHOLDS)
+    settle_collector()
     begun = time.perf_counter(), time.thread_time(), time.process_time()
     await work
     seconds, loop, cpu = (
