@@ -1,8 +1,5 @@
-"""Steps of a real model, recorded and replayed: which kinds are, as JSON.
-
-    python recorded_program.py MODEL
-
-In a process of its own: SGLang's scheduler is one of a kind.
+"""Steps of a real model, recorded and replayed: which kinds are, as JSON. In the folder of tests:
+``python -m engine.recorded_program MODEL``.
 """
 
 from __future__ import annotations
@@ -15,33 +12,11 @@ import tempfile
 import numpy as np
 import torch
 
-from sglrl.messages import EngineSpec, NextTokenArgs
-from sglrl_workers.engine.sglang import compat, convert
+from sglrl.messages import NextTokenArgs
+from sglrl_workers.engine.sglang import convert
 from sglrl_workers.engine.sglang.cpu_queries import CpuQueries
-from sglrl_workers.engine.sglang.scheduler import SglrlScheduler, _memory, _server_args
 
-
-def make_scheduler(model: str, rendezvous: str) -> SglrlScheduler:
-    spec = EngineSpec(
-        engine="sglang",
-        model=model,
-        args={"dtype": "float32"},
-        device="cpu",
-        rank=0,
-        tp_size=1,
-        gpu_id=0,
-        rendezvous=rendezvous,
-        threads=1,
-        memory_share=0.5,
-        window=64,
-    )
-    os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{rendezvous}"
-    arguments = _server_args(spec)
-    compat.publish_arguments(arguments, 0, 0)
-    with _memory(spec):
-        return SglrlScheduler(
-            None, 0, *compat.scheduler_arguments(arguments, compat.no_ports(), 0, 0)
-        )
+from .programs import make_scheduler
 
 
 def main() -> None:

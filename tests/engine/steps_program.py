@@ -1,9 +1,6 @@
 """The same requests through a real scheduler as SGLang has it and as we have it: all that comes out
-and what is left in its prefix cache, as JSON.
-
-    python steps_program.py MODEL normal|overlap
-
-In a process of its own: SGLang's scheduler is one of a kind.
+and what is left in its prefix cache, as JSON. In the folder of tests:
+``python -m engine.steps_program MODEL normal|overlap``.
 """
 
 from __future__ import annotations
@@ -27,15 +24,16 @@ from sglang.srt.managers.scheduler_components.batch_result_processor import (
 from sglang.srt.mem_cache.radix_cache import RadixCache
 
 from sglrl.codec import encode
-from sglrl.messages import EngineSpec, GenerateArgs
+from sglrl.messages import GenerateArgs
 from sglrl.sampling import from_kwargs
 from sglrl_workers.engine.sglang import compat, convert, results
 from sglrl_workers.engine.sglang.prefixes import Prefixes
 from sglrl_workers.engine.sglang.resume import Resume
-from sglrl_workers.engine.sglang.scheduler import SglrlScheduler, _memory, _Receiver, _server_args
+from sglrl_workers.engine.sglang.scheduler import SglrlScheduler, _Receiver
 
-ARGUMENTS = {
-    "dtype": "float32",
+from .programs import make_scheduler
+
+ARGUMENTS: dict[str, Any] = {
     "chunked_prefill_size": 48,
     "max_running_requests": 12,
     # So few that prefixes are evicted, and running requests are retracted; later versions do not do
@@ -58,29 +56,6 @@ class AtOnce(Executor):
         future: Future[Any] = Future()
         future.set_result(function(*args, **kwargs))
         return future
-
-
-def make_scheduler(model: str, overlap: bool, rendezvous: str) -> SglrlScheduler:
-    spec = EngineSpec(
-        engine="sglang",
-        model=model,
-        args=ARGUMENTS | {"disable_overlap_schedule": not overlap},
-        device="cpu",
-        rank=0,
-        tp_size=1,
-        gpu_id=0,
-        rendezvous=rendezvous,
-        threads=1,
-        memory_share=0.5,
-        window=64,
-    )
-    os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{rendezvous}"
-    arguments = _server_args(spec)
-    compat.publish_arguments(arguments, 0, 0)
-    with _memory(spec):
-        return SglrlScheduler(
-            None, 0, *compat.scheduler_arguments(arguments, compat.no_ports(), 0, 0)
-        )
 
 
 class Ends:
@@ -217,8 +192,12 @@ def run(scheduler: Any) -> dict[str, Any]:
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
-        overlap = sys.argv[2] == "overlap"
-        scheduler: Any = make_scheduler(sys.argv[1], overlap, f"{folder}/rendezvous")
+        scheduler: Any = make_scheduler(
+            sys.argv[1],
+            f"{folder}/rendezvous",
+            disable_overlap_schedule=sys.argv[2] != "overlap",
+            **ARGUMENTS,
+        )
         scheduler.grammar_manager.grammar_backend.executor = AtOnce()
         ours = scheduler.batch_result_processor
         theirs = SchedulerBatchResultProcessor(**compat.field_values(ours))

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +15,9 @@ from sglrl.demo.tiny import make_model
 from sglrl_workers.engine.sglang.ragged import Call
 from sglrl_workers.engine.sglang.recorded import Inputs, Recorder
 
+from .programs import run_program
+
 VOCABULARY, SIZE, SLOTS = 11, 4, 64
-PROGRAM = Path(__file__).with_name("recorded_program.py")
 
 
 @dataclass
@@ -151,15 +148,7 @@ def test_what_cannot_be_recorded_is_computed(model: Callable[[], Model]) -> None
 @pytest.mark.parametrize("architecture", ["qwen3", "llama"])
 def test_all_kinds_of_steps_of_real_models(architecture: str, tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", architecture=architecture)
-    program = subprocess.run(
-        [sys.executable, str(PROGRAM), str(model)],
-        env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=110,
-        check=True,
-    )
-    kinds = json.loads(program.stdout.splitlines()[-1])
+    kinds = run_program("recorded_program", model)
     assert sorted(kinds) == sorted(
         [
             # decodes, all tokens, unmasked, causal, alone; used

@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-PROGRAM = Path(__file__).with_name("steps_program.py")
+from .programs import run_program
 
 
 @pytest.mark.parametrize("loop", ["normal", "overlap"])
 def test_steps_are_as_sglang_makes_them(loop: str, qwen: Path) -> None:
     """Requests of all kinds, in a cache so small that prefixes are evicted and requests retracted,
     some of them aborted: the same in every answer, and in what the prefix cache holds then."""
-    program = subprocess.run(
-        [sys.executable, str(PROGRAM), str(qwen), loop],
-        env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=110,
-        check=True,
-    )
-    found = json.loads(program.stdout.splitlines()[-1])
+    found = run_program("steps_program", qwen, loop)
     ours, theirs = found["ours"], found["theirs"]
     assert ours["said"] == theirs["said"]
     assert ours == theirs
