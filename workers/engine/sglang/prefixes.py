@@ -4,8 +4,8 @@
 find where its tokens belong, copies their slots twice, looks up what it has just inserted, and
 writes it back: half a dozen operations on a GPU for one request, while the GPU waits for the next
 step. But a request holds the node of what it shares with others, and unless somebody else went on
-there with the same token, all the rest is new: one new leaf. Everything else is left to SGLang's own
-code, and so is an SGLang that reads otherwise than what this was written against.
+there with the same token, all the rest is new: one new leaf. Everything else is left to SGLang's
+own code, and so is an SGLang that reads otherwise than what this was written against.
 """
 
 from __future__ import annotations
