@@ -69,7 +69,6 @@ class Ends:
         self.samplings = convert.Samplings(scheduler.tokenizer, scheduler.model_config.vocab_size)
         self.left = [self.request(i) for i in range(REQUESTS)]
         self.open: set[str] = set()
-        self.aborted: set[str] = set()
         self.said: list[Any] = []
         self.quiet = 0
 
@@ -129,7 +128,6 @@ class Ends:
         self.open.update(request.rid for request in pulled)
         if self.open and self.chance.random() < 0.02:
             rid = self.chance.choice(sorted(self.open))
-            self.aborted.add(rid)
             return [*pulled, AbortReq(rid=rid)]
         return pulled
 

@@ -155,8 +155,9 @@ class Results(SchedulerBatchResultProcessor):  # type: ignore[misc]
         logprobs = logits.next_token_logprobs.tolist() if batch.return_logprob else ids
         others: list[int] = []
         requests = batch.reqs
-        # What was computed may be padded.
-        for i, (request, token, value) in enumerate(zip(requests, ids, logprobs, strict=False)):
+        # What was computed may be padded, but not be too little.
+        rows = zip(requests, ids[: len(requests)], logprobs[: len(requests)], strict=True)
+        for i, (request, token, value) in enumerate(rows):
             try:
                 plan = request.sglrl_plan
             except AttributeError:
