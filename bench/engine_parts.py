@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
-import socket
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -20,9 +17,10 @@ from typing import Any
 
 import psutil
 
+from . import sglang_http
 from .cases import Case, prompts
 from .load import percentile
-from .parts import ROOT, Note, serve_part
+from .parts import Note, serve_part
 
 Generate = Callable[[list[int]], Awaitable[int]]
 """Send one prompt, wait for the whole answer, return the number of tokens that have a logprob."""
@@ -269,34 +267,8 @@ def _http(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
 
     begun = time.perf_counter()
     note("starting")
-    port = _free_port()
-    arguments = _server_arguments(options) | {"host": "127.0.0.1", "port": port}
-    read_end, write_end = os.pipe()
-    server = subprocess.Popen(
-        [sys.executable, "-m", "bench.sglang_server", json.dumps(arguments), str(write_end)],
-        cwd=ROOT,
-        pass_fds=(write_end,),
-    )
-    os.close(write_end)
-    try:
-        with os.fdopen(read_end, "rb") as pipe:
-            if not pipe.read(1):
-                raise RuntimeError(f"the server ended with status {server.wait()}")
+    with sglang_http.serve(_server_arguments(options)) as port:
         return uvloop.run(_http_main(f"http://127.0.0.1:{port}/generate", options, begun, note))
-    finally:
-        server.terminate()
-        try:
-            server.wait(timeout=20)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 async def _http_main(

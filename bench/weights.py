@@ -34,6 +34,16 @@ _WAYS = ("one request", "flattened 512 MB", "per parameter")
 _TORCHRL = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_CUMEM_ENABLE": "0"}
 """What TorchRL's weight-sync scheme sets on both sides."""
 
+_AS_TORCHRL = "TorchRL's settings"
+_PART_OF = {
+    "sglrl": "sglrl",
+    "bare broadcast": "bare",
+    "SGLang Engine": "engine",
+    "SGLang HTTP": "http",
+    _AS_TORCHRL: "engine",
+}
+_SGLANG = ("SGLang Engine", "SGLang HTTP", _AS_TORCHRL)
+
 CaseName = Enum("CaseName", {name: name for name in CASES})  # type: ignore[misc]
 
 
@@ -77,12 +87,12 @@ def main(
                 "gpus": list(range(1, 1 + receivers)),
                 "receivers": receivers,
                 "modes": mode or _MODES,
-                "ways": ["one request"] if system == "TorchRL's settings" else _WAYS,
+                "ways": ["one request"] if system == _AS_TORCHRL else _WAYS,
                 "bytes": ours.get("bytes"),
                 "metadata": ours.get("metadata"),
             }
-            part = {"sglrl": "sglrl", "bare broadcast": "bare"}.get(system, "sglang")
-            env = _TORCHRL if system == "TorchRL's settings" else {"NCCL_CUMEM_ENABLE": "0"}
+            part = _PART_OF[system]
+            env = _TORCHRL if system == _AS_TORCHRL else {"NCCL_CUMEM_ENABLE": "0"}
             if part != "sglrl" and not ours.get("bytes"):
                 continue
             try:
@@ -118,7 +128,7 @@ def main(
 def _systems(case: WeightCase, peers: bool) -> list[str]:
     systems = ["sglrl", "bare broadcast"]
     if peers and case.device == "cuda":
-        systems += ["SGLang", "TorchRL's settings"]
+        systems += _SGLANG
     return systems
 
 
@@ -148,7 +158,7 @@ def _print(case: WeightCase, found: dict[str, dict[str, Any]], receivers: int) -
         row(f"sglrl, {name} ({result['mode']})", result, result["pause_ms"])
     if "total_ms" in found.get("bare broadcast", {}):
         row("bare broadcast", found["bare broadcast"], 0.0)
-    for system in ("SGLang", "TorchRL's settings"):
+    for system in _SGLANG:
         for name, result in found.get(system, {}).items():
             if name != "failed":
                 row(f"{system}, {name}", result)
@@ -178,13 +188,14 @@ def _targets(case: WeightCase, found: dict[str, dict[str, Any]]) -> list[Target]
         targets.append(Target(name, case.paused_target_ms, measured, "ms", at_most=True))
         name, measured = f"{case.name}: pause while decoding", decoding and decoding["pause_ms"]
         targets.append(Target(name, 10, measured, "ms", at_most=True))
-        per_parameter = found.get("SGLang", {}).get("per parameter", {}).get("total_ms")
-        torchrl = found.get("TorchRL's settings", {}).get("one request", {}).get("total_ms")
-        for name, asked, peer in (
-            ("SGLang per parameter", 20, per_parameter),
-            ("TorchRL's settings", 30, torchrl),
+        for system, way, asked in (
+            ("SGLang Engine", "per parameter", 20),
+            ("SGLang HTTP", "per parameter", 20),
+            (_AS_TORCHRL, "one request", 30),
         ):
-            targets.append(Target(f"{case.name}: times {name}", asked, _ratio(peer, total), ""))
+            peer = found.get(system, {}).get(way, {}).get("total_ms")
+            name = f"{case.name}: times {system}, {way}"
+            targets.append(Target(name, asked, _ratio(peer, total), ""))
     return targets
 
 

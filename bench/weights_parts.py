@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.client
+import json
 import os
 import random
 import socket
@@ -22,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from . import sglang_http
 from .parts import ROOT, Note, serve_part
 from .weight_cases import WeightCase
 
@@ -230,91 +233,137 @@ def _broadcast(device: str, rank: int, size: int, port: int, total: int, count: 
 # --- SGLang's own way -----------------------------------------------------------------------------
 
 
-def _sglang(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
-    """``Engine.update_weights_from_distributed`` with generation stopped: all names in one request,
-    in flattened buckets, and one request a parameter. Without load: its users pause the engine."""
-    import sglang
-    from sglang.srt.utils import init_custom_process_group
+Ask = Callable[..., None]
+"""``ask(endpoint, **fields)`` makes one of SGLang's requests and waits for its answer."""
 
-    case = _case(options)
-    specs = options["metadata"]
-    note("starting")
-    engine = sglang.Engine(
-        model_path=case.folder,
-        dtype="bfloat16",
-        skip_tokenizer_init=True,
-        base_gpu_id=1,
-        log_level="error",
+
+def _sglang_arguments(case: WeightCase) -> dict[str, Any]:
+    return {
+        "model_path": case.folder,
+        "device": case.device,
+        "dtype": case.engine_case.dtype,
+        "skip_tokenizer_init": True,
+        "base_gpu_id": 1,
+        "log_level": "error",
         **case.arguments(),
-    )
-    result: dict[str, Any] = {}
+    }
+
+
+def _sglang_engine(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
+    """SGLang's own way, asked for through ``sglang.Engine`` in this process."""
+    import sglang
+
+    note("starting")
+    engine = sglang.Engine(**_sglang_arguments(_case(options)))
+
+    def ask(endpoint: str, **fields: Any) -> None:
+        done, why = getattr(engine, endpoint)(**fields)
+        if not done:
+            raise RuntimeError(f"{endpoint}: {why}")
+
     try:
-        weights = list(_tensors(specs, "cuda:0").items())
-        torch.cuda.set_device(0)
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
-        joined: list[Any] = []
-
-        def join() -> None:
-            joined.append(
-                init_custom_process_group(
-                    backend="nccl",
-                    init_method=f"tcp://127.0.0.1:{port}",
-                    world_size=2,
-                    rank=0,
-                    group_name="bench",
-                )
-            )
-
-        thread = threading.Thread(target=join)
-        thread.start()
-        engine.init_weights_update_group("127.0.0.1", port, 1, 2, "bench", backend="nccl")
-        thread.join()
-        (group,) = joined
-
-        def update(part: list[tuple[str, torch.Tensor]], load_format: str | None) -> None:
-            """One request, and the broadcasts that it waits for."""
-            names = [name for name, _ in part]
-            dtypes = [str(t.dtype).removeprefix("torch.") for _, t in part]
-            shapes = [list(t.shape) for _, t in part]
-
-            def send() -> None:
-                torch.cuda.set_device(0)
-                if load_format is None:
-                    works = [dist.broadcast(t, 0, group=group, async_op=True) for _, t in part]
-                    for work in works:
-                        work.wait()
-                else:
-                    flat = torch.cat([t.reshape(-1).view(torch.uint8) for _, t in part])
-                    dist.broadcast(flat, 0, group=group)
-                torch.cuda.synchronize()
-
-            sender = threading.Thread(target=send)
-            sender.start()
-            engine.update_weights_from_distributed(
-                names, dtypes, shapes, group_name="bench", flush_cache=False,
-                load_format=load_format,
-            )  # fmt: skip
-            sender.join()
-
-        ways: dict[str, Callable[[], None]] = {
-            "one request": lambda: update(weights, None),
-            "flattened 512 MB": lambda: [  # type: ignore[func-returns-value]
-                update(part, "flattened_bucket") for part in _parts(weights, 512 << 20)
-            ],
-            "per parameter": lambda: [update([pair], None) for pair in weights],  # type: ignore[func-returns-value]
-        }
-        for name in options["ways"]:
-            note(name)
-            times = []
-            count = 2 if name == "per parameter" else 4
-            for _ in range(count + 1):
-                begun = time.perf_counter()
-                ways[name]()
-                times.append((time.perf_counter() - begun) * 1e3)
-            result[name] = {"total_ms": statistics.median(times[1:]), "all_total_ms": times[1:]}
+        return _sglang_ways(options, note, ask)
     finally:
         engine.shutdown()
+
+
+def _sglang_http(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
+    """SGLang's own way, asked for at its HTTP server, over one connection that stays open."""
+    note("starting")
+    with sglang_http.serve(_sglang_arguments(_case(options))) as port:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+
+        def ask(endpoint: str, **fields: Any) -> None:
+            headers = {"content-type": "application/json"}
+            connection.request("POST", f"/{endpoint}", json.dumps(fields), headers)
+            answer = connection.getresponse()
+            said = answer.read()
+            if answer.status != 200:
+                raise RuntimeError(f"{endpoint}: HTTP {answer.status}: {said[:300]!r}")
+
+        with contextlib.closing(connection):
+            return _sglang_ways(options, note, ask)
+
+
+def _sglang_ways(options: Mapping[str, Any], note: Note, ask: Ask) -> dict[str, Any]:
+    """``update_weights_from_distributed`` with generation stopped: all names in one request, in
+    flattened buckets, and one request a parameter. Without load: its users pause the engine."""
+    from sglang.srt.utils import init_custom_process_group
+
+    result: dict[str, Any] = {}
+    device = _case(options).device
+    backend = "nccl" if device == "cuda" else "gloo"
+    weights = list(_tensors(options["metadata"], device).items())
+    port = sglang_http.free_port()
+    joined: list[Any] = []
+
+    def join() -> None:
+        joined.append(
+            init_custom_process_group(
+                backend=backend,
+                init_method=f"tcp://127.0.0.1:{port}",
+                world_size=2,
+                rank=0,
+                group_name="bench",
+            )
+        )
+
+    thread = threading.Thread(target=join)
+    thread.start()
+    ask(
+        "init_weights_update_group",
+        master_address="127.0.0.1",
+        master_port=port,
+        rank_offset=1,
+        world_size=2,
+        group_name="bench",
+        backend=backend,
+    )
+    thread.join()
+    (group,) = joined
+
+    def update(part: list[tuple[str, torch.Tensor]], load_format: str | None) -> None:
+        """One request, and the broadcasts that it waits for."""
+
+        def send() -> None:
+            if load_format is None:
+                works = [dist.broadcast(t, 0, group=group, async_op=True) for _, t in part]
+                for work in works:
+                    work.wait()
+            else:
+                flat = torch.cat([t.reshape(-1).view(torch.uint8) for _, t in part])
+                dist.broadcast(flat, 0, group=group)
+            _synchronize(device)
+
+        sender = threading.Thread(target=send)
+        sender.start()
+        ask(
+            "update_weights_from_distributed",
+            names=[name for name, _ in part],
+            dtypes=[str(t.dtype).removeprefix("torch.") for _, t in part],
+            shapes=[list(t.shape) for _, t in part],
+            group_name="bench",
+            flush_cache=False,
+            load_format=load_format,
+        )
+        sender.join()
+
+    ways: dict[str, Callable[[], None]] = {
+        "one request": lambda: update(weights, None),
+        "flattened 512 MB": lambda: [  # type: ignore[func-returns-value]
+            update(part, "flattened_bucket") for part in _parts(weights, 512 << 20)
+        ],
+        "per parameter": lambda: [update([pair], None) for pair in weights],  # type: ignore[func-returns-value]
+    }
+    for name in options["ways"]:
+        note(name)
+        times = []
+        count = 2 if name == "per parameter" else 4
+        for _ in range(count + 1):
+            begun = time.perf_counter()
+            ways[name]()
+            times.append((time.perf_counter() - begun) * 1e3)
+        result[name] = {"total_ms": statistics.median(times[1:]), "all_total_ms": times[1:]}
     return result
 
 
@@ -339,4 +388,4 @@ if __name__ == "__main__":
         _broadcast(device, int(rank), int(size), int(port), int(total), int(count))
         sys.stdout.flush()
         os._exit(0)
-    serve_part({"sglrl": _sglrl, "bare": _bare, "sglang": _sglang})
+    serve_part({"sglrl": _sglrl, "bare": _bare, "engine": _sglang_engine, "http": _sglang_http})
