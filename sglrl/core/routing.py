@@ -189,7 +189,10 @@ class Router:
             return loads.least()
         route = call.route
         member: Member | None = None
-        if route is not None and (route.sticky or route.session is not None):
+        if loads.with_room == 1:
+            # There is nothing to choose; and this is so whenever calls wait.
+            member = loads.least()
+        elif route is not None and (route.sticky or route.session is not None):
             member = self._by_affinity(route)
         if member is None:
             for strategy in self.chain:
