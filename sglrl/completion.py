@@ -75,6 +75,23 @@ class NextTokenLogprobs(NamedTuple):
     worker: int
 
 
+class Conversation:
+    """The tokens of one so far, int32. Only appended to, so the prompt of every turn is a beginning
+    of it: a copy for each would be quadratic in the number of turns."""
+
+    __slots__ = ("tokens",)
+
+    def __init__(self) -> None:
+        self.tokens = b""
+
+
+class Beginning(NamedTuple):
+    """The first ``nbytes`` of a conversation."""
+
+    conversation: Conversation
+    nbytes: int
+
+
 class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False):
     """One sampled continuation of one prompt. Made from what came in; everything else, the arrays
     and the text included, is worked out when it is first asked for.
@@ -88,7 +105,7 @@ class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False)
 
     worker: int
     resumed: int
-    _prompt: bytes
+    _prompt: bytes | Beginning
     _chunks: Sequence[TokenChunk]
     _wants_logprobs: bool
     _top_logprobs: int
@@ -117,6 +134,12 @@ class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False)
         """Prompt tokens that came from the prefix cache."""
         return self._chunks[-1].cached_tokens
 
+    @property
+    def prompt_tokens(self) -> int:
+        """How many the prompt has."""
+        prompt = self._prompt
+        return (prompt.nbytes if isinstance(prompt, Beginning) else len(prompt)) // 4
+
     @cached_property
     def versions(self) -> tuple[VersionSpan, ...]:
         """Spans of the policy version over the output tokens, in order, without gaps."""
@@ -134,7 +157,10 @@ class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False)
     @cached_property
     def prompt_ids(self) -> NDArray[np.int32]:
         """int32 [prompt length], read-only."""
-        return np.frombuffer(self._prompt, dtype="<i4")
+        prompt = self._prompt
+        if isinstance(prompt, Beginning):
+            return np.frombuffer(prompt.conversation.tokens, "<i4", prompt.nbytes // 4)
+        return np.frombuffer(prompt, dtype="<i4")
 
     @cached_property
     def output_ids(self) -> NDArray[np.int32]:
@@ -176,7 +202,7 @@ class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False)
     def __repr__(self) -> str:
         lost = f", resumed={self.resumed}" if self.resumed else ""
         return (
-            f"<Completion {len(self._prompt) // 4} prompt + {len(self.output_ids)} new tokens, "
+            f"<Completion {self.prompt_tokens} prompt + {len(self.output_ids)} new tokens, "
             f"finish_reason={self.finish_reason!r}, worker={self.worker}, "
             f"cached={self.cached_tokens}, {self.timing.total * 1000:.1f} ms{lost}>"
         )

@@ -724,7 +724,7 @@ class Rollout:
     def _on_turn(self, completion: Completion, tokens: int) -> None:
         self._turns += 1
         self._generated += tokens
-        self._prompted += len(completion._prompt) // 4
+        self._prompted += completion.prompt_tokens
         self._cached += completion.cached_tokens
         if self._limit is not None:
             now = time.monotonic()

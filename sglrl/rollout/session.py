@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
+from msgspec.structs import force_setattr
 from numpy.typing import NDArray
 
-from ..completion import Completion
+from ..completion import Beginning, Completion, Conversation
 from ..config import check_timeout
 from ..core.routing import Route
 from ..errors import Closed, InvalidRequest, UsageError
@@ -127,6 +128,7 @@ class Session:
         self._route = Route(b"")
         self._prompt: bytes | None = None
         self._response = b""
+        self._conversation = Conversation()
         self._turns: list[tuple[int, Completion]] = []
         self._rewards: list[float] = []
         self._oldest: int | None = None
@@ -231,6 +233,8 @@ class Session:
             self._generating += time.monotonic() - begun
             if gate is not None:
                 gate.leave()
+        self._conversation.tokens = ids
+        force_setattr(completion, "_prompt", Beginning(self._conversation, len(ids)))
         chunks = completion._chunks
         if not self._turns:
             self._oldest = chunks[0].version

@@ -191,7 +191,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
                     finish_reason=completion.finish_reason,
                     worker=completion.worker,
                     cached_tokens=completion.cached_tokens,
-                    prompt_tokens=len(completion._prompt) // 4,
+                    prompt_tokens=completion.prompt_tokens,
                     resumed=completion.resumed,
                     seconds=completion._finished - completion._submitted,
                 )

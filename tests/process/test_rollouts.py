@@ -79,6 +79,22 @@ async def test_a_trajectory_is_what_happened(client: sglrl.Client) -> None:
     assert 0 < trajectory.timing.generating <= trajectory.timing.total
 
 
+async def test_the_prompts_of_all_turns_are_the_same_memory(client: sglrl.Client) -> None:
+    """A copy for each would be quadratic in the number of turns."""
+    async with client.session(input_ids=[4, 5, 6], max_new_tokens=4) as session:
+        seen = []
+        for turn in range(6):
+            seen.append(session.ids.tolist() or [4, 5, 6])
+            if turn:
+                session.observe([turn])
+                seen[-1].append(turn)
+            await session.generate()
+    prompts = [turn.prompt_ids for turn in session.turns]
+    assert [prompt.tolist() for prompt in prompts] == seen
+    assert [turn.prompt_tokens for turn in session.turns] == [len(ids) for ids in seen]
+    assert all(np.shares_memory(prompt, prompts[-1]) for prompt in prompts)
+
+
 async def test_what_a_session_refuses(client: sglrl.Client) -> None:
     session = client.session(input_ids=[1], max_new_tokens=2)
     with pytest.raises(sglrl.UsageError, match="no turn"):
