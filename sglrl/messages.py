@@ -523,7 +523,8 @@ ToRank = (
 
 
 class RankHello(msgspec.Struct, array_like=True, frozen=True, tag=40):
-    """The first message of a rank, or of a sender in another process."""
+    """The first message of a rank, or of a sender in another process; of the latter also later,
+    to see whether the client is there: it says ``Welcome`` again."""
 
     settings: RankSettings
 
@@ -549,10 +550,11 @@ class Propose(msgspec.Struct, array_like=True, frozen=True, tag=42):
     bucket_bytes: int
     timeout: float
     wait: bool
+    drain_timeout: float = 600.0
 
 
 class Withdraw(msgspec.Struct, array_like=True, frozen=True, tag=43):
-    """That sender no longer wants its update."""
+    """That sender no longer wants its update. It is told the end of it all the same."""
 
     id: int
 

@@ -355,7 +355,7 @@ class _RemoteControls(Controls):
 
 class _RemoteUpdates(LocalSender):
     """This process sends, through a ``Sender`` that is made for the first update and keeps its
-    device and host. How long "drain" may take then is the pool's to say."""
+    device and host."""
 
     def __init__(
         self, pool: RemotePool, keys: str | os.PathLike[str] | None, insecure: bool
@@ -378,14 +378,15 @@ class _RemoteUpdates(LocalSender):
         device: Any = None,
         host: str = "127.0.0.1",
     ) -> UpdateReport:
+        request.check_values()
         engine = self._pool.ready(0).engine
         if device is None and engine is not None and engine.device == "cpu":
             device = "cpu"
-        if self._sender is None:
+        if self._sender is None or self._sender.lost:
             from .weights.remote import Sender
 
             async with self._connecting:
-                if self._sender is None:
+                if self._sender is None or self._sender.lost:
                     self._sender = await Sender.connect(
                         self._pool.weights.address,
                         device=device,
@@ -402,11 +403,13 @@ class _RemoteUpdates(LocalSender):
             partial=request.partial,
             bucket_bytes=request.bucket_bytes,
             timeout=request.timeout,
+            drain_timeout=request.drain_timeout,
             wait=request.wait,
         )
         return report
 
     async def update_from_disk(self, path: Any, request: UpdateRequest) -> UpdateReport:
+        request.check_values()
         report: UpdateReport = await self._pool.ask(
             "update_weights_from_disk",
             _absolute(path),
@@ -501,8 +504,7 @@ def connect(
 
     It does what the ``Client`` of that process does, except for adding and removing workers, and
     its calls are routed with all others. In ``update_weights`` this process sends; ``device`` and
-    ``host`` are those of the first update, and ``drain_timeout`` is the pool's own. Leaving the
-    block leaves the pool as it is.
+    ``host`` are those of the first update. Leaving the block leaves the pool as it is.
 
     Args:
         address: ``client.address`` in the process that called ``launch``. It holds a secret.

@@ -82,10 +82,11 @@ class LocalSender:
         try:
             return await self._channel.update(request, end, lambda: end.load(cargo))
         finally:
-            end.unload()
+            end.unload(cargo)
 
     async def update_from_disk(self, path: Any, request: UpdateRequest) -> UpdateReport:
         """The workers read the folder's safetensors files themselves."""
+        request.check(self._channel.version)
         wanted = await self._channel.describe(request.timeout)
         loop = asyncio.get_running_loop()
         folder, given = await loop.run_in_executor(None, safetensors_specs, path)

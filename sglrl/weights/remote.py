@@ -12,12 +12,12 @@ from typing import Any, Self
 import msgspec
 
 from ..codec import MALFORMED, Buffer, decode_to_rank, encode
-from ..core.manifest import default_bucket_bytes
 from ..errors import (
     Closed,
     DeadlineExceeded,
     ProtocolError,
     SglrlError,
+    UpdateInProgress,
     UsageError,
     WeightUpdateError,
     WorkerLost,
@@ -40,13 +40,13 @@ from ..messages import (
 )
 from ..net.zmq import ZmqDealer, check_address
 from .report import UpdateReport
+from .request import UpdateRequest
 
 logger = logging.getLogger("sglrl.weights")
 
 _report = msgspec.msgpack.Decoder(UpdateReport)
 _OF_THE_CLIENT = {cls.__name__: cls for cls in (Closed, DeadlineExceeded, WorkerLost)}
 """Errors that no worker answers with, but the client that the workers belong to."""
-_GONE = "the client is gone; connect to the one that takes its place"
 
 
 class Sender:
@@ -77,7 +77,9 @@ class Sender:
         self._lock = asyncio.Lock()
         self._welcome: asyncio.Future[Welcome] = asyncio.get_running_loop().create_future()
         self._version = 0
-        self._lost = False
+        self._lost = ""
+        """Why it is of no use any more."""
+        self._heard = False
 
     @classmethod
     async def connect(
@@ -135,7 +137,7 @@ class Sender:
             url, identity, max_message_bytes=max_message_bytes, keys=pair, on_break=tell
         )
         sender = cls(dealer, device, host)
-        broken.add_done_callback(lambda _: sender._lose())
+        broken.add_done_callback(lambda _: sender._lose("the client is gone"))
         sender._end = SendingEnd(device, host, sender._answer)
         sender._manifest = Manifest()
         dealer.start(sender._on_message)
@@ -183,6 +185,11 @@ class Sender:
         """Of this sender's last update, or what the workers had when it connected."""
         return self._version
 
+    @property
+    def lost(self) -> bool:
+        """The client is gone, or did not answer: connect again."""
+        return bool(self._lost)
+
     def register_model(self, model: Any) -> None:
         """What ``update()`` sends from now on: a module, mapping, TensorDict or iterable of pairs,
         read anew each time."""
@@ -198,9 +205,19 @@ class Sender:
         partial: bool = False,
         bucket_bytes: int | None = None,
         timeout: float = 60.0,
+        drain_timeout: float = 600.0,
         wait: bool = True,
     ) -> UpdateReport:
-        """As ``Client.update_weights``; without ``weights`` the registered model is sent."""
+        """As ``Client.update_weights``; without ``weights`` the registered model is sent.
+
+        Cancelling gives it up, and returns when the client has said that it has ended: until then
+        the tensors are read, and if it was too late the workers have them.
+
+        Raises:
+            Closed: this sender is closed.
+            WeightUpdateError: also when the client has said nothing for ``timeout`` seconds; then
+                this sender is of no use any more.
+        """
         from .sender import Cargo
         from .source import take
 
@@ -208,48 +225,90 @@ class Sender:
             weights = self._model
             if weights is None:
                 raise UsageError("pass weights, or call register_model first")
+        request = UpdateRequest(
+            specs=[],
+            version=version,
+            inflight=inflight,
+            mode=mode,
+            partial=partial,
+            bucket_bytes=bucket_bytes,
+            timeout=timeout,
+            drain_timeout=drain_timeout,
+            wait=wait,
+        )
+        request.check_values()
         named, ready = take(weights)
+        if self._lock.locked() and not wait:
+            raise UpdateInProgress("another weight update of this sender is running")
         async with self._lock:
+            if self._dealer.closed:
+                raise Closed("the sender is closed")
             if self._lost:
-                raise WeightUpdateError(_GONE)
+                raise WeightUpdateError(self._lost)
             tensors, specs = self._manifest.take(named, self._wanted), self._manifest.specs
-            if bucket_bytes is None:
-                bucket_bytes = default_bucket_bytes(self._manifest.total)
-            self._end.load(Cargo(tensors, ready, specs, bucket_bytes))
-            self._next_id += 1
-            future: asyncio.Future[UpdateReport] = asyncio.get_running_loop().create_future()
-            self._proposal = (self._next_id, future)
-            self._send(
-                Propose(
-                    self._next_id,
-                    specs,
-                    version,
-                    inflight,
-                    mode,
-                    partial,
-                    bucket_bytes,
-                    timeout,
-                    wait,
-                )
-            )
+            request = request.with_specs(specs, self._manifest.total)
+            assert request.bucket_bytes is not None
+            cargo = Cargo(tensors, ready, specs, request.bucket_bytes)
+            self._end.load(cargo)
             try:
-                report = await future
-            except asyncio.CancelledError:
-                self._send(Withdraw(self._next_id))
-                raise
+                report = await self._proposed_and_ended(request)
             finally:
-                self._proposal = None
-                self._end.unload()
+                self._end.unload(cargo)
             self._version = report.version
             return report
 
+    async def _proposed_and_ended(self, request: UpdateRequest) -> UpdateReport:
+        """Cancelled, it is withdrawn; and ended also then."""
+        self._next_id += 1
+        id_ = self._next_id
+        future: asyncio.Future[UpdateReport] = asyncio.get_running_loop().create_future()
+        self._proposal = (id_, future)
+        cancelled: asyncio.CancelledError | None = None
+        try:
+            self._send(
+                Propose(
+                    id_,
+                    list(request.specs),
+                    request.version,
+                    request.inflight,
+                    request.mode,
+                    request.partial,
+                    request.bucket_bytes or 0,
+                    request.timeout,
+                    request.wait,
+                    request.drain_timeout,
+                )
+            )
+            while not future.done():
+                self._heard = False
+                # Answered at once by a client that is there, however long the update takes.
+                self._send(RankHello(self._end.settings))
+                try:
+                    await asyncio.wait([future], timeout=request.timeout)
+                except asyncio.CancelledError as error:
+                    cancelled = error
+                    self._send(Withdraw(id_))
+                    continue
+                if not self._heard and not future.done():
+                    self._lose(f"the client said nothing for {request.timeout:g} s")
+            if cancelled is not None:
+                # What came of it is of no interest any more.
+                future.exception()
+                raise cancelled
+            return future.result()
+        finally:
+            self._proposal = None
+
     # --- inside -----------------------------------------------------------------------------------
 
-    def _lose(self) -> None:
-        """The client is gone: nobody will answer."""
-        self._lost = True
+    def _lose(self, why: str) -> None:
+        """Nobody will answer; and if somebody does yet, it is too late."""
+        if not self._lost:
+            self._lost = f"{why}; connect again, to the one that is there"
+            self._end.close()
+            self._send(Farewell())
         if self._proposal is not None and not self._proposal[1].done():
-            self._proposal[1].set_exception(WeightUpdateError(_GONE))
+            self._proposal[1].set_exception(WeightUpdateError(self._lost))
 
     def _send(self, message: Any) -> None:
         if not self._dealer.closed:
@@ -264,12 +323,13 @@ class Sender:
         except (ProtocolError, IndexError) as error:
             logger.warning("dropped a message of the weight channel: %s", error)
             return
+        self._heard = True
         match message:
             case Welcome() if not self._welcome.done():
                 self._welcome.set_result(message)
             case Proposed():
                 self._proposed(message)
-            case Join() | Stage() | Abort():
+            case Join() | Stage() | Abort() if not self._lost:
                 self._end.ask(message)
 
     def _proposed(self, message: Proposed) -> None:

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ..codec import encode
-from ..errors import SglrlError
+from ..errors import SglrlError, WeightUpdateError
 from ..messages import (
     ErrorBody,
     Propose,
     Proposed,
     RankAnswer,
+    RankHello,
     RankSettings,
     ToRank,
     Welcome,
@@ -58,8 +59,13 @@ class RemoteSource:
         match message:
             case RankAnswer():
                 return self._channel.sender_answered(self, message)
-            case Propose():
-                self._start(lambda: self._propose(message))
+            case Propose(id=id_):
+                self._id = id_
+                task = self._start(lambda: self._propose(message))
+                task.add_done_callback(lambda task: self._withdrawn(task, id_))
+            case RankHello():
+                # It asks whether anybody is here.
+                self.ask(Welcome(self._channel.version, [], []))
             case Withdraw() if self._task is not None and message.id == self._id:
                 self._task.cancel()
             case _:
@@ -70,12 +76,20 @@ class RemoteSource:
         if self._task is not None:
             self._task.cancel()
 
-    def _start(self, work: Callable[[], Awaitable[None]]) -> None:
+    def _withdrawn(self, task: asyncio.Task[None], id_: int) -> None:
+        """It goes on with its tensors when it knows that they are not read any more. (The task may
+        have been cancelled before its first step.)"""
+        if task.cancelled():
+            error = ErrorBody(WeightUpdateError.__name__, "the update was withdrawn")
+            self.ask(Proposed(id_, error))
+
+    def _start(self, work: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
         """One thing at a time: a sender that proposes again has given up what it proposed
         before."""
         before = self._task
         self.cancel()
         self._task = asyncio.get_running_loop().create_task(self._after(before, work))
+        return self._task
 
     async def _after(
         self, before: asyncio.Task[None] | None, work: Callable[[], Awaitable[None]]
@@ -85,7 +99,6 @@ class RemoteSource:
         await work()
 
     async def _propose(self, proposal: Propose) -> None:
-        self._id = proposal.id
         request = UpdateRequest(
             specs=[],
             version=proposal.version,
@@ -95,6 +108,7 @@ class RemoteSource:
             bucket_bytes=proposal.bucket_bytes,
             timeout=proposal.timeout,
             wait=proposal.wait,
+            drain_timeout=proposal.drain_timeout,
         )
         try:
             report = await self._channel.update(request.with_specs(proposal.tensors), self)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from operator import index
+from typing import Any, Protocol
 
 import msgspec
+import numpy as np
 
 from ..core.manifest import default_bucket_bytes, total_bytes
 from ..errors import UsageError
@@ -15,7 +18,7 @@ from ..messages import RankSettings, TensorSpec, ToRank
 INFLIGHT = ("continue", "retract", "abort", "drain")
 MODES = ("auto", "full", "bucketed")
 
-_LARGEST_VERSION = 1 << 62
+_LARGEST = 1 << 62
 
 
 class Source(Protocol):
@@ -51,31 +54,55 @@ class UpdateRequest(msgspec.Struct, frozen=True, kw_only=True):
         they are no floats."""
         if total is None:
             total = total_bytes(specs)
+        wanted = self.bucket_bytes
         return msgspec.structs.replace(
             self,
             specs=specs,
             total=total,
-            bucket_bytes=self.bucket_bytes or default_bucket_bytes(total),
+            bucket_bytes=default_bucket_bytes(total) if wanted is None else index(wanted),
         )
 
     def check(self, current: int) -> int:
         """The new version. Raises ``UsageError`` for what can be seen to be wrong from here."""
-        for name, value, known in (
-            ("inflight", self.inflight, INFLIGHT),
-            ("mode", self.mode, MODES),
-        ):
-            if value not in known:
-                raise UsageError(f"{name} must be one of {', '.join(known)}, got {value!r}")
-        if not self.timeout > 0:
-            raise UsageError(f"timeout must be more than 0 seconds, got {self.timeout}")
-        if self.bucket_bytes is not None and self.bucket_bytes < 1:
-            raise UsageError(f"bucket_bytes must be at least 1, got {self.bucket_bytes}")
-        version = current + 1 if self.version is None else self.version
-        if isinstance(version, bool) or not isinstance(version, int) or version <= current:
+        self.check_values()
+        version = current + 1 if self.version is None else index(self.version)
+        if version <= current:
             raise UsageError(
                 f"version must be an integer above {current}, the one that the workers have; "
                 f"got {version!r}"
             )
-        if version > _LARGEST_VERSION:
-            raise UsageError(f"version must be at most {_LARGEST_VERSION}, got {version}")
         return version
+
+    def check_values(self) -> None:
+        """The same, as far as it does not depend on the version that the workers have."""
+        for name, value, known in (
+            ("inflight", self.inflight, INFLIGHT),
+            ("mode", self.mode, MODES),
+        ):
+            if not isinstance(value, str) or value not in known:
+                raise UsageError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+        for name, switch in (("partial", self.partial), ("wait", self.wait)):
+            if not isinstance(switch, bool):
+                raise UsageError(f"{name} must be True or False, got {switch!r}")
+        for name, seconds in (("timeout", self.timeout), ("drain_timeout", self.drain_timeout)):
+            number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+            if not (number and 0 < seconds < math.inf):
+                raise UsageError(
+                    f"{name} must be a finite number of more than 0 seconds, got {seconds!r}"
+                )
+        _integer("bucket_bytes", self.bucket_bytes, 1)
+        _integer("version", self.version, 0)
+
+
+def _integer(name: str, value: Any, least: int) -> None:
+    """Raise ``UsageError`` unless it is one (numpy's, too), or None."""
+    if value is None:
+        return
+    try:
+        number = index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, (bool, np.bool_)):
+        raise UsageError(f"{name} must be an integer, got {value!r}")
+    if not least <= number <= _LARGEST:
+        raise UsageError(f"{name} must be in {least}..{_LARGEST}, got {value}")

@@ -124,9 +124,11 @@ class SendingEnd:
         link = self._link
         link.submit(lambda: self._plan(link, cargo))
 
-    def unload(self) -> None:
-        """The update has ended: the tensors are the caller's again."""
-        self._cargo = None
+    def unload(self, cargo: Cargo) -> None:
+        """The update has ended: the tensors are the caller's again. What another one has loaded
+        stays."""
+        if self._cargo is cargo:
+            self._cargo = None
 
     def ask(self, message: ToRank) -> None:
         """Begin what the message wants; the answer comes later."""
@@ -136,8 +138,9 @@ class SendingEnd:
                 link = self._link = Link()
                 self._run(link, message.id, JOIN, lambda: self._join(link, message))
             case Stage():
-                link = self._link
-                self._run(link, message.id, STAGE, lambda: self._stage(link, message.id))
+                # What is loaded now, whatever is when the thread comes to it.
+                link, cargo = self._link, self._cargo
+                self._run(link, message.id, STAGE, lambda: self._stage(link, message.id, cargo))
             case Abort():
                 # Answered at once, also when the thread is in a collective.
                 if message.leave:
@@ -171,8 +174,7 @@ class SendingEnd:
             link.sender = SharedSender(store, prefix, join.readers, RING, join.timeout)
         link.check()
 
-    def _stage(self, link: Link, update: int) -> SentStage:
-        cargo = self._cargo
+    def _stage(self, link: Link, update: int, cargo: Cargo | None) -> SentStage:
         if cargo is None:
             raise WeightUpdateError("the update was withdrawn")
         packing = self._packing_for(link, cargo)

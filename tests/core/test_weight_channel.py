@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
 import msgspec
+import numpy as np
 import pytest
 
 from sglrl.codec import decode_to_rank, encode
@@ -372,14 +374,45 @@ async def test_senders_are_remembered_in_bounds(pool: Pool) -> None:
     for n in range(100):
         identity = b"sender/%s/%d" % (token, n)
         assert pool.on_peer(identity, encode(RankHello(SETTINGS)))
-        # Once is enough.
-        assert not pool.on_peer(identity, encode(RankHello(SETTINGS)))
+        # It asks whether anybody is there.
+        assert pool.on_peer(identity, encode(RankHello(SETTINGS)))
         await asyncio.sleep(0)
     assert len(pool.channel._senders) == 16
     assert not pool.on_peer(b"sender/%s/x" % token[:-1], encode(RankHello(SETTINGS)))
 
 
-@pytest.mark.parametrize("version", [0, -1, (1 << 62) + 1, (1 << 64) - 1])
-def test_versions_that_are_none(version: int) -> None:
+@pytest.mark.parametrize(
+    "version", [0, -1, (1 << 62) + 1, (1 << 64) - 1, 10**30, True, np.True_, 1.0, "7"]
+)
+def test_versions_that_are_none(version: Any) -> None:
     with pytest.raises(UsageError, match="version must be"):
         UpdateRequest(specs=SPECS, version=version).check(0)
+
+
+def test_versions_of_other_types() -> None:
+    assert UpdateRequest(specs=SPECS, version=np.int64(7)).check(3) == 7
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"inflight": None},
+        {"inflight": "later"},
+        {"mode": ["full"]},
+        {"partial": 1},
+        {"wait": "no"},
+        {"bucket_bytes": 0},
+        {"bucket_bytes": 1.5},
+        {"bucket_bytes": True},
+        {"bucket_bytes": 1 << 70},
+        *(
+            {name: value}
+            for name in ("timeout", "drain_timeout")
+            for value in (0, -1, math.nan, math.inf, None, "5", True)
+        ),
+    ],
+)
+def test_values_that_no_update_can_have(wrong: dict[str, Any]) -> None:
+    (name,) = wrong
+    with pytest.raises(UsageError, match=f"^{name} must be"):
+        UpdateRequest(specs=SPECS, **wrong).check(0)

@@ -177,6 +177,32 @@ async def test_an_update_may_refuse_to_wait(lab: Lab) -> None:
     await lab.check(PROMPTS[:1])
 
 
+@pytest.mark.parametrize("what", ["refused", "cancelled"])
+async def test_one_that_never_begins_does_not_touch_the_one_that_runs(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Before the running one's tensors are read."""
+    before = lab.client.weight_version
+    with monkeypatch.context() as patch:
+        reached, release = phase_held(patch, lab.client, "prepare")
+        running = asyncio.ensure_future(lab.update(3))
+        await reached.wait()
+        other = asyncio.ensure_future(
+            lab.client.update_weights(lab.policies[1].model, wait=what == "cancelled")
+        )
+        if what == "refused":
+            with pytest.raises(sglrl.UpdateInProgress):
+                await other
+        else:
+            await asyncio.wait([other], timeout=0.05)
+            other.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await other
+        release()
+        assert (await running).version == before + 1
+    await lab.check(PROMPTS[:1])
+
+
 # --- cancelled ------------------------------------------------------------------------------------
 
 

@@ -178,6 +178,73 @@ async def test_a_sender_gives_up(lab: Lab, monkeypatch: pytest.MonkeyPatch, phas
         await lab.check(PROMPTS[:1], 4)
 
 
+@pytest.mark.parametrize("mode", ["full", "bucketed"])
+async def test_a_sender_gives_up_in_the_middle_of_a_broadcast(lab: Lab, mode: str) -> None:
+    """It has ended when ``update`` returns: then the trainer may change its tensors."""
+    before = lab.client.weight_version
+    weights, gate = gated(lab.policies[3].model.state_dict())
+    async with await Sender.connect(lab.client.weights_address) as sender:
+        update = asyncio.ensure_future(sender.update(weights, mode=mode, bucket_bytes=1 << 16))
+        await gate.reached()
+        update.cancel()
+        if mode == "full":
+            with pytest.raises(asyncio.CancelledError):
+                await update
+            gate.open()
+        else:
+            # Live weights are being overwritten, so it is finished.
+            await asyncio.wait([update], timeout=0.05)
+            assert not update.done()
+            gate.open()
+            with pytest.raises(asyncio.CancelledError):
+                await update
+            lab.by_version[before + 1] = lab.policies[3]
+        assert lab.client.weight_version == before + (mode == "bucketed")
+        await lab.check(PROMPTS[:1], 4)
+        report = await sender.update(lab.policies[1].model, timeout=10)
+        lab.by_version[report.version] = lab.policies[1]
+        await lab.check(PROMPTS[:1], 4)
+
+
+async def test_a_sender_may_refuse_to_wait_for_itself(lab: Lab) -> None:
+    weights, gate = gated(lab.policies[3].model.state_dict())
+    async with await Sender.connect(lab.client.weights_address) as sender:
+        running = asyncio.ensure_future(sender.update(weights))
+        await gate.reached()
+        with pytest.raises(sglrl.UpdateInProgress):
+            await sender.update(lab.policies[1].model, wait=False)
+        gate.open()
+        lab.by_version[(await running).version] = lab.policies[3]
+    await lab.check(PROMPTS[:1], 4)
+
+
+async def test_a_sender_does_not_wait_in_vain(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, models: Path
+) -> None:
+    weights = lab.policies[1].model.state_dict()
+    sender = await Sender.connect(lab.client.weights_address)
+    for wrong in ({"version": True}, {"partial": 1}, {"inflight": None}, {"timeout": "5"}):
+        with pytest.raises(sglrl.UsageError, match="must be"):
+            await sender.update(weights, **wrong)  # type: ignore[arg-type]
+    async with sglrl.connect(lab.client.address) as remote:
+        with pytest.raises(sglrl.UsageError, match="must be"):
+            await remote.update_weights(weights, version=True)
+    await sender.close()
+    with pytest.raises(sglrl.Closed):
+        await sender.update(weights)
+    # A driver that is there and takes nothing in.
+    sender = await Sender.connect(lab.client.weights_address)
+    monkeypatch.setattr(lab.client._driver, "on_peer", lambda identity, frame: True)
+    with pytest.raises(sglrl.WeightUpdateError, match=r"said nothing for 0\.2 s; connect again"):
+        await sender.update(weights, timeout=0.2)
+    monkeypatch.undo()
+    assert sender.lost
+    with pytest.raises(sglrl.WeightUpdateError, match="connect again"):
+        await sender.update(weights)
+    await sender.close()
+    await lab.check(PROMPTS[:1], 4)
+
+
 async def test_a_wrong_address(lab: Lab) -> None:
     address = lab.client.weights_address
     before = lab.client.weight_version
