@@ -4,6 +4,8 @@ normal loop and in its overlapping one, where a step begins before the last one 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -286,3 +288,68 @@ async def test_requests_that_waited_in_the_engine_use_no_old_kv(lab: Lab, inflig
     for completion in await asyncio.gather(*waiting):
         assert [s.version for s in completion.versions] == [old + 1]
         lab.check_history(completion)
+
+
+def slow_grammars() -> list[dict[str, Any]]:
+    """Arguments of calls whose grammars are new, and take long to compile: so they wait for them in
+    the engine."""
+    kinds = itertools.count(next(_grammars) * 1000)
+
+    def schema(kind: int) -> str:
+        keys = [f"k{j}_{kind}" for j in range(120)]
+        strings = [{"type": "string", "maxLength": 2 + j % 5} for j in range(len(keys))]
+        found = {"type": "object", "properties": dict(zip(keys, strings, strict=True))}
+        return json.dumps(found | {"required": keys})
+
+    prompt = [9 + (11 * i) % 300 for i in range(80)]
+    wanted = {"max_new_tokens": 6, "logprobs": True, "temperature": 0, "input_ids": prompt}
+    return [wanted | {"json_schema": schema(next(kinds))} for _ in range(8)]
+
+
+_grammars = itertools.count()
+
+
+async def until_waiting(client: sglrl.Client, count: int) -> None:
+    async with asyncio.timeout(30):
+        while (await client.stats())[0].engine.waiting < count:
+            pass
+
+
+@pytest.mark.parametrize("inflight", ["continue", "retract"])
+async def test_requests_that_waited_for_their_grammar_use_no_old_kv(
+    lab: Lab, inflight: str
+) -> None:
+    client = lab.client
+    await until_idle(client)
+    old = client.weight_version
+    wanted = slow_grammars()
+    warm = await client.generate(input_ids=wanted[0]["input_ids"], max_new_tokens=4)
+    assert warm.versions[0].version == old
+    calls = [asyncio.ensure_future(client.generate(**one)) for one in wanted]
+    await until_waiting(client, 2)
+    await lab.other(inflight=inflight)
+    made = await asyncio.gather(*calls)
+    late = [i for i, m in enumerate(made) if m.versions[0].version == old + 1]
+    assert late
+    # One of them computes the prompt; the first of those that came behind it, not at all.
+    assert any(made[i].cached_tokens == 0 for i in late)
+    for i in late:
+        again = await client.generate(**wanted[i])
+        assert made[i].output_ids.tolist() == again.output_ids.tolist()
+        np.testing.assert_allclose(made[i].logprobs, again.logprobs, atol=2 * lab.tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("how", ["update", "abort"])
+async def test_requests_that_wait_for_their_grammar_are_returned_empty(lab: Lab, how: str) -> None:
+    client = lab.client
+    await until_idle(client)
+    calls = [asyncio.ensure_future(client.generate(**one)) for one in slow_grammars()]
+    await until_waiting(client, 2)
+    if how == "update":
+        await lab.other(inflight="abort")
+    else:
+        await client.abort()
+    made = await asyncio.gather(*calls)
+    assert sum(len(m.output_ids) == 0 for m in made) >= 2
+    assert {m.finish_reason for m in made} == {"abort"}
+    await lab.check(PROMPTS[:1], 4)

@@ -293,7 +293,7 @@ class Adapter:
         uptime = time.monotonic() - self.begun
         return EngineStats(
             running=scheduler.sglrl_running(),
-            waiting=len(scheduler.waiting_queue),
+            waiting=scheduler.sglrl_waiting(),
             kv_tokens=used,
             kv_capacity=capacity,
             prompt_tokens=self.prompt_tokens,
@@ -514,7 +514,7 @@ class Adapter:
     def _flush(self) -> None:
         used, capacity = self.scheduler.kv_tokens()
         usage = used / capacity if capacity else -1.0
-        waiting = len(self.scheduler.waiting_queue)
+        waiting = self.scheduler.sglrl_waiting()
         self.mailbox.flush(usage, waiting, self.scheduler.sglrl_preempted)
 
     def _return(self, id_: int, request: _Request, output: Any, i: int) -> None:
@@ -674,6 +674,17 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
         """Its loop makes no steps."""
         return bool(self._engine_paused)
 
+    def abort_request(self, recv_req: AbortReq) -> None:
+        queue = self.grammar_manager.grammar_queue
+        for request in [r for r in queue if r.rid == recv_req.rid]:
+            # It waits for its grammar. SGLang would prefill another prompt in its place, and return
+            # what is sampled behind that.
+            queue.remove(request)
+            request.grammar.cancel()
+            self._sglrl_entering.discard(request.rid)
+            self.ipc_channels.send_to_tokenizer.send_output(AbortReq(rid=request.rid), request)
+        super().abort_request(recv_req)
+
     def init_req_max_new_tokens(self, req: Any) -> None:
         super().init_req_max_new_tokens(req)
         # SGLang calls this for every request that it takes, before anything looks at its output.
@@ -748,6 +759,10 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
             phase = PREFILL
         assert self.sglrl_adapter is not None
         return Beat(self.sglrl_adapter.mailbox.progress, phase)
+
+    def sglrl_waiting(self) -> int:
+        """Requests that wait for room, or for their grammar."""
+        return len(self.waiting_queue) + len(self.grammar_manager.grammar_queue)
 
     def sglrl_running(self) -> int:
         """Requests in any batch, also one that is being prefilled, without those that have ended:

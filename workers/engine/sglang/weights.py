@@ -316,7 +316,7 @@ class SglangWeights:
         """From the next step on. What has not been prefilled yet shall not find older KV."""
         scheduler = self._scheduler
         scheduler.sglrl_version = version
-        for request in scheduler.waiting_queue:
+        for request in (*scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue):
             request.extra_key = str(version)
 
     def _retract(self) -> None:
