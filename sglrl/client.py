@@ -278,7 +278,8 @@ class Client:
             inflight: what happens to running requests when the new weights become live:
                 "continue": they go on, on the KV cache they have; "retract": they go on, and their
                 KV cache is computed again with the new weights; "abort": they return what they
-                have, with finish_reason "abort"; "drain": they are awaited first.
+                have, with finish_reason "abort"; "drain": they are awaited first, and new ones
+                wait from then on until the update has ended.
             mode: "full": staged beside the live weights, which takes as much GPU memory again (kept
                 for the next update while 4 GiB are free);
                 "bucketed": received piece by piece with the engine paused, into the live weights,
@@ -289,7 +290,7 @@ class Client:
                 two; None: 256 MB to 1 GB, by the size of the model.
             timeout: seconds that a worker may take for any phase before it is given up. (At least
                 one for the commit, in which who is late is ended.)
-            drain_timeout: seconds that "drain" may take.
+            drain_timeout: seconds that "drain" may take; then the update is given up.
             wait: behind an update that is running; False: raise ``UpdateInProgress`` instead.
             device: the GPU (or "cpu") that sends; None: where the tensors are, else the current
                 one.

@@ -38,6 +38,11 @@ class Update:
         self._within = by_bucket(layout)
 
     @property
+    def drained(self) -> bool:
+        """The engine is held from ``Prepare`` on, when what ran has ended."""
+        return self.message.inflight == "drain"
+
+    @property
     def worth_keeping(self) -> bool:
         """For the next update: what it holds costs no memory, or little."""
         little = self.layout.total <= KEPT_BYTES

@@ -87,5 +87,6 @@ class WeightEngine(Protocol):
 
     def release(self, update: int, version: int | None) -> float:
         """Go on, with ``version`` from now on (None: as before); a hold of this update or of an
-        earlier one that has not begun will not. Milliseconds that it was held."""
+        earlier one that has not begun will not. Milliseconds that it was held. What was ``staged``
+        is made live first, then ``RankWeights.committed`` is called."""
         ...

@@ -217,6 +217,8 @@ class RankWeights:
             self._dirty = False
             held_ms = self._engine.release(id_, update.message.version)
             self.committed(id_, lambda: held_ms)
+        elif update.drained:
+            self._engine.release(id_, update.message.version)
         else:
             self._engine.commit(id_, update.message.version, update.message.inflight)
 
@@ -231,7 +233,8 @@ class RankWeights:
             update, self._update = self._update, None
         self._free()
         self._engine.forget()
-        if update is not None and update.mode == "bucketed" and not self._dirty:
+        held = update is not None and (update.mode == "bucketed" or update.drained)
+        if update is not None and held and not self._dirty:
             self._engine.release(update.id, None)
         # While half of the weights are new the engine stays held: for another try, or its end.
         self._answer(RankAnswer(message.id, ABORT, None, msgspec.Raw(encode(self._dirty))))
@@ -277,8 +280,9 @@ class RankWeights:
             if message.id <= self._given_up:
                 raise WeightUpdateError("the update was given up")
             self._update = update
-        if update.mode == "bucketed" and message.inflight == "drain" and not self._dirty:
-            # Now, because what is awaited has more time than a collective has.
+        if update.drained and not self._dirty:
+            # Now, because what is awaited has more time than a collective has, and because it can
+            # still be given up.
             self._engine.hold(message.id, message.inflight)
             while not self._engine.held(0.1):
                 if message.id <= self._given_up:
@@ -447,6 +451,9 @@ class RankWeights:
     def _expect(self, update: Update) -> bool:
         """Tell the engine at once of an update that will take less than two steps, if it goes like
         the one before: on the way it may be too late, another step launched."""
+        if update.drained:
+            # It waits already.
+            return True
         seconds = update.layout.total / self._rate if self._rate else float("inf")
         if seconds > 2 * self._engine.step_seconds():
             return False
@@ -479,7 +486,7 @@ class RankWeights:
                         works[-1].wait()
                 arrivals = self._arrivals(works)
                 self._bind(update)
-                if arrivals:
+                if arrivals and not update.drained:
                     self._watch(link, update, arrivals)
                 group.synchronize()
         else:

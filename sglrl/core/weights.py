@@ -70,7 +70,7 @@ Effect = Ask | Expel | Ended
 
 class Limits(NamedTuple):
     """Seconds that any member may take: for JOIN, STAGE and, if ``prepare`` is None, PREPARE; for
-    COMMIT; and for ABORT. PREPARE and COMMIT may await running requests."""
+    COMMIT; and for ABORT. PREPARE may await running requests."""
 
     phase: float
     commit: float

@@ -407,16 +407,16 @@ class WeightChannel:
     ) -> _Run:
         self._next_id += 1
         run = _Run(self._next_id, request, version, source)
-        commit = request.drain_timeout if request.inflight == "drain" else request.timeout
+        drain = request.drain_timeout if request.inflight == "drain" else None
         run.machine = WeightUpdate(
             members,
             joined=source is not None and self._joined == (source, frozenset(members)),
             sender=source is not None,
             limits=Limits(
                 request.timeout,
-                max(commit, LEAST_COMMIT_SECONDS),
+                max(request.timeout, LEAST_COMMIT_SECONDS),
                 ABORT_SECONDS,
-                prepare=commit,
+                prepare=drain,
             ),
             now=time.monotonic(),
             join_only=join_only,

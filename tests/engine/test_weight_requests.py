@@ -123,17 +123,15 @@ async def test_abort_returns_what_there_is(lab: Lab) -> None:
     await lab.check()
 
 
-@pytest.mark.parametrize(("mode", "phase"), [("full", "commit"), ("bucketed", "prepare")])
-async def test_drain_lets_them_end(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch, mode: str, phase: str
-) -> None:
+@pytest.mark.parametrize("mode", ["full", "bucketed"])
+async def test_drain_lets_them_end(lab: Lab, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     client = lab.client
     old = client.weight_version
     running = [
         asyncio.ensure_future(client.generate(input_ids=prompt, **LONG)) for prompt in PROMPTS[:2]
     ]
     stream = client.stream(input_ids=PROMPTS[2], **LONG)
-    draining = phase_event(monkeypatch, client, phase)
+    draining = phase_event(monkeypatch, client, "prepare")
     update = meanwhile = cancelled = None
     since = 0
     async for chunk in stream:
@@ -208,8 +206,29 @@ async def test_calls_that_come_and_go_in_one_look_of_a_draining_worker(
     await lab.check()
 
 
+@pytest.mark.parametrize("mode", ["full", "bucketed"])
+async def test_a_drain_that_takes_too_long_is_given_up(lab: Lab, mode: str) -> None:
+    client = lab.client
+    old = client.weight_version
+    long = {**LONG, "max_new_tokens": 1900}
+    calls = [asyncio.ensure_future(client.generate(input_ids=p, **long)) for p in PROMPTS[:2]]
+    await until_running(client, 2)
+    with pytest.raises(sglrl.WeightUpdateError, match="no answer to 'prepare'"):
+        await lab.other(inflight="drain", mode=mode, drain_timeout=0.2)
+    late = await client.generate(input_ids=PROMPTS[3], max_new_tokens=4)
+    assert late.versions[0].version == old
+    assert not any(call.done() for call in calls)
+    for call in calls:
+        call.cancel()
+    await asyncio.wait(calls)
+    assert [w.state for w in client.workers] == ["ready"]
+    await lab.other(inflight="drain", mode=mode)
+    await lab.check()
+
+
+@pytest.mark.parametrize("mode", ["full", "bucketed"])
 async def test_a_drain_that_is_given_up_lets_new_calls_run(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     client = lab.client
     old = client.weight_version
@@ -219,7 +238,7 @@ async def test_a_drain_that_is_given_up_lets_new_calls_run(
     since = 0
     async for chunk in stream:
         if update is None:
-            update = asyncio.ensure_future(lab.other(inflight="drain", mode="bucketed"))
+            update = asyncio.ensure_future(lab.other(inflight="drain", mode=mode))
         if draining.is_set() and (since := since + len(chunk.output_ids)) > 20 and not meanwhile:
             meanwhile = asyncio.ensure_future(
                 client.generate(input_ids=PROMPTS[3], max_new_tokens=4, logprobs=True)
@@ -236,7 +255,7 @@ async def test_a_drain_that_is_given_up_lets_new_calls_run(
     assert late.versions[0].version == old
     lab.check_history(late)
     assert stream.completion.versions == ((0, LONG["max_new_tokens"], old),)
-    await lab.other(inflight="drain", mode="bucketed")
+    await lab.other(inflight="drain", mode=mode)
     await lab.check()
 
 

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -251,13 +251,13 @@ class SglangWeights:
         else:
             self._apply(command)
 
-    def _apply(self, command: WeightCommand) -> None:
+    def _apply(self, command: WeightCommand, held_since: float | None = None) -> None:
         ready, self._ready = self._ready, None
         if ready is None or ready[0] != command.update:
             self.channel.committed(command.update, lambda: 0.0, "nothing is staged for this update")
             return
         runner = self._scheduler.tp_worker.model_runner
-        begun = time.perf_counter()
+        begun = time.perf_counter() if held_since is None else held_since
         if self.device.type == "cuda":
             stream = self._stream()
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -272,6 +272,8 @@ class SglangWeights:
 
             def pause() -> float:
                 end.synchronize()
+                if held_since is not None:
+                    return (time.perf_counter() - held_since) * 1e3
                 return float(start.elapsed_time(end))
 
         else:
@@ -306,11 +308,15 @@ class SglangWeights:
             logger.warning(
                 "held for a weight update since %.0f s", time.perf_counter() - hold.begun
             )
-        if hold.version is not None:
-            runner = self._scheduler.tp_worker.model_runner
-            compat.begin_weight_update(runner)
-            compat.end_weight_update(runner)
-            self._switch(hold.version)
+        if hold.version is None:
+            return
+        if self._ready is not None and self._ready[0] == command.update:
+            self._apply(replace(command, version=hold.version), hold.begun)
+            return
+        runner = self._scheduler.tp_worker.model_runner
+        compat.begin_weight_update(runner)
+        compat.end_weight_update(runner)
+        self._switch(hold.version)
 
     def _switch(self, version: int) -> None:
         """From the next step on. What has not been prefilled yet shall not find older KV."""
