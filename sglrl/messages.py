@@ -471,11 +471,13 @@ class Proposed(msgspec.Struct, array_like=True, frozen=True, tag=27):
 
 
 class Welcome(msgspec.Struct, array_like=True, frozen=True, tag=28):
-    """To a sender in another process: what the engines take, and the version they have."""
+    """To a sender in another process: what the engines take (see ``ModelDescription``), and the
+    version they have."""
 
     version: int
     tensors: list[TensorSpec]
     ignored: list[str]
+    tied: dict[str, str] = {}
 
 
 class Offer(msgspec.Struct, array_like=True, frozen=True):
@@ -573,10 +575,12 @@ def rank_identity(worker: bytes, rank: int) -> bytes:
 
 class ModelDescription(msgspec.Struct, array_like=True, frozen=True):
     """Every tensor that the loaded model takes, with the dtype it is kept in; and names that belong
-    to the architecture and are not kept (tied to others)."""
+    to the architecture and are not kept. ``tied``: of these, the ones of which the model keeps
+    another tensor in its place, and which one."""
 
     tensors: list[TensorSpec]
     ignored: list[str]
+    tied: dict[str, str] = {}
 
 
 class Prepared(msgspec.Struct, array_like=True, frozen=True):

@@ -65,7 +65,7 @@ class LocalSender:
     ) -> UpdateReport:
         """``request.specs`` follow from ``weights``."""
         from .sender import Cargo
-        from .source import Manifest, take
+        from .source import Manifest, check_ties, take
 
         request.check(self._channel.version)
         named, ready = take(weights)
@@ -75,6 +75,7 @@ class LocalSender:
         tensors = self._manifest.take(named, wanted)
         # Now: another update may come in between.
         specs, total = self._manifest.specs, self._manifest.total
+        check_ties(self._manifest, named)
         end = await self._ending(device, host, tensors, request.timeout)
         request = request.with_specs(specs, total)
         assert request.bucket_bytes is not None
@@ -109,10 +110,12 @@ class LocalSender:
         tensors = manifest.take(named, wanted)
         specs = manifest.specs
         check_manifest(wanted, specs, partial=True)
+        untied = {name for name, _ in manifest.untied(named)}
         found = await self._channel.checksums([spec.name for spec in specs], timeout)
-        return await asyncio.get_running_loop().run_in_executor(
+        differing = await asyncio.get_running_loop().run_in_executor(
             None, _differing, tensors, specs, found
         )
+        return [name for name, _ in named if name in untied or name in differing]
 
     async def _ending(self, device: Any, host: str, tensors: Any, timeout: float) -> Any:
         from .sender import SendingEnd, sending_device
@@ -169,9 +172,7 @@ def safetensors_specs(path: Any) -> tuple[Path, list[TensorSpec]]:
     return folder, specs
 
 
-def _differing(
-    tensors: Any, specs: list[TensorSpec], found: dict[Member, list[Piece]]
-) -> list[str]:
+def _differing(tensors: Any, specs: list[TensorSpec], found: dict[Member, list[Piece]]) -> set[str]:
     import torch
 
     from .checksum import checksum, piece
@@ -181,7 +182,7 @@ def _differing(
     for pieces in found.values():
         for one in pieces:
             by_name.setdefault(one.name, []).append(one)
-    differing = []
+    differing = set()
     with torch.no_grad():
         for (name, tensor), spec in zip(tensors, specs, strict=True):
             sent = whole(tensor).to(getattr(torch, spec.dtype))
@@ -191,6 +192,6 @@ def _differing(
                 if key not in known:
                     known[key] = checksum(piece(sent, *key))
                 if known[key] != one.checksum:
-                    differing.append(name)
+                    differing.add(name)
                     break
     return differing

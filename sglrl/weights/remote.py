@@ -158,7 +158,7 @@ class Sender:
             await sender.close()
             raise
         sender._version = welcome.version
-        sender._wanted = ModelDescription(welcome.tensors, welcome.ignored)
+        sender._wanted = ModelDescription(welcome.tensors, welcome.ignored, welcome.tied)
         return sender
 
     async def __aenter__(self) -> Self:
@@ -219,7 +219,7 @@ class Sender:
                 this sender is of no use any more.
         """
         from .sender import Cargo
-        from .source import take
+        from .source import check_ties, take
 
         if weights is None:
             weights = self._model
@@ -246,6 +246,7 @@ class Sender:
             if self._lost:
                 raise WeightUpdateError(self._lost)
             tensors, specs = self._manifest.take(named, self._wanted), self._manifest.specs
+            check_ties(self._manifest, named)
             request = request.with_specs(specs, self._manifest.total)
             assert request.bucket_bytes is not None
             cargo = Cargo(tensors, ready, specs, request.bucket_bytes)

@@ -53,7 +53,14 @@ class RemoteSource:
         except SglrlError as error:
             self.ask(Proposed(0, ErrorBody(type(error).__name__, error.message)))
             return
-        self.ask(Welcome(self._channel.version, description.tensors, description.ignored))
+        self.ask(
+            Welcome(
+                self._channel.version,
+                description.tensors,
+                description.ignored,
+                description.tied,
+            )
+        )
 
     def receive(self, message: Any) -> bool:
         match message:

@@ -47,7 +47,7 @@ def named_tensors(weights: Any) -> Named:
 
     Raises:
         UsageError: it is none of these.
-        InvalidWeights: something in it is not a tensor.
+        InvalidWeights: something in it is not a tensor, or is one without values of its own.
     """
     pairs: Iterable[Any]
     if isinstance(weights, torch.nn.Module):
@@ -74,6 +74,13 @@ def named_tensors(weights: Any) -> Named:
             raise InvalidWeights(f"a tensor's name is {name!r}, which is no text")
         if not isinstance(tensor, torch.Tensor):
             raise InvalidWeights(f"{name} is no tensor but {type(tensor).__name__}")
+        if tensor.is_meta:
+            raise InvalidWeights(f"{name} is on the meta device, so it has no values")
+        if tensor.layout is not torch.strided:
+            raise InvalidWeights(f"{name} is {tensor.layout}; weights are dense (to_dense())")
+        if tensor.is_neg():
+            # A view that says that what lies there is to be negated.
+            tensor = tensor.resolve_neg()
         found.append((name, tensor))
     return found
 
@@ -92,6 +99,7 @@ class Manifest:
         self._wanted: ModelDescription | None = None
         self._given: list[Any] = []
         self._sent: list[int] = []
+        self._tied: list[tuple[int, int]] = []
         self.specs: list[TensorSpec] = []
         self.total = 0
 
@@ -101,28 +109,76 @@ class Manifest:
         is what the model keeps no copy of.
 
         Raises:
-            InvalidWeights: a tensor does not hold floating-point numbers.
+            InvalidWeights: a tensor does not hold floating-point numbers, or one that is left out
+                has another shape than the one that it is tied to.
         """
         given = [(name, tensor.dtype, tensor.shape) for name, tensor in named]
         if wanted is not self._wanted or given != self._given:
             sent, specs = _specs(given, wanted)
             self.total = total_bytes(specs)
             self._sent, self.specs = sent, specs
+            at = {name: index for index, (name, _) in enumerate(named)}
+            self._tied = [
+                (at[name], at[twin])
+                for name, twin in wanted.tied.items()
+                if name in at and twin in at
+            ]
             self._wanted, self._given = wanted, given
         return [named[index] for index in self._sent]
+
+    def untied(self, named: Named) -> list[tuple[str, str]]:
+        """Of the tensors last taken: those that are left out, because the engine ties them to
+        others, and differ from these; and these."""
+        return [
+            (named[one][0], named[other][0])
+            for one, other in self._tied
+            if not _equal(named[one][1], named[other][1])
+        ]
+
+
+def check_ties(manifest: Manifest, named: Named) -> None:
+    """Raise ``InvalidWeights`` if something would be left out that counts."""
+    for name, twin in manifest.untied(named):
+        raise InvalidWeights(
+            f"{name} differs from {twin}, and the engine has one tensor for both (its model ties "
+            "them: tie_word_embeddings)"
+        )
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if hasattr(one, "full_tensor") or hasattr(other, "full_tensor"):
+        # To look at all of it is a collective of its mesh, which the other ranks do not expect.
+        return True
+    if one.data_ptr() == other.data_ptr() and one.stride() == other.stride():
+        return True
+    with torch.no_grad():
+        return bool(torch.equal(one.to(other.device, other.dtype), other))
 
 
 def _specs(given: list[Any], wanted: ModelDescription) -> tuple[list[int], list[TensorSpec]]:
     """Which of them are sent, and their specs."""
     dtypes = {spec.name: spec.dtype for spec in wanted.tensors}
+    shapes = {spec.name: spec.shape for spec in wanted.tensors}
     skip = set(wanted.ignored)
     sent: list[int] = []
     specs: list[TensorSpec] = []
     for index, (name, dtype, shape) in enumerate(given):
-        if name in skip and name not in dtypes:
+        if ".rotary_emb." in name and name not in dtypes:
+            # Computed from the model's configuration, and in no checkpoint.
+            continue
+        left_out = name in skip and name not in dtypes
+        twin = wanted.tied.get(name)
+        if left_out and twin is None:
             continue
         if not dtype.is_floating_point:
             raise InvalidWeights(f"{name} holds {dtype}; weights are floating-point numbers")
+        if left_out and twin is not None:
+            if tuple(shape) != tuple(shapes[twin]):
+                raise InvalidWeights(
+                    f"{name} has shape {list(shape)}, and {twin}, to which the engine ties it, "
+                    f"{list(shapes[twin])}"
+                )
+            continue
         kept = dtypes.get(name) or str(dtype).removeprefix("torch.")
         sent.append(index)
         specs.append(TensorSpec(name, kept, tuple(shape)))

@@ -17,6 +17,7 @@ from readme import example
 from safetensors.torch import load_file, save_file
 
 import sglrl
+from sglrl.weights import Sender
 
 from .policies import PROMPTS, Lab, Policies, until_idle, until_running
 
@@ -46,6 +47,8 @@ if find_spec("tensordict"):
     from tensordict import TensorDict
 
     FORMS["tensordict"] = lambda model: TensorDict(model.state_dict()).unflatten_keys(".")
+    # With all buffers, those that are in no checkpoint among them.
+    FORMS["tensordict of a module"] = TensorDict.from_module
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -82,6 +85,30 @@ async def test_other_models(models: Path, kind: str) -> None:
         assert ("lm_head.weight" in metadata) == (kind != "tied")
         # A module gives tied tensors once.
         await lab.update(0, given[0].model)
+        await lab.check()
+
+
+async def test_what_is_tied_in_the_engine_and_not_in_the_trainer(models: Path) -> None:
+    """The engine has no place for the other one: to leave it out would change the policy."""
+    policies = Policies(models / "tied", dtype="float32", tied=True)
+    async with sglrl.launch(policies[0].folder, device="cpu") as client:
+        lab = Lab(client, policies)
+        weights = {n: t.clone() for n, t in policies[1].model.state_dict().items()}
+        # A copy of it is no other one.
+        await lab.update(1, weights)
+        await lab.check()
+        weights["lm_head.weight"][3, 5] += 1
+        with pytest.raises(
+            sglrl.InvalidWeights, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"
+        ):
+            await client.update_weights(weights)
+        assert await client.verify_weights(weights) == ["lm_head.weight"]
+        async with await Sender.connect(client.weights_address) as sender:
+            with pytest.raises(sglrl.InvalidWeights, match="differs from"):
+                await sender.update(weights)
+        for wrong, says in ((torch.zeros(3, 3), "shape"), (torch.ones(3).long(), "int64")):
+            with pytest.raises(sglrl.InvalidWeights, match=says):
+                await client.update_weights({**weights, "lm_head.weight": wrong})
         await lab.check()
 
 
@@ -125,6 +152,18 @@ REFUSED: dict[str, tuple[Callable[[Weights], Any], dict[str, Any], type[Exceptio
         {},
         sglrl.InvalidWeights,
         r"model\.norm\.weight holds torch\.int64",
+    ),
+    "meta": (
+        lambda w: {**w, NORM: torch.empty(64, device="meta")},
+        {"mode": "bucketed"},
+        sglrl.InvalidWeights,
+        r"model\.norm\.weight is on the meta device",
+    ),
+    "sparse": (
+        lambda w: {**w, NORM: w[NORM].to_sparse()},
+        {"mode": "bucketed"},
+        sglrl.InvalidWeights,
+        r"model\.norm\.weight is torch\.sparse_coo",
     ),
     "nothing": (lambda w: {}, {}, sglrl.InvalidWeights, "no tensors"),
     "nothing of a part": (lambda w: {}, {"partial": True}, sglrl.InvalidWeights, "no tensors"),
@@ -277,6 +316,15 @@ async def test_verify_names_what_differs(lab: Lab) -> None:
         await client.verify_weights({"nonsense": torch.zeros(1)})
     with pytest.raises(sglrl.InvalidWeights, match="shape"):
         await client.verify_weights({name: torch.zeros(3)})
+
+
+async def test_a_view_that_negates(lab: Lab) -> None:
+    weights = dict(lab.policies[2].model.state_dict())
+    weights[NORM] = torch._neg_view(-weights[NORM])
+    assert weights[NORM].is_neg()
+    await lab.update(2, weights)
+    assert await lab.client.verify_weights(weights) == []
+    await lab.check(PROMPTS[:1], 4)
 
 
 # --- files ----------------------------------------------------------------------------------------

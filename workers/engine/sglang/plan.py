@@ -126,7 +126,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def make_plan(model: Any, named: Iterable[tuple[str, tuple[int, ...]]], skipped: set[str]) -> Plan:
-    """Find out where the model's loader puts each tensor.
+    """Find out where the model's loader puts each tensor. ``skipped``: names that are tied.
 
     Raises:
         EngineError: the loader does more than copy, so that an update would not be all of it.
@@ -152,7 +152,17 @@ def make_plan(model: Any, named: Iterable[tuple[str, tuple[int, ...]]], skipped:
         if name in recorder.copies
     ]
     ignored = sorted(skipped | (sources.keys() - recorder.copies.keys()))
-    return Plan(recorder.copies, ModelDescription(tensors, ignored))
+    return Plan(recorder.copies, ModelDescription(tensors, ignored, _tied(model, tensors, ignored)))
+
+
+def _tied(model: Any, tensors: list[TensorSpec], ignored: list[str]) -> dict[str, str]:
+    """The output layer, if the model has the embedding in its place."""
+    if not getattr(getattr(model, "config", None), "tie_word_embeddings", False):
+        return {}
+    embeddings = [s.name for s in tensors if s.name.endswith(("embed_tokens.weight", "wte.weight"))]
+    if "lm_head.weight" not in ignored or len(embeddings) != 1:
+        return {}
+    return {"lm_head.weight": embeddings[0]}
 
 
 def _dtype(tensor: torch.Tensor) -> str:
