@@ -244,6 +244,10 @@ class BlockingSession:
         """See ``Session.observe``."""
         self._session.observe(what)
 
+    def unobserve(self) -> None:
+        """See ``Session.unobserve``."""
+        self._session.unobserve()
+
     def reward(self, value: float) -> None:
         """See ``Session.reward``."""
         self._session.reward(value)

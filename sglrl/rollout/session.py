@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from ..completion import Beginning, Completion, Conversation
 from ..config import check_timeout
+from ..core.calls import Call
 from ..core.routing import Route
 from ..errors import Closed, InvalidRequest, UsageError
 from ..prompts import Message, check_conversation, check_messages
@@ -66,6 +67,8 @@ class Opening:
             several, (self.messages, *_) = check_messages(messages)
             if several:
                 raise InvalidRequest("a session has one prompt, got a list")
+            # They are read later, perhaps more than once.
+            self.messages = [dict(message) for message in self.messages]
         self.template = dict(template or {})
         if tools is not None:
             self.template["tools"] = list(tools)
@@ -135,7 +138,13 @@ class Session:
         self._messages = opening.messages
         self._answer_at = 0
         self._pending: list[str | bytes | list[Message]] = []
+        """What was observed behind the last turn."""
+        self._taken = 0
+        """How much of that is in the prompt of the turn that is being sampled."""
         self._busy = self._closed = False
+        self._call: tuple[Call, asyncio.Future[Completion]] | None = None
+        self._limit: asyncio.Timeout | None = None
+        """How long all of it may take, not counting what is spent at the gate."""
         self._began = time.monotonic()
         self._generating = 0.0
         self.rewarded = False
@@ -150,8 +159,14 @@ class Session:
         self.close()
 
     def close(self) -> None:
-        """No further turn is sampled: ``generate`` raises ``Closed``."""
+        """No further turn is sampled, and one that is being sampled is given up: ``generate``
+        raises ``Closed``."""
         self._closed = True
+        if self._call is not None:
+            call, future = self._call
+            if not future.done():
+                self._requests.driver.cancel(call)
+                future.set_exception(Closed("the session was closed"))
 
     # --- turns ------------------------------------------------------------------------------------
 
@@ -189,29 +204,32 @@ class Session:
             gate.inside += 1
         begun = time.monotonic()
         try:
-            if self._prompt is None:
-                self._prompt = await opening.ids()
-            pending = self._pending
+            prompt = self._prompt or await opening.ids()
+            response, messages, answer_at = self._response, self._messages, self._answer_at
+            pending = self._pending[:]
+            self._taken = len(pending)
             if len(pending) == 1 and type(pending[0]) is bytes:
-                self._response += pending[0]
-                self._pending = []
+                response += pending[0]
             elif pending:
-                await self._append_pending()
-            ids = self._prompt + self._response
+                response, messages, answer_at = await self._with(pending)
+            ids = prompt + response
             room = opening.most_tokens - len(ids) // 4
             limit = min(prepared.max_new_tokens or DEFAULT_MAX_NEW_TOKENS, room)
             if limit < 1:
                 raise InvalidRequest(
-                    f"the context is full: the session has {len(ids) // 4} tokens, of "
-                    f"{self._client.info.context_length} possible; see Session.room"
+                    f"the context is full: the session has {len(ids) // 4} tokens, with what was "
+                    f"observed, of {self._client.info.context_length} possible; see Session.room "
+                    "and Session.unobserve"
                 )
             deadline = self._requests.deadline(opening.timeout)
             if self._oldest is None:
                 self._oldest = self._client.weight_version
             completion = None
             while completion is None or completion.finish_reason == "abort":
+                if self._closed:
+                    raise Closed("the session was closed")
                 self._route.extend(ids, self._client.weight_version)
-                call, future = self._requests.sample(
+                self._call = call, future = self._requests.sample(
                     ids,
                     prepared,
                     limit,
@@ -228,8 +246,14 @@ class Session:
                 except asyncio.CancelledError:
                     self._requests.driver.cancel(call)
                     raise
+            # It has happened, and not before.
+            self._prompt, self._messages, self._answer_at = prompt, messages, answer_at
+            if pending:
+                del self._pending[: len(pending)]
         finally:
             self._busy = False
+            self._taken = 0
+            self._call = None
             self._generating += time.monotonic() - begun
             if gate is not None:
                 gate.leave()
@@ -238,27 +262,36 @@ class Session:
         chunks = completion._chunks
         if not self._turns:
             self._oldest = chunks[0].version
-        self._turns.append((len(self._response) // 4, completion))
+        self._turns.append((len(response) // 4, completion))
         self._rewards.append(0.0)
         new = chunks[0].ids if len(chunks) == 1 else b"".join([chunk.ids for chunk in chunks])
-        self._response += new
+        self._response = response + new
         if self._on_turn is not None:
             self._on_turn(completion, len(new) // 4)
         return completion
 
     async def _enter(self, gate: Gate) -> None:
+        limit, clock = self._limit, asyncio.get_running_loop().time
+        until = None if limit is None else limit.when()
+        left = None if until is None else until - clock()
+        if limit is not None and left is not None and left > 0:
+            limit.reschedule(None)
         try:
             await gate.opened()
         except BaseException:
             self._busy = False
             raise
+        if limit is not None and left is not None and left > 0:
+            limit.reschedule(clock() + left)
 
     def observe(self, what: str | TokenIds | Message | Sequence[Message]) -> None:
         """Append what the policy did not sample: text or token ids as they are, or messages in the
         chat template's form (only in a session that began with messages).
 
         Text is tokenized by itself. Messages end the assistant's turn and begin its next one. What
-        is observed after the last turn is in no prompt, so it is not in the trajectory either.
+        is observed after the last turn is in no prompt, so it is not in the trajectory either; what
+        is observed while a turn is being sampled comes behind that. A turn that fails leaves what
+        was observed for the next one; see ``unobserve``.
 
         Raises:
             InvalidRequest: a token id is wrong, or a message lacks something. For what the template
@@ -275,18 +308,27 @@ class Session:
             return
         several = isinstance(what, (list, tuple)) and what and isinstance(what[0], Mapping)
         if not isinstance(what, Mapping) and not several:
-            self._pending.append(check_ids(what, self._opening.vocab_size))
+            if not hasattr(what, "__len__") or len(what):
+                # A tool may have nothing to say.
+                self._pending.append(check_ids(what, self._opening.vocab_size))
             return
         new: list[Any] = [what] if isinstance(what, Mapping) else list(what)
         check_conversation(new)
+        new = [dict(message) for message in new]
         if self._messages is None:
             raise UsageError("this session began without messages: observe text or token ids")
-        if self._pending and isinstance(self._pending[-1], list):
+        behind = len(self._pending) > self._taken
+        if behind and isinstance(self._pending[-1], list):
             self._pending[-1] += new
         elif not self._turns:
             raise UsageError("no turn was sampled yet: put these messages into the session's own")
         else:
             self._pending.append(new)
+
+    def unobserve(self) -> None:
+        """Take back what was observed since the last turn: it did not fit, or the chat template
+        does not take it. What a turn that is being sampled has in its prompt stays."""
+        del self._pending[self._taken :]
 
     def reward(self, value: float) -> None:
         """Add to the reward of the last turn.
@@ -322,8 +364,10 @@ class Session:
 
     @property
     def room(self) -> int:
-        """Tokens that fit the context behind those that there are."""
-        used = (len(self._prompt or b"") + len(self._response)) // 4
+        """Tokens that fit the context behind those that there are, with those that were observed
+        as ids; of what was observed as text or messages it is not known yet how many they are."""
+        observed = sum([len(item) for item in self._pending if isinstance(item, bytes)])
+        used = (len(self._prompt or b"") + len(self._response) + observed) // 4
         return max(0, self._opening.most_tokens - used)
 
     @property
@@ -348,21 +392,19 @@ class Session:
             self._rewards,
             total=time.monotonic() - self._began,
             generating=self._generating,
-            metadata=self.metadata,
+            metadata=dict(self.metadata),
         )
 
     # --- inside -----------------------------------------------------------------------------------
 
-    async def _append_pending(self) -> None:
-        """Encoded off the event loop, unless they are ids only. The session is changed at the end,
-        if nothing was wrong."""
-        pending = self._pending
+    async def _with(
+        self, pending: list[str | bytes | list[Message]]
+    ) -> tuple[bytes, list[Message] | None, int]:
+        """See ``_encode``; off the event loop, unless they are ids only."""
         if all(isinstance(item, bytes) for item in pending):
-            self._response += b"".join(pending)  # type: ignore[arg-type]
-        else:
-            found = await asyncio.get_running_loop().run_in_executor(None, self._encode, pending)
-            self._response, self._messages, self._answer_at = found
-        self._pending = []
+            response = self._response + b"".join(pending)  # type: ignore[arg-type]
+            return response, self._messages, self._answer_at
+        return await asyncio.get_running_loop().run_in_executor(None, self._encode, pending)
 
     def _encode(
         self, pending: list[str | bytes | list[Message]]

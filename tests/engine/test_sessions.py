@@ -147,6 +147,47 @@ async def test_a_turn_cut_short_is_ended_as_the_template_does(client: sglrl.Clie
     assert client.tokenizer.decode(added).startswith("<|im_end|>\n<|im_start|>user\nGo on.")
 
 
+async def test_messages_of_a_turn_that_failed_are_in_the_next_one(client: sglrl.Client) -> None:
+    async with client.session(messages=ASK, **WORDS) as session:
+        first = await session.generate()
+        session.observe({"role": "tool", "content": "5"})
+        before = session.ids.tolist()
+        failing = asyncio.ensure_future(
+            session.generate(regex=None, max_new_tokens=1500, ignore_eos=True)
+        )
+        await until_running(client, 1)
+        failing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await failing
+        assert session.ids.tolist() == before
+        session.observe({"role": "user", "content": "Be brief."})
+        second = await session.generate()
+    messages = [
+        *ASK,
+        {"role": "assistant", "content": first.text},
+        {"role": "tool", "content": "5"},
+        {"role": "user", "content": "Be brief."},
+    ]
+    text = client.tokenizer.decode(second.prompt_ids.tolist())
+    assert text == rendered(client, messages, add_generation_prompt=True)
+
+
+async def test_what_is_observed_while_messages_are_encoded(client: sglrl.Client) -> None:
+    """It comes behind that turn, and is not lost."""
+    async with client.session(messages=ASK, **WORDS) as session:
+        await session.generate()
+        session.observe({"role": "user", "content": "one"})
+        turn = asyncio.ensure_future(session.generate())
+        await asyncio.sleep(0)
+        # As long as the encoding takes, and longer.
+        client.tokenizer(["two"] * 2000)
+        session.observe(" TWO")
+        await turn
+        assert "TWO" not in client.tokenizer.decode(session.ids.tolist())
+        last = await session.generate()
+    assert client.tokenizer.decode(last.prompt_ids.tolist()).endswith(" TWO")
+
+
 async def test_text_within_a_turn_belongs_to_it(client: sglrl.Client) -> None:
     async with client.session(messages=ASK, **WORDS) as session:
         await session.generate(max_new_tokens=2)

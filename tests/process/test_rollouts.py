@@ -148,6 +148,62 @@ async def test_a_cancelled_turn_did_not_happen() -> None:
             await client.session(input_ids=[1], timeout=0.05).generate(max_new_tokens=5000)
 
 
+async def test_what_was_observed_waits_for_a_turn_that_succeeds(client: sglrl.Client) -> None:
+    async with client.session(input_ids=[4, 5], max_new_tokens=4) as session:
+        await session.generate()
+        before, room = session.ids.tolist(), session.room
+        session.observe([7, 7])
+        assert session.room == room - 2
+        turn = asyncio.create_task(session.generate(max_new_tokens=200))
+        await asyncio.sleep(0)
+        session.observe([8])
+        turn.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await turn
+        assert session.ids.tolist() == before
+        assert len(session.trajectory().response_ids) == 4
+        again = await session.generate()
+        assert again.prompt_ids.tolist() == [*before, 7, 7, 8]
+        # What does not fit can be taken back.
+        session.observe([9] * 300)
+        assert session.room == 0
+        with pytest.raises(sglrl.InvalidRequest, match="unobserve"):
+            await session.generate()
+        assert len(session.trajectory().input_ids) == len(before) + 3 + 4
+        session.unobserve()
+        session.observe([])
+        session.observe(np.array([], np.int32))
+        third = await session.generate()
+        assert third.prompt_ids.tolist() == session.ids[:-4].tolist()
+
+
+async def test_what_is_observed_during_a_turn_comes_behind_it(client: sglrl.Client) -> None:
+    async with client.session(input_ids=[4, 5], max_new_tokens=4) as session:
+        session.observe([6])
+        turn = asyncio.create_task(session.generate())
+        await asyncio.sleep(0)
+        session.observe([7])
+        # In the prompt already.
+        session.unobserve()
+        session.observe([8])
+        first = await turn
+        second = await session.generate()
+    assert first.prompt_ids.tolist() == [4, 5, 6]
+    assert second.prompt_ids.tolist() == [4, 5, 6, *first.output_ids.tolist(), 8]
+
+
+async def test_a_closed_session_gives_its_turn_up(client: sglrl.Client) -> None:
+    session = client.session(input_ids=[4, 5], max_new_tokens=200)
+    turn = asyncio.create_task(session.generate())
+    while not any(worker.load for worker in client.workers):
+        await client.stats()
+    session.close()
+    with pytest.raises(sglrl.Closed, match="the session was closed"):
+        await turn
+    while any(worker.load for worker in client.workers):
+        await client.stats()
+
+
 # --- a run from beginning to end ------------------------------------------------------------------
 
 
