@@ -72,6 +72,7 @@ class Driver:
     and ``on_peer(identity, frame)`` are for the weight channel: a worker was lost; a peer that is
     no worker sent a message (False: it is unknown, so the message is dropped). ``on_beat`` is the
     same for the beats of workers, ``on_client(identity, frames)`` for clients in other processes.
+    ``on_loads``: told whenever an engine has said how full it is.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class Driver:
         self.on_peer: Callable[[bytes, Buffer], bool] = lambda identity, frame: False
         self.on_beat: Callable[[bytes, Buffer], bool] = lambda identity, frame: False
         self.on_client: Callable[[bytes, list[Buffer]], bool] = lambda identity, frames: False
+        self.on_loads: set[Callable[[], None]] = set()
         self._raw: dict[int, list[Buffer]] = {}
         self._identities: dict[Member, bytes] = {}
         self._members: dict[bytes, Member] = {}
@@ -254,6 +256,8 @@ class Driver:
                 member.kv_usage = message.kv_usage
                 member.waiting = message.waiting
                 member.preempted = message.preempted
+                for look in self.on_loads:
+                    look()
             self.fabric.results(member, message.items, now())
             if len(self.fabric.outbox) > _AT_ONCE:
                 # Part of what this message takes, after which the loop may get its turn.

@@ -227,9 +227,24 @@ class Gateway:
         self.address = f"{pool.outer_address}#{self._token}"
         driver.on_client = self._on_message
         pool.weights.on_version.add(self._tell_all)
+        driver.on_loads.add(self._on_loads)
+
+    def _on_loads(self) -> None:
+        """An engine has said how full it is. Clients with long calls hear nothing else for long."""
+        waiting = [
+            peer
+            for peer in self._peers.values()
+            if peer.calls and now() - peer.told > _NEWS_SECONDS
+        ]
+        if waiting:
+            answers = Answers([], [], self._news())
+            for peer in waiting:
+                peer.told = now()
+                self._tell(peer, answers)
 
     async def close(self) -> None:
         """After the pool: the calls have ended."""
+        self._driver.on_loads.discard(self._on_loads)
         if self._watch is not None:
             self._watch.cancel()
         for task in self._tasks:

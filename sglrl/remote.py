@@ -146,6 +146,8 @@ class RemoteDriver(Driver):
         self.fabric.results(self._pool, answers.items, now())
         if answers.news is not None:
             self.news = answers.news
+            for look in self.on_loads:
+                look()
             self.on_news()
 
     def _send_calls(self, member: Member, calls: list[Call]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 import traceback
 
 import msgspec
@@ -50,6 +51,8 @@ ROWS = 16
 """In one message. It arrives as a whole, and half a megabyte a row takes its time: the driver
 handles the first ones while the others are under way."""
 
+_REPORT_SECONDS = 0.1
+
 ENDPOINTS = [
     "abort",
     "flush_cache",
@@ -70,6 +73,8 @@ class Mailbox:
         self.progress = 0
         """Turns of the loop that it had a reason for; the engine may count what else it does."""
         self._waited = False
+        self._reported = 0.0
+        """When the driver was last told how full the engine is."""
         self._dealer = ZmqPolledDealer(
             spec.address,
             spec.identity,
@@ -187,10 +192,18 @@ class Mailbox:
         body = encode(ErrorBody(kind, readable(message), readable(trace)))
         self._items.append(Item(id_, ItemKind.ERROR, msgspec.Raw(body)))
 
+    @property
+    def report_is_due(self) -> bool:
+        return time.monotonic() - self._reported >= _REPORT_SECONDS
+
     def flush(self, kv_usage: float = -1.0, waiting: int = 0, preempted: int = 0) -> None:
         """Send what was put since the last flush, if anything, as one message. How full the engine
-        is goes with it: see ``Results``."""
-        if self._items:
+        is goes with it (see ``Results``), and now and then by itself: with long answers nothing
+        else would say so."""
+        report = kv_usage >= 0
+        if self._items or (report and self.report_is_due):
+            if report:
+                self._reported = time.monotonic()
             items, self._items = self._items, []
             frames, self._frames = self._frames, []
             slots, self._slots = self._slots, []

@@ -42,7 +42,7 @@ class Concurrency:
         self._grown = True
         self._growth = SLOW_START
         self._changed_at = float("-inf")
-        self._preempted = 0
+        self._preempted: int | None = None
 
     def look(self, now: float, in_use: int, queued: int, loads: Sequence[Load]) -> bool:
         """Take note of what the engines say; whether the limit is another one now.
@@ -53,7 +53,9 @@ class Concurrency:
             queued: calls that wait at the driver, because every engine's window is full.
         """
         preempted = sum(load.preempted for load in loads)
-        pressed, self._preempted = preempted > self._preempted, preempted
+        # What was preempted before the first look is of another run.
+        before, self._preempted = self._preempted, preempted
+        pressed = before is not None and preempted > before
         if pressed:
             if now - self._changed_at < INTERVAL and not self._grown:
                 return False

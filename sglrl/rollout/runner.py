@@ -7,6 +7,7 @@ task fills the engines; each agent is a task of its group of tasks, and ends wit
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import math
 import time
@@ -19,7 +20,6 @@ from collections.abc import (
     Callable,
     Iterable,
     Mapping,
-    Sized,
 )
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -35,6 +35,7 @@ from ..core.concurrency import Concurrency
 from ..errors import Closed, DeadlineExceeded, SglrlError, UsageError, WorkerLost
 from ..sampling import SamplingParams
 from .gate import Gate
+from .items import Items, length
 from .progress import RolloutProgress
 from .session import Opening, Session
 from .trajectory import Trajectory
@@ -56,6 +57,8 @@ _HINT_SECONDS = 10.0
 """After which a taker is told that only new weights will help."""
 _LOOK_SECONDS = 0.05
 """Between two looks at the engines' load."""
+_LONGEST_END = 10.0
+"""Seconds that cancelled agents may take before it is said that they have not ended."""
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -193,10 +196,10 @@ def rollout(
         max_staleness: with policy version v at most ``(v + max_staleness + 1) * batch_size`` groups
             are begun, and no token that is handed out is more versions old than this. 0 is
             synchronous training: every token is of the current policy. None: no bound.
-        timeout: seconds a sample may take; then it is cancelled and lost.
+        timeout: seconds a sample may take, pauses not counted; then it is cancelled and lost.
         on_error: what happens when the agent raises: "retry" the sample, at most ``retries`` times,
             then drop it; "drop" it at once; "raise" from here. A ``UsageError`` is not retried. A
-            run whose first 32 samples all fail raises in any case.
+            run whose first 32 samples all fail, or all that there are, raises in any case.
         retries: also how often a group that was given up is begun again.
         min_group: a group with fewer samples left is given up; None: 2, or 1 if ``group_size`` is.
         keep: False filters a finished group out; another takes its place in the batch. See
@@ -300,11 +303,19 @@ class Rollout:
             raise UsageError(f"min_group={min_group} is more than group_size={group_size}")
         if timeout is not None and not timeout > 0:
             raise UsageError(f"timeout must be more than 0 seconds, got {timeout!r}")
+        for name, given in (("agent", agent), ("keep", keep), ("open_session", open_session)):
+            if not callable(given) and not (name == "keep" and given is None):
+                raise UsageError(f"{name} must be callable, got {given!r}")
+        for name, given in (("keep", keep), ("open_session", open_session)):
+            if inspect.iscoroutinefunction(given):
+                raise UsageError(f"{name} must be a plain function, not async")
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+            raise UsageError(f"seed must be an integer, got {seed!r}")
         # Wrong sampling values raise here, not in every sample.
         client._started().samplings.prepare(sampling, values)
         self._client = client
         self._agent = agent
-        self._items = _iterator(dataset)
+        self._items = Items(dataset, self._is_wanted, self._read_one)
         self.batch_size = batch_size
         self._timeout = timeout
         self._on_error = on_error
@@ -325,7 +336,6 @@ class Rollout:
         self._limit = Concurrency(least) if concurrency is None else None
         self._fixed = concurrency
         self._state = _checked_state(state)
-        self._read = 0
         self._openings: dict[core.Group, Opening] = {}
         self._running: dict[core.Sample, Session] = {}
         self._tasks: dict[core.Sample, asyncio.Task[None]] = {}
@@ -342,11 +352,18 @@ class Rollout:
         self._rewards: deque[float] = deque(maxlen=_RECENT)
         self._turns = self._generated = self._prompted = self._cached = 0
         self._staleness = 0
-        self._failures = 0
+        self._failures = self._successes = 0
+        self._looped = False
+        """Over all of it, and not within ``async with``."""
+        self._fatal = False
+        """Something has ended the run, and all its tasks with it."""
         self._begun = self._looked = 0.0
         self.errors: deque[Exception] = deque(maxlen=100)
         """What the agent raised lately."""
-        total = len(dataset) if isinstance(dataset, Sized) else None
+        total = length(dataset)
+        if total is not None:
+            done, unfinished = self._state
+            total -= min(total, done - len(unfinished))
         self._progress = RolloutProgress(total, progress)
 
     # --- its life ---------------------------------------------------------------------------------
@@ -358,6 +375,8 @@ class Rollout:
         weights = self._client._pool.weights
         self._plan.version = self._plan.first_version = weights.version
         weights.on_version.add(self._on_version)
+        if self._limit is not None:
+            self._client._running().on_loads.add(self._look)
         self._progress.begin()
         self._task = asyncio.create_task(self._run(), name="sglrl rollout")
         return self
@@ -372,8 +391,19 @@ class Rollout:
         if task is not None:
             task.cancel()
             # Whatever it ended with has been raised by ``take``, or nobody wants it any more.
-            await asyncio.wait([task])
+            done, _ = await asyncio.wait([task], timeout=_LONGEST_END)
+            if not done:
+                items = sorted({sample.group.index for sample in self._tasks})
+                logger.warning(
+                    "agents were cancelled %.0f s ago and have not ended; a rollout waits for "
+                    "them. Their items: %s",
+                    _LONGEST_END,
+                    items[:20],
+                )
+                await asyncio.wait([task])
             self._client._pool.weights.on_version.discard(self._on_version)
+            if self._limit is not None:
+                self._client._running().on_loads.discard(self._look)
             self._progress.end(self.metrics)
         self._tell_takers()
 
@@ -382,7 +412,7 @@ class Rollout:
             async with asyncio.TaskGroup() as tasks:
                 while not self._plan.over:
                     self._wake.clear()
-                    await self._fill(tasks)
+                    self._fill(tasks)
                     await self._wake.wait()
         except BaseExceptionGroup as failures:
             self._failure = failures.exceptions[0]
@@ -393,33 +423,38 @@ class Rollout:
         finally:
             self._tell_takers()
 
-    async def _fill(self, tasks: asyncio.TaskGroup) -> None:
-        plan = self._plan
+    def _fill(self, tasks: asyncio.TaskGroup) -> None:
+        plan, items = self._plan, self._items
         while not self._gate.closed and plan.running < self.concurrency:
             sample = plan.start()
             if sample is not None:
                 self._start(sample, tasks)
-            elif not plan.may_begin() or not (plan.begin_again() or await self._next_item()):
+                continue
+            if not plan.may_begin():
+                if plan.max_staleness is not None:
+                    # Who waits for a group must know whether there will be one.
+                    items.look(tasks)
                 break
+            if plan.begin_again():
+                continue
+            found = items.take(tasks)
+            if found is None:
+                break
+            plan.begin(*found)
+        if items.exhausted and not plan.exhausted:
+            plan.exhausted = True
+            self._tell_takers()
         if plan.over:
             self._wake.set()
             self._tell_takers()
 
-    async def _next_item(self) -> bool:
-        """Begin the next item of the data set; False if there is none."""
-        plan = self._plan
+    def _is_wanted(self, index: int) -> bool:
+        """Of an item by its number: it was not finished before."""
         done, unfinished = self._state
-        while not plan.exhausted:
-            try:
-                item = await anext(self._items)
-            except StopAsyncIteration:
-                plan.exhausted = True
-                break
-            index, self._read = self._read, self._read + 1
-            if index >= done or index in unfinished:
-                plan.begin(index, item)
-                return True
-        return False
+        return index >= done or index in unfinished
+
+    def _read_one(self) -> None:
+        self._wake.set()
 
     def _start(self, sample: core.Sample, tasks: asyncio.TaskGroup) -> None:
         group = sample.group
@@ -441,22 +476,45 @@ class Rollout:
         tasks.create_task(self._one(sample, session))
 
     async def _one(self, sample: core.Sample, session: Session) -> None:
-        """One sample, to whatever end; nothing but a cancellation of the run gets out."""
+        """One sample, to whatever end; nothing but what ends the run gets out."""
+        try:
+            await self._sample(sample, session)
+        except asyncio.CancelledError:
+            raise
+        except BaseException:
+            self._fatal = True
+            raise
+
+    async def _sample(self, sample: core.Sample, session: Session) -> None:
         limit = None if self._timeout is None else asyncio.timeout(self._timeout)
         task = asyncio.current_task()
         assert task is not None
         self._tasks[sample] = task
+        session._limit = limit
         try:
             if sample in self._given_up:
                 raise asyncio.CancelledError
             async with limit or _NO_LIMIT:
                 result = await self._agent(session, sample.group.item)
+            if limit is not None and limit.expired():
+                # It was told so, and went on.
+                raise TimeoutError
             trajectory = _trajectory(session, result)
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as cancelled:
             reason = self._given_up.pop(sample, None)
-            if reason is None:
+            if reason is not None:
+                self._ended(sample, reason)
+            elif self._is_ending:
                 raise
-            self._ended(sample, reason)
+            else:
+                error = SglrlError("the agent was cancelled by something that it awaited")
+                error.__cause__ = cancelled
+                self._failed(sample, error)
+        except SystemExit as left:
+            self._given_up.pop(sample, None)
+            error = SglrlError(f"the agent tried to leave the program, with {left.code!r}")
+            error.__cause__ = left
+            self._failed(sample, error)
         except Exception as error:
             self._given_up.pop(sample, None)
             if isinstance(error, TimeoutError) and limit is not None and limit.expired():
@@ -465,6 +523,7 @@ class Rollout:
                 self._failed(sample, error)
         else:
             self._given_up.pop(sample, None)
+            self._successes += 1
             self._rewards.append(trajectory.reward)
             del self._running[sample]
             self._settle(
@@ -473,6 +532,12 @@ class Rollout:
         finally:
             del self._tasks[sample]
             session.close()
+
+    @property
+    def _is_ending(self) -> bool:
+        """All of it, and not one sample."""
+        task = self._task
+        return self._closed or self._fatal or (task is not None and task.cancelling() > 0)
 
     def _failed(self, sample: core.Sample, error: Exception) -> None:
         self.errors.append(error)
@@ -484,6 +549,7 @@ class Rollout:
             error.add_note(f"and none of the first {self._failures} samples ended well")
             fatal = True
         if fatal:
+            self._fatal = True
             raise error
         retry = self._on_error == "retry" and not isinstance(error, UsageError)
         logger.warning(
@@ -538,12 +604,18 @@ class Rollout:
     # --- what comes out ---------------------------------------------------------------------------
 
     def __aiter__(self) -> AsyncIterator[Group]:
+        if self._closed or self._looped:
+            raise UsageError(
+                "this run has ended; to go on after leaving a loop over it, enter it with 'async "
+                "with', or make another run with state=run.state_dict()"
+            )
         return self._groups() if self._task is None else self
 
     async def _groups(self) -> AsyncGenerator[Group, None]:
+        self._looped = True
         async with self:
-            async for group in self:
-                yield group
+            while found := await self.take(1):
+                yield found[0]
 
     async def __anext__(self) -> Group:
         found = await self.take(1)
@@ -602,6 +674,8 @@ class Rollout:
                     if self._failure is not None:
                         raise self._failure
                     if self._task.done() or (plan.over and not plan.ready):
+                        if not self._partial:
+                            self._check_end()
                         break
                     self._arrival = loop.create_future()
                     await self._arrival
@@ -611,6 +685,15 @@ class Rollout:
             ) from None
         finally:
             hint.cancel()
+
+    def _check_end(self) -> None:
+        """There is nothing more: raise if something else than the data set's end is the reason."""
+        if self._failures and not self._successes:
+            error = self.errors[-1]
+            error.add_note(f"and none of the {self._failures} samples ended well")
+            raise error
+        if self._items.error is not None:
+            raise self._items.error
 
     def _hint(self) -> None:
         """Somebody waits, and if it is for new weights, may not know."""
@@ -688,7 +771,7 @@ class Rollout:
         """Which items were finished, for ``rollout(..., state=)`` over the same data set. Groups
         count as finished when they are taken; what runs now is run again."""
         done, skipped = self._state
-        unread = {index for index in skipped if index >= self._read}
+        unread = {index for index in skipped if index >= self._items.read}
         begun = {*self._plan.unfinished(), *unread, *(g.index for g in self._partial)}
         return {"next": max(self._plan.next_index, done), "unfinished": sorted(begun)}
 
@@ -726,26 +809,15 @@ class Rollout:
         self._generated += tokens
         self._prompted += completion.prompt_tokens
         self._cached += completion.cached_tokens
-        if self._limit is not None:
-            now = time.monotonic()
-            if now - self._looked >= _LOOK_SECONDS:
-                self._looked = now
-                loads, queued = self._client._loads()
-                if self._limit.look(now, self._plan.running, queued, loads):
-                    self._wake.set()
 
-
-async def _async_items(items: Iterable[Any]) -> AsyncGenerator[Any, None]:
-    for item in items:
-        yield item
-
-
-def _iterator(dataset: Any) -> AsyncIterator[Any]:
-    if isinstance(dataset, AsyncIterable):
-        return aiter(dataset)
-    if isinstance(dataset, (str, bytes, Mapping)) or not isinstance(dataset, Iterable):
-        raise UsageError(f"dataset must be an iterable of items, got {type(dataset).__name__}")
-    return _async_items(dataset)
+    def _look(self) -> None:
+        """An engine has said how full it is."""
+        now = time.monotonic()
+        if self._limit is not None and now - self._looked >= _LOOK_SECONDS:
+            self._looked = now
+            loads, queued = self._client._loads()
+            if self._limit.look(now, self._plan.running, queued, loads):
+                self._wake.set()
 
 
 def _trajectory(session: Session, result: Any) -> Trajectory:

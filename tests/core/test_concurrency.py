@@ -75,3 +75,11 @@ def test_it_stays_within_its_bounds() -> None:
     for i in range(10, 40):
         limit.look(float(i), limit.limit, 0, [Load(1.0, 9, i)])
     assert limit.limit == 4
+
+
+def test_what_was_preempted_before_is_no_news() -> None:
+    limit = Concurrency(8)
+    assert limit.look(0.0, 8, 0, [Load(0.1, 0, 5)])
+    assert limit.limit == 17
+    assert limit.look(1.0, 17, 0, [Load(0.1, 0, 6)])
+    assert limit.limit == 13

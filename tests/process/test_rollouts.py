@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import numpy as np
@@ -406,6 +407,203 @@ async def test_a_timeout_of_a_tool_is_an_error_like_others(client: sglrl.Client)
     assert run.metrics.samples_lost == {"error": 3}, "and its group was begun again, twice"
 
 
+@pytest.mark.parametrize("how", ["a task it awaits", "its own task"])
+async def test_an_agent_that_is_cancelled_from_within_has_failed(
+    client: sglrl.Client, how: str
+) -> None:
+    async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:
+        reward = await two_turns(session, item)
+        if item["id"] == 3 and not run.metrics.samples_retried:
+            if how == "its own task":
+                asyncio.current_task().cancel()  # type: ignore[union-attr]
+                await asyncio.sleep(0)
+            lookup = asyncio.create_task(asyncio.Event().wait())
+            lookup.cancel()
+            await lookup
+        return reward
+
+    run = sglrl.rollout(client, agent, ITEMS, concurrency=4)
+    assert len([g async for g in run]) == len(ITEMS)
+    assert run.metrics.samples_retried == 1
+    assert "cancelled by something that it awaited" in str(run.errors[0])
+
+
+async def test_an_agent_that_would_leave_the_program_has_failed(client: sglrl.Client) -> None:
+    async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:
+        if item["id"] == 3:
+            raise SystemExit(2)
+        return await two_turns(session, item)
+
+    run = sglrl.rollout(client, agent, ITEMS, on_error="drop")
+    assert len([g async for g in run]) == len(ITEMS) - 1
+    assert "leave the program, with 2" in str(run.errors[0])
+
+
+async def test_who_ends_after_the_timeout_is_too_late(client: sglrl.Client) -> None:
+    async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:
+        reward = await two_turns(session, item)
+        if item["id"] == 3:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+        return reward
+
+    run = sglrl.rollout(client, agent, ITEMS, timeout=0.5, retries=0)
+    assert len([g async for g in run]) == len(ITEMS) - 1
+    assert run.metrics.samples_lost == {"timeout": 1}
+
+
+async def test_agents_that_do_not_end_are_named(
+    client: sglrl.Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(runner, "_LONGEST_END", 0.05)
+    begun, may_end = asyncio.Event(), asyncio.Event()
+
+    async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:
+        begun.set()
+        while not may_end.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await may_end.wait()
+        return 1.0
+
+    async with sglrl.rollout(client, agent, ITEMS[:1]) as run:
+        await begun.wait()
+        closing = asyncio.create_task(run.close())
+        while "have not ended" not in caplog.text:
+            await client.stats()
+        may_end.set()
+        await closing
+    assert "Their items: [0]" in caplog.text
+
+
+async def test_a_short_data_set_of_which_nothing_works(client: sglrl.Client) -> None:
+    async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:
+        raise RuntimeError("the environment broke")
+
+    with pytest.raises(RuntimeError, match="the environment broke") as caught:
+        async for _ in sglrl.rollout(client, agent, ITEMS[:3], retries=0):
+            pass
+    assert "none of the 3 samples" in "".join(caught.value.__notes__)
+
+
+# --- data sets ------------------------------------------------------------------------------------
+
+
+async def test_what_fails_is_run_again_while_the_next_item_is_awaited(
+    client: sglrl.Client,
+) -> None:
+    """Which follows from the last result."""
+    come = asyncio.Event()
+
+    async def items() -> AsyncIterator[dict[str, Any]]:
+        for item in ITEMS[:3]:
+            yield item
+            await come.wait()
+            come.clear()
+
+    agent = Flaky({0, 1, 2}, times=2)
+    async with sglrl.rollout(client, agent, items(), group_size=2) as run:
+        for index in range(3):
+            (group,) = await run.take(1, timeout=30)
+            assert group.index == index
+            come.set()
+        assert await run.take(1, timeout=30) == []
+    assert run.metrics.samples_retried == 12
+
+
+@pytest.mark.parametrize("kind", ["plain", "async"])
+async def test_a_data_set_that_breaks_off(client: sglrl.Client, kind: str) -> None:
+    """What was read is handed out first."""
+
+    def plain() -> Iterator[dict[str, Any]]:
+        yield from ITEMS[:5]
+        raise OSError("the disk is gone")
+
+    async def in_time() -> AsyncIterator[dict[str, Any]]:
+        for item in plain():
+            yield item
+
+    taken = []
+    with pytest.raises(OSError, match="the disk is gone"):
+        async for group in sglrl.rollout(
+            client, two_turns, plain() if kind == "plain" else in_time(), concurrency=2
+        ):
+            taken.append(group.index)
+    assert sorted(taken) == [0, 1, 2, 3, 4]
+
+
+async def test_data_sets_as_torch_has_them(client: sglrl.Client) -> None:
+    class Mapped:
+        def __len__(self) -> int:
+            return 6
+
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            return dict(ITEMS)[index] if index > 5 else ITEMS[index]  # type: ignore[arg-type]
+
+    class Endless:
+        def __len__(self) -> int:
+            raise TypeError("it has no length")
+
+        def __iter__(self) -> Iterator[dict[str, Any]]:
+            return iter(ITEMS[:6])
+
+    for dataset in (Mapped(), Endless()):
+        groups = [g async for g in sglrl.rollout(client, two_turns, dataset)]  # type: ignore[arg-type]
+        assert sorted(g.index for g in groups) == [*range(6)]
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("kind", ["plain", "async"])
+async def test_the_end_is_seen_without_new_weights(
+    client: sglrl.Client, staleness: int, kind: str
+) -> None:
+    """Although no further group might be begun."""
+
+    async def in_time() -> AsyncIterator[dict[str, Any]]:
+        for item in ITEMS[:8]:
+            await asyncio.sleep(0)
+            yield item
+
+    dataset = ITEMS[:8] if kind == "plain" else in_time()
+    async with sglrl.rollout(
+        client, of_now, dataset, batch_size=8 // (staleness + 1), max_staleness=staleness
+    ) as run:
+        groups = []
+        async with asyncio.timeout(30):
+            async for group in run:
+                groups.append(group.index)
+    assert sorted(groups) == [*range(8)]
+
+
+async def test_a_run_is_looped_over_once(client: sglrl.Client) -> None:
+    run = sglrl.rollout(client, two_turns, ITEMS)
+    async for _ in run:
+        break
+    with pytest.raises(sglrl.UsageError, match="has ended"):
+        async for _ in run:
+            pass
+
+
+async def never(group: sglrl.Group) -> bool:
+    return False
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"keep": never}, "keep must be a plain function"),
+        ({"keep": 3}, "keep must be callable"),
+        ({"agent": None}, "agent must be callable"),
+        ({"seed": "x"}, "seed must be an integer"),
+        ({"seed": 1.5}, "seed must be an integer"),
+    ],
+)
+async def test_arguments_that_no_run_can_have(
+    client: sglrl.Client, wrong: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(sglrl.UsageError, match=says):
+        sglrl.rollout(client, **{"agent": two_turns, "dataset": ITEMS, **wrong})
+
+
 async def test_groups_without_a_signal_are_replaced(client: sglrl.Client) -> None:
     run = sglrl.rollout(
         client, two_turns, ITEMS, batch_size=5, keep=lambda group: group.index % 2 == 0
@@ -526,6 +724,17 @@ async def test_a_paused_run_samples_nothing(client: sglrl.Client) -> None:
         # Closing a paused run ends the agents that wait for their turn.
 
 
+async def test_a_pause_is_not_counted_against_the_timeout(client: sglrl.Client) -> None:
+    run = sglrl.rollout(client, two_turns, ITEMS[:4], timeout=0.5, retries=0)
+    async with run:
+        await run.pause(timeout=30)
+        await asyncio.sleep(0.7)
+        run.resume()
+        groups = await run.take(4, timeout=30)
+    assert len(groups) == 4
+    assert run.metrics.samples_lost == {}
+
+
 async def test_a_run_that_was_stopped_goes_on_where_it_was(client: sglrl.Client) -> None:
     async with sglrl.rollout(client, two_turns, iter(ITEMS), concurrency=5) as run:
         seen = [g.index for g in await run.take(11)]
@@ -566,6 +775,29 @@ async def test_the_limit_grows_to_what_the_engines_take() -> None:
             while run.metrics.concurrency < 64 * first:
                 await run.take(10)
             assert most > 32 * first
+
+
+async def test_the_limit_grows_while_turns_are_long() -> None:
+    """What the engines say of themselves does not wait for the end of one."""
+
+    async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:
+        await session.generate(max_new_tokens=5000)
+        return 1.0
+
+    async with sglrl.launch(
+        "fake",
+        engine="fake",
+        vocab_size=1000,
+        context_length=10_000,
+        tokens_per_step=1,
+        step_seconds=0.02,
+        max_running_requests=256,
+    ) as client:
+        endless = (ITEMS[i % 40] for i in range(10**9))
+        async with sglrl.rollout(client, agent, endless) as run, asyncio.timeout(60):
+            while run.metrics.samples_running < 128:
+                await client.stats()
+            assert run.metrics.turns == 0
 
 
 async def test_what_is_given_up_before_its_first_step_is_counted(client: sglrl.Client) -> None:

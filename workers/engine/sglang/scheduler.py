@@ -340,7 +340,10 @@ class Adapter:
         self.mailbox.receive(self)
         if self.flushes:
             self._pull_flush()
-        self.mailbox.flush()
+        if self.requests and self.mailbox.report_is_due:
+            self._flush()
+        else:
+            self.mailbox.flush()
         incoming, self.incoming = self.incoming, []
         if self.commands or self.draining is not None:
             incoming = self._with_commands(incoming)

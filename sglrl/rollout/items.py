@@ -1,0 +1,99 @@
+"""A data set, item by item: one is read ahead at most, and never in anybody's way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from ..errors import UsageError
+
+
+class Items:
+    """The items of ``dataset`` that are to be run, with their numbers in it.
+
+    Args:
+        wanted: whether the item of this number is to be run.
+        on_read: called when an item has come that was not there when it was asked for, or when it
+            turns out that there is none.
+
+    ``exhausted``: there are no more. ``error``: why, if the data set raised. ``read``: how many
+    items were read.
+    """
+
+    def __init__(
+        self, dataset: Any, wanted: Callable[[int], bool], on_read: Callable[[], None]
+    ) -> None:
+        self._source = _iterator(dataset)
+        self._wanted = wanted
+        self._on_read = on_read
+        self._next: tuple[int, Any] | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._ended = False
+        self.error: Exception | None = None
+        self.read = 0
+
+    @property
+    def exhausted(self) -> bool:
+        return self._ended and self._next is None
+
+    def take(self, tasks: asyncio.TaskGroup) -> tuple[int, Any] | None:
+        """The next item, if it is here; else it is being read now, or there is none."""
+        self.look(tasks)
+        found, self._next = self._next, None
+        return found
+
+    def look(self, tasks: asyncio.TaskGroup) -> None:
+        """Read the next item, or find out that there is none."""
+        source = self._source
+        if isinstance(source, AsyncIterator):
+            if self._next is None and not self._ended and self._reading is None:
+                self._reading = tasks.create_task(self._read(source))
+            return
+        while self._next is None and not self._ended:
+            try:
+                self._came(next(source))
+            except StopIteration:
+                self._ended = True
+            except Exception as error:
+                self.error, self._ended = error, True
+
+    async def _read(self, source: AsyncIterator[Any]) -> None:
+        try:
+            while self._next is None:
+                self._came(await anext(source))
+        except StopAsyncIteration:
+            self._ended = True
+        except Exception as error:
+            self.error, self._ended = error, True
+        finally:
+            self._reading = None
+        self._on_read()
+
+    def _came(self, item: Any) -> None:
+        index, self.read = self.read, self.read + 1
+        if self._wanted(index):
+            self._next = (index, item)
+
+
+def length(dataset: Any) -> int | None:
+    """How many items there are, if the data set knows."""
+    try:
+        return len(dataset)
+    except TypeError:
+        # Some have the method and not the answer, as torch's loaders of endless data sets.
+        return None
+
+
+def _iterator(dataset: Any) -> Iterator[Any] | AsyncIterator[Any]:
+    if isinstance(dataset, AsyncIterable):
+        return aiter(dataset)
+    if isinstance(dataset, (str, bytes, Mapping)):
+        raise UsageError(f"dataset must be an iterable of items, got {type(dataset).__name__}")
+    if isinstance(dataset, Iterable):
+        return iter(dataset)
+    count = length(dataset)
+    if count is not None and hasattr(dataset, "__getitem__"):
+        # As torch.utils.data.Dataset is, which may never say that there is no such item.
+        return (dataset[i] for i in range(count))
+    raise UsageError(f"dataset must be an iterable of items, got {type(dataset).__name__}")
