@@ -327,7 +327,9 @@ class Client:
         drain_timeout: float = 600.0,
         wait: bool = True,
     ) -> UpdateReport:
-        """As ``update_weights``, from a folder of safetensors files that every worker reads itself.
+        """As ``update_weights``, from a folder of safetensors files that every worker reads itself:
+        those that ``model.safetensors.index.json`` names, if there is one, else all. A worker that
+        comes later reads them again, while they are what they were.
 
         Raises:
             ModelError: there are no such files.
@@ -514,7 +516,9 @@ class Client:
         Returns:
             float32 [length - start]: ``log p(token i | tokens before i)`` at temperature 1.
             Position 0 has no context and is NaN. With ``top_logprobs``: ``Scores``. A list of that
-            for a list.
+            for a list. Where a text is prefilled in several parts and a weight update with
+            inflight="continue" comes in between, each part is of the weights that it met; with
+            "retract" or "drain" all is of one version.
         """
         requests = self._started()
         deadline = requests.deadline(timeout)

@@ -47,6 +47,7 @@ from sglrl.messages import (
     rank_identity,
 )
 from sglrl.net.zmq import ZmqPolledDealer
+from sglrl.weights.files import weight_files
 from sglrl.weights.group import Group, connect_store, settings
 from sglrl.weights.link import Link
 from sglrl.weights.sender import perform
@@ -601,7 +602,7 @@ class RankWeights:
             raise InvalidWeights("weights from files need room for all of them")
         memory, layout = update.memory, update.layout
         wanted = {spec.name: index for index, spec in enumerate(update.message.tensors)}
-        for path in sorted(Path(update.message.source).glob("*.safetensors")):
+        for path in weight_files(Path(update.message.source)):
             with safe_open(path, framework="pt", device="cpu") as file:
                 for name in file.keys():  # noqa: SIM118
                     index = wanted.pop(name, None)

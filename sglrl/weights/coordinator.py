@@ -13,6 +13,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -40,6 +41,7 @@ from ..driver import Driver
 from ..errors import (
     Closed,
     DeadlineExceeded,
+    ModelError,
     ProtocolError,
     SettingsMismatch,
     SglrlError,
@@ -69,6 +71,7 @@ from ..messages import (
     ToRank,
 )
 from .answers import body_of, error_of
+from .files import fingerprint, weight_files
 from .hand_over import HandOvers
 from .remote_source import RemoteSource
 from .report import UpdateReport
@@ -215,7 +218,11 @@ class WeightChannel:
         return self._description
 
     async def checksums(self, names: list[str], timeout: float) -> dict[Member, list[Piece]]:
-        """Of the live tensors' pieces, by rank."""
+        """Of the live tensors' pieces, by rank; behind an update that runs."""
+        async with self._lock:
+            return await self._checksums(names, timeout)
+
+    async def _checksums(self, names: list[str], timeout: float) -> dict[Member, list[Piece]]:
         members = await self._greeted(timeout)
         found: dict[Member, list[Piece]] = {}
 
@@ -307,7 +314,13 @@ class WeightChannel:
             members = await self._greeted(request.timeout)
             if request.partial:
                 # One without the current weights would have parts of two policies.
-                members = [m for m in members if self.versions[m[0]] == self.version]
+                current = [m for m in members if self.versions[m[0]] == self.version]
+                if members and not current:
+                    raise WeightUpdateError(
+                        f"no worker has the weights of version {self.version}, which a part of the "
+                        "weights would go with; give all of them"
+                    )
+                members = current
             wanted = await self.describe(request.timeout)
             self._check_fit(wanted, request)
             if source is not None:
@@ -383,15 +396,33 @@ class WeightChannel:
                     (time.perf_counter() - begun) * 1e3,
                 )
                 return True
-        if self._folder is not None:
+        if self._folder is not None and self._is_there(self._folder):
             run = self._new_run(self._folder, self.version, None, mine)
             ended = await self._until_ended(run)
             if ended.state == DONE:
                 return True
-            raise _failure(ended, run.machine)
+            failure = _failure(ended, run.machine)
+            if worker not in self._workers():
+                raise failure
+            logger.warning("worker %d could not read %s: %s", worker, run.request.folder, failure)
+            # The weights are what is missing, and another worker would not find them either.
+            return False
         if failure is not None:
             raise failure
         return False
+
+    def _is_there(self, request: UpdateRequest) -> bool:
+        """The files that it was read from, as they were."""
+        folder = Path(request.folder)
+        try:
+            same = fingerprint(weight_files(folder)) == request.seen
+        except (ModelError, OSError):
+            same = False
+        if not same:
+            logger.warning(
+                "%s does not hold the weights of version %d any more", folder, self.version
+            )
+        return same
 
     def _workers(self) -> set[int]:
         return {worker for worker, _ in self._identities}

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ..config import nccl_environment
-from ..errors import WeightUpdateError
+from ..errors import UsageError, WeightUpdateError
 from ..messages import RankSettings
 
 # What torch's NCCL backend does when an operation is late: by default it ends the whole process.
@@ -52,7 +52,12 @@ class Store:
     """The sender's TCPStore, listening on one address only."""
 
     def __init__(self, host: str = "127.0.0.1", timeout: float = 60.0) -> None:
-        listener = socket.create_server((host, 0), backlog=1024)
+        if not isinstance(host, str) or not host:
+            raise UsageError(f"host must be an address of this machine, got {host!r}")
+        try:
+            listener = socket.create_server((host, 0), backlog=1024)
+        except OSError as error:
+            raise UsageError(f"host={host!r} is no address of this machine: {error}") from None
         self.host = host
         self.port: int = listener.getsockname()[1]
         # The store owns the descriptor from now on.

@@ -8,25 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ..core.manifest import FLOAT_BYTES, check_manifest
+from ..core.manifest import FLOAT_BYTES, check_manifest, is_computed
 from ..core.weights import Member
-from ..errors import InvalidWeights, ModelError
+from ..errors import InvalidWeights
 from ..messages import Piece, TensorSpec
 from .coordinator import WeightChannel
+from .files import fingerprint, safetensors_specs
 from .report import UpdateReport
 from .request import UpdateRequest
 
 if TYPE_CHECKING:
     from .source import Manifest
-
-_SAFETENSORS_DTYPES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-}
 
 
 class TensorMetadata(msgspec.Struct, frozen=True):
@@ -90,14 +82,18 @@ class LocalSender:
         request.check(self._channel.version)
         wanted = await self._channel.describe(request.timeout)
         loop = asyncio.get_running_loop()
-        folder, given = await loop.run_in_executor(None, safetensors_specs, path)
+        files, given, seen = await loop.run_in_executor(None, _looked_at, path)
         dtypes = {spec.name: spec.dtype for spec in wanted.tensors}
-        specs = [
-            TensorSpec(s.name, dtypes.get(s.name, s.dtype), s.shape)
-            for s in given
-            if s.name in dtypes or s.name not in wanted.ignored
-        ]
-        request = msgspec.structs.replace(request.with_specs(specs), folder=str(folder))
+        specs = []
+        for name, dtype, shape in ((s.name, s.dtype, s.shape) for s in given):
+            if name not in dtypes and (name in wanted.ignored or is_computed(name)):
+                continue
+            if dtype not in FLOAT_BYTES:
+                raise InvalidWeights(f"{name} in {files[0].parent} holds {dtype}, not floats")
+            specs.append(TensorSpec(name, dtypes.get(name, dtype), shape))
+        request = msgspec.structs.replace(
+            request.with_specs(specs), folder=str(files[0].parent), seen=seen
+        )
         return await self._channel.update(request, None)
 
     async def verify(self, weights: Any, timeout: float) -> list[str]:
@@ -121,7 +117,7 @@ class LocalSender:
         from .sender import SendingEnd, sending_device
 
         backend = (await self._channel.settings(timeout)).device
-        if self._end is not None and device is None:
+        if self._end is not None and device is None and self._end.host == host:
             return self._end
         found = sending_device(device, tensors, backend)
         if self._end is None or self._end.device != found or self._end.host != host:
@@ -136,40 +132,9 @@ class LocalSender:
         return self._end
 
 
-def safetensors_specs(path: Any) -> tuple[Path, list[TensorSpec]]:
-    """The absolute folder; and names, dtypes and shapes in the headers of its files, in order.
-
-    The format: eight bytes with the header's length, then the header as JSON
-    (https://github.com/huggingface/safetensors#format).
-
-    Raises:
-        ModelError: there is no such folder, or a file in it is no safetensors file.
-        InvalidWeights: a tensor is not of floating-point numbers.
-    """
-    folder = Path(path).expanduser().resolve()
-    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
-    if not files:
-        raise ModelError(f"{folder} holds no *.safetensors files")
-    specs = []
-    for found in files:
-        try:
-            with found.open("rb") as file:
-                length = int.from_bytes(file.read(8), "little")
-                if length > found.stat().st_size:
-                    raise ValueError("its header is longer than the file")
-                header = msgspec.json.decode(file.read(length))
-            for name, entry in header.items():
-                if name == "__metadata__":
-                    continue
-                dtype = _SAFETENSORS_DTYPES.get(entry["dtype"])
-                if dtype not in FLOAT_BYTES:
-                    raise InvalidWeights(f"{name} in {found} holds {entry['dtype']}, not floats")
-                specs.append(TensorSpec(name, dtype, tuple(entry["shape"])))
-        except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-            if isinstance(error, InvalidWeights):
-                raise
-            raise ModelError(f"{found} is no safetensors file: {error}") from None
-    return folder, specs
+def _looked_at(path: Any) -> tuple[list[Path], list[TensorSpec], list[Any]]:
+    files, specs = safetensors_specs(path)
+    return files, specs, fingerprint(files)
 
 
 def _differing(tensors: Any, specs: list[TensorSpec], found: dict[Member, list[Piece]]) -> set[str]:

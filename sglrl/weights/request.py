@@ -33,8 +33,8 @@ class Source(Protocol):
 
 class UpdateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One update as its caller wants it. ``bucket_bytes``: None for a size that suits the model.
-    ``folder``: read from there by the workers themselves. ``begun``: when it was called for, on
-    ``time.perf_counter``."""
+    ``folder``: read from there by the workers themselves. ``seen``: its files' ``fingerprint``.
+    ``begun``: when it was called for, on ``time.perf_counter``."""
 
     specs: Sequence[TensorSpec]
     version: int | None = None
@@ -47,6 +47,7 @@ class UpdateRequest(msgspec.Struct, frozen=True, kw_only=True):
     drain_timeout: float = 600.0
     wait: bool = True
     folder: str = ""
+    seen: list[tuple[str, int, int, int]] = []
     begun: float = msgspec.field(default_factory=time.perf_counter)
 
     def with_specs(self, specs: Sequence[TensorSpec], total: int | None = None) -> UpdateRequest:

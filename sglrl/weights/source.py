@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..core.manifest import check_manifest, total_bytes
+from ..core.manifest import check_manifest, is_computed, total_bytes
 from ..errors import InvalidWeights, UsageError
 from ..messages import ModelDescription, TensorSpec
 
@@ -163,8 +163,7 @@ def _specs(given: list[Any], wanted: ModelDescription) -> tuple[list[int], list[
     sent: list[int] = []
     specs: list[TensorSpec] = []
     for index, (name, dtype, shape) in enumerate(given):
-        if ".rotary_emb." in name and name not in dtypes:
-            # Computed from the model's configuration, and in no checkpoint.
+        if is_computed(name) and name not in dtypes:
             continue
         left_out = name in skip and name not in dtypes
         twin = wanted.tied.get(name)

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import json
+import shutil
 from collections.abc import AsyncIterator, Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 import sglrl
 from sglrl.weights import Sender
+from sglrl.weights.files import INDEX
 
 from .policies import PROMPTS, Lab, Policies, until_idle, until_running
 
@@ -385,10 +388,39 @@ def integers(file: Path) -> None:
     save_file(weights, file, metadata={"format": "pt"})
 
 
+def header(file: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    found = json.loads(content[8 : 8 + length])
+    change(found)
+    new = json.dumps(found).encode()
+    file.write_bytes(len(new).to_bytes(8, "little") + new + content[8 + length :])
+
+
 BAD_FILES: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "missing": (Path.unlink, sglrl.ModelError, "holds no"),
     "garbage": (garbage, sglrl.ModelError, "no safetensors file"),
-    "truncated": (truncated, sglrl.WeightUpdateError, "given up"),
+    "truncated": (truncated, sglrl.ModelError, "not as long as its header says"),
+    "a text for a shape": (
+        lambda file: header(file, lambda h: h[NORM].update(shape="64")),
+        sglrl.ModelError,
+        "no safetensors file",
+    ),
+    "no offsets": (
+        lambda file: header(file, lambda h: h[NORM].pop("data_offsets")),
+        sglrl.ModelError,
+        "no safetensors file",
+    ),
+    "an index of what is not there": (
+        lambda file: (file.parent / INDEX).write_text('{"weight_map": {"a": "b.safetensors"}}'),
+        sglrl.ModelError,
+        r"lacks b\.safetensors",
+    ),
+    "no index": (
+        lambda file: (file.parent / INDEX).write_text("{}"),
+        sglrl.ModelError,
+        "no index of safetensors files",
+    ),
     "shape": (reshaped, sglrl.InvalidWeights, r"\[3\]"),
     "lacking": (lacking, sglrl.InvalidWeights, "missing"),
     "integers": (integers, sglrl.InvalidWeights, "I32"),
@@ -410,9 +442,54 @@ async def test_files_that_are_refused(lab: Lab, case: str, tmp_path: Path) -> No
     await lab.check(PROMPTS[:1], 4)
 
 
+FIRST = "model-00001-of-00002.safetensors"
+
+
+async def test_files_beside_those_that_the_index_names(models: Path, tmp_path: Path) -> None:
+    """Mistral's folders have all weights again, with names of their own. Numbers that the engine
+    keeps none of may be of any kind."""
+    policies = Policies(models / "policies")
+    folders = []
+    for seed in (0, 1):
+        folder = tmp_path / str(seed)
+        shutil.copytree(policies[seed].folder, folder)
+        whole = load_file(folder / "model.safetensors")
+        (folder / "model.safetensors").unlink()
+        names = sorted(whole)
+        parts = {FIRST: names[::2], FIRST.replace("1", "2", 1): names[1::2]}
+        for file, part in parts.items():
+            save_file({n: whole[n] for n in part}, folder / file, metadata={"format": "pt"})
+        index = {"metadata": {}, "weight_map": {n: f for f, part in parts.items() for n in part}}
+        (folder / INDEX).write_text(json.dumps(index))
+        save_file({"norm.weight": whole[NORM]}, folder / "consolidated.safetensors")
+        folders.append(folder)
+    more = load_file(folders[1] / FIRST)
+    more["model.rotary_emb.inv_freq"] = torch.arange(4)
+    save_file(more, folders[1] / FIRST, metadata={"format": "pt"})
+    async with sglrl.launch(folders[0], device="cpu") as client:
+        lab = Lab(client, policies)
+        assert "norm.weight" not in await client.model_metadata()
+        await lab.check(PROMPTS[:1], 4)
+        await lab.update(2)
+        await lab.check(PROMPTS[:1], 4)
+        report = await client.update_weights_from_disk(folders[1])
+        lab.by_version[report.version] = policies[1]
+        await lab.check(PROMPTS[:1], 4)
+
+
+@pytest.mark.parametrize("host", ["", None, "192.0.2.7", "no such host"])
+async def test_an_address_that_is_not_here(lab: Lab, host: Any) -> None:
+    with pytest.raises(sglrl.UsageError, match="of this machine"):
+        await lab.client.update_weights(lab.policies[1].model, host=host)
+    await lab.check(PROMPTS[:1], 4)
+
+
 async def test_a_folder_that_is_not_there(lab: Lab, tmp_path: Path) -> None:
     with pytest.raises(sglrl.ModelError, match="holds no"):
         await lab.client.update_weights_from_disk(tmp_path / "nowhere")
+    file = lab.policies[1].folder / "model.safetensors"
+    with pytest.raises(sglrl.ModelError, match="is a file; give the folder"):
+        await lab.client.update_weights_from_disk(file)
     await lab.check(PROMPTS[:1], 4)
 
 

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglrl.errors import EngineError
 from sglrl.messages import ModelDescription, TensorSpec
+from sglrl.weights.files import weight_files
 
 
 @dataclass(frozen=True)
@@ -179,8 +180,9 @@ def checkpoint_tensors(
     """
     tied = {"lm_head.weight"} if getattr(config, "tie_word_embeddings", False) else set()
     found: list[tuple[str, tuple[int, ...]]] = []
-    files = sorted(Path(path).glob("*.safetensors")) if Path(path).is_dir() else []
-    if files:
+    folder = Path(path)
+    if folder.is_dir() and any(folder.glob("*.safetensors")):
+        files = weight_files(folder)
         from safetensors import safe_open
 
         for file in files:

@@ -1,0 +1,100 @@
+"""Checkpoints in folders of safetensors files (https://github.com/huggingface/safetensors)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..errors import ModelError
+from ..messages import TensorSpec
+
+INDEX = "model.safetensors.index.json"
+_DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+}
+
+
+class _Entry(msgspec.Struct):
+    """Of a tensor, in a file's header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+class _Index(msgspec.Struct):
+    """``weight_map``: the file of each tensor."""
+
+    weight_map: dict[str, str]
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that the model's tensors are in, in order: those that its index names, if it has
+    one (others may hold the same in another form), else all.
+
+    Raises:
+        ModelError: there are none.
+    """
+    if folder.is_file():
+        raise ModelError(f"{folder} is a file; give the folder that it is in")
+    index = folder / INDEX
+    if not index.is_file():
+        files = sorted(file for file in folder.glob("*.safetensors") if file.is_file())
+    else:
+        try:
+            named = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values()
+        except (msgspec.DecodeError, OSError) as error:
+            raise ModelError(f"{index} is no index of safetensors files: {error}") from None
+        files = sorted({folder / name for name in named})
+        missing = [file.name for file in files if not file.is_file()]
+        if missing:
+            raise ModelError(f"{folder} lacks {', '.join(missing[:4])}, which its index names")
+    if not files:
+        raise ModelError(f"{folder} holds no *.safetensors files")
+    return files
+
+
+def fingerprint(files: list[Path]) -> list[tuple[str, int, int, int]]:
+    """By which it is seen that files are not what they were: name, size, time of the last change,
+    inode. Raises ``OSError``."""
+    found = [(file.name, os.stat(file)) for file in files]
+    return [(name, s.st_size, s.st_mtime_ns, s.st_ino) for name, s in found]
+
+
+def safetensors_specs(path: Any) -> tuple[list[Path], list[TensorSpec]]:
+    """The files in a folder; and names, dtypes and shapes in their headers, in order. A dtype that
+    weights cannot have is named as there.
+
+    A file is eight bytes with its header's length, then the header as JSON, then the data.
+
+    Raises:
+        ModelError: there is no such folder, or a file in it is no safetensors file.
+    """
+    files = weight_files(Path(path).expanduser().resolve())
+    specs = []
+    for found in files:
+        try:
+            with found.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                if length > found.stat().st_size:
+                    raise ValueError("its header is longer than the file")
+                header = msgspec.json.decode(file.read(length), type=dict[str, msgspec.Raw])
+            header.pop("__metadata__", None)
+            end = 0
+            for name, raw in header.items():
+                entry = msgspec.json.decode(raw, type=_Entry)
+                end = max(end, entry.data_offsets[1])
+                specs.append(TensorSpec(name, _DTYPES.get(entry.dtype, entry.dtype), entry.shape))
+            if 8 + length + end != found.stat().st_size:
+                raise ValueError("it is not as long as its header says")
+        except (ValueError, OSError) as error:
+            raise ModelError(f"{found} is no safetensors file: {error}") from None
+    return files, specs
