@@ -131,7 +131,11 @@ class RankWeights:
                 self._spent = done
             return Committed(pause_ms)
 
-        self._run(update, COMMIT, finish)
+        if threading.current_thread() is self._thread:
+            # The scheduler goes on at this moment, and another thread would wait for its turn.
+            self._answer(perform(update, COMMIT, finish))
+        else:
+            self._run(update, COMMIT, finish)
         # Thousands of views take a while to free: not before the answer.
         self._link.submit(self._free)
 
