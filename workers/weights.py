@@ -133,7 +133,8 @@ class RankWeights:
 
         if threading.current_thread() is self._thread:
             # The scheduler goes on at this moment, and another thread would wait for its turn.
-            self._answer(perform(update, COMMIT, finish))
+            assert self._dealer is not None
+            self._dealer.send([encode(perform(update, COMMIT, finish))])
         else:
             self._run(update, COMMIT, finish)
         # Thousands of views take a while to free: not before the answer.
