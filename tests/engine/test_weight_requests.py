@@ -322,7 +322,7 @@ def slow_grammars() -> list[dict[str, Any]]:
 
     prompt = [9 + (11 * i) % 300 for i in range(80)]
     wanted = {"max_new_tokens": 6, "logprobs": True, "temperature": 0, "input_ids": prompt}
-    return [wanted | {"json_schema": schema(next(kinds))} for _ in range(8)]
+    return [wanted | {"json_schema": schema(next(kinds))} for _ in range(32)]
 
 
 _grammars = itertools.count()
@@ -345,14 +345,15 @@ async def test_requests_that_waited_for_their_grammar_use_no_old_kv(
     warm = await client.generate(input_ids=wanted[0]["input_ids"], max_new_tokens=4)
     assert warm.versions[0].version == old
     calls = [asyncio.ensure_future(client.generate(**one)) for one in wanted]
-    await until_waiting(client, 2)
+    # So many that the last of them still wait when the update has come.
+    await until_waiting(client, 24)
     await lab.other(inflight=inflight)
     made = await asyncio.gather(*calls)
     late = [i for i, m in enumerate(made) if m.versions[0].version == old + 1]
     assert late
     # One of them computes the prompt; the first of those that came behind it, not at all.
     assert any(made[i].cached_tokens == 0 for i in late)
-    for i in late:
+    for i in late[-4:]:
         again = await client.generate(**wanted[i])
         assert made[i].output_ids.tolist() == again.output_ids.tolist()
         np.testing.assert_allclose(made[i].logprobs, again.logprobs, atol=2 * lab.tolerance, rtol=0)
@@ -363,12 +364,15 @@ async def test_requests_that_wait_for_their_grammar_are_returned_empty(lab: Lab,
     client = lab.client
     await until_idle(client)
     calls = [asyncio.ensure_future(client.generate(**one)) for one in slow_grammars()]
-    await until_waiting(client, 2)
+    await until_waiting(client, 24)
     if how == "update":
         await lab.other(inflight="abort")
     else:
         await client.abort()
     made = await asyncio.gather(*calls)
-    assert sum(len(m.output_ids) == 0 for m in made) >= 2
-    assert {m.finish_reason for m in made} == {"abort"}
+    returned = [m for m in made if m.finish_reason == "abort"]
+    assert any(len(m.output_ids) == 0 for m in returned)
+    # None has a token that its grammar does not allow: the first one can only be a brace.
+    texts = {m.text[:1] for m in returned}
+    assert texts <= {"", "{"}
     await lab.check(PROMPTS[:1], 4)
