@@ -1,7 +1,7 @@
 """Asynchronous, off-policy training: samples up to two versions old, through a replay buffer.
 
 ``pip install -e '.[sglang,torchrl]' && python examples/async_offpolicy.py [steps]``, on a CPU and
-without a download. A tiny model with random weights learns to repeat four digits (some 60 steps).
+without a download. A tiny model learns to repeat four digits: a reward of some 0.9 in 80 steps.
 """
 
 import asyncio
@@ -9,12 +9,12 @@ import random
 import sys
 
 import torch
-from torchrl.data import LazyTensorStorage, ReplayBuffer
+from torchrl.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
 from transformers import AutoModelForCausalLM
 
 import sglrl
 from sglrl.demo.tiny import tiny_model
-from sglrl.rl import leave_one_out, policy_loss, token_logprobs
+from sglrl.rl import has_signal, leave_one_out, policy_loss, token_logprobs
 from sglrl.rollout import stack
 
 MODEL = str(tiny_model(characters="0123456789", initializer_range=0.02))
@@ -40,14 +40,13 @@ def logprobs_of(model, batch):
 
 
 def train(model, optimizer, buffer):
+    batch = buffer.sample(GROUPS * SAMPLES)
+    advantages, mask, behavior = (batch[k] for k in ("advantage", "loss_mask", "logprobs"))
+    # Clipped around the policy at the start of both steps; each token weighed by start / sampled.
+    with torch.no_grad():
+        start = logprobs_of(model, batch)
     for _ in range(2):
-        batch = buffer.sample(GROUPS * SAMPLES)
-        with torch.no_grad():
-            proximal = logprobs_of(model, batch)
-        advantages, mask, behavior = (batch[k] for k in ("advantage", "loss_mask", "logprobs"))
-        # Clipped around the policy of now; each token weighed by now / when it was sampled.
-        new = logprobs_of(model, batch)
-        loss, _ = policy_loss(new, proximal, advantages, mask, behavior=behavior)
+        loss, _ = policy_loss(logprobs_of(model, batch), start, advantages, mask, behavior=behavior)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -57,13 +56,14 @@ def train(model, optimizer, buffer):
 async def main(steps):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype="auto")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95))
-    # Of one batch: what is older is overwritten.
-    buffer = ReplayBuffer(storage=LazyTensorStorage(GROUPS * SAMPLES))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
+    # Of one batch: what is older is overwritten. Each trajectory is drawn once.
+    storage, sampler = LazyTensorStorage(GROUPS * SAMPLES), SamplerWithoutReplacement()
+    buffer = ReplayBuffer(storage=storage, sampler=sampler)
     sizes = {"group_size": SAMPLES, "batch_size": GROUPS, "max_staleness": STALENESS}
     async with (
         sglrl.launch(MODEL, device="cpu") as client,
-        sglrl.rollout(client, agent, questions(), **sizes) as run,
+        sglrl.rollout(client, agent, questions(), keep=has_signal, **sizes) as run,
     ):
         for step in range(steps):
             for group in await run.take(GROUPS, timeout=120):
@@ -76,4 +76,4 @@ async def main(steps):
 
 
 if __name__ == "__main__":
-    asyncio.run(main(int(sys.argv[1]) if len(sys.argv) > 1 else 60))
+    asyncio.run(main(int(sys.argv[1]) if len(sys.argv) > 1 else 80))

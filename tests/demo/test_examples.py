@@ -5,8 +5,11 @@ from __future__ import annotations
 import re
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LINES = {
@@ -38,3 +41,42 @@ async def test_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert re.fullmatch(LINES[name], line), line
     if name == "tool_agent":
         assert any("<|tool|>" in line for line in lines)
+
+
+def test_both_steps_on_a_batch_are_clipped_around_the_same_policy() -> None:
+    """Else the ratio that is clipped would always be 1, and nothing be learnt off-policy."""
+    example = runpy.run_path(str(EXAMPLES / "async_offpolicy.py"), run_name="async_offpolicy")
+    train, seen = example["train"], []
+    policy_loss = train.__globals__["policy_loss"]
+
+    def spy(new: Any, old: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append((new.detach().clone(), old.clone()))
+        return policy_loss(new, old, *args, **kwargs)
+
+    train.__globals__["policy_loss"] = spy
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(example["MODEL"], dtype="auto")
+    ids = torch.randint(0, model.config.vocab_size, (8, 6))
+    batch = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids, dtype=torch.bool),
+        "advantage": torch.linspace(-1, 1, 8),
+        "loss_mask": torch.ones(8, 6, dtype=torch.bool),
+    }
+    with torch.no_grad():
+        batch["logprobs"] = example["logprobs_of"](model, batch)
+    train(model, torch.optim.AdamW(model.parameters(), lr=1e-3), Sampled(batch))
+    (first, start), (second, again) = seen
+    torch.testing.assert_close(first, start)
+    torch.testing.assert_close(start, again)
+    assert (second - again).abs().max() > 1e-4
+
+
+class Sampled:
+    """Stands for a replay buffer."""
+
+    def __init__(self, batch: dict[str, Any]) -> None:
+        self.batch = batch
+
+    def sample(self, size: int) -> dict[str, Any]:
+        return self.batch
