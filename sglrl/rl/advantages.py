@@ -34,11 +34,10 @@ def group_advantages(rewards: Any, *, normalize: bool = True, epsilon: float = 1
     Raises:
         UsageError: wrong shape.
     """
-    values = _groups(rewards, 1)
-    centred = values - values.mean(-1, keepdim=True)
-    if not normalize:
-        return centred
-    return centred / (centred.square().mean(-1, keepdim=True).sqrt() + epsilon)
+    centred = _centred(_groups(rewards, 1))
+    if normalize:
+        centred = centred / (centred.square().mean(-1, keepdim=True).sqrt() + epsilon)
+    return centred.float()
 
 
 def turn_advantages(
@@ -78,9 +77,9 @@ def turn_advantages(
     if sizes.dim() != 1 or int(sizes.sum()) != len(rewards):
         raise UsageError(f"groups of {list(group_sizes)} are no batch of {len(rewards)}")
     # A turn's reward is at its last token, so all tokens of a turn have the same return.
-    returns = rewards.float().flip(-1).cumsum(-1).flip(-1)
-    group = torch.repeat_interleave(sizes)
-    advantages = torch.zeros_like(returns)
+    returns = rewards.double().flip(-1).cumsum(-1).flip(-1)
+    group = torch.repeat_interleave(sizes).to(rewards.device)
+    advantages = torch.zeros_like(returns, dtype=torch.float32)
     for turn in range(int(turn_ids.max()) + 1 if turn_ids.numel() else 0):
         tokens = turn_ids == turn
         there = tokens.any(-1)
@@ -92,10 +91,13 @@ def turn_advantages(
             return (values.new_zeros(len(count)).index_add(0, members, values) / count)[members]
 
         values = returns[there].gather(1, tokens[there].int().argmax(-1, keepdim=True)).squeeze(1)
-        centred = values - mean(values)
+        # As in ``_centred``. Members are in order, so this finds the first one of each one's group.
+        first = torch.searchsorted(members, members)
+        differ = mean((values != values[first]).double()) > 0
+        centred = (values - mean(values)).masked_fill(~differ, 0.0)
         if normalize:
             centred = centred / (mean(centred.square()).sqrt() + epsilon)
-        advantages[there] += tokens[there] * centred[:, None]
+        advantages[there] += tokens[there] * centred[:, None].float()
     return advantages
 
 
@@ -107,7 +109,7 @@ def leave_one_out(rewards: Any) -> Tensor:
     """
     values = _groups(rewards, 2)
     n = values.shape[-1]
-    return (values - values.mean(-1, keepdim=True)) * (n / (n - 1))
+    return (_centred(values) * (n / (n - 1))).float()
 
 
 def has_signal(group: HasRewards) -> bool:
@@ -116,15 +118,23 @@ def has_signal(group: HasRewards) -> bool:
 
     For ``sglrl.rollout(keep=has_signal)``.
     """
-    rewards = group.rewards
+    rewards = getattr(group, "rewards", None)
+    if rewards is None:
+        raise UsageError(f"has_signal takes a group, with its rewards, not {type(group).__name__}")
     return len(rewards) > 0 and bool((rewards != rewards[0]).any())
 
 
 def _groups(rewards: Any, least: int) -> Tensor:
-    values = torch.as_tensor(rewards, dtype=torch.float32)
+    values = torch.as_tensor(rewards, dtype=torch.float64)
     if values.dim() not in (1, 2) or values.shape[-1] < least:
         raise UsageError(
             f"rewards must be [n] or [groups, n] with n of at least {least}, got "
             f"{list(values.shape)}"
         )
     return values
+
+
+def _centred(values: Tensor) -> Tensor:
+    """Less the mean; 0 where all are equal, which the mean's rounding is not."""
+    equal = (values == values[..., :1]).all(-1, keepdim=True)
+    return (values - values.mean(-1, keepdim=True)).masked_fill(equal, 0.0)

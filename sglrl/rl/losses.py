@@ -50,7 +50,9 @@ def token_entropies(logits: Tensor) -> Tensor:
     if logits.dim() != 3:
         raise UsageError(f"logits must be [b, t, v], got {list(logits.shape)}")
     rows = torch.log_softmax(logits[:, :-1].float(), dim=-1)
-    return torch.nn.functional.pad(-(rows.exp() * rows).sum(-1), (1, 0))
+    # What cannot be drawn adds nothing.
+    finite = rows.masked_fill(rows == float("-inf"), 0.0)
+    return torch.nn.functional.pad(-(rows.exp() * finite).sum(-1), (1, 0))
 
 
 def importance_ratios(logprobs: Tensor, behavior: Tensor, mask: Tensor) -> Tensor:
@@ -58,7 +60,7 @@ def importance_ratios(logprobs: Tensor, behavior: Tensor, mask: Tensor) -> Tenso
     one that sampled it, whose logprobs ``behavior`` are. 1 where ``mask`` is False."""
     _same_shape(logprobs, behavior=behavior, mask=mask)
     # Masked before the exponential: what stands in the padding must not become inf or NaN.
-    return (logprobs - behavior).float().masked_fill(~mask, 0.0).exp()
+    return (_wide(logprobs) - _wide(behavior)).masked_fill(~mask, 0.0).exp()
 
 
 def policy_loss(
@@ -129,14 +131,16 @@ def reinforce_loss(
     if advantages.shape == logprobs.shape[:1]:
         advantages = advantages[:, None].expand_as(logprobs)
     _same_shape(logprobs, advantages=advantages, mask=mask)
-    return -masked_mean(logprobs * advantages, mask, average)
+    # Masked before the product: its gradient must not become NaN by what stands in the padding.
+    gains = _wide(logprobs).masked_fill(~mask, 0.0) * _wide(advantages).masked_fill(~mask, 0.0)
+    return -masked_mean(gains, mask, average)
 
 
 def kl_estimate(logprobs: Tensor, reference: Tensor) -> Tensor:
     """[b, t]: per token, an estimate of KL(policy || reference) for tokens that the policy sampled.
     Never negative and, as its expectation, exact: "k3" of http://joschu.net/blog/kl-approx.html."""
     _same_shape(logprobs, reference=reference)
-    difference = (reference - logprobs).float()
+    difference = _wide(reference) - _wide(logprobs)
     return difference.exp() - 1 - difference
 
 
@@ -150,7 +154,7 @@ def masked_mean(values: Tensor, mask: Tensor, average: Average = "tokens") -> Te
             GRPO).
     """
     _same_shape(values, mask=mask)
-    kept = values.masked_fill(~mask, 0.0)
+    kept = _wide(values).masked_fill(~mask, 0.0)
     if average == "tokens":
         return kept.sum() / mask.sum().clamp(min=1)
     if average == "sequences":
@@ -161,6 +165,11 @@ def masked_mean(values: Tensor, mask: Tensor, average: Average = "tokens") -> Te
     raise UsageError(
         f"average must be 'tokens', 'sequences' or a number of tokens, got {average!r}"
     )
+
+
+def _wide(values: Tensor) -> Tensor:
+    """In float32 at least: sums and differences in 16 bits are off, or overflow."""
+    return values if values.dtype == torch.float64 else values.float()
 
 
 def _same_shape(first: Tensor, **others: Tensor) -> None:

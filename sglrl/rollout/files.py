@@ -156,6 +156,7 @@ def _encode(trajectory: Trajectory, index: int) -> bytes:
     try:
         return _encoder.encode(record)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        # Of all else the constructor has seen that it is what it should be.
         raise UsageError(f"the metadata of trajectory {index} cannot be saved: {error}") from error
 
 

@@ -4,7 +4,6 @@ sampled and was given before, and the new ones behind them."""
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
@@ -23,7 +22,7 @@ from ..sampling import DEFAULT_MAX_NEW_TOKENS, Prepared, SamplingParams
 from ..tokens import TokenIds, check_ids
 from .gate import Gate
 from .template import behind_answer
-from .trajectory import Trajectory
+from .trajectory import MOST_REWARD, Trajectory
 
 if TYPE_CHECKING:
     from ..client import Client
@@ -338,10 +337,10 @@ class Session:
         """
         if not self._turns:
             raise UsageError("no turn was sampled yet that could be rewarded")
-        value = float(value)
-        if not math.isfinite(value):
-            raise UsageError(f"a reward must be finite, got {value}")
-        self._rewards[-1] += value
+        total = self._rewards[-1] + float(value)
+        if not abs(total) <= MOST_REWARD:
+            raise UsageError(f"a reward must be finite, also in float32; got {value}")
+        self._rewards[-1] = total
         self.rewarded = True
 
     # --- what there is ----------------------------------------------------------------------------

@@ -62,7 +62,8 @@ def stack(
     Args:
         layout: "padded": t is the length of the longest. "jagged": per-token keys are nested
             tensors in torch's jagged layout, all with the same offsets, so that they can be
-            computed with each other; nothing is padded.
+            computed with each other; nothing is padded. Of TorchRL's storages LazyStackStorage
+            takes them, whose samples have ``get(key, as_nested_tensor=True, layout=torch.jagged)``.
         pad_token_id: padding of input_ids.
         pad_to: t, for batches that must all be as wide.
         pad_to_multiple_of: t is rounded up to a multiple of it.
@@ -82,6 +83,11 @@ def stack(
         from tensordict import TensorDict
     except ImportError as error:
         raise ImportError('tensordict is needed: pip install "sglrl[torchrl]"') from error
+    if padding_side not in ("right", "left"):
+        raise UsageError(f'padding_side must be "right" or "left", not {padding_side!r}')
+    for name, given in (("pad_to", pad_to), ("pad_to_multiple_of", pad_to_multiple_of)):
+        if given is not None and (isinstance(given, bool) or not isinstance(given, int)):
+            raise UsageError(f"{name} must be an integer, not {given!r}")
     lengths = np.array([len(t.prompt_ids) + len(t.response_ids) for t in batch])
     flat = _flat(batch, lengths)
     values: dict[str, Any]
@@ -90,10 +96,8 @@ def stack(
         positions = np.arange(width)
         if padding_side == "right":
             filled = positions < lengths[:, None]
-        elif padding_side == "left":
-            filled = positions >= width - lengths[:, None]
         else:
-            raise UsageError(f'padding_side must be "right" or "left", not {padding_side!r}')
+            filled = positions >= width - lengths[:, None]
         padding = {**_PADDING, "input_ids": pad_token_id}
         values = {}
         for key, tokens in flat.items():
@@ -175,5 +179,8 @@ def _metadata(batch: Sequence[Trajectory], name: str) -> Any:
         raise UsageError(f"not every trajectory has {name!r} in its metadata") from None
     values = [v.item() if isinstance(v, np.generic) else v for v in values]
     if all(isinstance(value, int | float) for value in values):
-        return torch.tensor(values)
+        try:
+            return torch.tensor(values)
+        except (ValueError, OverflowError, RuntimeError) as error:
+            raise UsageError(f"the metadata {name!r} is no tensor: {error}") from None
     return NonTensorStack(*values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Sequence
 from copy import copy
@@ -33,6 +34,7 @@ _DTYPES: Final = {
 }
 _KINDS: Final = {"i": "iu", "b": "biu", "f": "fiu"}
 _NO_VERSION: Final = (-1).to_bytes(4, "little", signed=True)
+MOST_REWARD: Final = float(np.finfo(np.float32).max)
 _NAN: Final = np.array(np.nan, _FLOAT32).tobytes()
 
 
@@ -113,14 +115,21 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
         for name in ("prompt_ids", "response_ids"):
             if (getattr(self, name) < 0).any():
                 raise UsageError(f"{name} holds a negative token id")
-        force_setattr(self, "turns", tuple(self.turns))
+        turns = tuple(_checked(index, turn) for index, turn in enumerate(self.turns))
+        force_setattr(self, "turns", turns)
         self._check_turns(size)
         sampled = self.loss_mask
         if (self.versions[sampled] < 0).any() or (self.versions[~sampled] != -1).any():
             raise UsageError("versions must be >= 0 where loss_mask is True, -1 where it is False")
         if (self.logprobs[~sampled] != 0).any():
             raise UsageError("logprobs must be 0 where loss_mask is False")
-        force_setattr(self, "timing", TrajectoryTiming(*self.timing))
+        try:
+            timing = TrajectoryTiming(*self.timing)
+        except TypeError as error:
+            raise UsageError(f"timing is no TrajectoryTiming: {error}") from None
+        fields = timing._asdict().items()
+        checked = (_number(f"timing.{name}", value) for name, value in fields)
+        force_setattr(self, "timing", TrajectoryTiming(*checked))
         if not isinstance(self.metadata, dict):
             raise UsageError(f"metadata must be a dict, not {type(self.metadata).__name__}")
 
@@ -128,8 +137,6 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
         outside = self.loss_mask.copy()
         at = 0
         for index, turn in enumerate(self.turns):
-            if not isinstance(turn, Turn):
-                raise UsageError(f"turns[{index}] is a {type(turn).__name__}, not a Turn")
             if not at <= turn.start <= turn.stop <= size:
                 raise UsageError(
                     f"turns[{index}] is {turn.start} to {turn.stop}, which is not within "
@@ -265,6 +272,43 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
         from .tensors import stack
 
         return stack([self], layout, **options)[0]
+
+
+def _checked(index: int, turn: Any) -> Turn:
+    """The turn, with Python's own numbers. ``UsageError`` if something in it is none."""
+    where = f"turns[{index}]"
+    if not isinstance(turn, Turn):
+        raise UsageError(f"{where} is a {type(turn).__name__}, not a Turn")
+    values: dict[str, Any] = {}
+    for name in Turn.__struct_fields__:
+        value = getattr(turn, name)
+        if name in ("reward", "seconds"):
+            values[name] = _number(f"{where}.{name}", value)
+        elif name == "finish_reason":
+            if not isinstance(value, str):
+                raise UsageError(f"{where}.{name} must be a text, got {value!r}")
+            values[name] = value
+        else:
+            try:
+                values[name] = operator.index(value)
+            except TypeError:
+                raise UsageError(f"{where}.{name} must be an integer, got {value!r}") from None
+            if isinstance(value, (bool, np.bool_)):
+                raise UsageError(f"{where}.{name} must be an integer, got {value!r}")
+    return Turn(**values)
+
+
+def _number(name: str, value: Any) -> float:
+    """Finite, also as float32, which batches have it as."""
+    if isinstance(value, (bool, np.bool_, str, bytes)) or not hasattr(value, "__float__"):
+        raise UsageError(f"{name} must be a number, got {value!r}")
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        raise UsageError(f"{name} must be a number, got {value!r}") from None
+    if not abs(number) <= MOST_REWARD:
+        raise UsageError(f"{name} must be finite, also in float32; got {number}")
+    return number
 
 
 def _read_only(name: str, values: Any, dtype: np.dtype[Any]) -> NDArray[Any]:

@@ -18,7 +18,9 @@ from ..messages import RankSettings, TensorSpec, ToRank
 INFLIGHT = ("continue", "retract", "abort", "drain")
 MODES = ("auto", "full", "bucketed")
 
-_LARGEST = 1 << 62
+_LARGEST_BUCKET = 1 << 62
+_LARGEST_VERSION = (1 << 31) - 1
+"""Trajectories have versions as int32."""
 
 
 class Source(Protocol):
@@ -91,11 +93,11 @@ class UpdateRequest(msgspec.Struct, frozen=True, kw_only=True):
                 raise UsageError(
                     f"{name} must be a finite number of more than 0 seconds, got {seconds!r}"
                 )
-        _integer("bucket_bytes", self.bucket_bytes, 1)
-        _integer("version", self.version, 0)
+        _integer("bucket_bytes", self.bucket_bytes, 1, _LARGEST_BUCKET)
+        _integer("version", self.version, 0, _LARGEST_VERSION)
 
 
-def _integer(name: str, value: Any, least: int) -> None:
+def _integer(name: str, value: Any, least: int, most: int) -> None:
     """Raise ``UsageError`` unless it is one (numpy's, too), or None."""
     if value is None:
         return
@@ -105,5 +107,5 @@ def _integer(name: str, value: Any, least: int) -> None:
         number = None
     if number is None or isinstance(value, (bool, np.bool_)):
         raise UsageError(f"{name} must be an integer, got {value!r}")
-    if not least <= number <= _LARGEST:
-        raise UsageError(f"{name} must be in {least}..{_LARGEST}, got {value}")
+    if not least <= number <= most:
+        raise UsageError(f"{name} must be in {least}..{most}, got {value}")

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from sglrl.completion import Completion
 from sglrl.errors import UsageError
@@ -172,12 +173,39 @@ TURN = Turn(start=0, stop=5)
         ({"turns": (Turn(start=3, stop=2),)}, r"turns\[0\] is 3 to 2, which is not within 0 to 5"),
         ({"turns": (Turn(start=-1, stop=5),)}, r"turns\[0\] is -1 to 5, which is not within 0 to"),
         ({"turns": ((0, 5),)}, r"turns\[0\] is a tuple, not a Turn"),
+        *(
+            ({"turns": (replace(TURN, **{name: value}),)}, rf"turns\[0\]\.{name} must be {kind}")
+            for name, value, kind in (
+                ("reward", True, "a number"),
+                ("reward", None, "a number"),
+                ("reward", "x", "a number"),
+                ("reward", np.zeros(2), "a number"),
+                ("reward", np.nan, "finite"),
+                ("reward", np.inf, "finite"),
+                ("reward", 1e39, "finite"),
+                ("seconds", None, "a number"),
+                ("start", 0.0, "an integer"),
+                ("worker", None, "an integer"),
+                ("resumed", False, "an integer"),
+                ("finish_reason", None, "a text"),
+            )
+        ),
+        ({"timing": ("a", 2, 3)}, r"timing\.started must be a number"),
+        ({"timing": (1.0, 2.0, 3.0, 4.0)}, "timing is no TrajectoryTiming"),
         ({"metadata": [1]}, "metadata must be a dict, not list"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError, match=says):
         make(**changes)
+
+
+def test_numbers_of_numpy_are_as_good(tmp_path: Path) -> None:
+    turn = replace(TURN, stop=np.int64(5), reward=np.float32(0.5), worker=np.int8(2))
+    made = make(turns=(turn,), loss_mask=[1] * 5, versions=[3] * 5)
+    assert made.turns == (replace(TURN, reward=0.5, worker=2),)
+    save(tmp_path / "file", [made])
+    assert load(tmp_path / "file")[0].turns == made.turns
 
 
 def test_logprobs_that_were_not_asked_for_are_nan() -> None:

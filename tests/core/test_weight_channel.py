@@ -382,7 +382,7 @@ async def test_senders_are_remembered_in_bounds(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize(
-    "version", [0, -1, (1 << 62) + 1, (1 << 64) - 1, 10**30, True, np.True_, 1.0, "7"]
+    "version", [0, -1, 1 << 31, (1 << 62) + 1, (1 << 64) - 1, 10**30, True, np.True_, 1.0, "7"]
 )
 def test_versions_that_are_none(version: Any) -> None:
     with pytest.raises(UsageError, match="version must be"):

@@ -232,6 +232,13 @@ def test_metadata_goes_along(layout: Any, size: int) -> None:
         ([make(2, 3)], {"layout": "ragged"}, 'layout must be "padded" or "jagged", not \'ragged'),
         ([make(2, 3)], {"layout": "jagged", "pad_to": 9}, "the jagged layout has no padding"),
         ([make(2, 3)], {"layout": "jagged", "pad_to_multiple_of": 8}, "layout has no padding"),
+        ([make(2, 3)], {"pad_to_multiple_of": 2.5}, "pad_to_multiple_of must be an integer"),
+        (
+            [make(2, 3)],
+            {"layout": "jagged", "padding_side": "up"},
+            'padding_side must be "right" or "left"',
+        ),
+        ([make(2, 3, a=1 << 63)], {"metadata": ["a"]}, "the metadata 'a' is no tensor"),
         ([make(2, 3, a=1), make(2, 3)], {"metadata": ["a"]}, "not every trajectory has 'a' in its"),
     ],
 )

@@ -103,3 +103,19 @@ def test_wrong_shapes_are_refused(wrong: object) -> None:
         group_advantages(wrong)
     with pytest.raises(UsageError, match="n of at least 2"):
         leave_one_out([1.0])
+
+
+@pytest.mark.parametrize(("reward", "count"), [(0.1, 11), (1.1, 10), (100.1, 11), (1000.1, 30)])
+def test_equal_rewards_are_exactly_no_advantage(reward: float, count: int) -> None:
+    """Whatever their mean is rounded to: that would be divided by itself."""
+    rewards = [reward] * count
+    assert not group_advantages(rewards).any()
+    assert not group_advantages([rewards, rewards], normalize=False).any()
+    assert not leave_one_out(rewards).any()
+    values, turn_ids = by_turn([[reward]] * count + [[1.0]], 3, False)
+    assert not turn_advantages(values, turn_ids, [count, 1]).any()
+
+
+def test_who_asks_for_the_signal_of_a_list_is_told() -> None:
+    with pytest.raises(UsageError, match="takes a group, with its rewards, not list"):
+        has_signal([0.0, 1.0])  # type: ignore[arg-type]

@@ -218,3 +218,41 @@ def test_wrong_shapes_are_refused(batch: dict[str, torch.Tensor]) -> None:
         token_entropies(torch.zeros(B, T))
     with pytest.raises(UsageError, match="average must be"):
         masked_mean(batch["logprobs"], batch["mask"], "mean")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sixteen_bits_are_computed_in_thirty_two(dtype: torch.dtype) -> None:
+    logprobs = torch.full((64, 2048), -2.0, dtype=dtype)
+    mask = torch.ones(64, 2048, dtype=torch.bool)
+    assert masked_mean(logprobs, mask).item() == -2
+    loss = reinforce_loss(logprobs, torch.ones(64, dtype=dtype), mask)
+    assert loss.dtype == torch.float32
+    assert loss.item() == 2
+    one = torch.tensor([[-100.25, -3.0]]).to(dtype)
+    other = torch.tensor([[-99.5, -3.015625]]).to(dtype)
+    exact = (one.double() - other.double()).exp().float()
+    both = torch.ones(1, 2, dtype=torch.bool)
+    torch.testing.assert_close(importance_ratios(one, other, both), exact)
+    torch.testing.assert_close(
+        kl_estimate(other, one), (exact.log().exp() - 1 - exact.log()), rtol=1e-4, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("advantage", [float("nan"), float("inf")])
+def test_a_masked_advantage_has_no_gradient(advantage: float) -> None:
+    mask = torch.tensor([[True, False]])
+    for loss_of in (
+        lambda lp, a: reinforce_loss(lp, a, mask),
+        lambda lp, a: policy_loss(lp, lp.detach(), a, mask)[0],
+    ):
+        logprobs = torch.tensor([[-1.0, -1.0]], requires_grad=True)
+        loss_of(logprobs, torch.tensor([[1.0, advantage]])).backward()
+        assert logprobs.grad.tolist() == [[-1.0, 0.0]]
+
+
+def test_entropy_of_what_cannot_be_drawn() -> None:
+    logits = torch.tensor([[[0.0, 0.0, float("-inf")], [0.0, 0.0, 0.0]]], requires_grad=True)
+    entropies = token_entropies(logits)
+    torch.testing.assert_close(entropies[0, 1], torch.tensor(2.0).log())
+    entropies.sum().backward()
+    assert torch.isfinite(logits.grad).all()
