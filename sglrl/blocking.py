@@ -22,7 +22,8 @@ from .launch import launch
 from .messages import EngineInfo
 from .pool import WorkerInfo
 from .remote import connect
-from .rollout.runner import Agent, Group, Rollout, RolloutMetrics, rollout
+from .rollout.group import Group, RolloutMetrics
+from .rollout.runner import Agent, Rollout, rollout
 from .rollout.session import Session
 from .rollout.trajectory import Trajectory
 from .weights.local import TensorMetadata

@@ -8,7 +8,8 @@
 """
 
 from .files import load, save
-from .runner import Group, Rollout, RolloutMetrics, rollout, session_arguments
+from .group import Group, RolloutMetrics
+from .runner import Rollout, rollout, session_arguments
 from .session import Session
 from .tensors import stack
 from .trajectory import Trajectory, TrajectoryTiming, Turn

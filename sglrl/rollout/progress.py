@@ -8,7 +8,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .runner import Rollout, RolloutMetrics
+    from .group import RolloutMetrics
+    from .runner import Rollout
 
 logger = logging.getLogger("sglrl.rollout")
 

@@ -196,8 +196,9 @@ async def test_what_is_observed_during_a_turn_comes_behind_it(client: sglrl.Clie
 async def test_a_closed_session_gives_its_turn_up(client: sglrl.Client) -> None:
     session = client.session(input_ids=[4, 5], max_new_tokens=200)
     turn = asyncio.create_task(session.generate())
-    while not any(worker.load for worker in client.workers):
-        await client.stats()
+    # It is sent in its first step.
+    await asyncio.sleep(0)
+    assert any(worker.load for worker in client.workers)
     session.close()
     with pytest.raises(sglrl.Closed, match="the session was closed"):
         await turn
