@@ -80,7 +80,8 @@ class ErrorBody(msgspec.Struct, array_like=True, gc=False, frozen=True):
 
 
 class Results(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=11):
-    """Everything one scheduler step (or one loop tick of a plain actor) produced.
+    """Everything one scheduler step (or one loop tick of a plain actor) produced; or nothing, and
+    how full the engine is.
 
     ``kv_usage`` is the share of the KV cache in use, 0..1, as the engine reports it, or -1: then
     the other two say nothing either. ``waiting``: requests that it has not begun to compute.

@@ -388,7 +388,10 @@ class _RemoteUpdates(LocalSender):
             from .weights.remote import Sender
 
             async with self._connecting:
-                if self._sender is None or self._sender.lost:
+                if self._sender is not None and self._sender.lost:
+                    await self._sender.close()
+                    self._sender = None
+                if self._sender is None:
                     self._sender = await Sender.connect(
                         self._pool.weights.address,
                         device=device,

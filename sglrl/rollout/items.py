@@ -80,7 +80,7 @@ def length(dataset: Any) -> int | None:
     """How many items there are, if the data set knows."""
     try:
         return len(dataset)
-    except TypeError:
+    except (TypeError, NotImplementedError):
         # Some have the method and not the answer, as torch's loaders of endless data sets.
         return None
 

@@ -45,6 +45,7 @@ from .request import UpdateRequest
 logger = logging.getLogger("sglrl.weights")
 
 _report = msgspec.msgpack.Decoder(UpdateReport)
+LEAST_SILENCE = 5.0
 _OF_THE_CLIENT = {cls.__name__: cls for cls in (Closed, DeadlineExceeded, WorkerLost)}
 """Errors that no worker answers with, but the client that the workers belong to."""
 
@@ -215,8 +216,8 @@ class Sender:
 
         Raises:
             Closed: this sender is closed.
-            WeightUpdateError: also when the client has said nothing for ``timeout`` seconds; then
-                this sender is of no use any more.
+            WeightUpdateError: also when the client has said nothing for ``timeout`` seconds (at
+                least five: it may be busy); then this sender is of no use any more.
         """
         from .sender import Cargo
         from .source import check_ties, take
@@ -265,6 +266,7 @@ class Sender:
         future: asyncio.Future[UpdateReport] = asyncio.get_running_loop().create_future()
         self._proposal = (id_, future)
         cancelled: asyncio.CancelledError | None = None
+        silence = max(request.timeout, LEAST_SILENCE)
         try:
             self._send(
                 Propose(
@@ -285,13 +287,13 @@ class Sender:
                 # Answered at once by a client that is there, however long the update takes.
                 self._send(RankHello(self._end.settings))
                 try:
-                    await asyncio.wait([future], timeout=request.timeout)
+                    await asyncio.wait([future], timeout=silence)
                 except asyncio.CancelledError as error:
                     cancelled = error
                     self._send(Withdraw(id_))
                     continue
                 if not self._heard and not future.done():
-                    self._lose(f"the client said nothing for {request.timeout:g} s")
+                    self._lose(f"the client said nothing for {silence:g} s")
             if cancelled is not None:
                 # What came of it is of no interest any more.
                 future.exception()

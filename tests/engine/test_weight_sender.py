@@ -16,7 +16,7 @@ import pytest
 import pytest_asyncio
 
 import sglrl
-from sglrl.weights import Sender, coordinator
+from sglrl.weights import Sender, coordinator, remote
 
 from .policies import PROMPTS, Lab, Policies, gated, phase_event
 
@@ -226,15 +226,16 @@ async def test_a_sender_does_not_wait_in_vain(
     for wrong in ({"version": True}, {"partial": 1}, {"inflight": None}, {"timeout": "5"}):
         with pytest.raises(sglrl.UsageError, match="must be"):
             await sender.update(weights, **wrong)  # type: ignore[arg-type]
-    async with sglrl.connect(lab.client.address) as remote:
+    async with sglrl.connect(lab.client.address) as other:
         with pytest.raises(sglrl.UsageError, match="must be"):
-            await remote.update_weights(weights, version=True)
+            await other.update_weights(weights, version=True)
     await sender.close()
     with pytest.raises(sglrl.Closed):
         await sender.update(weights)
     # A driver that is there and takes nothing in.
     sender = await Sender.connect(lab.client.weights_address)
     monkeypatch.setattr(lab.client._driver, "on_peer", lambda identity, frame: True)
+    monkeypatch.setattr(remote, "LEAST_SILENCE", 0.1)
     with pytest.raises(sglrl.WeightUpdateError, match=r"said nothing for 0\.2 s; connect again"):
         await sender.update(weights, timeout=0.2)
     monkeypatch.undo()
