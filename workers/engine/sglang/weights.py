@@ -310,8 +310,10 @@ class SglangWeights:
             )
         if hold.version is None:
             return
-        if self._ready is not None and self._ready[0] == command.update:
-            self._apply(replace(command, version=hold.version), hold.begun)
+        if self._ready is not None:
+            # What was staged meanwhile; by another attempt, perhaps.
+            update, _ = self._ready
+            self._apply(replace(command, update=update, version=hold.version), hold.begun)
             return
         runner = self._scheduler.tp_worker.model_runner
         compat.begin_weight_update(runner)
