@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from typing import Any, NoReturn, Self
-
-import cloudpickle
 
 from .actor import (
     Actor,
@@ -18,6 +15,7 @@ from .actor import (
     constructor_arguments,
     endpoints_of,
 )
+from .by_value import by_value, importable_as
 from .config import FabricConfig, PoolConfig, check_restarts, positive
 from .errors import UsageError
 from .messages import ActorSpec
@@ -155,11 +153,11 @@ def spawn(
     positive("replicas", replicas)
     positive("window", window)
     body, frames = constructor_arguments(actor).encode(args, kwargs)
-    target = _importable_as(actor)
+    target = importable_as(actor)
     spec = ActorSpec(
         target=target,
         # Only between this process and its own fork server, over their private socket.
-        code=b"" if target else cloudpickle.dumps(actor),
+        code=b"" if target else by_value(actor),
         args=body,
         frames=[bytes(f) for f in frames],
         window=window,
@@ -178,14 +176,3 @@ def spawn(
         ),
     )
     return ActorHandle(actor, pool, birth)
-
-
-def _importable_as(cls: type) -> str:
-    """ "module:qualname", or "" when importing that would not give this class."""
-    module = sys.modules.get(cls.__module__)
-    if module is None or cls.__module__ == "__main__" or "<" in cls.__qualname__:
-        return ""
-    found: Any = module
-    for part in cls.__qualname__.split("."):
-        found = getattr(found, part, None)
-    return f"{cls.__module__}:{cls.__qualname__}" if found is cls else ""

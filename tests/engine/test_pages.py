@@ -272,7 +272,7 @@ def test_a_short_update_is_announced_when_it_begins() -> None:
     engine = SimpleNamespace(
         step_seconds=lambda: 0.004, nearly_staged=lambda seconds, live: told.append((seconds, live))
     )
-    update: Any = SimpleNamespace(layout=Layout([], [400, 600], 600))
+    update: Any = SimpleNamespace(layout=Layout([], [400, 600], 600), drained=False)
 
     def announced(rate: float) -> bool:
         rank: Any = SimpleNamespace(_rate=rate, _engine=engine)
@@ -283,3 +283,7 @@ def test_a_short_update_is_announced_when_it_begins() -> None:
     assert told == []
     assert announced(1000 / 0.007)
     assert told == [(pytest.approx(0.007), True)]
+    # An engine that has been drained waits for it already.
+    update.drained = True
+    assert announced(1000 / 0.009)
+    assert len(told) == 1

@@ -71,6 +71,69 @@ def test_programs_without_a_guard(tmp_path: Path, way: str) -> None:
     assert log.read_text() == "ran\n"
 
 
+def test_types_of_the_program_itself(tmp_path: Path) -> None:
+    """They travel with the actor that is defined beside them; and so they do again."""
+    program = """
+from __future__ import annotations
+import asyncio, dataclasses, enum, typing
+import msgspec, numpy, sglrl
+
+class Kind(enum.Enum):
+    A = "a"
+
+@dataclasses.dataclass
+class Point:
+    x: int
+    label: str | None = None
+
+class Named(typing.NamedTuple):
+    n: int
+
+class Dict(typing.TypedDict):
+    d: float
+
+class Base(msgspec.Struct, kw_only=True):
+    kind: Kind
+    weight: float = 1.0
+
+class Body(Base, array_like=True, kw_only=True):
+    points: list[Point]
+    tags: list[str] = msgspec.field(default_factory=list, name="t")
+    named: Named
+    dict: Dict
+
+    def __post_init__(self):
+        self.tags.append("made")
+
+    @property
+    def last(self):
+        return self.points[-1].x
+
+class Shapes(sglrl.Actor):
+    def __init__(self, first: Point) -> None:
+        self.first = first
+
+    @sglrl.endpoint
+    async def shift(self, body: Body, by: int = 1) -> Body:
+        assert body.last == 2 and body.tags == ["made", "made"], body
+        body.points = [self.first, *(Point(p.x + by, p.label) for p in body.points)]
+        return body
+
+async def main():
+    for _ in range(2):
+        async with sglrl.spawn(Shapes, Point(0)) as shapes:
+            points = [Point(1), Point(2, "b")]
+            body = Body(points=points, kind=Kind.A, named=Named(3), dict={"d": 0.5})
+            found = await shapes.shift(body, by=10)
+            assert type(found) is Body and type(found.points[0]) is Point, found
+            print([p.x for p in found.points], found.kind, found.named.n, found.dict)
+
+asyncio.run(main())
+"""
+    line = "[0, 11, 12] Kind.A 3 {'d': 0.5}\n"
+    assert run("-c", program, cwd=tmp_path) == 2 * line
+
+
 def test_a_pool_that_is_left_open_is_no_news(tmp_path: Path) -> None:
     program = """
 import sglrl

@@ -1,0 +1,132 @@
+"""Classes that a worker cannot import, as bytes: an actor of the user's script, and the types that
+its endpoints take and return. cloudpickle does most of it; here is what it cannot know of msgspec.
+
+Only for the private socket between a driver and its own fork server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+import typing
+from types import FunctionType
+from typing import Any, Final
+
+import cloudpickle
+import msgspec
+
+_KNOWN: Final = "__msgspec_cache__"
+_METHODS: Final = (FunctionType, classmethod, staticmethod, property)
+_CONFIG: Final = (
+    "frozen",
+    "eq",
+    "order",
+    "array_like",
+    "gc",
+    "repr_omit_defaults",
+    "omit_defaults",
+    "forbid_unknown_fields",
+    "weakref",
+    "dict",
+    "cache_hash",
+    "tag",
+    "tag_field",
+)
+
+
+def by_value(cls: type) -> bytes:
+    """For ``cloudpickle.loads``."""
+    with io.BytesIO() as file:
+        _Pickler(file).dump(cls)
+        return file.getvalue()
+
+
+def importable_as(cls: type) -> str:
+    """ "module:qualname", or "" when importing that would not give this class."""
+    module = sys.modules.get(cls.__module__)
+    if module is None or cls.__module__ == "__main__" or "<" in cls.__qualname__:
+        return ""
+    found: Any = module
+    for part in cls.__qualname__.split("."):
+        found = getattr(found, part, None)
+    return f"{cls.__module__}:{cls.__qualname__}" if found is cls else ""
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, type) or importable_as(obj):
+            return super().reducer_override(obj)
+        if _KNOWN in vars(obj):
+            # It cannot be pickled, and msgspec finds it out again.
+            delattr(obj, _KNOWN)
+        if isinstance(obj, type(msgspec.Struct)):
+            return _struct(obj)
+        for annotated in (obj, *vars(obj).values()):
+            if isinstance(annotated, (type, FunctionType)):
+                _resolve(annotated)
+        return super().reducer_override(obj)
+
+
+def _resolve(annotated: Any) -> None:
+    """Annotations that are text: the names in them mean nothing in the worker."""
+    if isinstance(annotated, FunctionType):
+        own = annotated.__annotations__
+    else:
+        own = vars(annotated).get("__annotations__", {})
+    if any(isinstance(hint, str) for hint in own.values()):
+        # What cannot be resolved is of no endpoint: that would have been an error before.
+        with contextlib.suppress(NameError):
+            hints = typing.get_type_hints(annotated, include_extras=True)
+            annotated.__annotations__ = {name: hints[name] for name in own}
+
+
+def _struct(cls: Any) -> Any:
+    """Its fields are made when it is, from its annotations; cloudpickle would set these later."""
+    own = vars(cls).get("__annotations__", {})
+    fields: list[Any] = []
+    optional = kw_only = False
+    for info in msgspec.structs.fields(cls):
+        if info.name not in own:
+            # A base's.
+            continue
+        given: dict[str, Any] = {}
+        if info.default is not msgspec.NODEFAULT:
+            given["default"] = info.default
+        elif info.default_factory is not msgspec.NODEFAULT:
+            given["default_factory"] = info.default_factory
+        kw_only |= optional and not given
+        optional |= bool(given)
+        if info.encode_name != info.name:
+            given["name"] = info.encode_name
+        fields.append((info.name, info.type, given))
+    config = {name: getattr(cls.__struct_config__, name) for name in _CONFIG}
+    methods = {name: value for name, value in vars(cls).items() if isinstance(value, _METHODS)}
+    early = {"__post_init__": methods.pop("__post_init__")} if "__post_init__" in methods else {}
+    made = (cls.__name__, fields, cls.__bases__, cls.__module__, early, kw_only, config)
+    return _make_struct, made, methods, None, None, _set_methods
+
+
+def _make_struct(
+    name: str,
+    fields: list[Any],
+    bases: tuple[type, ...],
+    module: str,
+    namespace: dict[str, Any],
+    kw_only: bool,
+    config: dict[str, Any],
+) -> type:
+    return msgspec.defstruct(
+        name,
+        [(n, hint, msgspec.field(**given)) if given else (n, hint) for n, hint, given in fields],
+        bases=bases,
+        module=module,
+        namespace=namespace,
+        kw_only=kw_only,
+        **config,
+    )
+
+
+def _set_methods(cls: type, methods: dict[str, Any]) -> None:
+    for name, value in methods.items():
+        setattr(cls, name, value)
