@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NoReturn, Self, overload
 
 from .completion import Completion, NextTokenLogprobs
-from .config import positive
+from .config import check_target, positive
 from .controls import ENDPOINTS, Controls, WorkerStats
 from .core.concurrency import Load
 from .core.members import READY
@@ -437,6 +437,8 @@ class Client:
             raise InvalidRequest(f"top_logprobs must be in 0..1000, got {top_logprobs!r}")
         if type(n) is not int or n < 1:
             raise InvalidRequest(f"n must be an integer of at least 1, got {n!r}")
+        if worker is not None or session is not None or priority or type(priority) is not int:
+            check_target(priority, worker, session)
         if prompt is not None or messages is not None or input_ids is None:
             several, prompts = await requests.encode_prompts(prompt, input_ids, messages)
         elif type(input_ids) is list and input_ids and type(input_ids[0]) is int:
@@ -525,6 +527,7 @@ class Client:
         several, prompts = check_given_ids(input_ids, requests.vocab_size)
         if isinstance(start, bool) or not isinstance(start, int) or start < 0:
             raise InvalidRequest(f"start must be an integer of at least 0, got {start!r}")
+        check_target(priority, worker, None)
         most = min(1000, requests.vocab_size)
         if type(top_logprobs) is not int or not 0 <= top_logprobs <= most:
             raise InvalidRequest(f"top_logprobs must be in 0..{most}, got {top_logprobs!r}")
@@ -555,6 +558,8 @@ class Client:
             Overloaded, DeadlineExceeded, WorkerLost, EngineError, Closed: see ``sglrl.errors``.
         """
         requests = self._started()
+        if worker is not None or priority or type(priority) is not int:
+            check_target(priority, worker, None)
         checked = check_ids(ids, requests.vocab_size)
         future: asyncio.Future[NextTokenLogprobs] = asyncio.get_running_loop().create_future()
         call = requests.next_token_call(checked, top_k, future, timeout, worker, priority)

@@ -150,6 +150,27 @@ def check_timeout(timeout: Any, name: str = "timeout") -> None:
         )
 
 
+def check_target(priority: Any, worker: Any, session: Any) -> None:
+    """Raise ``UsageError`` unless these can be a call's."""
+    if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) >> 31:
+        raise UsageError(f"priority must be an integer of 32 bits, got {priority!r}")
+    if worker is not None and (isinstance(worker, bool) or not isinstance(worker, int)):
+        raise UsageError(f"worker must be the id of a worker, an integer; got {worker!r}")
+    if session is not None and not (isinstance(session, str) and session):
+        raise UsageError(f"session must be a name, got {session!r}")
+
+
+def check_env(env: Any) -> dict[str, str]:
+    """Environment variables as a dictionary. Raise ``UsageError`` if they can be none."""
+    found = dict(env or {})
+    for name, value in found.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise UsageError(f"env maps names to texts, got {name!r}: {value!r}")
+        if not name or "=" in name or "\0" in name + value:
+            raise UsageError(f"env: there can be no variable {name!r} with value {value!r}")
+    return found
+
+
 def positive(name: str, value: Any) -> int:
     """Raise ``UsageError`` unless it is an integer above 0."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:

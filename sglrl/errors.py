@@ -86,7 +86,7 @@ class InvalidRequest(UsageError):
     """A prompt, token id, sampling value, regex, grammar or schema cannot be served."""
 
 
-class UnknownEndpoint(UsageError):
+class UnknownEndpoint(UsageError, AttributeError):
     """The actor declares no endpoint of that name."""
 
 

@@ -17,7 +17,14 @@ from typing import Any, Self
 import msgspec
 
 from .client import Client
-from .config import FabricConfig, PoolConfig, check_restarts, positive, visible_cuda_devices
+from .config import (
+    FabricConfig,
+    PoolConfig,
+    check_env,
+    check_restarts,
+    positive,
+    visible_cuda_devices,
+)
 from .errors import ModelError, NotEnoughDevices, UsageError
 from .keys import read_driver_keys
 from .messages import EngineSpec
@@ -148,12 +155,13 @@ def launch(
         groups = [None] * replicas
         engine_args.setdefault("vocab_size", 1 << 17)
     check_restarts(restarts, restart_period)
+    worker_env = check_env(env)
     check_address(address, keys=keys is not None, insecure=insecure)
     if keys is not None:
         read_driver_keys(keys)
 
     def birth(group: list[str] | None) -> Birth:
-        return _birth(engine, path, engine_args, tp_size, group, replicas, window, env or {})
+        return _birth(engine, path, engine_args, tp_size, group, replicas, window, worker_env)
 
     def more(count: int, present: list[Birth]) -> list[Birth]:
         if groups[0] is None:

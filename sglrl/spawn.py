@@ -16,7 +16,7 @@ from .actor import (
     endpoints_of,
 )
 from .by_value import by_value, importable_as
-from .config import FabricConfig, PoolConfig, check_restarts, positive
+from .config import FabricConfig, PoolConfig, check_env, check_restarts, positive
 from .errors import UsageError
 from .messages import ActorSpec
 from .pool import Birth, Pool, WorkerInfo
@@ -163,7 +163,7 @@ def spawn(
         window=window,
     )
     check_restarts(restarts, restart_period)
-    birth = Birth(bodies=[spec], env=dict(env or {}))
+    birth = Birth(bodies=[spec], env=check_env(env))
     pool = Pool(
         [birth] * replicas,
         preload="plain",

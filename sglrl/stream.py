@@ -8,6 +8,7 @@ from typing import Any
 
 from .actor import error_of
 from .completion import Chunk, Completion, StreamText
+from .config import check_target
 from .errors import Closed, InvalidRequest, SglrlError
 from .messages import ItemKind
 from .requests import Requests
@@ -56,6 +57,7 @@ class Stream:
         requests = started()
         deadline = requests.deadline(timeout)
         prepared = requests.samplings.prepare(sampling, values)
+        check_target(priority, worker, session)
         several, prompts = await requests.encode_prompts(prompt, input_ids, messages)
         if several:
             raise InvalidRequest("stream takes one prompt; use generate for a list")

@@ -13,7 +13,7 @@ from msgspec.structs import force_setattr
 from numpy.typing import NDArray
 
 from ..completion import Beginning, Completion, Conversation
-from ..config import check_timeout
+from ..config import check_target, check_timeout
 from ..core.calls import Call
 from ..core.routing import Route
 from ..errors import Closed, InvalidRequest, UsageError
@@ -56,6 +56,7 @@ class Opening:
         self.requests = client._started()
         self.allow_rewrite = allow_rewrite
         self.timeout = timeout
+        check_target(priority, None, None)
         self.priority = priority
         self.metadata = metadata or {}
         self.sampling = sampling

@@ -145,6 +145,7 @@ async def test_unknown_endpoints(values: sglrl.ActorHandle) -> None:
     for space in (values, values.stream, values.broadcast, values[0]):
         with pytest.raises(sglrl.UnknownEndpoint, match="did you mean 'add'"):
             space.ad  # noqa: B018
+        assert not hasattr(space, "ad")
     with pytest.raises(sglrl.UsageError, match=r"handle\.stream\.count"):
         values.count  # noqa: B018
     with pytest.raises(sglrl.UsageError, match="returns one result"):

@@ -305,3 +305,35 @@ async def test_a_stream_goes_on_when_its_workers_are_killed_one_after_the_other(
             np.testing.assert_allclose(completion.logprobs, -(np.arange(count) + 1) / 1024)
             assert completion.timing.first_token <= completion.timing.total
         assert np.concatenate([c.output_ids for c in chunks]).tolist() == (IDS * count)[:count]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        *(({"priority": p}, "priority must be") for p in (1.5, "x", None, True, 1 << 40)),
+        *(({"worker": w}, "worker must be") for w in ("0", True, 0.0)),
+        *(({"session": s}, "session must be") for s in (3, "", b"a")),
+    ],
+)
+async def test_where_a_call_cannot_go(client: sglrl.Client, wrong: Any, says: str) -> None:
+    with pytest.raises(sglrl.UsageError, match=says):
+        await client.generate(input_ids=[1], **wrong)
+    with pytest.raises(sglrl.UsageError, match=says):
+        async for _ in client.stream(input_ids=[1], **wrong):
+            pass
+    if "session" not in wrong:
+        with pytest.raises(sglrl.UsageError, match=says):
+            await client.score([1, 2], **wrong)
+        with pytest.raises(sglrl.UsageError, match=says):
+            await client.next_token_logprobs([1, 2], **wrong)
+    if "priority" in wrong:
+        with pytest.raises(sglrl.UsageError, match=says):
+            client.session(input_ids=[1], **wrong)
+    made = await client.generate(input_ids=[1], max_new_tokens=2)
+    assert len(made.output_ids) == 2
+
+
+@pytest.mark.parametrize("env", [{"A": 1}, {1: "a"}, {"": "a"}, {"A=B": "c"}, {"A": "\0"}])
+def test_variables_that_no_process_can_have(env: Any) -> None:
+    with pytest.raises(sglrl.UsageError, match="env"):
+        sglrl.launch("fake", engine="fake", env=env)
