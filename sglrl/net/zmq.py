@@ -305,14 +305,18 @@ class ZmqRouter(_Pump):
         check_address(address, keys=keys is not None, insecure=insecure)
         self._gate: _Gate | None = None
         self.worker_keys: ClientKeys | None = None
-        # A context has one place where it asks about keys, so each router that has some gets its
-        # own context.
-        self._context = zmq.Context.instance() if keys is None else zmq.Context()
+        # A context has one place where it asks whom to admit, which is another one's business in
+        # the context that all share.
+        self._context = zmq.Context()
         super().__init__(_socket(self._context, zmq.ROUTER, address, max_message_bytes))
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.SNDHWM, MOST_UNREAD)
         self.socket.setsockopt(zmq.RCVHWM, _MOST_UNTAKEN)
         self.socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+        # With a domain libzmq refuses ZMTP 1 and 2, which make a peer of whoever sends a few bytes;
+        # and one that does so while the socket closes ends this process (zmtp_engine.cpp 4.3.5,
+        # process_routing_id_msg).
+        self.socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
         if keys is not None:
             self._lock(keys)
         elif address.startswith("tcp://") and not _is_loopback(address):
@@ -341,7 +345,6 @@ class ZmqRouter(_Pump):
         self._gate = _Gate(self._context, keys.clients | {public})
         self.socket.setsockopt(zmq.CURVE_SERVER, 1)
         self.socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
-        self.socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
         # Without this ZeroMQ admits everybody if nobody answers its question.
         self.socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
@@ -363,7 +366,7 @@ class ZmqRouter(_Pump):
         super().close()
         if self._gate is not None:
             self._gate.close()
-            self._context.destroy(0)
+        self._context.destroy(0)
 
     def handle(self, frames: list[Any]) -> None:
         assert self._on_message is not None
