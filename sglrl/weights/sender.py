@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import sys
 import time
@@ -17,6 +18,7 @@ from typing import Any, Final
 
 import msgspec
 import torch
+from threadpoolctl import ThreadpoolController
 
 from ..codec import encode
 from ..core.manifest import Layout, by_bucket, in_pieces, lay_out
@@ -109,7 +111,7 @@ class SendingEnd:
         self._answer = answer
         self._loop = asyncio.get_running_loop()
         self._store = Store(host)
-        self._link = Link()
+        self._link = self._new_link()
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self._cargo: Cargo | None = None
 
@@ -135,7 +137,7 @@ class SendingEnd:
         match message:
             case Join():
                 self._link.abandon()
-                link = self._link = Link()
+                link = self._link = self._new_link()
                 self._run(link, message.id, JOIN, lambda: self._join(link, message))
             case Stage():
                 # What is loaded now, whatever is when the thread comes to it.
@@ -152,6 +154,12 @@ class SendingEnd:
         self._link.abandon()
         self._link.packing = None
         self._cargo = None
+
+    def _new_link(self) -> Link:
+        link = Link()
+        if self.device.type == "cpu":
+            link.submit(_copy_alone)
+        return link
 
     # --- on the link's thread ---------------------------------------------------------------------
 
@@ -281,6 +289,21 @@ def _frequent_switches() -> Iterator[None]:
         yield
     finally:
         sys.setswitchinterval(before)
+
+
+def _copy_alone() -> None:
+    """This thread's copies are made by it alone. The engines want the same cores, and a copy by
+    several threads ends with the last of them to get one."""
+    try:
+        _thread_pools().limit(limits=1, user_api="openmp")
+    except Exception:  # an unknown library is no reason to send nothing
+        logger.debug("copies of weights keep their threads", exc_info=True)
+
+
+@functools.cache
+def _thread_pools() -> ThreadpoolController:
+    """Of the libraries loaded by now, torch's among them; looking takes 20 ms."""
+    return ThreadpoolController()
 
 
 def sending_device(wanted: str | torch.device | None, tensors: Named, backend: str) -> torch.device:

@@ -7,7 +7,9 @@ import ast
 import asyncio
 import json
 import shutil
+import threading
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -60,6 +62,29 @@ async def test_answers_are_those_of_the_new_weights(lab: Lab, form: str) -> None
     seed = 1 + list(FORMS).index(form) % 3
     report = await lab.update(seed, FORMS[form](lab.policies[seed].model))
     assert report.version == before + 1
+    await lab.check()
+
+
+async def test_tensors_are_copied_by_one_thread_and_the_programs_own_keep_theirs(lab: Lab) -> None:
+    """Beside engines that want all cores, several would wait for each other."""
+    seen = []
+
+    class Asking(torch.Tensor):
+        def full_tensor(self) -> torch.Tensor:
+            seen.append((threading.current_thread().name, torch.get_num_threads()))
+            return self.as_subclass(torch.Tensor)
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        weights = {n: t.as_subclass(Asking) for n, t in lab.policies[1].model.state_dict().items()}
+        await lab.update(1, weights)
+        assert set(seen) == {("sglrl-weights", 1)}
+        assert torch.get_num_threads() == 3
+        with ThreadPoolExecutor() as pool:
+            assert pool.submit(torch.get_num_threads).result() == 3
+    finally:
+        torch.set_num_threads(before)
     await lab.check()
 
 
