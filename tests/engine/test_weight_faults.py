@@ -18,7 +18,7 @@ from .policies import PROMPTS, Lab, Policies, gated, on_phase, phase_event
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-SECONDS = 1.5
+SECONDS = 2.0
 WANTED = {"max_new_tokens": 900, "logprobs": True, "ignore_eos": True}
 VICTIM = 1
 
@@ -72,7 +72,7 @@ async def test_a_worker_fails_in_an_update(
             pass
         # In every phase a deadline of its own; a lost worker costs one attempt more.
         async with asyncio.timeout(8 * SECONDS + 10):
-            report = await lab.update(2, mode=mode, bucket_bytes=1 << 16, timeout=SECONDS)
+            report = await lab.update(2, mode=mode, bucket_bytes=1 << 18, timeout=SECONDS)
         assert report.workers == [0]
         assert report.version == before + 1
         assert done
