@@ -228,7 +228,9 @@ class WeightUpdate:
             return
         asked = sorted(self.members)
         if self.sender and not self.sender_lost and state in (JOIN, STAGE, ABORT):
-            asked.insert(0, SENDER)
+            # Last: a sender in this process begins at once, and takes the interpreter from whoever
+            # would still ask the others.
+            asked.append(SENDER)
         if state == STAGE:
             # Until they have all staged, the group may be in the middle of a collective.
             self.joined = False

@@ -112,9 +112,9 @@ def end(state: str, why: str = "") -> object:
 
 def in_order(*members: Member) -> list[object]:
     return [
-        ask(JOIN, SENDER, *members),
+        ask(JOIN, *members, SENDER),
         ask(PREPARE, *members),
-        ask(STAGE, SENDER, *members),
+        ask(STAGE, *members, SENDER),
         ask(COMMIT, *members),
         end(DONE),
     ]
@@ -181,7 +181,7 @@ def test_every_phase_has_its_own_time(phase: str, seconds: float) -> None:
 
 def test_join_only() -> None:
     update = Update(join_only=True)
-    assert update.finish() == [ask(JOIN, SENDER, *RANKS), end(DONE)]
+    assert update.finish() == [ask(JOIN, *RANKS, SENDER), end(DONE)]
     assert update.machine.joined
 
 
@@ -207,7 +207,7 @@ def test_a_refusal_is_final_and_the_first_of_the_errors() -> None:
     refusal = InvalidWeights("there is no such tensor")
     assert update.answer(A1, error=refusal) == []
     assert update.answer(B0, B1) == []
-    assert update.answer(A0, error=NO) == [ask(ABORT, SENDER, *RANKS)]
+    assert update.answer(A0, error=NO) == [ask(ABORT, *RANKS, SENDER)]
     assert not update.machine.leave
     assert update.finish() == [end(FAILED, "refused")]
     assert update.machine.joined
@@ -219,7 +219,7 @@ def test_a_refusal_and_a_silent_worker() -> None:
     """The update is refused all the same; no other attempt is made."""
     update = Update(until=PREPARE)
     update.answer(A0, error=NO)
-    assert update.time_out() == [ask(ABORT, SENDER, *RANKS)]
+    assert update.time_out() == [ask(ABORT, *RANKS, SENDER)]
     assert update.answer(SENDER, A0, A1) == []
     assert update.time_out() == [("expel", 1), end(FAILED, "refused")]
     assert update.ended is not None
@@ -233,7 +233,7 @@ def test_an_error_in_a_collective_ends_it_for_all_at_once(phase: str, who: Membe
     update = Update(until=phase)
     error = SettingsMismatch("torch")
     assert update.answer(A0) == []
-    assert update.answer(who, error=error) == [ask(ABORT, SENDER, *RANKS)]
+    assert update.answer(who, error=error) == [ask(ABORT, *RANKS, SENDER)]
     assert update.machine.leave
     assert update.answer(SENDER, A0, A1, B0) == []
     assert update.answer(B1) == [end(FAILED, "broken")]
@@ -283,7 +283,7 @@ def test_a_worker_is_lost_before_commit(joined: bool, phase: str) -> None:
     """The update is made on the others, in a group of their own."""
     update = Update(joined=joined, until=phase)
     update.answer(A0)
-    assert update.lose(1) == [ask(ABORT, SENDER, A0, A1)]
+    assert update.lose(1) == [ask(ABORT, A0, A1, SENDER)]
     assert update.machine.leave
     assert update.finish() == in_order(A0, A1)
     assert update.machine.attempts == 2
@@ -294,7 +294,7 @@ def test_a_worker_is_lost_before_commit(joined: bool, phase: str) -> None:
 def test_a_worker_is_lost_while_its_neighbour_reports_the_broken_collective() -> None:
     """Which of the two is noticed first makes no difference."""
     update = Update(until=STAGE)
-    assert update.answer(A0, error=NO) == [ask(ABORT, SENDER, *RANKS)]
+    assert update.answer(A0, error=NO) == [ask(ABORT, *RANKS, SENDER)]
     assert update.answer(SENDER, A0, A1) == []
     assert update.lose(1) == in_order(A0, A1)[:1]
     assert update.finish() == in_order(A0, A1)[1:]
@@ -329,7 +329,7 @@ def test_without_a_sender_the_others_begin_again_with_prepare() -> None:
 @pytest.mark.parametrize("phase", PHASES)
 def test_all_workers_are_lost(phase: str) -> None:
     update = Update(until=phase)
-    first = [] if phase == COMMIT else [ask(ABORT, SENDER, B0, B1)]
+    first = [] if phase == COMMIT else [ask(ABORT, B0, B1, SENDER)]
     assert update.lose(0) == first
     assert update.lose(0) == []
     if phase == COMMIT:
@@ -352,8 +352,8 @@ def test_the_only_worker_is_lost() -> None:
 def test_another_attempt_has_to_have_a_reason_of_its_own() -> None:
     update = Update(until=STAGE)
     update.lose(1)
-    assert update.answer(SENDER, A0, A1) == [ask(JOIN, SENDER, A0, A1)]
-    assert update.answer(A0, error=NO) == [ask(ABORT, SENDER, A0, A1)]
+    assert update.answer(SENDER, A0, A1) == [ask(JOIN, A0, A1, SENDER)]
+    assert update.answer(A0, error=NO) == [ask(ABORT, A0, A1, SENDER)]
     assert update.finish() == [end(FAILED, "broken")]
     assert update.machine.attempts == 2
 
@@ -421,10 +421,10 @@ def test_a_silent_worker_is_out(joined: bool, phase: str) -> None:
     """Who is late may only be waiting for another; who cannot even abort is not."""
     update = Update(joined=joined, until=phase)
     update.answer(A0, A1, SENDER)
-    assert update.time_out() == [ask(ABORT, SENDER, *RANKS)]
+    assert update.time_out() == [ask(ABORT, *RANKS, SENDER)]
     assert update.machine.leave is (phase != PREPARE)
     assert update.answer(SENDER, A0, A1, B1) == []
-    assert update.time_out() == [("expel", 1), ask(JOIN, SENDER, A0, A1)]
+    assert update.time_out() == [("expel", 1), ask(JOIN, A0, A1, SENDER)]
     assert "abort" in update.expelled[1]
     assert update.finish() == in_order(A0, A1)[1:]
 
@@ -453,7 +453,7 @@ def test_a_silent_worker_in_commit() -> None:
 def test_a_silent_sender(phase: str) -> None:
     update = Update(until=phase)
     update.answer(*RANKS)
-    assert update.time_out() == [ask(ABORT, SENDER, *RANKS)]
+    assert update.time_out() == [ask(ABORT, *RANKS, SENDER)]
     assert update.answer(*RANKS) == []
     assert update.time_out() == [end(FAILED, "lost")]
     assert update.ended is not None
@@ -468,7 +468,7 @@ def test_a_silent_sender(phase: str) -> None:
 def test_all_are_silent(phase: str) -> None:
     update = Update(until=phase)
     if phase != COMMIT:
-        assert update.time_out() == [ask(ABORT, SENDER, *RANKS)]
+        assert update.time_out() == [ask(ABORT, *RANKS, SENDER)]
     assert update.time_out() == [("expel", 0), ("expel", 1), end(FAILED, "lost")]
 
 
@@ -479,7 +479,7 @@ def test_all_are_silent(phase: str) -> None:
 def test_cancelled_before_commit(phase: str) -> None:
     update = Update(until=phase)
     assert update.machine.cancel(update.now) is True
-    assert update.effects() == [ask(ABORT, SENDER, *RANKS)]
+    assert update.effects() == [ask(ABORT, *RANKS, SENDER)]
     assert update.machine.leave is (phase != PREPARE)
     assert update.machine.cancel(update.now) is True
     assert update.finish() == [end(FAILED, "cancelled")]
@@ -517,7 +517,7 @@ def test_who_is_half_new_is_expelled_when_the_update_fails() -> None:
 
 def test_all_are_half_new() -> None:
     update = Update(until=STAGE)
-    assert update.answer(SENDER, error=NO) == [ask(ABORT, SENDER, *RANKS)]
+    assert update.answer(SENDER, error=NO) == [ask(ABORT, *RANKS, SENDER)]
     assert update.answer(*RANKS, dirty=True) == []
     assert update.answer(SENDER) == [("expel", 0), ("expel", 1), end(FAILED, "lost")]
 
@@ -526,7 +526,7 @@ def test_who_is_half_new_is_made_whole_by_another_attempt() -> None:
     update = Update(until=STAGE)
     update.lose(1)
     update.answer(A0, A1, dirty=True)
-    assert update.answer(SENDER) == [ask(JOIN, SENDER, A0, A1)]
+    assert update.answer(SENDER) == [ask(JOIN, A0, A1, SENDER)]
     assert update.finish() == in_order(A0, A1)[1:]
 
 
