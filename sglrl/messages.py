@@ -423,7 +423,8 @@ class Join(msgspec.Struct, array_like=True, frozen=True, tag=21):
 
 class Prepare(msgspec.Struct, array_like=True, frozen=True, tag=22):
     """Check the manifest and make room. ``source``: a folder of safetensors files instead of the
-    group, or "". ``mode``: "auto", "full" or "bucketed"."""
+    group, or "". ``mode``: "auto", "full" or "bucketed". ``like``: the id of this rank's last
+    ``Prepare``, whose tensors these are: then they are left out. 0: they are here."""
 
     id: int
     version: int
@@ -433,6 +434,7 @@ class Prepare(msgspec.Struct, array_like=True, frozen=True, tag=22):
     inflight: str
     partial: bool
     source: str
+    like: int = 0
 
 
 class Stage(msgspec.Struct, array_like=True, frozen=True, tag=23):

@@ -80,6 +80,8 @@ class RankWeights:
         self._identity = rank_identity(spec.identity, rank)
         self._link = Link()
         self._questions = Link()
+        self._last = Prepare(0, 0, [], 0, "", "", False, "")
+        """Whose tensors the next one may have."""
         self._update: Update | None = None
         self._kept: Update | None = None
         self._spent: Update | None = None
@@ -191,6 +193,9 @@ class RankWeights:
                 self._timeout = message.timeout
                 self._run(message.id, JOIN, lambda: self._join(link, message))
             case Prepare():
+                if message.like and message.like == self._last.id:
+                    message = msgspec.structs.replace(message, tensors=self._last.tensors, like=0)
+                self._last = message
                 self._run(message.id, PREPARE, lambda: self._prepare(message))
             case Stage():
                 link = self._link
@@ -271,6 +276,8 @@ class RankWeights:
         link.check()
 
     def _prepare(self, message: Prepare) -> Prepared:
+        if message.like:
+            raise WeightUpdateError("the manifest is one that this rank does not have")
         kept, self._kept = self._kept, None
         update = None
         if kept is not None and kept.serves(message):

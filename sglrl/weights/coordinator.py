@@ -160,6 +160,9 @@ class WeightChannel:
         self._description: ModelDescription | None = None
         self._fitting: tuple[Sequence[TensorSpec], bool] | None = None
         """The last manifest that was checked, and whether it may be a part."""
+        self._prepared: dict[Member, tuple[Sequence[TensorSpec], int]] = {}
+        """The manifest that a rank has said yes to, if it is the last one that it was sent, and the
+        message's id: a trainer sends the same one each time, which takes half a millisecond."""
 
     # --- for the pool -----------------------------------------------------------------------------
 
@@ -621,17 +624,7 @@ class WeightChannel:
         if phase == JOIN:
             message = run.group[member]
         elif phase == PREPARE:
-            r = run.request
-            message = Prepare(
-                run.id,
-                run.version,
-                list(r.specs),
-                r.bucket_bytes or 0,
-                r.mode,
-                r.inflight,
-                r.partial,
-                r.folder,
-            )
+            message = self._prepare(run, member)
         elif phase == STAGE:
             message = Stage(run.id, self._mode(run, member))
         elif phase == COMMIT:
@@ -643,6 +636,23 @@ class WeightChannel:
             self._send(member, message)
         elif run.source is not None:
             run.source.ask(message)
+
+    def _prepare(self, run: _Run, member: Member) -> Prepare:
+        r = run.request
+        specs, like = self._prepared.pop(member, (None, 0))
+        if specs is not r.specs:
+            like = 0
+        return Prepare(
+            run.id,
+            run.version,
+            [] if like else list(r.specs),
+            r.bucket_bytes or 0,
+            r.mode,
+            r.inflight,
+            r.partial,
+            r.folder,
+            like,
+        )
 
     def _mode(self, run: _Run, member: Member) -> str:
         """All ranks of a replica pause, or none does."""
@@ -764,6 +774,7 @@ class WeightChannel:
             try:
                 if phase == PREPARE:
                     run.bodies[member, phase] = body_of(_prepared, answer)
+                    self._prepared[member] = (run.request.specs, run.id)
                 elif phase == STAGE and member == SENDER:
                     run.bodies[member, phase] = body_of(_sent, answer)
                 elif phase == COMMIT:
@@ -780,6 +791,7 @@ class WeightChannel:
         for member in [m for m in self._identities if m[0] == worker]:
             del self._ranks[self._identities.pop(member)]
             self._hellos[member].cancel()
+            self._prepared.pop(member, None)
             if self._joined is not None and member in self._joined[1]:
                 # Its replacement will have its name, and not be in the group.
                 self._joined = None

@@ -17,6 +17,7 @@ from ..messages import (
     RankAnswer,
     RankHello,
     RankSettings,
+    TensorSpec,
     ToRank,
     Welcome,
     Withdraw,
@@ -36,6 +37,8 @@ class RemoteSource:
         self.settings = settings
         self._task: asyncio.Task[None] | None = None
         self._id = 0
+        self._specs: list[TensorSpec] = []
+        """Last proposed: the same list as long as they are the same."""
 
     def ask(self, message: ToRank) -> None:
         self._channel.tell(self, message)
@@ -117,8 +120,10 @@ class RemoteSource:
             wait=proposal.wait,
             drain_timeout=proposal.drain_timeout,
         )
+        if proposal.tensors != self._specs:
+            self._specs = proposal.tensors
         try:
-            report = await self._channel.update(request.with_specs(proposal.tensors), self)
+            report = await self._channel.update(request.with_specs(self._specs), self)
         except SglrlError as error:
             self.ask(Proposed(proposal.id, ErrorBody(type(error).__name__, error.message)))
         else:

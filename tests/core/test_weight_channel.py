@@ -94,7 +94,7 @@ class Pool:
         for kind in kinds:
             asked: list[int | str] = [*workers]
             if kind in (Join, Stage, Abort):
-                asked.insert(0, sender.name)
+                asked.append(sender.name)
             messages = [await self.next(who, kind) for who in asked]
             for who, message in zip(asked, messages, strict=True):
                 self.say(who, answer(message), sender if who == sender.name else None)
@@ -141,23 +141,23 @@ async def test_late_answers_are_not_those_of_the_next_attempt(pool: Pool) -> Non
     update = asyncio.create_task(pool.channel.update(UpdateRequest(specs=SPECS), sender))
     await pool.describes_itself()
     await pool.goes_well(sender, [0, 1], Join, Prepare)
-    stages = [await pool.next(who, Stage) for who in ("a", 0, 1)]
+    stages = [await pool.next(who, Stage) for who in (0, 1, "a")]
     pool.on_lost(1)
     (abort,) = await pool.goes_well(sender, [0], Abort)
     assert abort.leave
     assert abort.id == stages[0].id
 
-    joins = [await pool.next(who, Join) for who in ("a", 0)]
+    joins = [await pool.next(who, Join) for who in (0, "a")]
     assert joins[0].id == joins[1].id != abort.id
-    assert joins[1].size == 2
+    assert joins[0].size == 2
     # What the threads of the group that was left come to say at last.
     late = RankAnswer(abort.id, JOIN, NO)
     pool.say(0, late)
     pool.say("a", late, sender)
-    pool.say("a", answer(joins[0]), sender)
-    pool.say(0, answer(joins[1]))
+    pool.say("a", answer(joins[1]), sender)
+    pool.say(0, answer(joins[0]))
     await pool.goes_well(sender, [0], Prepare)
-    for who in ("a", 0):
+    for who in (0, "a"):
         message = await pool.next(who, Stage)
         pool.say(who, RankAnswer(abort.id, STAGE), sender if who == "a" else None)
     assert pool.asked.empty(), "nobody has staged in this attempt"
@@ -232,6 +232,73 @@ async def test_a_group_is_used_again(pool: Pool) -> None:
 
 
 @played
+async def test_a_manifest_that_a_rank_has_is_not_sent_again(pool: Pool) -> None:
+    sender = Sender(pool, "a")
+    same, other = UpdateRequest(specs=SPECS), UpdateRequest(specs=[*SPECS])
+
+    async def begin(request: UpdateRequest) -> tuple[asyncio.Task[Any], list[Prepare]]:
+        update = asyncio.create_task(pool.channel.update(request, sender))
+        if pool.channel._description is None:
+            await pool.describes_itself()
+            await pool.goes_well(sender, [0, 1], Join)
+        return update, [await pool.next(who, Prepare) for who in (0, 1)]
+
+    async def goes_on(update: asyncio.Task[Any], asked: list[Prepare]) -> None:
+        for who, message in enumerate(asked):
+            pool.say(who, answer(message))
+        await pool.goes_well(sender, [0, 1], Stage, Commit)
+        await update
+
+    update, first = await begin(same)
+    assert [(m.tensors, m.like) for m in first] == [(SPECS, 0)] * 2
+    await goes_on(update, first)
+    update, second = await begin(same)
+    assert [(m.tensors, m.like) for m in second] == [([], first[0].id)] * 2
+    # Only one of them says that it has heard of it.
+    pool.say(0, answer(second[0]))
+    pool.say(1, answer(second[1], NO))
+    for who in (0, 1, "a"):
+        message = await pool.next(who, Abort)
+        pool.say(who, answer(message), sender if who == "a" else None)
+    with pytest.raises(WeightUpdateError, match="worker 1: no"):
+        await update
+    update, third = await begin(same)
+    assert [(m.tensors, m.like) for m in third] == [([], second[0].id), (SPECS, 0)]
+    await goes_on(update, third)
+    update, fourth = await begin(other)
+    assert [(m.tensors, m.like) for m in fourth] == [(SPECS, 0)] * 2
+    await goes_on(update, fourth)
+    # Not of the last one any more.
+    update, fifth = await begin(same)
+    assert [(m.tensors, m.like) for m in fifth] == [(SPECS, 0)] * 2
+    await goes_on(update, fifth)
+    # One of the same name that takes the place of a lost one has heard nothing.
+    pool.on_lost(1)
+    identity = rank_identity(b"again", 0)
+    pool.identities[identity] = 1
+    pool.channel.add_rank(1, 0, identity)
+    pool.on_peer(identity, encode(RankHello(SETTINGS)))
+    update = asyncio.create_task(pool.channel.update(same, sender))
+    for who, kind in ((0, Join), (1, Join), ("a", Join), (0, Prepare), (1, Prepare)):
+        message = await pool.next(who, kind)
+        if kind is Join and who == 1:
+            pool.on_peer(identity, encode(answer(message)))
+        elif kind is Join:
+            pool.say(who, answer(message), sender if who == "a" else None)
+        else:
+            assert message.like == (fifth[0].id if who == 0 else 0)
+    update.cancel()
+    for who in (0, 1, "a"):
+        message = await pool.next(who, Abort)
+        if who == 1:
+            pool.on_peer(identity, encode(answer(message)))
+        else:
+            pool.say(who, answer(message), sender if who == "a" else None)
+    with pytest.raises(asyncio.CancelledError):
+        await update
+
+
+@played
 async def test_joining_another_sender_ends_the_group_before(pool: Pool) -> None:
     """Also if it fails: the ranks have left."""
     first, second = Sender(pool, "a"), Sender(pool, "b")
@@ -239,7 +306,7 @@ async def test_joining_another_sender_ends_the_group_before(pool: Pool) -> None:
     await pool.goes_well(first, [0, 1], Join)
     await join
     join = asyncio.create_task(pool.channel.join(second, 5.0))
-    for who in ("b", 0, 1):
+    for who in (0, 1, "b"):
         message = await pool.next(who, Join)
     pool.say(1, answer(message, NO))
     await pool.goes_well(second, [0, 1], Abort)
@@ -261,7 +328,7 @@ async def test_a_group_that_lost_a_member_after_a_refusal_is_formed_again(pool: 
     for who in (0, 1):
         message = await pool.next(who, Prepare)
         pool.say(who, answer(message, ErrorBody("InvalidWeights", "no room")))
-    for who in ("a", 0, 1):
+    for who in (0, 1, "a"):
         message = await pool.next(who, Abort)
         assert not message.leave
     pool.say("a", answer(message), sender)
@@ -319,13 +386,13 @@ def test_a_malformed_answer_is_a_no(phase: str, kinds: tuple[type[Any], ...]) ->
         await pool.describes_itself()
         await pool.goes_well(sender, [0, 1], *kinds)
         kind = {PREPARE: Prepare, STAGE: Stage, COMMIT: Commit}[phase]
-        asked: list[int | str] = ["a", 0, 1] if phase == STAGE else [0, 1]
+        asked: list[int | str] = [0, 1, "a"] if phase == STAGE else [0, 1]
         for who in asked:
             message = await pool.next(who, kind)
-        liar = asked[0]
+        liar = asked.pop(-1 if phase == STAGE else 0)
         wrong = RankAnswer(message.id, phase, None, raw(["what?"]))
         pool.say(liar, wrong, sender if liar == "a" else None)
-        for who in asked[1:]:
+        for who in asked:
             pool.say(who, answer(message))
         if phase == COMMIT:
             assert (await update).workers == [1]

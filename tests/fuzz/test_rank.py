@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -25,6 +25,7 @@ from sglrl.messages import (
     Prepare,
     RankAnswer,
     RankHello,
+    TensorSpec,
     WorkerSpec,
 )
 from sglrl_workers import hand_over, weights
@@ -196,13 +197,43 @@ def test_a_ranks_weight_channel(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not raised, raised[0]
 
 
-def test_what_was_given_up_is_written_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[weights.RankWeights]:
     monkeypatch.setattr(weights, "ZmqPolledDealer", Wire)
     body = ActorSpec(target="", code=b"", args=b"", frames=[], window=1)
     spec = WorkerSpec(index=0, identity=b"w", address="", max_message_bytes=1 << 20, body=body)
-    rank = weights.RankWeights(spec, 0, Engine())
-    while rank._dealer is None:
-        rank._thread.join(0.001)
+    made = weights.RankWeights(spec, 0, Engine())
+    while made._dealer is None:
+        made._thread.join(0.001)
+    yield made
+    made.close()
+    made._thread.join(60.0)
+    for link in (made._link, made._questions, made._hand_over._link):
+        link.abandon()
+
+
+def test_a_manifest_that_is_left_out_is_the_one_before(rank: weights.RankWeights) -> None:
+    wire: Any = rank._dealer
+
+    def prepare(id_: int, tensors: list[TensorSpec], like: int) -> str:
+        """What is wrong, or nothing."""
+        message = Prepare(id_, 1, tensors, 1 << 20, "full", "continue", False, "", like)
+        wire.put([encode(message)])
+        error = answer_to(wire, id_).error
+        return "" if error is None else error.message
+
+    unknown = "the manifest is one that this rank does not have"
+    assert prepare(1, [], 7) == unknown
+    assert prepare(2, SPECS, 0) == ""
+    assert prepare(3, [], 2) == ""
+    assert prepare(4, [], 3) == ""
+    assert rank._last.tensors == SPECS
+    # Of the one before only.
+    assert prepare(5, [], 3) == unknown
+    assert "no tensors are given" in prepare(6, [], 5)
+
+
+def test_what_was_given_up_is_written_no_more(rank: weights.RankWeights) -> None:
     wire: Any = rank._dealer
     layout = lay_out(SPECS, 1 << 20)
 
@@ -224,7 +255,3 @@ def test_what_was_given_up_is_written_no_more(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(WeightUpdateError, match="given up"):
         rank._put(link, update(5), written.append, data)
     assert len(written) == 2
-    rank.close()
-    rank._thread.join(60.0)
-    for each in (rank._link, rank._questions, rank._hand_over._link):
-        each.abandon()
