@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn, Self
 
 from .actor import (
@@ -16,7 +16,7 @@ from .actor import (
     endpoints_of,
 )
 from .by_value import by_value, importable_as
-from .config import FabricConfig, PoolConfig, check_env, check_restarts, positive
+from .config import FabricConfig, PoolConfig, check_env, check_restarts, check_target, positive
 from .errors import UsageError
 from .messages import ActorSpec
 from .pool import Birth, Pool, WorkerInfo
@@ -26,7 +26,8 @@ class ActorHandle:
     """A running pool of one actor class.
 
     ``await handle.method(...)`` goes to the least loaded worker; ``handle.stream.method(...)`` is
-    an async iterator; ``await handle.broadcast.method(...)`` asks all; ``handle[i]`` is worker i.
+    an async iterator; ``await handle.broadcast.method(...)`` asks all; ``handle[i]`` is worker i,
+    and ``for worker in handle`` goes through them.
     Every call takes ``timeout=`` in seconds beside the endpoint's own arguments.
     """
 
@@ -83,9 +84,14 @@ class ActorHandle:
         return BroadcastNamespace(self._pool.driver, self._specs, self._cls.__name__)
 
     def __getitem__(self, index: int) -> WorkerHandle:
-        if not 0 <= index < len(self._pool.workers):
+        check_target(0, index, None)
+        if index is None or not 0 <= index < len(self._pool.workers):
             raise UsageError(f"there is no worker {index}; this pool has {len(self._pool.workers)}")
         return WorkerHandle(self._pool.driver, self._specs, self._cls.__name__, index)
+
+    def __iter__(self) -> Iterator[WorkerHandle]:
+        """Every worker's handle, in order."""
+        return (self[index] for index in range(len(self)))
 
     def __len__(self) -> int:
         return len(self._pool.workers)

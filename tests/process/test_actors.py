@@ -80,9 +80,14 @@ async def test_one_worker_by_index(values: sglrl.ActorHandle) -> None:
     assert await values[1].pid() == values.workers[1].pid
     assert await values[0].pid() == values.workers[0].pid
     assert [i async for i in values[1].stream.count(2)] == [0, 1]
-    for index in (2, -1):
+    assert [await worker.pid() for worker in values] == [w.pid for w in values.workers]
+    wrong: Any
+    for wrong in (2, -1, None):
         with pytest.raises(sglrl.UsageError, match="there is no worker"):
-            values[index]
+            values[wrong]
+    for wrong in ("0", 1.0, True):
+        with pytest.raises(sglrl.UsageError, match="worker must be the id"):
+            values[wrong]
 
 
 async def test_workers_are_described(values: sglrl.ActorHandle) -> None:
