@@ -155,7 +155,15 @@ class RemoteError(SglrlError):
 
 
 class EngineError(SglrlError):
-    """The engine aborted a request that was well formed (its own queue limit, or a fault)."""
+    """The engine aborted a request that was well formed: its own queue limit, a fault, or a model
+    whose logits are NaN or infinite."""
+
+
+NOT_FINITE: Final = (
+    "the model's logits are not finite (NaN or infinite), so they say nothing of the next token: "
+    "see whether it has diverged (weights version {})"
+)
+"""Of an ``EngineError``, for the version that made them."""
 
 
 class WorkerError(SglrlError):

@@ -19,7 +19,7 @@ from .codec import MALFORMED, Buffer, encode
 from .completion import Completion, Decode, NextTokenLogprobs, Scores
 from .core.calls import Call
 from .driver import now
-from .errors import ProtocolError, SglrlError
+from .errors import NOT_FINITE, EngineError, ProtocolError, SglrlError
 from .messages import GenerateArgs, Item, ItemKind, TokenChunk
 from .sampling import Prepared
 
@@ -152,7 +152,8 @@ class _WholeReply:
         self.future = future
 
     def made(self, call: Call, chunk: TokenChunk, frames: Sequence[Buffer]) -> Any:
-        """Raises ``ProtocolError`` unless it is what was asked for."""
+        """Raises ``ProtocolError`` unless it is what was asked for, and ``EngineError`` if logits
+        were no numbers."""
         raise NotImplementedError
 
     def chunk(self, item: Item, frames: Sequence[Buffer]) -> None:
@@ -171,7 +172,7 @@ class _WholeReply:
         else:
             try:
                 made = self.made(call, chunk_of(outcome), frames)
-            except ProtocolError as error:
+            except (ProtocolError, EngineError) as error:
                 self.future.set_exception(error)
             else:
                 self.future.set_result(made)
@@ -196,6 +197,9 @@ class ScoreReply(_WholeReply):
                 f"the worker sent {len(chunk.logprobs) // 4} logprobs of {count} tokens"
             )
         logprobs = np.frombuffer(chunk.logprobs, dtype="<f4")
+        if count > 1:
+            # What is NaN in the model's memory is NaN in all that comes behind it.
+            _check_number(logprobs[-1], chunk.version)
         if not top:
             return logprobs
         return Scores(logprobs, *_top_of(chunk, (count, top)))
@@ -221,6 +225,8 @@ class NextTokenReply(_WholeReply):
             raise ProtocolError(
                 f"the worker sent no logprobs of the {self.vocab_size} tokens that there are"
             )
+        # One logit that is none makes all logprobs NaN.
+        _check_number(logprobs[0], chunk.version)
         return NextTokenLogprobs(
             logprobs,
             ids,
@@ -228,6 +234,11 @@ class NextTokenReply(_WholeReply):
             chunk.cached_tokens,
             call.worker.index,  # type: ignore[union-attr]
         )
+
+
+def _check_number(logprob: np.float32, version: int) -> None:
+    if logprob != logprob:
+        raise EngineError(NOT_FINITE.format(version))
 
 
 def _top_of(
