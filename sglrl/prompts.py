@@ -48,6 +48,8 @@ async def encode_prompts(
                 f"prompt must be text or a list of texts, got {type(prompt).__name__}; for "
                 "tokens use input_ids"
             )
+        if not inputs:
+            raise InvalidRequest("the list of prompts is empty")
         work = box.encode_texts
     # The tokenizer is native code: off the event loop, which goes on meanwhile.
     encoded = await asyncio.get_running_loop().run_in_executor(None, work, inputs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from operator import index
 from typing import Any, Final
@@ -15,12 +15,13 @@ import numpy as np
 from .codec import encode
 from .errors import InvalidRequest
 from .messages import Sampling
+from .tokens import check_text
 
 DEFAULT_MAX_NEW_TOKENS: Final = 128
 TOP_K_ALL: Final = 1 << 30
 MOST_BIAS: Final = 1e6
 """Of a logit: beyond it nothing is left of the logits that it is added to."""
-_GRAMMARS: Final = ("json_schema", "regex", "ebnf", "structural_tag")
+GRAMMARS: Final = ("json_schema", "regex", "ebnf", "structural_tag")
 
 ALIASES: Final = {
     "max_tokens": "max_new_tokens",
@@ -54,7 +55,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         repetition_penalty: in (0, 2], 1 for none (https://arxiv.org/abs/1909.05858).
         logit_bias: by token id, what is added to the token's logit before temperature and softmax,
             so it is part of the logprobs. -inf and anything below -1e6 means -1e6: never.
-        ignore_eos: go on after the model's end-of-sequence token.
+        ignore_eos: go on after the model's end-of-sequence token; not after one with which a
+            grammar ends.
         seed: makes this request's draws repeatable; sample i of n uses ``seed + i``.
         json_schema, regex, ebnf, structural_tag: a grammar the text must follow; at most one of
             them. A schema or a tag (XGrammar's, https://xgrammar.mlc.ai) may be a dict or JSON
@@ -149,27 +151,24 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     def _check_grammar(self) -> None:
         for name in ("json_schema", "structural_tag"):
             value = getattr(self, name)
-            if isinstance(value, str):
-                try:
-                    msgspec.json.decode(value)
-                except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
-                    raise InvalidRequest(f"{name} is not JSON: {error}") from None
-            elif value is not None and not isinstance(value, Mapping):
+            if value is None:
+                continue
+            if not isinstance(value, (str, Mapping)):
                 raise InvalidRequest(
                     f"{name} must be a dict or JSON text, got {type(value).__name__}"
                 )
-            elif value is not None:
-                try:
-                    _json(value)
-                except (TypeError, ValueError, RecursionError) as error:
-                    raise InvalidRequest(f"{name} cannot be written as JSON: {error}") from None
+            try:
+                text = value if isinstance(value, str) else _json(value)
+            except (TypeError, ValueError, RecursionError) as error:
+                raise InvalidRequest(f"{name} cannot be written as JSON: {error}") from None
+            check_grammar(name, text)
         for name in ("regex", "ebnf"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
                 raise InvalidRequest(f"{name} must be a string, got {type(value).__name__}")
             if value is not None:
-                _text(name, value)
-        given = [name for name in _GRAMMARS if getattr(self, name) not in (None, "")]
+                check_grammar(name, value)
+        given = [name for name in GRAMMARS if getattr(self, name) not in (None, "")]
         if len(given) > 1:
             raise InvalidRequest(f"give only one of {' and '.join(given)}")
 
@@ -196,22 +195,69 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             frequency_penalty=float(self.frequency_penalty),
             presence_penalty=float(self.presence_penalty),
             repetition_penalty=float(self.repetition_penalty),
-            ignore_eos=self.ignore_eos,
+            # SGLang would see only with the token after it that a grammar has ended.
+            ignore_eos=self.ignore_eos and not any(getattr(self, name) for name in GRAMMARS),
             seed=seed,
-            json_schema=_json(self.json_schema),
+            json_schema=_sent(self.json_schema),
             regex=self.regex or None,
             ebnf=self.ebnf or None,
             skip_special_tokens=self.skip_special_tokens,
             stop_regex=self.stop_patterns,
             logit_bias={int(token): max(-MOST_BIAS, float(bias)) for token, bias in biases.items()},
-            structural_tag=_json(self.structural_tag),
+            structural_tag=_sent(self.structural_tag),
         )
 
 
-def _json(value: str | Mapping[str, Any] | None) -> str | None:
-    if isinstance(value, str) or value is None:
-        return value or None
+def most_top_logprobs(vocab_size: int) -> int:
+    """How many of the likeliest tokens a request may ask for at each position."""
+    return min(1000, vocab_size)
+
+
+def check_grammar(name: str, text: str) -> None:
+    """Raises ``InvalidRequest`` for what an engine would not survive: what XGrammar reads as JSON
+    and is none, or so deep that it overflows its stack; and a NUL in a regular expression. The rest
+    the engine checks itself."""
+    if name in ("regex", "ebnf"):
+        check_text(name, text)
+        _check_nul(name, text)
+        return
+    try:
+        decoded = msgspec.json.decode(text)
+        patterns = [*_patterns(decoded)] if "\\u0000" in text else []
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
+        raise InvalidRequest(f"{name} is not JSON: {error}") from None
+    for pattern in patterns:
+        _check_nul(f"a pattern in {name}", pattern)
+
+
+def _patterns(value: Any) -> Iterator[str]:
+    """The regular expressions in a schema or structural tag."""
+    if isinstance(value, dict):
+        pattern = value.get("pattern")
+        if isinstance(pattern, str):
+            yield pattern
+        patterns = value.get("patternProperties")
+        if isinstance(patterns, dict):
+            yield from patterns
+        value = [*value.values()]
+    if isinstance(value, list):
+        for part in value:
+            yield from _patterns(part)
+
+
+def _check_nul(name: str, pattern: str) -> None:
+    """XGrammar (0.2.1, 0.2.7) drops what is behind a NUL, and with nothing before it reads memory
+    that is not its own, which ends the worker."""
+    if "\0" in pattern:
+        raise InvalidRequest(f"{name} holds a NUL character; write it as \\x00: {pattern!r:.200}")
+
+
+def _json(value: Mapping[str, Any]) -> str:
     return msgspec.json.encode(dict(value)).decode()
+
+
+def _sent(value: str | Mapping[str, Any] | None) -> str | None:
+    return _json(value) if isinstance(value, Mapping) else value or None
 
 
 def _texts(name: str, value: Any) -> Sequence[str]:
@@ -219,17 +265,8 @@ def _texts(name: str, value: Any) -> Sequence[str]:
     if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
         raise InvalidRequest(f"{name} must be a string or a list of strings, got {value!r}")
     for text in texts:
-        _text(name, text)
+        check_text(name, text)
     return texts
-
-
-def _text(name: str, value: str) -> None:
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise InvalidRequest(
-            f"{name} holds a lone surrogate, which is no Unicode text: {value!a}"
-        ) from None
 
 
 def _integer(name: str, value: Any, low: int, high: float = (1 << 31) - 1) -> None:

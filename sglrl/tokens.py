@@ -85,6 +85,21 @@ def _out_of_range(token: int, vocab_size: int) -> InvalidRequest:
     return InvalidRequest(f"token id {token} is outside the vocabulary (0..{vocab_size - 1})")
 
 
+def check_text(name: str, text: str) -> None:
+    """Raises ``InvalidRequest`` for what cannot be encoded."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequest(
+            f"{name} holds a lone surrogate, which is no Unicode text: {text!a:.200}"
+        ) from None
+
+
+def has_words(tokenizer: Any) -> bool:
+    """False for what transformers (5.12) makes of a folder in which there is no tokenizer."""
+    return len(tokenizer) > len(tokenizer.all_special_tokens)
+
+
 class TokenizerBox:
     """The model's Hugging Face tokenizer. Loading takes seconds, so it waits until it is needed;
     encoding may run in several threads."""
@@ -112,17 +127,21 @@ class TokenizerBox:
                 "input_ids"
             ) from None
         try:
-            return AutoTokenizer.from_pretrained(self.model)
+            tokenizer = AutoTokenizer.from_pretrained(self.model)
+            if not has_words(tokenizer):
+                raise ValueError("it has special tokens only")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InvalidRequest(
                 f"{self.model} has no usable tokenizer, so prompts must be input_ids and outputs "
                 f"have no text: {error}"
             ) from None
+        return tokenizer
 
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
         for text in texts:
             if not text:
                 raise InvalidRequest("the prompt is empty; at least one token is needed")
+            check_text("the prompt", text)
         encoded: list[list[int]] = self.tokenizer(list(texts))["input_ids"]
         return encoded
 
@@ -149,6 +168,8 @@ class TokenizerBox:
 
     def encode_rendered(self, texts: Sequence[str]) -> list[list[int]]:
         """Of texts that hold their special tokens already, or are to have none."""
+        for text in texts:
+            check_text("the text", text)
         encoded = self.tokenizer(list(texts), add_special_tokens=False)
         ids: list[list[int]] = encoded["input_ids"]
         return ids

@@ -88,6 +88,15 @@ BAD: dict[str, dict[str, list[Any]]] = {
         for name in ("json_schema", "structural_tag")
     },
     "must be a string": {"regex": [5, b"a"], "ebnf": [5, ["a"]]},
+    "NUL": {
+        "regex": ["\0", "a\0b"],
+        "ebnf": ['root ::= "\0"'],
+        "json_schema": [
+            {"type": "string", "pattern": "\0"},
+            '{"items": [{"patternProperties": {"a\\u0000": true}}]}',
+        ],
+        "structural_tag": [{"format": {"type": "regex", "pattern": "a\0"}}],
+    },
 }
 
 
@@ -289,3 +298,9 @@ def test_wire_form_is_encoded_once() -> None:
     prepared = Prepared(SamplingParams())
     assert prepared.wire(8, None) is prepared.wire(8, None)
     assert prepared.wire(8, None) is not prepared.wire(8, 1)
+
+
+def test_a_nul_that_is_written_out() -> None:
+    SamplingParams(regex=r"a\x00")
+    SamplingParams(json_schema={"type": "string", "pattern": r"\u0000"})
+    SamplingParams(json_schema={"const": "\0"})

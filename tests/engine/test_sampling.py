@@ -177,6 +177,10 @@ async def test_grammars(client: sglrl.Client) -> None:
         assert value["ok"] in (True, False)
     made = await client.generate("x", max_new_tokens=20, ebnf='root ::= "yes" | "no"')
     assert made.text in ("yes", "no")
+    # A grammar's own end is not ignored: behind it there is nothing that it allows.
+    made = await client.generate("x", max_new_tokens=20, regex="a{3}", ignore_eos=True)
+    assert made.text == "aaa"
+    assert made.output_ids[-1] in client.info.eos_token_ids
     tag = {
         "type": "structural_tag",
         "format": {

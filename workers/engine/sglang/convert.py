@@ -22,6 +22,9 @@ from sglrl.messages import (
     ScoreArgs,
     TokenChunk,
 )
+from sglrl.sampling import GRAMMARS
+
+from .no_tokenizer import NoTokenizer
 
 _sampling = msgspec.msgpack.Decoder(Sampling)
 _SAMPLINGS = 256
@@ -69,10 +72,13 @@ class Samplings:
 def sampling_params(raw: bytes, stream: bool, tokenizer: Any, vocab_size: int) -> SamplingParams:
     """Raises ``InvalidRequest`` when SGLang rejects the values."""
     s = _sampling.decode(raw)
-    if (s.stop or s.stop_regex) and tokenizer is None:
-        raise InvalidRequest(
-            "stop strings and regexes need a tokenizer and this model has none; use stop_token_ids"
-        )
+    if isinstance(tokenizer, NoTokenizer):
+        if s.stop or s.stop_regex:
+            raise InvalidRequest(
+                "stop and stop_regex need a tokenizer and this model has none; use stop_token_ids"
+            )
+        if any(getattr(s, name) for name in GRAMMARS):
+            raise InvalidRequest("a grammar needs a tokenizer, and this model has none")
     params = SamplingParams(
         max_new_tokens=s.max_new_tokens,
         stop=list(s.stop) or None,
