@@ -433,8 +433,8 @@ class Client:
                 f"logprobs must be True or False, got {logprobs!r}; for the "
                 "likeliest tokens use top_logprobs=k"
             )
-        if type(top_logprobs) is not int or not 0 <= top_logprobs <= 1000:
-            raise InvalidRequest(f"top_logprobs must be in 0..1000, got {top_logprobs!r}")
+        if top_logprobs or type(top_logprobs) is not int:
+            requests.check_top(top_logprobs)
         if type(n) is not int or n < 1:
             raise InvalidRequest(f"n must be an integer of at least 1, got {n!r}")
         if worker is not None or session is not None or priority or type(priority) is not int:
@@ -528,9 +528,7 @@ class Client:
         if isinstance(start, bool) or not isinstance(start, int) or start < 0:
             raise InvalidRequest(f"start must be an integer of at least 0, got {start!r}")
         check_target(priority, worker, None)
-        most = min(1000, requests.vocab_size)
-        if type(top_logprobs) is not int or not 0 <= top_logprobs <= most:
-            raise InvalidRequest(f"top_logprobs must be in 0..{most}, got {top_logprobs!r}")
+        requests.check_top(top_logprobs)
         results = await requests.score_all(prompts, start, top_logprobs, deadline, priority, worker)
         return results if several else results[0]
 

@@ -56,7 +56,7 @@ from .messages import (
     WorkerNews,
 )
 from .replies import chunk_of, resume
-from .sampling import MOST_BIAS
+from .sampling import GRAMMARS, MOST_BIAS, check_grammar, most_top_logprobs
 from .weights.report import UpdateReport
 
 if TYPE_CHECKING:
@@ -490,6 +490,7 @@ class Gateway:
                 urgent=request.worker is not None,
             )
         begun = b""
+        vocab_size = self._client.info.vocab_size
         try:
             match request.endpoint:
                 case "generate":
@@ -497,23 +498,25 @@ class Gateway:
                     ids, begun = args.input_ids, args.resume
                     self._check_ids(begun, empty=True)
                     self._check_sampling(bytes(args.sampling), len(ids) // 4)
-                    self._check_top(args.top_logprobs, 1000)
+                    self._check_top(args.top_logprobs, most_top_logprobs(vocab_size))
                 case "score":
                     scored = _score.decode(request.args)
                     ids = scored.input_ids
                     if not 0 <= scored.start < len(ids) // 4:
                         raise InvalidRequest(f"start={scored.start} is beyond the tokens given")
-                    self._check_top(scored.top_logprobs, 1000)
+                    self._check_top(scored.top_logprobs, most_top_logprobs(vocab_size))
                 case "next_token_logprobs":
                     next_token = _next_token.decode(request.args)
                     ids = next_token.input_ids
-                    self._check_top(next_token.top_k, self._client.info.vocab_size)
+                    self._check_top(next_token.top_k, vocab_size)
                 case other:
                     raise UnknownEndpoint(f"the engine has no endpoint {other!r}")
         except MALFORMED as error:
             raise InvalidRequest(f"{request.endpoint}: {error}") from None
         self._check_ids(ids)
-        if len(ids) // 4 > self._client.info.max_prompt_tokens:
+        info = self._client.info
+        scores = request.endpoint == "score"
+        if len(ids) // 4 > (info.max_total_tokens if scores else info.max_prompt_tokens):
             raise InvalidRequest(f"the prompt has {len(ids) // 4} tokens, which is too many")
         if len(bytes(request.args)) > self._max_body:
             raise InvalidRequest("the request does not fit one message to a worker")
@@ -554,6 +557,10 @@ class Gateway:
         for token, bias in sampling.logit_bias.items():
             if not 0 <= token < info.vocab_size or not abs(bias) <= MOST_BIAS:
                 raise InvalidRequest("logit_bias is outside the vocabulary, or no number")
+        for name in GRAMMARS:
+            grammar = getattr(sampling, name)
+            if grammar is not None:
+                check_grammar(name, grammar)
 
     def _check_top(self, count: int, most: int) -> None:
         if not 0 <= count <= most:

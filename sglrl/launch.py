@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import glob
 import importlib.util
 import logging
 import os
@@ -151,6 +152,11 @@ def launch(
         if dtype is not None:
             engine_args["dtype"] = dtype
         groups = _place(device, replicas, tp_size, gpus)
+        if groups[0] is None and engine_args.get("page_size") not in (None, 1):
+            raise UsageError(
+                f"page_size={engine_args['page_size']} needs a GPU: SGLang's published wheels have "
+                "no kernel for a CPU that allots the KV cache by pages"
+            )
     else:
         groups = [None] * replicas
         engine_args.setdefault("vocab_size", 1 << 17)
@@ -315,7 +321,10 @@ def check_model(model: str) -> str:
         raise ModelError(f"{config} cannot be read: {error}") from None
     if not isinstance(parsed, dict) or not parsed.get("architectures"):
         raise ModelError(f"{config} names no 'architectures', so SGLang cannot load it")
-    return str(folder.resolve())
+    path = str(folder.resolve())
+    if glob.escape(path) != path:
+        raise ModelError(f"SGLang finds no weights in {path!r}: it holds one of * ? [; rename it")
+    return path
 
 
 def _own_dtype(model: str) -> str | None:

@@ -19,7 +19,7 @@ from .errors import InvalidRequest, MessageTooLarge
 from .messages import EngineInfo, GenerateArgs, NextTokenArgs, ScoreArgs
 from .prompts import encode_prompts
 from .replies import ChunkReply, GenerationReply, NextTokenReply, ScoreReply
-from .sampling import DEFAULT_MAX_NEW_TOKENS, Prepared, SamplingCache
+from .sampling import DEFAULT_MAX_NEW_TOKENS, Prepared, SamplingCache, most_top_logprobs
 from .tokens import TokenizerBox
 from .weights.coordinator import WeightChannel
 
@@ -53,6 +53,12 @@ class Requests:
         self._encode = msgspec.msgpack.Encoder().encode
         # Once, and not a bound method for every call that waits.
         self.decode: Decode = box.decode
+
+    def check_top(self, top_logprobs: Any) -> None:
+        """Raises ``InvalidRequest`` unless so many of the likeliest tokens can be asked for."""
+        most = most_top_logprobs(self.vocab_size)
+        if type(top_logprobs) is not int or not 0 <= top_logprobs <= most:
+            raise InvalidRequest(f"top_logprobs must be in 0..{most}, got {top_logprobs!r}")
 
     def deadline(self, timeout: float | None) -> float | None:
         """See ``deadline_from``. None: the client's own time-out."""
@@ -204,7 +210,11 @@ class Requests:
             count = len(ids) // 4
             if start >= count:
                 raise InvalidRequest(f"start={start} is beyond the {count} tokens given")
-            self._check_length(count)
+            if count > self._most_tokens:
+                raise InvalidRequest(
+                    f"the text has {count} tokens; at most {self._most_tokens} fit the context of "
+                    f"{self.info.context_length}"
+                )
             future: asyncio.Future[Any] = loop.create_future()
             futures.append(future)
             body = encode(ScoreArgs(ids, start, top))

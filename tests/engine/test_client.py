@@ -14,6 +14,9 @@ import torch
 
 import sglrl
 
+from .programs import run_program
+from .reference import Reference
+
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
@@ -133,6 +136,9 @@ async def test_cancellation_and_deadlines_stop_the_engine(client: sglrl.Client) 
     [
         ({"input_ids": []}, "empty"),
         ({"prompt": ""}, "empty"),
+        ({"prompt": []}, "list of prompts is empty"),
+        ({"prompt": ["a", "b\ud800"]}, "lone surrogate"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "lone surrogate"),
         ({"prompt": "a", "input_ids": [1]}, "exactly one"),
         ({}, "exactly one"),
         ({"input_ids": [512]}, "512 is outside"),
@@ -142,6 +148,7 @@ async def test_cancellation_and_deadlines_stop_the_engine(client: sglrl.Client) 
         ({"input_ids": [5], "max_new_tokens": 0}, "at least 1"),
         ({"input_ids": [5], "max_new_tokens": 4000}, "does not fit"),
         ({"input_ids": [5], "temperature": float("nan")}, "temperature"),
+        ({"input_ids": [5], "top_logprobs": 513}, r"0\.\.512"),
         ({"input_ids": [5], "temprature": 1.0}, "did you mean 'temperature'"),
     ],
 )
@@ -151,13 +158,55 @@ async def test_bad_requests(client: sglrl.Client, values: dict[str, object], say
     assert len((await client.generate(input_ids=PROMPT, max_new_tokens=2)).output_ids) <= 2
 
 
-async def test_the_whole_context_can_be_used(client: sglrl.Client) -> None:
+async def use_all_of(client: sglrl.Client) -> None:
+    """As many tokens as are allowed, in every kind of request."""
     info = client.info
-    longest = await client.generate(input_ids=[5] * info.max_prompt_tokens, max_new_tokens=1)
+    prompt = [5 + i % 400 for i in range(info.max_prompt_tokens)]
+    longest = await client.generate(input_ids=prompt, max_new_tokens=1)
     assert len(longest.output_ids) == 1
-    room = info.max_total_tokens - 2000
-    made = await client.generate(input_ids=[5] * 2000, max_new_tokens=room, ignore_eos=True)
-    assert len(made.output_ids) == room
+    for given in (1, 100, len(prompt) - 1):
+        room = info.max_total_tokens - given
+        made = await client.generate(
+            input_ids=prompt[:given], max_new_tokens=room, ignore_eos=True, timeout=100
+        )
+        assert len(made.output_ids) == room
+        with pytest.raises(sglrl.InvalidRequest, match=f"at most {room}$"):
+            await client.generate(input_ids=prompt[:given], max_new_tokens=room + 1)
+    assert len((await client.next_token_logprobs(prompt, 3)).logprobs) == 3
+    # Whatever can be made can be scored.
+    whole = [*made.prompt_ids, *made.output_ids]
+    assert len(await client.score(whole)) == info.max_total_tokens
+    with pytest.raises(sglrl.InvalidRequest, match=rf"{len(whole) + 1} .* at most {len(whole)} "):
+        await client.score([*whole, 5])
+
+
+async def test_the_whole_context_can_be_used(client: sglrl.Client, reference: Reference) -> None:
+    info = client.info
+    assert info.context_length - 2 == info.max_total_tokens == info.max_prompt_tokens + 1
+    await use_all_of(client)
+    text = [5 + i * i % 400 for i in range(info.max_total_tokens)]
+    rows = reference.logprobs(text)[:-1]
+    np.testing.assert_allclose(
+        (await client.score(text))[1:], rows[np.arange(len(rows)), text[1:]], atol=1e-4, rtol=0
+    )
+
+
+async def test_a_cache_smaller_than_the_context_can_be_used_whole(qwen: Path) -> None:
+    async with sglrl.launch(qwen, device="cpu", max_total_tokens=200) as small:
+        assert small.info.kv_cache_tokens == 200
+        assert small.info.max_total_tokens == 198
+        await use_all_of(small)
+
+
+async def test_lengths_that_are_allowed_are_those_that_sglang_makes(qwen: Path) -> None:
+    """With pages too, which it has on GPUs only."""
+    assert run_program("lengths_program", qwen) == []
+
+
+async def test_pages_need_a_gpu(qwen: Path) -> None:
+    with pytest.raises(sglrl.UsageError, match="page_size=16 needs a GPU"):
+        sglrl.launch(qwen, device="cpu", page_size=16)
+    sglrl.launch(qwen, device="cpu", page_size=1)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -194,6 +243,10 @@ async def test_models_that_cannot_be_loaded(qwen: Path, tmp_path: Path) -> None:
         sglrl.launch(tmp_path / "missing")
     with pytest.raises(sglrl.ModelError, match=r"no config\.json"):
         sglrl.launch(tmp_path)
+    pattern = tmp_path / "step[5]"
+    shutil.copytree(qwen, pattern)
+    with pytest.raises(sglrl.ModelError, match=r"holds one of \* \? \["):
+        sglrl.launch(pattern)
     corrupt = tmp_path / "corrupt"
     shutil.copytree(qwen, corrupt)
     (corrupt / "config.json").write_text('{"architectures": [')

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -14,8 +15,10 @@ import pytest
 import pytest_asyncio
 import torch
 from engine.reference import Reference
+from engine.test_client import use_all_of
+from engine.test_finite import NOWHERE, WAYS
 from engine.test_sampling import chi_square
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import sglrl
 from sglrl.net.rows import MOST_BYTES
@@ -193,3 +196,49 @@ async def test_workers_on_cpu_beside_gpus(gpu_model: Path) -> None:
         np.testing.assert_allclose(made.logprobs, expected, atol=TOLERANCE, rtol=0)
         await client.update_weights(load_file(gpu_model / "model.safetensors"))
         assert client.weight_version == 1
+
+
+async def test_requests_behind_which_there_is_no_token(
+    gpu: tuple[sglrl.Client, Reference], tmp_path: Path
+) -> None:
+    """They end alone: a CUDA assertion would take all others with it."""
+    client, reference = gpu
+    pids = [worker.pid for worker in client.workers]
+    greedy = {"max_new_tokens": 24, "temperature": 0, "logprobs": True, "ignore_eos": True}
+    for count, impossible in NOWHERE.values():
+        others = asyncio.ensure_future(client.generate(input_ids=PROMPTS, **greedy))
+        sampling = [{"max_new_tokens": 9, **impossible, **way} for way in WAYS.values()]
+        calls = [client.generate(input_ids=PROMPTS[1], **values) for values in sampling]
+        for error in await asyncio.gather(*calls, return_exceptions=True):
+            assert isinstance(error, sglrl.InvalidRequest)
+            assert f"nothing is allowed behind the {count} tokens" in str(error)
+        for prompt, one in zip(PROMPTS, await others, strict=True):
+            expected = reference.logprobs_of(prompt, one.output_ids)
+            np.testing.assert_allclose(one.logprobs, expected, atol=TOLERANCE, rtol=0)
+    diverged = tmp_path / "diverged"
+    shutil.copytree(reference.folder, diverged)
+    weights = load_file(diverged / "model.safetensors")
+    weights["model.layers.0.mlp.up_proj.weight"][0, 0] = float("nan")
+    save_file(weights, diverged / "model.safetensors", metadata={"format": "pt"})
+    await client.update_weights_from_disk(diverged)
+    calls = [client.generate(input_ids=PROMPTS, max_new_tokens=9, **w) for w in WAYS.values()]
+    calls += [client.score(PROMPTS[2]), client.next_token_logprobs(PROMPTS[2])]
+    for error in await asyncio.gather(*calls, return_exceptions=True):
+        assert isinstance(error, sglrl.EngineError)
+        assert "not finite" in str(error)
+    await client.update_weights_from_disk(reference.folder)
+    for prompt, one in zip(
+        PROMPTS, await client.generate(input_ids=PROMPTS, **greedy), strict=True
+    ):
+        expected = reference.logprobs_of(prompt, one.output_ids)
+        np.testing.assert_allclose(one.logprobs, expected, atol=TOLERANCE, rtol=0)
+    assert [worker.pid for worker in client.workers] == pids
+
+
+@pytest.mark.parametrize(("page", "cache"), [(1, 300), (16, 320), (64, 640)])
+async def test_a_small_cache_can_be_used_whole(gpu_model: Path, page: int, cache: int) -> None:
+    async with sglrl.launch(
+        gpu_model, device="cuda", page_size=page, max_total_tokens=cache, **ARGUMENTS
+    ) as client:
+        assert client.info.max_total_tokens == cache - 2 * page
+        await use_all_of(client)

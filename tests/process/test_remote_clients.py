@@ -99,6 +99,31 @@ async def test_it_does_what_the_pools_own_client_does(
     ]
 
 
+async def test_as_many_tokens_as_there_may_be_are_scored(remote: sglrl.Client) -> None:
+    assert len(await remote.score([7] * remote.info.max_total_tokens)) == 40_000
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        {"regex": "a\0"},
+        {"ebnf": "\0"},
+        {"json_schema": '{"pattern": "\\u0000"}'},
+        {"json_schema": "[" * 100_000},
+        {"structural_tag": "["},
+    ],
+    ids=lambda grammar: f"{grammar!r:.30}",
+)
+async def test_grammars_that_a_client_should_not_have_let_through(
+    remote: sglrl.Client, monkeypatch: pytest.MonkeyPatch, grammar: dict[str, str]
+) -> None:
+    monkeypatch.setattr(sglrl.SamplingParams, "_check_grammar", lambda self: None)
+    (name,) = grammar
+    with pytest.raises(sglrl.InvalidRequest, match=name):
+        await remote.generate(input_ids=IDS, max_new_tokens=2, **grammar)
+    assert len((await remote.generate(input_ids=IDS, max_new_tokens=2)).output_ids) == 2
+
+
 async def test_calls_go_where_they_are_told(pool: sglrl.Client, remote: sglrl.Client) -> None:
     for worker in (0, 1):
         made = await remote.generate(input_ids=IDS, max_new_tokens=2, worker=worker)

@@ -57,9 +57,11 @@ from ...mailbox import Mailbox
 from ...weights import RankWeights
 from ..loop import IDLE_WAIT
 from ..protocol import check_mode, check_top
-from . import arena, compat, convert, prefixes, results, resume, seeds, short_prefill
+from . import arena, compat, convert, finite, prefixes, results, resume, seeds, short_prefill
 from .cpu_queries import CpuQueries
+from .finite import end_undrawable
 from .next_token import NextTokens, Rows
+from .no_tokenizer import NoTokenizer, has_tokenizer
 from .queries import Known, Queries, is_query
 from .resume import Resume
 from .weights import SglangWeights, WeightCommand
@@ -167,6 +169,7 @@ class Adapter:
 
     def generate(self, id_: int, args: GenerateArgs) -> None:
         scheduler = self.scheduler
+        check_top(args.top_logprobs, scheduler.model_config.vocab_size)
         params = self.samplings.get(bytes(args.sampling), args.stream)
         priority = args.priority if scheduler.enable_priority_scheduling else None
         begun = convert.token_array(args.resume)
@@ -316,10 +319,9 @@ class Adapter:
             device=device if device == "cpu" else f"{device}:{scheduler.sglrl_gpu}",
             vocab_size=config.vocab_size,
             context_length=config.context_len,
-            # SGLang rejects an input of max_req_input_len and clips new tokens to one less than
-            # what max_req_len leaves.
-            max_prompt_tokens=scheduler.max_req_input_len - 1,
-            max_total_tokens=scheduler.max_req_len - 1,
+            # SGLang rejects an input of max_req_input_len.
+            max_prompt_tokens=scheduler.max_req_input_len - 2,
+            max_total_tokens=scheduler.max_req_input_len - 1,
             eos_token_ids=[int(i) for i in eos_ids],
             kv_cache_tokens=scheduler.max_total_num_tokens,
             priority_scheduling=bool(scheduler.enable_priority_scheduling),
@@ -562,6 +564,13 @@ class Adapter:
         self.mailbox.flush()
 
 
+def most_tokens(max_req_len: int, kv_cache_tokens: int, page_size: int) -> int:
+    """Of a prompt and what is generated behind it: as many as SGLang generates whatever the
+    prompt's part is (``init_req_max_new_tokens``), and one of that length is still scheduled
+    (``PrefillAdder``: its pages and one more are less than the cache)."""
+    return min(max_req_len - 1, kv_cache_tokens - 2 * page_size)
+
+
 class _Sink:
     """Stands where SGLang expects a ZeroMQ sender."""
 
@@ -606,6 +615,11 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
         self._sglrl_resumes: dict[str, Resume] = {}
         self._sglrl_entering: set[str] = set()
         super().__init__(*args)
+        # Of its own it takes five tokens less than it can generate behind a shorter prompt, and
+        # then nobody could score these; and does not ask whether there are the pages for them.
+        self.max_req_input_len = 1 + most_tokens(
+            self.max_req_len, self.max_total_num_tokens, self.page_size
+        )
 
     def init_ipc_channels(self, port_args: PortArgs) -> None:
         adapter = self.sglrl_adapter
@@ -616,6 +630,11 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
         )
         self.recv_from_tokenizer = adapter
         self.load_snapshot_writer = None
+
+    def init_tokenizer(self) -> None:
+        super().init_tokenizer()
+        if self.server_args.skip_tokenizer_init:
+            self.tokenizer: Any = NoTokenizer(self.model_config.hf_eos_token_id)
 
     def init_idle_sleeper(self) -> None:
         self.idle_sleeper = None
@@ -744,6 +763,7 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
         if self.sglrl_adapter is not None:
             self.sglrl_adapter.rows = result.sglrl_rows
             self.sglrl_adapter.result_version = version
+        end_undrawable(batch, result, version)
         returned = super().process_batch_result(batch, result, *args, **kwargs)
         if self.sglrl_adapter is not None:
             # First: a beat must not say that a prefill is over without the progress made in it.
@@ -794,6 +814,7 @@ def _server_args(body: EngineSpec) -> ServerArgs:
         # SGLang's own watchdog ends the parent process of a scheduler that takes long: here that is
         # the fork server, and with it every worker. The driver watches, and ends the one.
         "watchdog_timeout": 1e9,
+        "skip_tokenizer_init": not has_tokenizer(body.model),
     }
     if body.device == "cpu":
         from . import attention, cpu
@@ -827,6 +848,7 @@ def run_scheduler(spec: WorkerSpec, body: EngineSpec) -> None:
     os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{body.rendezvous}"
     port_args = compat.no_ports()
     seeds.install(server_args)
+    finite.install()
     resume.install()
     arena.install()
     adapter = Adapter(mailbox) if mailbox is not None else None
