@@ -18,7 +18,6 @@ from typing import Any, Final
 
 import msgspec
 import torch
-from threadpoolctl import ThreadpoolController
 
 from ..codec import encode
 from ..core.manifest import Layout, by_bucket, in_pieces, lay_out
@@ -294,6 +293,8 @@ def _frequent_switches() -> Iterator[None]:
 def _copy_alone() -> None:
     """This thread's copies are made by it alone. The engines want the same cores, and a copy by
     several threads ends with the last of them to get one."""
+    # When a thread first needs it, torch gives it the number that was set for the program.
+    torch.get_num_threads()
     try:
         _thread_pools().limit(limits=1, user_api="openmp")
     except Exception:  # an unknown library is no reason to send nothing
@@ -301,8 +302,11 @@ def _copy_alone() -> None:
 
 
 @functools.cache
-def _thread_pools() -> ThreadpoolController:
+def _thread_pools() -> Any:
     """Of the libraries loaded by now, torch's among them; looking takes 20 ms."""
+    # What sends from a GPU does not need it.
+    from threadpoolctl import ThreadpoolController
+
     return ThreadpoolController()
 
 

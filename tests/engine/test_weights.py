@@ -74,10 +74,10 @@ async def test_tensors_are_copied_by_one_thread_and_the_programs_own_keep_theirs
             seen.append((threading.current_thread().name, torch.get_num_threads()))
             return self.as_subclass(torch.Tensor)
 
+    weights = {n: t.as_subclass(Asking) for n, t in lab.policies[1].model.state_dict().items()}
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        weights = {n: t.as_subclass(Asking) for n, t in lab.policies[1].model.state_dict().items()}
         await lab.update(1, weights)
         assert set(seen) == {("sglrl-weights", 1)}
         assert torch.get_num_threads() == 3
