@@ -1,7 +1,7 @@
 """The asyncio shell around ``core.fabric``: one receiver, one timer, and the outbox executed.
 
 Nothing is decided here. A call made by a coroutine goes into the fabric at once; what the fabric
-wants sent leaves when the loop tick ends, as one message per worker.
+wants sent leaves when the loop tick ends, as one message per worker, or as several if it is much.
 """
 
 from __future__ import annotations
@@ -44,6 +44,10 @@ ENVELOPE_BYTES: Final = 4096
 """More than a message needs beside the one body that it carries at least."""
 _AT_ONCE: Final = 256
 """Effects that wait until all messages that are here have been taken in."""
+
+_PIECE: Final = 64
+"""Calls a worker that wait for the end of the loop's turn in which they are made. If all did, the
+driver and a fast worker would take turns, each idle while the other is busy."""
 
 
 class Reply(Protocol):
@@ -102,6 +106,7 @@ class Driver:
         self._rows: dict[Member, RowsReader] = {}
         self.loop = asyncio.get_running_loop()
         self._flush_scheduled = False
+        self._flushing = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
         self._idle: asyncio.Future[None] | None = None
@@ -201,14 +206,19 @@ class Driver:
         self.fabric.submit(call, now())
         if not self._flush_scheduled:
             self._flush_scheduled = True
-            self.loop.call_soon(self._flush)
+            self.loop.call_soon(self._end_of_turn)
+            return
+        piece = _PIECE * (len(self._identities) or 1)
+        if len(self.fabric.outbox) >= piece and not self._flushing:
+            # Workers begin with these while the tasks of this turn make more.
+            self._flush()
 
     def cancel(self, call: Call) -> None:
         """The caller no longer waits; the worker is told to stop."""
         self.fabric.cancel(call, now())
         if not self._flush_scheduled:
             self._flush_scheduled = True
-            self.loop.call_soon(self._flush)
+            self.loop.call_soon(self._end_of_turn)
 
     def answer_waiting(self, endpoint: str, body: Raw, worker: int | None) -> int:
         """See ``Fabric.answer_waiting``."""
@@ -316,14 +326,19 @@ class Driver:
         else:
             self._raw.clear()
 
+    def _end_of_turn(self) -> None:
+        """Of the loop's, in which something was submitted or cancelled."""
+        self._flush_scheduled = False
+        self._flush()
+
     def _flush(self) -> None:
         """Execute the outbox, then set the timer to the next deadline."""
-        self._flush_scheduled = False
         fabric = self.fabric
         effects, fabric.outbox = fabric.outbox, []
         raw, self._raw = self._raw, {}
         submits: dict[Member, list[Call]] = {}
         cancels: dict[Member, list[int]] = {}
+        self._flushing = True
         for kind, subject, detail in effects:
             try:
                 if kind == SEND:
@@ -345,6 +360,7 @@ class Driver:
                     self.loop.call_soon(self.on_drained, subject.index)
             except Exception as error:
                 self._reply_failed(kind, subject, error)
+        self._flushing = False
         for member, calls in submits.items():
             self._send_calls(member, calls)
         for member, ids in cancels.items():

@@ -30,7 +30,7 @@ class CallMessage(msgspec.Struct, array_like=True, gc=False, frozen=True):
 
 
 class Submit(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=1):
-    """All calls that one loop tick of the driver made for this worker."""
+    """Calls that one loop tick of the driver made for this worker: all, or some of many."""
 
     calls: list[CallMessage]
 

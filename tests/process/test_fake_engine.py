@@ -337,3 +337,28 @@ async def test_where_a_call_cannot_go(client: sglrl.Client, wrong: Any, says: st
 def test_variables_that_no_process_can_have(env: Any) -> None:
     with pytest.raises(sglrl.UsageError, match="env"):
         sglrl.launch("fake", engine="fake", env=env)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+async def test_many_calls_of_one_turn_go_out_in_pieces(
+    replicas: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker begins with the first ones while the others are made."""
+    async with sglrl.launch("fake", engine="fake", replicas=replicas, tokens_per_step=4) as client:
+        driver = client._driver
+        assert driver is not None
+        send, made = driver.transport.send, []
+
+        def sent(identity: bytes, frames: list[Any]) -> bool:
+            made.append(len(driver.fabric.calls))
+            return send(identity, frames)
+
+        monkeypatch.setattr(driver.transport, "send", sent)
+        found = await asyncio.gather(
+            *(client.generate(input_ids=[i], max_new_tokens=3) for i in range(300))
+        )
+        assert [one.prompt_ids.tolist() for one in found] == [[i] for i in range(300)]
+        assert all(len(one.output_ids) == 3 for one in found)
+        piece = 64 * replicas
+        pieces = [piece * (1 + i) for i in range(300 // piece)]
+        assert list(dict.fromkeys(made))[: len(pieces)] == pieces
