@@ -12,6 +12,7 @@ import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from ..config import cache_dir
 
@@ -151,8 +152,8 @@ def make_model(
 
 def tiny_model(**options: Any) -> Path:
     """The folder of a tiny model, made if it is not in the cache. Options as in ``make_model``."""
-    name = "-".join(["tiny", str(RECIPE), *(f"{k}={options[k]}" for k in sorted(options))])
-    folder = cache_dir() / name
+    values = (f"{name}={quote(str(options[name]), safe='')}" for name in sorted(options))
+    folder = cache_dir() / "-".join(["tiny", str(RECIPE), *values])
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
