@@ -6,6 +6,7 @@ A message is delivered in a later loop tick, never inside ``send``, as with real
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +17,8 @@ from .base import Frame, OnDriverMessage, OnPause, OnWorkerMessage
 class _Inbox:
     """Messages on their way to one end, delivered in order and in a later tick of the loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, turn: _Turn) -> None:
+        self._turn = turn
         self._waiting: list[tuple[Any, ...]] = []
         self._deliver_to: Callable[..., None] | None = None
         self._on_pause: OnPause | None = None
@@ -26,20 +28,20 @@ class _Inbox:
         self._deliver_to = deliver_to
         self._on_pause = on_pause
         if self._waiting:
-            asyncio.get_running_loop().call_soon(self._deliver)
+            self._turn.add(self)
 
     def put(self, *message: Any) -> None:
         if self.closed:
             return
         self._waiting.append(message)
         if len(self._waiting) == 1 and self._deliver_to is not None:
-            asyncio.get_running_loop().call_soon(self._deliver)
+            self._turn.add(self)
 
     def close(self) -> None:
         self.closed = True
         self._waiting.clear()
 
-    def _deliver(self) -> None:
+    def deliver(self) -> None:
         waiting, self._waiting = self._waiting, []
         try:
             for at, message in enumerate(waiting):
@@ -51,7 +53,7 @@ class _Inbox:
                     # The messages behind this one still arrive, and before any newer one.
                     if rest := waiting[at + 1 :]:
                         if not self._waiting:
-                            asyncio.get_running_loop().call_soon(self._deliver)
+                            self._turn.add(self)
                         self._waiting[:0] = rest
                     raise
         finally:
@@ -59,12 +61,35 @@ class _Inbox:
                 self._on_pause()
 
 
+class _Turn:
+    """The inboxes to deliver in the loop's next tick, by one callback however many they are."""
+
+    def __init__(self) -> None:
+        self._inboxes: deque[_Inbox] = deque()
+
+    def add(self, inbox: _Inbox) -> None:
+        if not self._inboxes:
+            asyncio.get_running_loop().call_soon(self._deliver)
+        self._inboxes.append(inbox)
+
+    def _deliver(self) -> None:
+        inboxes, self._inboxes = self._inboxes, deque()
+        try:
+            while inboxes:
+                inboxes.popleft().deliver()
+        finally:
+            # What an exception has left.
+            for inbox in inboxes:
+                self.add(inbox)
+
+
 class MemoryRouter:
     """The driver's end (``DriverTransport``). ``connect`` makes a worker's end."""
 
     def __init__(self) -> None:
         self.address = "memory"
-        self.inbox = _Inbox()
+        self.turn = _Turn()
+        self.inbox = _Inbox(self.turn)
         self._dealers: dict[bytes, MemoryDealer] = {}
 
     def connect(self, identity: bytes) -> MemoryDealer:
@@ -97,7 +122,7 @@ class MemoryDealer:
     """A worker's end (``WorkerTransport``)."""
 
     def __init__(self, router: MemoryRouter, identity: bytes) -> None:
-        self.inbox = _Inbox()
+        self.inbox = _Inbox(router.turn)
         self._router = router
         self._identity = identity
 

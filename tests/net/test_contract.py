@@ -192,6 +192,35 @@ async def test_a_callback_that_raises_costs_its_own_message_only(link: Link, joi
     assert [str(error) for error in seen] == ["b'0'", "b'5'", "b'9'"] * 2
 
 
+async def test_a_worker_that_raises_costs_the_others_nothing(link: Link, join: Join) -> None:
+    seen: list[Any] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda loop, context: seen.append(context.get("exception")))
+    driver = Inbox()
+    link.router.start(driver)
+    names = [b"w%d" % i for i in range(4)]
+    inboxes = {name: Inbox() for name in names}
+
+    def deliver_to(name: bytes) -> Callable[[list[bytes]], None]:
+        def on_message(frames: list[bytes]) -> None:
+            inboxes[name](frames[0])
+            if name in (b"w0", b"w2"):
+                raise RuntimeError(name)
+
+        return on_message
+
+    for name in names:
+        worker = await connected(link, join, driver, name)
+        worker.start(deliver_to(name))
+    for n in range(3):
+        for name in names:
+            assert link.router.send(name, [b"%d" % n])
+    for inbox in inboxes.values():
+        assert await inbox.reach(3) == [b"0", b"1", b"2"]
+    await asyncio.to_thread(bool)
+    assert sorted(map(str, seen)) == ["b'w0'"] * 3 + ["b'w2'"] * 3
+
+
 async def test_large_frames(link: Link, join: Join) -> None:
     driver, worker_got = Inbox(), Inbox()
     link.router.start(driver)
