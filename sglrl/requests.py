@@ -101,7 +101,7 @@ class Requests:
         body = self._encode(GenerateArgs(ids, wire, logprobs, top, False, priority, resume))
         if len(body) > self._max_body:
             self._check_size(body)
-        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Completion] = self.driver.loop.create_future()
         reply = GenerationReply(self.decode, future, ids, prepared, logprobs, top)
         if begun is not None:
             reply.chunks, reply.resumed_at = list(begun._chunks), begun.resumed_at
