@@ -118,30 +118,36 @@ class LoadIndex:
             member.load += 1
             self.total += 1
             return
-        buckets = self.buckets
-        del buckets[load][member]
-        load += 1
-        member.load = load
+        buckets, lowest = self.buckets, self.lowest
+        bucket = buckets[load]
+        del bucket[member]
         self.total += 1
+        member.load = load = load + 1
         if load < member.window:
             if load == len(buckets):
                 buckets.append({})
             buckets[load][member] = None
-        else:
-            self.with_room -= 1
+            if not bucket and lowest == load - 1:
+                self.lowest = load
+            return
+        self.with_room -= 1
         if self.with_room:
-            while not buckets[self.lowest]:
-                self.lowest += 1
+            while not buckets[lowest]:
+                lowest += 1
+            self.lowest = lowest
 
     def release(self, member: Member, count: int = 1) -> None:
         """``count`` calls less for a READY member."""
         load = member.load
-        if load < member.window:
-            del self.buckets[load][member]
-            self.with_room -= 1
-        member.load = load - count
+        member.load = less = load - count
         self.total -= count
-        if member.load < member.window:
+        if load < member.window:
+            buckets = self.buckets
+            del buckets[load][member]
+            buckets[less][member] = None
+            if less < self.lowest or self.with_room == 1:
+                self.lowest = less
+        elif less < member.window:
             self._insert(member)
 
     def least(self) -> Member | None:
