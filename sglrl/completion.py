@@ -75,17 +75,14 @@ class NextTokenLogprobs(NamedTuple):
     worker: int
 
 
-class Conversation:
+class Conversation(msgspec.Struct, gc=False, eq=False):
     """The tokens of one so far, int32. Only appended to, so the prompt of every turn is a beginning
     of it: a copy for each would be quadratic in the number of turns."""
 
-    __slots__ = ("tokens",)
-
-    def __init__(self) -> None:
-        self.tokens = b""
+    tokens: bytes = b""
 
 
-class Beginning(NamedTuple):
+class Beginning(msgspec.Struct, gc=False, frozen=True, eq=False):
     """The first ``nbytes`` of a conversation."""
 
     conversation: Conversation

@@ -21,7 +21,6 @@ from collections.abc import (
     Iterable,
     Mapping,
 )
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ..completion import Completion
@@ -49,7 +48,6 @@ _SUSPECT = 32
 """When so many samples have ended and none of them well, the agent is what is wrong."""
 _RECENT = 256
 """Samples over which the mean reward is taken."""
-_NO_LIMIT: nullcontext[None] = nullcontext()
 _HINT_SECONDS = 10.0
 """After which a taker is told that only new weights will help."""
 _LOOK_SECONDS = 0.05
@@ -263,6 +261,8 @@ class Rollout:
         self._partial: list[Group] = []
         self._rewards: deque[float] = deque(maxlen=_RECENT)
         self._turns = self._generated = self._prompted = self._cached = 0
+        # Once, and not a bound method for every session.
+        self._count: Callable[[Completion, int], None] = self._on_turn
         self._staleness = 0
         self._failures = self._successes = 0
         self._looped = False
@@ -381,7 +381,7 @@ class Rollout:
                 return
             self._openings[group] = opening
         seed = None if self._seed is None else _seed(self._seed, sample)
-        session = Session(opening, self._gate, self._on_turn, seed)
+        session = Session(opening, self._gate, self._count, seed)
         session.metadata["item"] = group.index
         session.metadata["sample"] = sample.index
         self._running[sample] = session
@@ -389,61 +389,66 @@ class Rollout:
 
     async def _one(self, sample: core.Sample, session: Session) -> None:
         """One sample, to whatever end; nothing but what ends the run gets out."""
-        try:
-            await self._sample(sample, session)
-        except asyncio.CancelledError:
-            raise
-        except BaseException:
-            self._fatal = True
-            raise
-
-    async def _sample(self, sample: core.Sample, session: Session) -> None:
         limit = None if self._timeout is None else asyncio.timeout(self._timeout)
         task = asyncio.current_task()
         assert task is not None
         self._tasks[sample] = task
         session._limit = limit
         try:
-            if sample in self._given_up:
-                raise asyncio.CancelledError
-            async with limit or _NO_LIMIT:
-                result = await self._agent(session, sample.group.item)
-            if limit is not None and limit.expired():
-                # It was told so, and went on.
-                raise TimeoutError
-            trajectory = _trajectory(session, result)
-        except asyncio.CancelledError as cancelled:
-            reason = self._given_up.pop(sample, None)
-            if reason is not None:
-                self._ended(sample, reason)
-            elif self._is_ending:
-                raise
+            try:
+                if sample in self._given_up:
+                    raise asyncio.CancelledError
+                if limit is None:
+                    result = await self._agent(session, sample.group.item)
+                else:
+                    async with limit:
+                        result = await self._agent(session, sample.group.item)
+                    if limit.expired():
+                        # It was told so, and went on.
+                        raise TimeoutError
+                trajectory = _trajectory(session, result)
+            except (asyncio.CancelledError, SystemExit, Exception) as error:
+                self._went_wrong(sample, error, limit)
             else:
-                error = SglrlError("the agent was cancelled by something that it awaited")
-                error.__cause__ = cancelled
-                self._failed(sample, error)
-        except SystemExit as left:
-            self._given_up.pop(sample, None)
-            error = SglrlError(f"the agent tried to leave the program, with {left.code!r}")
-            error.__cause__ = left
-            self._failed(sample, error)
-        except Exception as error:
-            self._given_up.pop(sample, None)
-            if isinstance(error, TimeoutError) and limit is not None and limit.expired():
-                self._ended(sample, "timeout")
-            else:
-                self._failed(sample, error)
-        else:
-            self._given_up.pop(sample, None)
-            self._successes += 1
-            self._rewards.append(trajectory.reward)
-            del self._running[sample]
-            self._settle(
-                sample.group, self._plan.done(sample, trajectory, trajectory.oldest_version)
-            )
+                self._given_up.pop(sample, None)
+                self._successes += 1
+                self._rewards.append(trajectory.reward)
+                del self._running[sample]
+                self._settle(
+                    sample.group, self._plan.done(sample, trajectory, trajectory.oldest_version)
+                )
+        except asyncio.CancelledError:
+            raise
+        except BaseException:
+            self._fatal = True
+            raise
         finally:
             del self._tasks[sample]
             session.close()
+
+    def _went_wrong(
+        self, sample: core.Sample, error: BaseException, limit: asyncio.Timeout | None
+    ) -> None:
+        """What came out of the agent. Raises what ends the run."""
+        reason = self._given_up.pop(sample, None)
+        if isinstance(error, asyncio.CancelledError):
+            if reason is not None:
+                self._ended(sample, reason)
+            elif self._is_ending:
+                raise error
+            else:
+                failure = SglrlError("the agent was cancelled by something that it awaited")
+                failure.__cause__ = error
+                self._failed(sample, failure)
+        elif isinstance(error, TimeoutError) and limit is not None and limit.expired():
+            self._ended(sample, "timeout")
+        elif isinstance(error, Exception):
+            self._failed(sample, error)
+        else:
+            assert isinstance(error, SystemExit)
+            failure = SglrlError(f"the agent tried to leave the program, with {error.code!r}")
+            failure.__cause__ = error
+            self._failed(sample, failure)
 
     @property
     def _is_ending(self) -> bool:

@@ -132,7 +132,9 @@ class Session:
         self._prompt: bytes | None = None
         self._response = b""
         self._conversation = Conversation()
-        self._turns: list[tuple[int, Completion]] = []
+        self._turns: list[Completion] = []
+        self._starts: list[int] = []
+        """Where in the response each one's tokens begin."""
         self._rewards: list[float] = []
         self._oldest: int | None = None
         self._messages = opening.messages
@@ -262,7 +264,8 @@ class Session:
         chunks = completion._chunks
         if not self._turns:
             self._oldest = chunks[0].version
-        self._turns.append((len(response) // 4, completion))
+        self._turns.append(completion)
+        self._starts.append(len(response) // 4)
         self._rewards.append(0.0)
         new = chunks[0].ids if len(chunks) == 1 else b"".join([chunk.ids for chunk in chunks])
         self._response = response + new
@@ -354,7 +357,7 @@ class Session:
     @property
     def turns(self) -> list[Completion]:
         """What was sampled, in order."""
-        return [completion for _, completion in self._turns]
+        return self._turns[:]
 
     @property
     def oldest_version(self) -> int | None:
@@ -388,6 +391,7 @@ class Session:
         return Trajectory.from_turns(
             self._prompt,
             self._response,
+            self._starts,
             self._turns,
             self._rewards,
             total=time.monotonic() - self._began,
@@ -438,7 +442,7 @@ class Session:
 
     def _ended_by(self, size: int) -> int | None:
         """The token that ended the last turn, if the response of so many bytes ends with it."""
-        start, completion = self._turns[-1]
+        start, completion = self._starts[-1], self._turns[-1]
         match = completion.stop_match
         ends = 4 * start + 4 * len(completion.output_ids)
         return match if isinstance(match, int) and ends == size else None

@@ -154,7 +154,8 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
         cls,
         prompt: bytes,
         response: bytes,
-        turns: Sequence[tuple[int, Completion]],
+        starts: Sequence[int],
+        turns: Sequence[Completion],
         rewards: Sequence[float],
         *,
         total: float,
@@ -165,7 +166,8 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
 
         Args:
             prompt, response: int32, little endian.
-            turns: where in the response each one's tokens begin, and what came.
+            starts: where in the response each turn's tokens begin.
+            turns: what came.
             rewards: of each turn.
             total, generating: as in ``TrajectoryTiming``; it began ``total`` seconds ago.
         """
@@ -175,7 +177,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
         versions: list[bytes] = []
         at = 0
         oldest = -1
-        for (start, completion), reward in zip(turns, rewards, strict=True):
+        for start, completion, reward in zip(starts, turns, rewards, strict=True):
             if start > at:
                 mask.append(bytes(start - at))
                 logprobs.append(bytes(4 * (start - at)))

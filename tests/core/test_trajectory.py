@@ -253,7 +253,8 @@ def test_from_turns() -> None:
     trajectory = Trajectory.from_turns(
         prompt,
         response,
-        [(0, first), (5, second)],
+        [0, 5],
+        [first, second],
         [0.5, 1.0],
         total=5.0,
         generating=4.0,
@@ -306,7 +307,8 @@ def test_from_a_turn_that_was_aborted_at_once_and_one_without_logprobs() -> None
     trajectory = Trajectory.from_turns(
         i4([1]),
         i4([9, 5]),
-        [(0, nothing), (1, silent)],
+        [0, 1],
+        [nothing, silent],
         [0.0, 2.0],
         total=1.0,
         generating=1.0,
