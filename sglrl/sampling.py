@@ -48,7 +48,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         stop: strings that end the text; they are part of ``output_ids`` but not of ``text``.
         stop_token_ids: tokens that end the output, beside the model's own.
         stop_regex: regular expressions that end the output where one of them matches; what they
-            match is part of ``text``.
+            match is part of ``text``. One that takes half a second of CPU time to see whether it
+            does is an ``InvalidRequest``.
         no_stop_trim: leave the stop string or stop token that ended it in ``text``.
         min_new_tokens: no end of sequence or stop token before so many tokens.
         frequency_penalty, presence_penalty: in [-2, 2], as OpenAI defines them.

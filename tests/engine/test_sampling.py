@@ -234,6 +234,27 @@ async def test_stop_regexes(client: sglrl.Client) -> None:
     assert "".join([chunk.text async for chunk in stream]) == made.text
 
 
+async def test_stop_regexes_that_take_for_ever_end_alone(client: sglrl.Client) -> None:
+    """Such a one takes twice as long with every character; the others must not wait for it."""
+    pids = [worker.pid for worker in client.workers]
+    wanted = {"max_new_tokens": 60, "ignore_eos": True, "timeout": 100}
+    endless = {"input_ids": PROMPT, "stop_regex": r"(?:[\s\S]+)+\x00\x01", **wanted}
+    others = asyncio.ensure_future(client.generate(input_ids=PROMPT, n=8, **wanted))
+    streamed = client.stream(**endless)
+    calls = [client.generate(**endless, n=4), collected(streamed), client.generate(**endless)]
+    for error in await asyncio.gather(*calls, return_exceptions=True):
+        assert isinstance(error, sglrl.InvalidRequest)
+        assert "longer than 0.5 s" in str(error)
+    assert [len(one.output_ids) for one in await others] == [60] * 8
+    made = await client.generate(input_ids=PROMPT, stop_regex="[a-z]{2}", **wanted)
+    assert made.finish_reason in ("stop", "length")
+    assert [worker.pid for worker in client.workers] == pids
+
+
+async def collected(stream: sglrl.Stream) -> int:
+    return len([chunk async for chunk in stream])
+
+
 async def test_what_ended_it_can_be_kept(client: sglrl.Client) -> None:
     wanted = {"max_new_tokens": 40, "temperature": 0, "ignore_eos": True}
     text = (await client.generate(input_ids=PROMPT, **wanted)).text

@@ -57,7 +57,18 @@ from ...mailbox import Mailbox
 from ...weights import RankWeights
 from ..loop import IDLE_WAIT
 from ..protocol import check_mode, check_top
-from . import arena, compat, convert, finite, prefixes, results, resume, seeds, short_prefill
+from . import (
+    arena,
+    compat,
+    convert,
+    finite,
+    prefixes,
+    results,
+    resume,
+    seeds,
+    short_prefill,
+    stop_regex,
+)
 from .cpu_queries import CpuQueries
 from .finite import end_undrawable
 from .next_token import NextTokens, Rows
@@ -849,6 +860,8 @@ def run_scheduler(spec: WorkerSpec, body: EngineSpec) -> None:
     port_args = compat.no_ports()
     seeds.install(server_args)
     finite.install()
+    if server_args.tp_size == 1:
+        stop_regex.install()
     resume.install()
     arena.install()
     adapter = Adapter(mailbox) if mailbox is not None else None
