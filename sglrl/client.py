@@ -271,9 +271,10 @@ class Client:
 
         Args:
             weights: a ``torch.nn.Module``, a mapping or TensorDict, or an iterable of (name,
-                tensor), with Hugging Face names; on any device, in any float dtype. They are cast
-                to the engine's dtype and DTensors are gathered here, on the sender. They must not
-                change until this returns.
+                tensor), with Hugging Face names: those of the model's checkpoint, or of its module
+                where transformers merges all experts of a layer into one tensor; on any device, in
+                any float dtype. They are cast to the engine's dtype and DTensors are gathered here,
+                on the sender. They must not change until this returns.
             version: a larger number than ``weight_version``; None: one more.
             inflight: what happens to running requests when the new weights become live:
                 "continue": they go on, on the KV cache they have; "retract": they go on, and their

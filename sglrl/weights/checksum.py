@@ -26,5 +26,7 @@ def checksum(tensor: torch.Tensor) -> int:
 def piece(
     tensor: torch.Tensor, offset: int, size: Sequence[int], stride: Sequence[int]
 ) -> torch.Tensor:
-    """A view of a contiguous tensor, by elements."""
-    return tensor.contiguous().as_strided(tuple(size), tuple(stride), offset)
+    """A view of a tensor, by elements as they lie when it is contiguous."""
+    tensor = tensor.contiguous()
+    # It may be a part of another one.
+    return tensor.as_strided(tuple(size), tuple(stride), tensor.storage_offset() + offset)

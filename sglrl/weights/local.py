@@ -111,7 +111,7 @@ class LocalSender:
         differing = await asyncio.get_running_loop().run_in_executor(
             None, _differing, tensors, specs, found
         )
-        return [name for name, _ in named if name in untied or name in differing]
+        return [name for name, _ in manifest.spread(named) if name in untied or name in differing]
 
     async def _ending(self, device: Any, host: str, tensors: Any, timeout: float) -> Any:
         from .sender import SendingEnd, sending_device

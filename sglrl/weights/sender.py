@@ -253,7 +253,7 @@ class SendingEnd:
             tensor = cargo.tensors[index][1]
             if tensor.device != self.device or tensor.dtype != packing.dtypes[index]:
                 return None
-            if not tensor.is_contiguous() or hasattr(tensor, "full_tensor"):
+            if hasattr(tensor, "full_tensor") or not tensor.is_contiguous():
                 return None
             found.append(tensor)
         return found

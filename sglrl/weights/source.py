@@ -10,6 +10,7 @@ import torch
 from ..core.manifest import check_manifest, is_computed, total_bytes
 from ..errors import InvalidWeights, UsageError
 from ..messages import ModelDescription, TensorSpec
+from .experts import Part, parts_of, take_apart
 
 Named = list[tuple[str, torch.Tensor]]
 
@@ -99,6 +100,7 @@ class Manifest:
         self._wanted: ModelDescription | None = None
         self._given: list[Any] = []
         self._sent: list[int] = []
+        self._parts: dict[int, list[Part]] = {}
         self._tied: list[tuple[int, int]] = []
         self.specs: list[TensorSpec] = []
         self.total = 0
@@ -106,7 +108,7 @@ class Manifest:
     def take(self, named: Named, wanted: ModelDescription) -> Named:
         """The tensors to send; after that, ``specs`` are theirs, in the dtypes that the engine
         keeps (the same list while nothing changes), and ``total`` is their size in bytes. Left out
-        is what the model keeps no copy of.
+        is what the model keeps no copy of; experts that are one tensor are taken apart.
 
         Raises:
             InvalidWeights: a tensor does not hold floating-point numbers, or one that is left out
@@ -114,7 +116,12 @@ class Manifest:
         """
         given = [(name, tensor.dtype, tensor.shape) for name, tensor in named]
         if wanted is not self._wanted or given != self._given:
-            sent, specs = _specs(given, wanted)
+            known = {spec.name: spec for spec in wanted.tensors}
+            self._parts = {}
+            for index, (name, _, shape) in enumerate(given):
+                if name not in known and (parts := parts_of(name, shape, known)):
+                    self._parts[index] = parts
+            sent, specs = _specs(_apart(given, self._parts), wanted)
             self.total = total_bytes(specs)
             self._sent, self.specs = sent, specs
             at = {name: index for index, (name, _) in enumerate(named)}
@@ -124,7 +131,21 @@ class Manifest:
                 if name in at and twin in at
             ]
             self._wanted, self._given = wanted, given
-        return [named[index] for index in self._sent]
+        spread = self.spread(named)
+        return [spread[index] for index in self._sent]
+
+    def spread(self, named: Named) -> Named:
+        """What was last taken, by the names of the engine."""
+        if not self._parts:
+            return named
+        found: Named = []
+        for index, (name, tensor) in enumerate(named):
+            parts = self._parts.get(index)
+            if parts is None:
+                found.append((name, tensor))
+            else:
+                found += take_apart(tensor, parts)
+        return found
 
     def untied(self, named: Named) -> list[tuple[str, str]]:
         """Of the tensors last taken: those that are left out, because the engine ties them to
@@ -134,6 +155,16 @@ class Manifest:
             for one, other in self._tied
             if not _equal(named[one][1], named[other][1])
         ]
+
+
+def _apart(given: list[Any], parts: Mapping[int, list[Part]]) -> list[Any]:
+    """(name, dtype, shape) of ``Manifest.spread``'s tensors."""
+    found = []
+    for index, (name, dtype, shape) in enumerate(given):
+        for part in parts.get(index, [Part(name)]):
+            of_one = part.expert is not None
+            found.append((part.name, dtype, (part.rows, *shape[2:]) if of_one else shape))
+    return found
 
 
 def check_ties(manifest: Manifest, named: Named) -> None:
@@ -188,7 +219,14 @@ def check_metadata(
     given: Mapping[str, tuple[torch.dtype, Sequence[int]]], wanted: ModelDescription
 ) -> None:
     """Raise ``InvalidWeights`` unless an update of such tensors (name -> dtype, shape) fits."""
-    _, specs = _specs([(name, dtype, shape) for name, (dtype, shape) in given.items()], wanted)
+    known = {spec.name: spec for spec in wanted.tensors}
+    tensors = [(name, dtype, shape) for name, (dtype, shape) in given.items()]
+    parts = {
+        index: parts_of(name, shape, known) or [Part(name)]
+        for index, (name, _, shape) in enumerate(tensors)
+        if name not in known
+    }
+    _, specs = _specs(_apart(tensors, parts), wanted)
     check_manifest(wanted, specs, partial=True)
 
 

@@ -7,7 +7,7 @@ import torch
 
 import sglrl
 from sglrl.messages import ModelDescription, TensorSpec
-from sglrl.weights.source import Manifest
+from sglrl.weights.source import Manifest, check_metadata
 
 WANTED = ModelDescription(
     [TensorSpec("a", "bfloat16", (2, 3)), TensorSpec("b", "float32", (4,))], ["tied"]
@@ -82,3 +82,17 @@ def test_another_model_wants_other_dtypes() -> None:
     manifest.take(given, WANTED)
     manifest.take(given, ModelDescription([TensorSpec("a", "float16", (2, 3))], []))
     assert [spec.dtype for spec in manifest.specs] == ["float16"]
+
+
+def test_metadata_of_a_module_whose_experts_are_merged() -> None:
+    wanted = ModelDescription(
+        [TensorSpec(f"m.experts.{i}.down_proj.weight", "float32", (4, 2)) for i in range(3)], []
+    )
+    check_metadata({"m.experts.down_proj": (torch.bfloat16, (3, 4, 2))}, wanted)
+    for name, shape, says in (
+        ("m.experts.down_proj", (3, 4, 3), r"experts\.0\.down_proj\.weight has shape \[4, 3\]"),
+        ("m.experts.down_proj", (4, 4, 2), "unknown: m.experts.down_proj"),
+        ("n.experts.down_proj", (3, 4, 2), "unknown: n.experts.down_proj"),
+    ):
+        with pytest.raises(sglrl.InvalidWeights, match=says):
+            check_metadata({name: (torch.float32, shape)}, wanted)
