@@ -92,6 +92,8 @@ OTHERS = {
     "llama": ({"architecture": "llama"}, "float32"),
     "tied": ({"tied": True}, "float32"),
     "bfloat16": ({"flat": True}, "bfloat16"),
+    # An MLP of 80: SGLang would make it 96 wide.
+    "narrow": ({"hidden_size": 40}, "float32"),
 }
 
 

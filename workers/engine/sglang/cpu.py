@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import sglang.srt.configs.update_config as update_config
 import sglang.srt.constrained.xgrammar_backend as xgrammar_backend
 import sglang.srt.layers.rotary_embedding.base as rotary
 import sglang.srt.utils.common as common
@@ -42,6 +43,9 @@ def prepare(threads: int) -> None:
     # The wheel takes itself for a CPU build only when told so at build time; its rotary layer
     # otherwise asks for vllm's CUDA kernel.
     rotary._is_cpu = True
+    # On a CPU it makes MLPs and experts a multiple of 32 wide, for kernels that the wheel has not;
+    # and nobody clears what no weight is loaded into.
+    update_config.DEFAULT_MOE_PADDING_SIZE = 1
     # Ten times while a worker starts it runs lscpu and waits for it, for what never changes.
     common.parse_lscpu_topology = cache(common.parse_lscpu_topology)
     torch.set_num_threads(threads)
