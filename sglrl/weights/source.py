@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -13,6 +13,10 @@ from ..messages import ModelDescription, TensorSpec
 from .experts import Part, parts_of, take_apart
 
 Named = list[tuple[str, torch.Tensor]]
+
+_WRAPPERS: Final = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+"""What torch puts into the names of a module's tensors when it compiles, shards or checkpoints a
+part of it."""
 
 
 class Taken(NamedTuple):
@@ -44,7 +48,8 @@ def named_tensors(weights: Any) -> Named:
     """(name, tensor) pairs of an ``nn.Module``, a mapping, a TensorDict (nested keys joined by
     dots) or an iterable of pairs; the tensors as they are, parameters among them.
 
-    A module's tied parameters come once, as they do in its checkpoints.
+    A module's tied parameters come once, as they do in its checkpoints. What torch wraps around a
+    module (``torch.compile``, ``DistributedDataParallel``, FSDP) is not in its tensors' names.
 
     Raises:
         UsageError: it is none of these.
@@ -52,6 +57,7 @@ def named_tensors(weights: Any) -> Named:
     """
     pairs: Iterable[Any]
     if isinstance(weights, torch.nn.Module):
+        weights = _unwrapped(weights)
         pairs = [*weights.named_parameters(), *_persistent_buffers(weights)]
     elif hasattr(weights, "flatten_keys") and hasattr(weights, "batch_size"):
         pairs = weights.flatten_keys(".").items()
@@ -82,13 +88,31 @@ def named_tensors(weights: Any) -> Named:
         if tensor.is_neg():
             # A view that says that what lies there is to be negated.
             tensor = tensor.resolve_neg()
+        for wrapper in _WRAPPERS:
+            if wrapper in name:
+                name = name.replace(wrapper, "")
         found.append((name, tensor))
     return found
 
 
+def _unwrapped(module: Any) -> torch.nn.Module:
+    while True:
+        if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+            module = module.module
+        elif hasattr(module, "_orig_mod"):
+            module = module._orig_mod
+        else:
+            return module
+
+
 def _persistent_buffers(module: torch.nn.Module) -> Named:
-    saved = module.state_dict(keep_vars=True).keys()
-    return [(name, buffer) for name, buffer in module.named_buffers() if name in saved]
+    """Those that are in its ``state_dict``, without the hooks of that, which may be collectives."""
+    return [
+        (f"{prefix}.{name}" if prefix else name, buffer)
+        for prefix, part in module.named_modules()
+        for name, buffer in part._buffers.items()
+        if buffer is not None and name not in part._non_persistent_buffers_set
+    ]
 
 
 class Manifest:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
 import sglrl
 from sglrl.messages import ModelDescription, TensorSpec
-from sglrl.weights.source import Manifest, check_metadata
+from sglrl.weights.source import Manifest, check_metadata, named_tensors
 
 WANTED = ModelDescription(
     [TensorSpec("a", "bfloat16", (2, 3)), TensorSpec("b", "float32", (4,))], ["tied"]
@@ -96,3 +102,41 @@ def test_metadata_of_a_module_whose_experts_are_merged() -> None:
     ):
         with pytest.raises(sglrl.InvalidWeights, match=says):
             check_metadata({name: (torch.float32, shape)}, wanted)
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def wrapped_inside(wrap: Callable[[torch.nn.Module], torch.nn.Module]) -> torch.nn.Module:
+    linear = torch.nn.Linear(3, 2)
+    linear.register_buffer("kept", torch.ones(2))
+    linear.register_buffer("made", torch.ones(2), persistent=False)
+    linear.register_buffer("none", None)
+    return torch.nn.Sequential(torch.nn.Linear(2, 3), wrap(linear))
+
+
+# What torch warns of in its own parts is not for the user of a module.
+@pytest.mark.filterwarnings("default")
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: torch.compile(wrapped_inside(lambda m: m)),
+        lambda: wrapped_inside(lambda m: torch.compile(m)),
+        lambda: wrapped_inside(checkpoint_wrapper),
+        lambda: DistributedDataParallel(wrapped_inside(lambda m: m)),
+        lambda: torch.compile(DistributedDataParallel(wrapped_inside(checkpoint_wrapper))),
+        lambda: FullyShardedDataParallel(
+            wrapped_inside(lambda m: m), device_id=torch.device("cpu"), use_orig_params=True
+        ),
+    ],
+    ids=["compiled", "compiled part", "checkpointed part", "ddp", "compiled ddp", "fsdp"],
+)
+def test_what_torch_wraps_around_a_module(made: Callable[[], torch.nn.Module]) -> None:
+    names = ["0.weight", "0.bias", "1.weight", "1.bias", "1.kept"]
+    module = made()
+    assert [name for name, _ in named_tensors(module)] == names
