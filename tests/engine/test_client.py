@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import torch
+from transformers import AutoModelForCausalLM, Gemma2Config
 
 import sglrl
 
@@ -256,6 +257,25 @@ async def test_models_that_cannot_be_loaded(qwen: Path, tmp_path: Path) -> None:
         sglrl.launch(qwen, mem_fraction_statc=0.5)
     with pytest.raises(sglrl.UsageError, match="is set by sglrl"):
         sglrl.launch(qwen, model_path="x")
+
+
+async def test_a_model_that_a_cpu_computes_wrongly(qwen: Path, tmp_path: Path) -> None:
+    config = Gemma2Config(
+        vocab_size=512,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        hidden_act="gelu_pytorch_tanh",
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(qwen / name, tmp_path)
+    with pytest.raises(sglrl.WorkerStartError, match="caps the logits of its attention"):
+        async with sglrl.launch(tmp_path, device="cpu"):
+            pass
 
 
 async def test_corrupt_weights(qwen: Path, tmp_path: Path) -> None:

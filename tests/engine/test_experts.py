@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import torch
-from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
 import sglrl
 from sglrl.weights.source import gather
@@ -36,6 +36,14 @@ SHAPES: dict[str, Any] = {
 CONFIGS = {
     "qwen3": lambda: Qwen3MoeConfig(
         **SHAPES, head_dim=16, num_experts=4, moe_intermediate_size=24, norm_topk_prob=True
+    ),
+    # With an expert that all tokens share, behind a gate.
+    "qwen2": lambda: Qwen2MoeConfig(
+        **SHAPES,
+        num_experts=4,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=40,
+        decoder_sparse_step=1,
     ),
     "mixtral": lambda: MixtralConfig(**SHAPES, num_local_experts=4),
 }

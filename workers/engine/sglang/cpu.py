@@ -12,11 +12,15 @@ from typing import Any
 import numpy as np
 import sglang.srt.configs.update_config as update_config
 import sglang.srt.constrained.xgrammar_backend as xgrammar_backend
+import sglang.srt.layers.logits_processor as logits_processor
 import sglang.srt.layers.rotary_embedding.base as rotary
+import sglang.srt.models.qwen2_moe as qwen2_moe
 import sglang.srt.utils.common as common
 import torch
 import xgrammar
 from torch.overrides import TorchFunctionMode
+
+from sglrl.errors import EngineError
 
 _NICENESS = 5
 """A worker that starts gets three times the time of one that serves."""
@@ -53,6 +57,28 @@ def prepare(threads: int) -> None:
     # a Triton kernel; xgrammar itself has a CPU kernel for the same bitmask.
     xgrammar_backend._allocate_token_bitmask = _allocate_token_bitmask
     xgrammar_backend.XGrammarGrammar.apply_vocab_mask = _apply_vocab_mask
+    # These are Triton kernels too.
+    logits_processor.fused_softcap = _cap
+    qwen2_moe.fused_gate_sigmoid_mul_add = _add_gated
+
+
+def check(model: torch.nn.Module) -> None:
+    """Raise ``EngineError`` for a model of which a CPU would compute something else."""
+    if any(getattr(part, "logit_cap", 0) > 0 for part in model.modules()):
+        raise EngineError(
+            f"{type(model).__name__} caps the logits of its attention, which SGLang does on GPUs "
+            "only; use device='cuda'"
+        )
+
+
+def _cap(logits: torch.Tensor, cap: float) -> None:
+    logits.div_(cap).tanh_().mul_(cap)
+
+
+def _add_gated(
+    states: torch.Tensor, gate: torch.Tensor, shared: torch.Tensor, out: torch.Tensor
+) -> None:
+    out += torch.sigmoid(states @ gate)[:, None] * shared
 
 
 class UntouchedZeros(TorchFunctionMode):  # type: ignore[misc]

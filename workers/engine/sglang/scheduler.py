@@ -877,6 +877,10 @@ def run_scheduler(spec: WorkerSpec, body: EngineSpec) -> None:
         if body.device == "cuda"
         else torch.device("cpu")
     )
+    if body.device == "cpu":
+        from . import cpu
+
+        cpu.check(scheduler.tp_worker.model_runner.model)
     weights = scheduler.sglrl_weights = SglangWeights(scheduler, device, body.rank)
     weights.channel = RankWeights(spec, body.rank, weights)
     short_prefill.install(scheduler.tp_worker.model_runner)
