@@ -54,7 +54,7 @@ def take_apart(tensor: Any, parts: Sequence[Part]) -> Iterator[tuple[str, Any]]:
     if parts[0].expert is None:
         yield parts[0].name, tensor
     elif hasattr(tensor, "full_tensor"):
-        whole = _Whole(tensor, len(parts))
+        whole = Whole(tensor, len(parts))
         for part in parts:
             yield part.name, _GatheredPart(whole, part)
     else:
@@ -63,32 +63,33 @@ def take_apart(tensor: Any, parts: Sequence[Part]) -> Iterator[tuple[str, Any]]:
             yield part.name, experts[part.expert].narrow(0, part.begin, part.rows)
 
 
-class _Whole:
-    """A DTensor; and its full value, until each part of it was asked for."""
+class Whole:
+    """A DTensor of which several are made: what a sender asks for before it asks for values, and
+    the full value, which is gathered once and kept until the last of ``uses``."""
 
-    def __init__(self, tensor: Any, parts: int) -> None:
-        self.tensor = tensor
-        self._left = parts
+    def __init__(self, tensor: Any, uses: int) -> None:
+        self.device = tensor.device
+        self.dtype = tensor.dtype
+        self.uses = uses
+        self._tensor = tensor
         self._full: Any = None
 
-    def rows(self, part: Part) -> Any:
-        if self._full is None:
-            self._full = self.tensor.full_tensor()
-        found = self._full[part.expert].narrow(0, part.begin, part.rows)
-        self._left -= 1
-        if not self._left:
-            self._full = None
-        return found
+    def full_tensor(self) -> Any:
+        full = self._full
+        if full is None:
+            full = self._tensor.full_tensor()
+        self.uses -= 1
+        self._full = full if self.uses else None
+        return full
 
 
 class _GatheredPart:
-    """As much of a tensor as a sender asks for before it asks for its values."""
-
-    def __init__(self, whole: _Whole, part: Part) -> None:
+    def __init__(self, whole: Whole, part: Part) -> None:
+        self.device = whole.device
+        self.dtype = whole.dtype
         self._whole = whole
         self._part = part
-        self.device = whole.tensor.device
-        self.dtype = whole.tensor.dtype
 
     def full_tensor(self) -> Any:
-        return self._whole.rows(self._part)
+        part = self._part
+        return self._whole.full_tensor()[part.expert].narrow(0, part.begin, part.rows)

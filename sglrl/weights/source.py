@@ -10,7 +10,7 @@ import torch
 from ..core.manifest import check_manifest, is_computed, total_bytes
 from ..errors import InvalidWeights, UsageError
 from ..messages import ModelDescription, TensorSpec
-from .experts import Part, parts_of, take_apart
+from .experts import Part, Whole, parts_of, take_apart
 
 Named = list[tuple[str, torch.Tensor]]
 
@@ -156,7 +156,7 @@ class Manifest:
             ]
             self._wanted, self._given = wanted, given
         spread = self.spread(named)
-        return [spread[index] for index in self._sent]
+        return _gathered_once([spread[index] for index in self._sent])
 
     def spread(self, named: Named) -> Named:
         """What was last taken, by the names of the engine."""
@@ -262,7 +262,35 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def gather(weights: Any) -> None:
     """For the ranks of a trainer that do not send: take part in the gathering of DTensors, in the
-    order in which the sending rank asks for them."""
+    order in which the sending rank asks for them; of tied ones once."""
+    seen = set()
     with torch.no_grad():
         for _, tensor in named_tensors(weights):
-            whole(tensor)
+            if hasattr(tensor, "full_tensor"):
+                place = _place(tensor)
+                if place not in seen:
+                    seen.add(place)
+                    whole(tensor)
+
+
+def _gathered_once(named: Named) -> Named:
+    """Of DTensors that are tied to each other the first one's full value is all the others'."""
+    wholes: dict[Any, Whole] = {}
+    found: Named = []
+    for name, tensor in named:
+        if isinstance(tensor, torch.Tensor) and hasattr(tensor, "full_tensor"):
+            place = _place(tensor)
+            if place in wholes:
+                wholes[place].uses += 1
+            else:
+                wholes[place] = Whole(tensor, 1)
+            tensor = wholes[place]
+        found.append((name, tensor))
+    return found
+
+
+def _place(tensor: Any) -> tuple[Any, ...]:
+    """Where a DTensor's part lies that this rank has. (Not its address, which is 0 for all parts
+    that are empty.)"""
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local.untyped_storage()._cdata, local.storage_offset(), tuple(tensor.shape)

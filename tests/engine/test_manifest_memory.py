@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sglrl
 from sglrl.messages import ModelDescription, TensorSpec
-from sglrl.weights.source import Manifest, check_metadata, named_tensors
+from sglrl.weights.source import Manifest, check_metadata, gather, named_tensors, whole
 
 WANTED = ModelDescription(
     [TensorSpec("a", "bfloat16", (2, 3)), TensorSpec("b", "float32", (4,))], ["tied"]
@@ -140,3 +140,46 @@ def test_what_torch_wraps_around_a_module(made: Callable[[], torch.nn.Module]) -
     names = ["0.weight", "0.bias", "1.weight", "1.bias", "1.kept"]
     module = made()
     assert [name for name, _ in named_tensors(module)] == names
+
+
+class Sharded(torch.Tensor):
+    """As a trainer's on several ranks, where each gathering is one that the others must join."""
+
+    asked: list[str]
+    called: str
+    local: torch.Tensor
+
+    @staticmethod
+    def of(name: str, local: torch.Tensor, shape: tuple[int, ...], asked: list[str]) -> Sharded:
+        made = torch.Tensor._make_subclass(Sharded, torch.zeros(shape))
+        made.called, made.local, made.asked = name, local, asked
+        return made
+
+    def to_local(self) -> torch.Tensor:
+        return self.local
+
+    def full_tensor(self) -> torch.Tensor:
+        self.asked.append(self.called)
+        return torch.zeros(self.shape)
+
+
+@pytest.mark.parametrize("tied", [{}, {"head": "embed"}], ids=["both are kept", "one is kept"])
+def test_tied_shards_are_gathered_once_on_every_rank(tied: dict[str, str]) -> None:
+    shapes = {"embed": (4, 2), "a": (4, 2), "b": (4, 2), "head": (4, 2)}
+    kept = [TensorSpec(n, "float32", shape) for n, shape in shapes.items() if n not in tied]
+    asked: list[str] = []
+    # This rank has no row of "a" and "b", so both of its parts are empty; they are not tied.
+    locals_ = {"embed": torch.ones(2, 2), "a": torch.ones(0, 2), "b": torch.ones(0, 2)}
+    locals_["head"] = locals_["embed"].detach()
+    given = [(n, Sharded.of(n, locals_[n], shape, asked)) for n, shape in shapes.items()]
+    manifest = Manifest()
+    sent = manifest.take(given, ModelDescription(kept, [*tied], tied))
+    values = {name: whole(tensor) for name, tensor in sent}
+    assert asked == ["embed", "a", "b"]
+    assert list(values) == [spec.name for spec in kept]
+    assert all(value.shape == (4, 2) for value in values.values())
+    if not tied:
+        assert values["head"] is values["embed"]
+    asked.clear()
+    gather(given)
+    assert asked == ["embed", "a", "b"]
