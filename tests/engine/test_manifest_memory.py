@@ -120,7 +120,7 @@ def wrapped_inside(wrap: Callable[[torch.nn.Module], torch.nn.Module]) -> torch.
 
 
 # What torch warns of in its own parts is not for the user of a module.
-@pytest.mark.filterwarnings("default")
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize(
     "made",
