@@ -97,6 +97,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
         if not any(_storage(t) in self.live for t in tensors):
+            if func._schema.is_mutable and any(_storage(t) in self.names for t in tensors):
+                # What is sent is changed before it is copied (Gemma adds 1 to what its norms have).
+                self.other.add(str(func))
             return func(*args, **(kwargs or {}))
         if func is torch.ops.aten.copy_.default:
             target, source = args[0], args[1]
@@ -109,6 +112,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
                     source.expand(target.shape).stride(),
                 )
                 self.copies.setdefault(name, []).append(copy)
+                return target
+            if source.is_meta:
+                # Of something that was computed.
+                self.other.add(str(func))
                 return target
         if func in _PADDING:
             # The rest of a padded vocabulary, which an update leaves as it is.
