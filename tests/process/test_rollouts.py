@@ -577,11 +577,15 @@ async def test_the_end_is_seen_without_new_weights(
 
 async def test_a_run_is_looped_over_once(client: sglrl.Client) -> None:
     run = sglrl.rollout(client, two_turns, ITEMS)
+    before = asyncio.all_tasks()
     async for _ in run:
         break
     with pytest.raises(sglrl.UsageError, match="has ended"):
         async for _ in run:
             pass
+    # Python closes what was left by a break in a task of its own.
+    _, left = await asyncio.wait(asyncio.all_tasks() - before, timeout=60)
+    assert not left
 
 
 async def never(group: sglrl.Group) -> bool:
