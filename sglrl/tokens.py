@@ -5,26 +5,23 @@ from __future__ import annotations
 import threading
 from array import array
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
-from typing import Annotated, Any
+from typing import Any
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from .errors import InvalidRequest
 
+try:
+    from ._ids import pack
+except ImportError:
+    # It could not be compiled here.
+    def pack(ids: object, vocab_size: int, /) -> bytes | None:
+        return None
+
+
 TokenIds = Sequence[int] | NDArray[np.integer[Any]]
 _INT: set[type] = {int}
-
-
-@lru_cache
-def _ids_below(vocab_size: int) -> type[msgspec.Struct]:
-    """A schema for one list of token ids. A struct, because msgspec looks types up by hash at every
-    use, and the hash of an ``Annotated`` costs more than the check itself."""
-    ids = list[Annotated[int, msgspec.Meta(ge=0, lt=vocab_size)]]
-    hint = Annotated[ids, msgspec.Meta(min_length=1)]
-    return msgspec.defstruct("TokenIdList", [("ids", hint)], array_like=True, gc=False)
 
 
 def check_ids(ids: Any, vocab_size: int) -> bytes:
@@ -34,28 +31,26 @@ def check_ids(ids: Any, vocab_size: int) -> bytes:
         InvalidRequest: empty, not one-dimensional, not integers, or outside ``[0, vocab_size)``.
     """
     if isinstance(ids, (list, tuple)):
-        try:
-            # One pass in C checks type (bool is none) and range of every id.
-            msgspec.convert((ids,), _ids_below(vocab_size))
-            return array("I", ids).tobytes()
-        except msgspec.ValidationError:
-            # Wrong, or integers of another kind (numpy's): the slow way says which.
-            pass
-        if not ids:
-            raise InvalidRequest("the prompt is empty; at least one token is needed")
-        kinds = set(map(type, ids))
-        if kinds != _INT and (
-            bool in kinds
-            or np.bool_ in kinds
-            or not all(issubclass(kind, (int, np.integer)) for kind in kinds)
-        ):
-            names = ", ".join(sorted(kind.__name__ for kind in kinds))
-            raise InvalidRequest(f"input_ids must be integers, got {names}")
-        low, high = min(ids), max(ids)
-        if low < 0 or high >= vocab_size:
-            raise _out_of_range(low if low < 0 else high, vocab_size)
-        return array("i", ids).tobytes()
+        return pack(ids, vocab_size) or _check_list(ids, vocab_size)
     return _check_array(ids, vocab_size)
+
+
+def _check_list(ids: Sequence[Any], vocab_size: int) -> bytes:
+    """What is wrong, or has integers of other kinds (numpy's), or all where nothing is compiled."""
+    if not ids:
+        raise InvalidRequest("the prompt is empty; at least one token is needed")
+    kinds = set(map(type, ids))
+    if kinds != _INT and (
+        bool in kinds
+        or np.bool_ in kinds
+        or not all(issubclass(kind, (int, np.integer)) for kind in kinds)
+    ):
+        names = ", ".join(sorted(kind.__name__ for kind in kinds))
+        raise InvalidRequest(f"input_ids must be integers, got {names}")
+    low, high = min(ids), max(ids)
+    if low < 0 or high >= vocab_size:
+        raise _out_of_range(low if low < 0 else high, vocab_size)
+    return array("i", ids).tobytes()
 
 
 def _check_array(ids: Any, vocab_size: int) -> bytes:

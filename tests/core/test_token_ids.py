@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import IntEnum
 from typing import Any
 
@@ -11,17 +12,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglrl.errors import InvalidRequest
-from sglrl.tokens import check_ids
+from sglrl.tokens import _check_list, check_ids
 
 VOCAB = 1000
+Check = Callable[[Any, int], bytes]
+
+
+def without_compiled(ids: Any, vocab_size: int) -> bytes:
+    """Of lists and tuples, as where nothing could be compiled (see test_packaging.py)."""
+    if type(ids) in (list, tuple):
+        return _check_list(ids, vocab_size)
+    return check_ids(ids, vocab_size)
+
+
+both_ways = pytest.mark.parametrize("check_ids", [check_ids, without_compiled])
 
 
 class Special(IntEnum):
     END = 7
 
 
+@both_ways
 @given(ids=st.lists(st.integers(0, VOCAB - 1), min_size=1))
-def test_every_kind_of_sequence(ids: list[int]) -> None:
+def test_every_kind_of_sequence(check_ids: Check, ids: list[int]) -> None:
     wanted = np.array(ids, dtype="<i4").tobytes()
     array = np.array(ids)
     for given_ids in (
@@ -34,7 +47,8 @@ def test_every_kind_of_sequence(ids: list[int]) -> None:
         assert check_ids(given_ids, VOCAB) == wanted
 
 
-def test_other_integers() -> None:
+@both_ways
+def test_other_integers(check_ids: Check) -> None:
     assert check_ids([Special.END, np.uint8(3)], VOCAB) == np.array([7, 3], "<i4").tobytes()
     assert check_ids(range(3), VOCAB) == np.array([0, 1, 2], "<i4").tobytes()
     assert check_ids([0, 2**31 - 1], 2**31) == np.array([0, 2**31 - 1], "<i4").tobytes()
@@ -93,18 +107,20 @@ def test_tensors() -> None:
         (b"text", "for text use prompt"),
     ],
 )
-def test_not_token_ids(ids: Any, text: str) -> None:
+@both_ways
+def test_not_token_ids(check_ids: Check, ids: Any, text: str) -> None:
     with pytest.raises(InvalidRequest, match=text):
         check_ids(ids, VOCAB)
 
 
+@both_ways
 @given(
     ids=st.lists(
         st.integers(-3, VOCAB + 3) | st.booleans() | st.floats() | st.none() | st.text(max_size=1),
         max_size=6,
     )
 )
-def test_any_list(ids: list[Any]) -> None:
+def test_any_list(check_ids: Check, ids: list[Any]) -> None:
     good = bool(ids) and all(type(i) is int and 0 <= i < VOCAB for i in ids)
     if good:
         assert np.frombuffer(check_ids(ids, VOCAB), "<i4").tolist() == ids
