@@ -21,7 +21,8 @@ from ..config import FabricConfig
 from .calls import Call
 from .members import READY, LoadIndex, Member
 
-_HOLDERS: Final = 32
+_HOLDERS: Final = 8
+"""Of those that hold a prefix, so many are looked at."""
 
 Holders = tuple[Member, ...] | dict[Member, None]
 
@@ -104,7 +105,8 @@ class PrefixIndex:
     ``entries`` the older one is dropped. So an entry is forgotten only after at least
     ``entries / 2`` others were used since its last use.
 
-    An entry of one member, as most are, is the member's own tuple; one of several a dict.
+    An entry of one member, as most are, is the member's own tuple; one of several a dict, in which
+    who got the prefix last is last.
     """
 
     def __init__(self, entries: int) -> None:
@@ -143,6 +145,7 @@ class PrefixIndex:
             if not entry or entry is alone:
                 young[key] = alone
             elif isinstance(entry, dict):
+                entry.pop(member, None)
                 entry[member] = None
                 young[key] = entry
             else:
@@ -242,13 +245,18 @@ class Router:
         if not holders:
             return None
         least = self.loads.least()
+        assert least is not None
         if least in holders:
             return least
         best: Member | None = None
-        # Bounded: a prefix that very many workers hold is no reason to look at all of them.
+        # Bounded: a prefix that very many workers hold is no reason to look at all of them. The
+        # first have not got it for longest, so they are the likeliest to have room.
         for member in islice(holders, _HOLDERS):
             if member.load < member.window and (best is None or member.load < best.load):
                 best = member
+                if best.load == least.load:
+                    # None can be lower.
+                    break
         return None if best is None or self.overloaded(best) else best
 
     def _by_requests(self, call: Call) -> Member | None:

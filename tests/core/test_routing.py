@@ -69,6 +69,16 @@ def test_among_holders_of_a_prefix_the_least_loaded() -> None:
     assert 0 not in got
 
 
+def test_all_holders_of_a_prefix_have_their_turn() -> None:
+    """However many they are, and few are looked at."""
+    fabric = make_fabric(41, routing=("prefix-aware",), prefix_block=BLOCK, overload_slack=100)
+    for holder in range(40):
+        fabric.router.prefixes.record(route([1, 2]).prefix_keys(BLOCK), fabric.members[holder])
+        submit(fabric, pinned=holder)
+    got = Counter(worker_of(submit(fabric, route=route([1, 2, n]))) for n in range(80))
+    assert got == Counter([*range(40)] * 2)
+
+
 def test_prefixes_of_different_versions_are_never_shared() -> None:
     fabric = make_fabric(2, routing=("prefix-aware", "round-robin"), prefix_block=BLOCK)
     first, *others = (worker_of(submit(fabric, route=route([1, 2, 3], v))) for v in (0, 1, 0, 1))
