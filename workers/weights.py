@@ -337,8 +337,11 @@ class RankWeights:
         manifest = (message.tensors, message.bucket_bytes, message.partial, message.source)
         if self._manifest is None or self._manifest[0] != manifest:
             description = self._describe()
-            if not message.source:
-                check_manifest(description, message.tensors, partial=message.partial)
+            # Experts that other ranks have: the driver has asked all of them, and checked these.
+            elsewhere = set(description.ignored)
+            mine = [spec for spec in message.tensors if spec.name not in elsewhere]
+            if not message.source and (mine or not message.partial):
+                check_manifest(description, mine, partial=message.partial)
             self._manifest = (manifest, lay_out(message.tensors, message.bucket_bytes))
         return self._manifest[1]
 

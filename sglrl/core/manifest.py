@@ -52,6 +52,15 @@ def is_computed(name: str) -> bool:
     return ".rotary_emb." in name
 
 
+def merged(descriptions: Sequence[ModelDescription]) -> ModelDescription:
+    """What the ranks of one engine take together: each says for itself which tensors it takes, and
+    which it leaves out, such as the experts that other ranks have."""
+    taken = {spec.name: spec for one in descriptions for spec in one.tensors}
+    ignored = {name for one in descriptions for name in one.ignored} - taken.keys()
+    tied = {name: twin for one in descriptions for name, twin in one.tied.items()}
+    return ModelDescription([*taken.values()], sorted(ignored), tied)
+
+
 def check_manifest(
     wanted: ModelDescription, given: Sequence[TensorSpec], *, partial: bool = False
 ) -> None:

@@ -20,7 +20,7 @@ import msgspec
 
 from ..codec import Buffer, decode_from_rank, encode
 from ..config import check_timeout
-from ..core.manifest import check_manifest, differences
+from ..core.manifest import check_manifest, differences, merged
 from ..core.weights import (
     ABORT,
     COMMIT,
@@ -212,12 +212,17 @@ class WeightChannel:
     async def describe(self, timeout: float) -> ModelDescription:
         """What the engines take. Asked once: it does not change."""
         while self._description is None:
-            (member, *_) = await self._greeted(timeout)
+            members = await self._greeted(timeout)
+            if not members:
+                continue
+            ranks = [member for member in members if member[0] == members[0][0]]
             try:
-                answer = await self._question(member, Describe, timeout)
+                answers = await asyncio.gather(
+                    *(self._question(member, Describe, timeout) for member in ranks)
+                )
             except WorkerLost:
                 continue
-            self._description = body_of(_described, answer)
+            self._description = merged([body_of(_described, answer) for answer in answers])
         return self._description
 
     async def checksums(self, names: list[str], timeout: float) -> dict[Member, list[Piece]]:

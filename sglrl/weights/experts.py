@@ -8,12 +8,13 @@ follow) and "mixtral".
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 _MERGED: Final = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)")
-_NAMES: Final = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
-"""Of a checkpoint's tensors of one expert."""
+_IN_MIXTRAL: Final = ".mlp.", ".block_sparse_moe."
+EXPERT_NAMES: Final = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+"""Of a checkpoint's tensors of one expert: as most models call them, and as Mixtral does."""
 
 
 class Part(NamedTuple):
@@ -29,23 +30,45 @@ class Part(NamedTuple):
 def parts_of(name: str, shape: Sequence[int], known: Mapping[str, Any]) -> list[Part]:
     """What a tensor that the engine does not know by its name is made of that it knows; or
     nothing."""
-    for renamed in dict.fromkeys((name, name.replace(".mlp.", ".block_sparse_moe."))):
+    for renamed in dict.fromkeys((name, name.replace(*_IN_MIXTRAL))):
         if renamed != name and renamed in known:
             return [Part(renamed)]
-        merged = _MERGED.fullmatch(renamed)
-        if merged is None or len(shape) != 3:
-            continue
-        for gate, up, down in _NAMES:
-            ends = (gate, up) if merged[2] == "gate_up_proj" else (down,)
-            rows, rest = divmod(shape[1], len(ends))
-            parts = [
-                Part(f"{merged[1]}.{expert}.{end}.weight", expert, at * rows, rows)
-                for expert in range(shape[0])
-                for at, end in enumerate(ends)
-            ]
-            if not rest and parts and all(part.name in known for part in parts):
+        for ends in EXPERT_NAMES:
+            parts = _parts(renamed, shape, ends)
+            if parts and all(part.name in known for part in parts):
                 return parts
     return []
+
+
+def _parts(name: str, shape: Sequence[int], names: tuple[str, str, str]) -> list[Part]:
+    """Of a tensor of all experts of a layer; of any other nothing."""
+    merged = _MERGED.fullmatch(name)
+    if merged is None or len(shape) != 3:
+        return []
+    gate, up, down = names
+    ends = (gate, up) if merged[2] == "gate_up_proj" else (down,)
+    rows, rest = divmod(shape[1], len(ends))
+    if rest:
+        return []
+    return [
+        Part(f"{merged[1]}.{expert}.{end}.weight", expert, at * rows, rows)
+        for expert in range(shape[0])
+        for at, end in enumerate(ends)
+    ]
+
+
+def names_apart(
+    tensors: Iterable[tuple[str, tuple[int, ...]]], names: tuple[str, str, str]
+) -> list[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of a module's tensors, as a checkpoint has them whose experts' tensors are
+    called so: one of ``EXPERT_NAMES``."""
+    found = []
+    for name, shape in tensors:
+        if names == EXPERT_NAMES[1]:
+            name = name.replace(*_IN_MIXTRAL)
+        parts = _parts(name, shape, names)
+        found += [(part.name, (part.rows, *shape[2:])) for part in parts] or [(name, shape)]
+    return found
 
 
 def take_apart(tensor: Any, parts: Sequence[Part]) -> Iterator[tuple[str, Any]]:

@@ -17,6 +17,7 @@ from sglrl.core.manifest import (
     default_bucket_bytes,
     differences,
     lay_out,
+    merged,
     tensor_bytes,
     total_bytes,
 )
@@ -257,6 +258,22 @@ def test_nothing_to_lay_out() -> None:
     layout = lay_out([], 1024)
     assert (layout.places, layout.sizes, layout.total) == ([], [], 0)
     assert by_bucket(layout) == []
+
+
+def test_what_ranks_take_together() -> None:
+    """Each has experts of its own, and says of the others' that it leaves them out."""
+    first, second = (
+        ModelDescription(
+            [NORM, TensorSpec(f"expert.{mine}", "float32", (4, 2))],
+            ["lm_head", f"expert.{1 - mine}"],
+            {"lm_head": "norm"},
+        )
+        for mine in (0, 1)
+    )
+    both = merged([first, second])
+    assert [spec.name for spec in both.tensors] == ["norm", "expert.0", "expert.1"]
+    assert (both.ignored, both.tied) == (["lm_head"], {"lm_head": "norm"})
+    assert merged([both]) == both
 
 
 # --- what differs ---------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -185,3 +186,14 @@ async def test_parts_of_larger_tensors_are_verified(
         torch.testing.assert_close(view, state[name], atol=0, rtol=0)
         await engine.update_weights({name: view}, partial=True)
         assert await engine.verify_weights(state | {name: view}) == []
+
+
+async def test_an_engine_without_weights_gets_all_of_them(
+    folders: list[Path], references: list[Reference], tmp_path: Path
+) -> None:
+    """There is no checkpoint whose names would say what there is."""
+    shutil.copy(folders[0] / "config.json", tmp_path)
+    async with sglrl.launch(tmp_path, device="cpu", timeout=60, load_format="dummy") as client:
+        await client.update_weights(references[1].model)
+        assert await client.verify_weights(references[1].model) == []
+        await check(client, references[1])

@@ -63,3 +63,22 @@ def test_one_that_copies_can() -> None:
     model = Model(lambda model, tensor: model.weight.data.copy_(tensor.view(-1).view(2, 3)))
     plan = make_plan(model, [("w", (2, 3))], set())
     assert [spec.name for spec in plan.description.tensors] == ["w"]
+
+
+def first_rows(model: Model, tensor: torch.Tensor) -> None:
+    model.weight.data[: len(tensor)].copy_(tensor)
+
+
+def padded(model: Model, tensor: torch.Tensor) -> None:
+    first_rows(model, tensor)
+    model.weight.data[len(tensor) :].fill_(0)
+
+
+def test_names_that_are_guessed_must_be_all() -> None:
+    """A model that was started without weights has no checkpoint that says what is in it."""
+    for load, rows in ((first_rows, 2), (padded, 1)):
+        make_plan(Model(load), [("w", (rows, 3))], set(), all_of_it=True)
+    for named in ([("w", (1, 3))], [("w", (1, 3)), ("again", (1, 3))], []):
+        with pytest.raises(sglrl.EngineError, match="nothing of what is named is its weight"):
+            make_plan(Model(first_rows), named, set(), all_of_it=True)
+        make_plan(Model(first_rows), named, set())

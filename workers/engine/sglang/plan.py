@@ -8,6 +8,7 @@ manifest is checked without touching a weight, and an update is those copies and
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
@@ -19,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglrl.errors import EngineError
 from sglrl.messages import ModelDescription, TensorSpec
+from sglrl.weights.experts import EXPERT_NAMES, names_apart
 from sglrl.weights.files import weight_files
 
 
@@ -92,6 +94,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
         self.live = live
         self.names = names
         self.copies: dict[str, list[Copy]] = {}
+        self.padded: list[torch.Tensor] = []
         self.other: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -119,6 +122,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
                 return target
         if func in _PADDING:
             # The rest of a padded vocabulary, which an update leaves as it is.
+            self.padded.append(args[0].detach())
             return args[0]
         if (
             not any(r.alias_info is not None for r in func._schema.returns)
@@ -133,11 +137,44 @@ def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def make_plan(model: Any, named: Iterable[tuple[str, tuple[int, ...]]], skipped: set[str]) -> Plan:
+Names = list[tuple[str, tuple[int, ...]]]
+"""And shapes, of a checkpoint's tensors."""
+
+
+def plan_of(model: Any, path: str, config: Any) -> Plan:
+    """For a model that was loaded from ``path``, ``config`` being transformers'.
+
+    Raises:
+        EngineError: it cannot be updated, or it is not known what its tensors are called.
+    """
+    found = checkpoint_tensors(path, config)
+    if found is not None:
+        return make_plan(model, *found)
+    # The weights are made up. Nobody says what a checkpoint would have; but it would have all.
+    wrong = ""
+    for named, tied in _guesses(config):
+        try:
+            return make_plan(model, named, tied, all_of_it=True)
+        except EngineError as error:
+            wrong = wrong or str(error)
+    raise EngineError(
+        "this model was started without weights, and it is not known what a checkpoint calls them; "
+        f"to update it, start it from a folder that has some ({wrong})"
+    )
+
+
+def make_plan(
+    model: Any,
+    named: Iterable[tuple[str, tuple[int, ...]]],
+    skipped: set[str],
+    *,
+    all_of_it: bool = False,
+) -> Plan:
     """Find out where the model's loader puts each tensor. ``skipped``: names that are tied.
 
     Raises:
-        EngineError: the loader does more than copy, so that an update would not be all of it.
+        EngineError: the loader does more than copy, so that an update would not be all of it; or
+            (``all_of_it``) what is named is not.
     """
     dtype = next(model.parameters()).dtype
     sources = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in named}
@@ -154,6 +191,8 @@ def make_plan(model: Any, named: Iterable[tuple[str, tuple[int, ...]]], skipped:
             "this model's weights cannot be updated while it runs: its loader does more than copy "
             f"({', '.join(sorted(recorder.other))})"
         )
+    if all_of_it and (left := _left_out(model, recorder)):
+        raise EngineError(f"nothing of what is named is its {', '.join(left[:4])}")
     tensors = [
         TensorSpec(name, _dtype(recorder.copies[name][0].target), tuple(source.shape))
         for name, source in sources.items()
@@ -161,6 +200,21 @@ def make_plan(model: Any, named: Iterable[tuple[str, tuple[int, ...]]], skipped:
     ]
     ignored = sorted(skipped | (sources.keys() - recorder.copies.keys()))
     return Plan(recorder.copies, ModelDescription(tensors, ignored, _tied(model, tensors, ignored)))
+
+
+def _left_out(model: Any, recorder: _Recorder) -> list[str]:
+    """Parameters that no copy reaches, or not all of them."""
+    reached = [copy.target for copies in recorder.copies.values() for copy in copies]
+    reached += recorder.padded
+    bytes_at = {(t.data_ptr(), t.shape, t.stride()): t.nbytes for t in reached}
+    at = sorted((place[0], nbytes) for place, nbytes in bytes_at.items())
+    left = []
+    for name, parameter in model.named_parameters():
+        begin = parameter.data_ptr()
+        first, last = (bisect_left(at, (where,)) for where in (begin, begin + parameter.nbytes))
+        if sum(nbytes for _, nbytes in at[first:last]) < parameter.nbytes:
+            left.append(name)
+    return left
 
 
 def _tied(model: Any, tensors: list[TensorSpec], ignored: list[str]) -> dict[str, str]:
@@ -177,30 +231,38 @@ def _dtype(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def checkpoint_tensors(
-    path: str, config: Any
-) -> tuple[list[tuple[str, tuple[int, ...]]], set[str]]:
-    """Names and shapes of the tensors in a model's checkpoint, and names that are tied to others.
-
-    From the headers of its files; without files (made-up weights) from the architecture in
-    transformers, built without memory.
-    """
-    tied = {"lm_head.weight"} if getattr(config, "tie_word_embeddings", False) else set()
-    found: list[tuple[str, tuple[int, ...]]] = []
+def checkpoint_tensors(path: str, config: Any) -> tuple[Names, set[str]] | None:
+    """Names and shapes of the tensors in a model's checkpoint, from the headers of its files, and
+    names that are tied to others. None: it has none."""
     folder = Path(path)
-    if folder.is_dir() and any(folder.glob("*.safetensors")):
-        files = weight_files(folder)
-        from safetensors import safe_open
+    if not folder.is_dir() or not any(folder.glob("*.safetensors")):
+        return None
+    from safetensors import safe_open
 
-        for file in files:
-            with safe_open(file, framework="pt", device="cpu") as opened:
-                found += [(n, tuple(opened.get_slice(n).get_shape())) for n in opened.keys()]  # noqa: SIM118
-        names = {name for name, _ in found}
-        return found, tied - names
+    found: Names = []
+    for file in weight_files(folder):
+        with safe_open(file, framework="pt", device="cpu") as opened:
+            found += [(n, tuple(opened.get_slice(n).get_shape())) for n in opened.keys()]  # noqa: SIM118
+    return found, _tied_names(config) - {name for name, _ in found}
+
+
+def _tied_names(config: Any) -> set[str]:
+    return {"lm_head.weight"} if getattr(config, "tie_word_embeddings", False) else set()
+
+
+def _guesses(config: Any) -> Iterator[tuple[Names, set[str]]]:
+    """What a checkpoint may have: what the module of transformers has, built without memory; and
+    where that has all experts of a layer in one tensor, one for each, whatever they are called."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    found = [(name, tuple(p.shape)) for name, p in model.named_parameters()]
-    names = {name for name, _ in found}
-    return found, (tied | set(model.state_dict())) - names
+    tied = _tied_names(config)
+    found = [
+        (name, tuple(tensor.shape))
+        for name, tensor in model.state_dict().items()
+        if tensor.is_floating_point() and name not in tied
+    ]
+    yield found, tied
+    for names in EXPERT_NAMES:
+        yield names_apart(found, names), tied

@@ -25,7 +25,7 @@ from sglrl.weights.checksum import checksum
 
 from ..loop import IDLE_WAIT
 from . import compat
-from .plan import Plan, Spare, checkpoint_tensors, make_plan
+from .plan import Plan, Spare, plan_of
 
 if TYPE_CHECKING:
     from ...pages import Pages
@@ -86,7 +86,7 @@ class SglangWeights:
                     f"weights quantized with {config.quantization} cannot be updated while they run"
                 )
             path = self._scheduler.server_args.model_path
-            self._plan = make_plan(self._model, *checkpoint_tensors(path, config.hf_config))
+            self._plan = plan_of(self._model, path, config.hf_config)
         return self._plan.description
 
     @property
@@ -151,7 +151,8 @@ class SglangWeights:
                 tensor.as_strided(copy.size, copy.stride, tensor.storage_offset() + copy.offset),
             )
             for name, tensor in staged.items()
-            for copy in self._plan.copies[name]
+            # Nothing of the experts that other ranks have.
+            for copy in self._plan.copies.get(name, ())
         ]
 
     def copy(self, bound: Any) -> None:
