@@ -36,11 +36,13 @@ CONFIGS = {
     "qwen3": lambda: Qwen3MoeConfig(**SHAPES, head_dim=64, norm_topk_prob=True),
     "qwen2": lambda: Qwen2MoeConfig(**SHAPES, shared_expert_intermediate_size=512),
 }
+# SGLang chooses these kernels for such models, on Hopper; not every host lets them run.
+WITHOUT_FUSION = {"enforce_disable_flashinfer_allreduce_fusion": True}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "neighbour": {"gpus": [0]},
     "nccl": {"gpus": [1]},
-    "tensor-parallel": {"gpus": [0, 1], "tp_size": 2},
-    "expert-parallel": {"gpus": [0, 1], "tp_size": 2, "ep_size": 2},
+    "tensor-parallel": {"gpus": [0, 1], "tp_size": 2, **WITHOUT_FUSION},
+    "expert-parallel": {"gpus": [0, 1], "tp_size": 2, "ep_size": 2, **WITHOUT_FUSION},
 }
 PROMPTS = [[3 + (7 * i + 11 * j * j) % 500 for j in range(5 + 30 * i)] for i in range(3)]
 
