@@ -20,7 +20,10 @@ from ..rollout import Group, stack
 
 EPOCHS = 2
 LEARNING_RATE = 2e-3
-ENTROPY_BONUS = 0.01
+FULL_RATE_STEPS = 40
+"""Behind these the rate falls, as one over the step: at the full one a policy that has learnt a
+task can lose it again."""
+ENTROPY_BONUS = 0.02
 """Keeps a policy that has found one answer trying others."""
 
 
@@ -46,6 +49,9 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0
         )
+        self.rates = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda done: min(1.0, FULL_RATE_STEPS / (done + 1))
+        )
         self.versions: dict[int, dict[str, torch.Tensor]] = {}
         self.remember(0)
 
@@ -60,9 +66,10 @@ class Trainer:
         batch = stack([t for group in groups for t in group.trajectories])
         # Of each turn: a second one that answers well is not to blame for the question, nor does it
         # gain by it. With one advantage for both, some runs give the tool's name to perfection
-        # and always answer the same.
+        # and always answer the same. Not over the standard deviation: where nearly all samples are
+        # right that makes much of the others, and some runs keep a mistake for ever.
         sizes = [len(group.trajectories) for group in groups]
-        advantages = turn_advantages(batch["rewards"], batch["turn_ids"], sizes)
+        advantages = turn_advantages(batch["rewards"], batch["turn_ids"], sizes, normalize=False)
         ids, mask = batch["input_ids"], batch["loss_mask"]
         for _ in range(EPOCHS):
             logits = self.model(
@@ -76,4 +83,5 @@ class Trainer:
             (loss - ENTROPY_BONUS * entropy).backward()
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             self.optimizer.step()
+        self.rates.step()
         return TrainStats(stats, float(entropy.detach()), time.perf_counter() - begun)
