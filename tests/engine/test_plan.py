@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import pytest
 import torch
 
 import sglrl
-from sglrl_workers.engine.sglang.plan import make_plan
+from sglrl_workers.engine.sglang.plan import checkpoint_folder, make_plan
 
 
 class Model(torch.nn.Module):
@@ -82,3 +83,20 @@ def test_names_that_are_guessed_must_be_all() -> None:
         with pytest.raises(sglrl.EngineError, match="nothing of what is named is its weight"):
             make_plan(Model(first_rows), named, set(), all_of_it=True)
         make_plan(Model(first_rows), named, set())
+
+
+def test_where_the_files_of_a_model_are(tmp_path: Path) -> None:
+    """For a name on the hub, in the cache of what was fetched from there; whatever is in no cache
+    has none."""
+    name = "some-owner/some-model"
+    assert checkpoint_folder(str(tmp_path), None, None) == tmp_path
+    assert not checkpoint_folder(name, None, str(tmp_path)).exists()
+    kept = tmp_path / "models--some-owner--some-model"
+    for revision, commit in (("main", "a" * 40), ("other", "b" * 40)):
+        snapshot = kept / "snapshots" / commit
+        snapshot.mkdir(parents=True)
+        (snapshot / "config.json").touch()
+        (kept / "refs").mkdir(exist_ok=True)
+        (kept / "refs" / revision).write_text(commit)
+        wanted = None if revision == "main" else revision
+        assert checkpoint_folder(name, wanted, str(tmp_path)) == snapshot

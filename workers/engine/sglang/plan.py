@@ -7,6 +7,7 @@ manifest is checked without touching a weight, and an update is those copies and
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
@@ -141,16 +142,16 @@ Names = list[tuple[str, tuple[int, ...]]]
 """And shapes, of a checkpoint's tensors."""
 
 
-def plan_of(model: Any, path: str, config: Any) -> Plan:
-    """For a model that was loaded from ``path``, ``config`` being transformers'.
+def plan_of(model: Any, folder: Path, config: Any) -> Plan:
+    """For a model that was loaded from ``folder``, ``config`` being transformers'.
 
     Raises:
         EngineError: it cannot be updated, or it is not known what its tensors are called.
     """
-    found = checkpoint_tensors(path, config)
+    found = checkpoint_tensors(folder, config)
     if found is not None:
         return make_plan(model, *found)
-    # The weights are made up. Nobody says what a checkpoint would have; but it would have all.
+    # The weights are made up, say. Nobody says what a checkpoint would have; but it would have all.
     wrong = ""
     for named, tied in _guesses(config):
         try:
@@ -158,8 +159,8 @@ def plan_of(model: Any, path: str, config: Any) -> Plan:
         except EngineError as error:
             wrong = wrong or str(error)
     raise EngineError(
-        "this model was started without weights, and it is not known what a checkpoint calls them; "
-        f"to update it, start it from a folder that has some ({wrong})"
+        f"there are no safetensors files in {folder}, and what a checkpoint of this model calls "
+        f"its tensors is not known; to update it, start it from a folder that has some ({wrong})"
     )
 
 
@@ -231,10 +232,23 @@ def _dtype(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def checkpoint_tensors(path: str, config: Any) -> tuple[Names, set[str]] | None:
+def checkpoint_folder(model: str, revision: str | None, cache: str | None) -> Path:
+    """Where the files of a model lie that SGLang has loaded: a folder, or a name on the hub, whose
+    files are in the cache by now."""
+    if not Path(model).is_dir():
+        from huggingface_hub import snapshot_download
+
+        # What is made up was never there.
+        with contextlib.suppress(OSError, ValueError):
+            return Path(
+                snapshot_download(model, revision=revision, cache_dir=cache, local_files_only=True)
+            )
+    return Path(model)
+
+
+def checkpoint_tensors(folder: Path, config: Any) -> tuple[Names, set[str]] | None:
     """Names and shapes of the tensors in a model's checkpoint, from the headers of its files, and
     names that are tied to others. None: it has none."""
-    folder = Path(path)
     if not folder.is_dir() or not any(folder.glob("*.safetensors")):
         return None
     from safetensors import safe_open

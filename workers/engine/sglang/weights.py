@@ -25,7 +25,7 @@ from sglrl.weights.checksum import checksum
 
 from ..loop import IDLE_WAIT
 from . import compat
-from .plan import Plan, Spare, plan_of
+from .plan import Plan, Spare, checkpoint_folder, plan_of
 
 if TYPE_CHECKING:
     from ...pages import Pages
@@ -85,8 +85,9 @@ class SglangWeights:
                 raise EngineError(
                     f"weights quantized with {config.quantization} cannot be updated while they run"
                 )
-            path = self._scheduler.server_args.model_path
-            self._plan = plan_of(self._model, path, config.hf_config)
+            args = self._scheduler.server_args
+            folder = checkpoint_folder(args.model_path, args.revision, args.download_dir)
+            self._plan = plan_of(self._model, folder, config.hf_config)
         return self._plan.description
 
     @property
