@@ -25,7 +25,7 @@ class FabricConfig(msgspec.Struct, frozen=True, kw_only=True):
         overload: a worker counts as overloaded for prefix affinity when it holds more than
             ``overload`` times the mean load plus ``overload_slack`` calls.
         prefix_block: tokens per block of the driver's prefix index.
-        prefix_entries: blocks the index remembers (least recently used go first).
+        prefix_entries: beginnings of prompts that it remembers (least recently used go first).
     """
 
     routing: tuple[str, ...] = ("requests",)

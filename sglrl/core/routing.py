@@ -37,6 +37,7 @@ class Route:
     """
 
     __slots__ = (
+        "_beginnings",
         "_blocks",
         "_hashed",
         "_keys",
@@ -55,9 +56,12 @@ class Route:
         self.sticky = False
         self.member: Member | None = None
         self.recorded = 0
-        """Keys of ``member`` that the index has, and that will not change."""
+        """Keys that were there when ``member`` got the call before, the whole prompt's aside."""
         self._keys: list[int] = []
+        self._beginnings = 0
+        """How many of the keys are of beginnings; these do not change."""
         self._blocks = self._hashed = 0
+        """Where the longest of them ends, in blocks; for how many bytes the keys are."""
 
     def extend(self, tokens: bytes, version: int) -> None:
         """The next call of a conversation: its tokens begin with those of the one before."""
@@ -66,36 +70,46 @@ class Route:
         if version != self.version:
             self.version = version
             self._keys = []
-            self._blocks = self._hashed = self.recorded = 0
+            self._beginnings = self._blocks = self._hashed = self.recorded = 0
 
     def prefix_keys(self, block: int) -> list[int]:
-        """One key per full block of ``block`` tokens, each depending on all tokens before it,
-        then one for the whole prompt. A collision costs a cache miss, never a wrong result."""
+        """One key for each of some beginnings of the prompt, each depending on all tokens before
+        it, then, unless it is a conversation that has a worker, one for the whole prompt. A
+        collision costs a cache miss, never a wrong result.
+
+        Beginnings end every ``block`` tokens, up to 16 times that, and then at eight places on the
+        way to twice as many: of a prefix that a worker holds at most an eighth, or a block, goes
+        unnoticed, and one of 32,768 tokens has 64 keys and not 1,024."""
         keys, tokens, size = self._keys, self.tokens, len(self.tokens)
         if self._hashed != size:
-            # What there is goes on behind its last full block.
-            del keys[self._blocks :]
+            # What there is goes on behind its last beginning.
+            del keys[self._beginnings :]
             key = keys[-1] if keys else hash(("sglrl", self.version))
-            step = block * 4
-            begin = self._blocks * step
-            for end in range(begin + step, size + 1, step):
-                key = hash((key, tokens[begin:end]))
+            width = block * 4
+            at, blocks = self._blocks * width, size // width
+            end = self._blocks + (1 << max(0, self._blocks.bit_length() - 4))
+            while end <= blocks:
+                key = hash((key, tokens[at : end * width]))
                 keys.append(key)
-                begin = end
-            self._blocks = len(keys)
-            if begin < size:
-                keys.append(hash((key, tokens[begin:])))
+                self._blocks = end
+                at = end * width
+                end += 1 if end < 16 else 1 << end.bit_length() - 4
+            self._beginnings = len(keys)
+            if at < size and not self.recorded:
+                keys.append(hash((key, tokens[at:])))
             self._hashed = size
         return keys
 
     def record(self, index: PrefixIndex, member: Member, block: int) -> None:
-        """The member gets the call."""
+        """The member gets the call. Of a conversation that stays with it the longest beginning is
+        put down, which is what another that goes on from here will have, too."""
         keys = self.prefix_keys(block)
-        if member is not self.member:
+        if member is not self.member or not self.recorded:
             self.member = member
-            self.recorded = 0
-        index.record(keys[self.recorded :] if self.recorded else keys, member)
-        self.recorded = self._blocks
+            index.record(keys, member)
+        elif self._beginnings > self.recorded:
+            index.record(keys[self._beginnings - 1 : self._beginnings], member)
+        self.recorded = self._beginnings
 
 
 class PrefixIndex:
@@ -116,14 +130,14 @@ class PrefixIndex:
 
     def holders(self, keys: list[int]) -> Holders:
         """The members known to hold the longest prefix that any member holds."""
-        found: Holders = ()
         young, old = self.young, self.old
-        for key in keys:
-            entry = young.get(key) or old.get(key)
-            if not entry:
-                break
-            found = entry
-        return found
+        # Whoever holds more holds the shortest, too. The others need not all be known.
+        if keys and (young.get(keys[0]) or old.get(keys[0])):
+            for key in reversed(keys):
+                found = young.get(key) or old.get(key)
+                if found:
+                    return found
+        return ()
 
     def forget(self, member: Member) -> None:
         """The member takes no calls any more: what only it held is nobody's. O(entries), once."""
