@@ -33,7 +33,7 @@ class FabricConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_attempts: int = 5
     overload: float = 1.25
     overload_slack: int = 2
-    prefix_block: int = 32
+    prefix_block: int = 64
     prefix_entries: int = 200_000
 
     def __post_init__(self) -> None:

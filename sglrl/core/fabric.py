@@ -6,6 +6,8 @@ Invariants (checked by ``validate``, which the tests run after every step):
 * every submitted call ends exactly once, with one ``END`` effect;
 * a member never holds more calls than its window, urgent ones aside;
 * a call waits in the queue only while no member that may take it has room;
+* waiting calls go by priority and age, but of the same priority a member takes those first that go
+  on from what it holds, until the oldest has been passed by for as long again as it would wait;
 * the sum of all loads equals the number of calls that are SENT, RUNNING or CANCELLING.
 """
 
@@ -18,7 +20,7 @@ from ..config import FabricConfig
 from ..errors import Closed, DeadlineExceeded, Overloaded, SglrlError, UsageError, WorkerLost
 from ..messages import Item, ItemKind
 from .calls import CANCELLING, ENDED, QUEUED, RUNNING, SENT, Call
-from .members import DRAINING, GONE, LOST, READY, RETIRED, SYNCING, LoadIndex, Member
+from .members import DRAINING, GONE, LOST, READY, RETIRED, SYNCING, Entry, LoadIndex, Member
 from .routing import Router
 
 if TYPE_CHECKING:
@@ -43,6 +45,8 @@ DRAINED: Final = 5
 Effect = tuple[int, Any, Any]
 
 _CHUNK = 0
+_PATIENCE: Final = 64
+"""Calls that may pass an older one, beyond those that wait at a time."""
 
 
 class Fabric:
@@ -62,7 +66,8 @@ class Fabric:
         """No new calls; those that are there run to their end."""
         self._epitaph = ""
         self._next_id = 0
-        self._queue: list[tuple[int, int, Call]] = []
+        self._queue: list[Entry] = []
+        """All waiting calls that are not pinned, and entries that no longer hold."""
         self._waiting = 0
         self._deadlines: list[tuple[float, int]] = []
 
@@ -337,18 +342,28 @@ class Fabric:
         self.outbox.append((SEND, member, call))
 
     def _enqueue(self, call: Call) -> None:
-        queue = self._queue if call.pinned is None else self.members[call.pinned].pinned
-        heappush(queue, (-call.priority, call.id, call))
+        entry = (-call.priority, call.id, call.attempts, call)
         self._waiting += 1
+        if call.pinned is not None:
+            heappush(self.members[call.pinned].pinned, entry)
+            return
+        heappush(self._queue, entry)
+        home = self.router.home(call)
+        if home is not None:
+            heappush(home.returning, entry)
+            self._sweep(home.returning)
 
     def _unqueue(self, call: Call) -> None:
-        """Take a waiting call out. Its heap entry stays until popped or swept: bounded by sweep."""
+        """Take a waiting call out. Its entries stay until popped or swept."""
         call.move(ENDED)
         del self.calls[call.id]
         self._waiting -= 1
-        queue = self._queue if call.pinned is None else self.members[call.pinned].pinned
+        self._sweep(self._queue if call.pinned is None else self.members[call.pinned].pinned)
+
+    def _sweep(self, queue: list[Entry]) -> None:
+        """Bounds a heap by twice the calls that wait."""
         if len(queue) > 64 + 2 * self._waiting:
-            queue[:] = [entry for entry in queue if entry[2].state == QUEUED]
+            queue[:] = [entry for entry in queue if _holds(entry)]
             heapify(queue)
 
     def _end_queued(self, call: Call, outcome: Item | SglrlError) -> None:
@@ -370,12 +385,14 @@ class Fabric:
     def _withdraw(self, member: Member) -> None:
         self.loads.leave(member)
         self.router.leave(member)
+        member.returning.clear()
 
     def _fail_pinned(self, member: Member, why: str, *, keep_idempotent: bool = False) -> None:
         """Calls that wait for this worker and no other. What is not idempotent may count on what
         the worker knew, so it does not wait for a replacement."""
-        for _, _, call in list(member.pinned):
-            if call.state == QUEUED and not (keep_idempotent and call.idempotent):
+        for entry in list(member.pinned):
+            call = entry[3]
+            if _holds(entry) and not (keep_idempotent and call.idempotent):
                 self._end_queued(
                     call,
                     WorkerLost(
@@ -387,22 +404,48 @@ class Fabric:
             member.pinned.clear()
 
     def _pump(self, now: float, member: Member | None = None) -> None:
-        """Give waiting calls to members with room, by priority and age; ``member`` has gained room,
-        so the calls that are pinned to it come first."""
+        """Give waiting calls to members with room. ``member`` has gained room, so the calls that
+        are pinned to it come first, then those that go on from what it holds."""
         if member is not None:
             pinned = member.pinned
             while pinned and member.has_room:
-                self._start_waiting(heappop(pinned)[2], member, now)
+                entry = heappop(pinned)
+                if _holds(entry):
+                    self._start_waiting(entry[3], member, now)
+            while member.has_room:
+                call = self._next_for(member)
+                if call is None:
+                    break
+                self.router.given(call, member)
+                self._start_waiting(call, member, now)
         queue = self._queue
         while queue and self.loads.with_room:
-            call = heappop(queue)[2]
-            if call.state == QUEUED:
-                self._start_waiting(call, self.router.choose(call), now)
+            entry = heappop(queue)
+            if _holds(entry):
+                chosen = self.router.choose(entry[3])
+                assert chosen is not None
+                self._start_waiting(entry[3], chosen, now)
 
-    def _start_waiting(self, call: Call, member: Member | None, now: float) -> None:
-        if call.state != QUEUED:
-            return
-        assert member is not None
+    def _next_for(self, member: Member) -> Call | None:
+        """The waiting call that this member with room takes."""
+        queue, own = self._queue, member.returning
+        while queue and not _holds(queue[0]):
+            heappop(queue)
+        if not queue:
+            return None
+        while own and not _holds(own[0]):
+            heappop(own)
+        oldest = queue[0]
+        # Ids count submissions. Who comes last when w calls wait is w younger than the oldest.
+        if (
+            own
+            and own[0][0] == oldest[0]
+            and own[0][1] - oldest[1] <= _PATIENCE + 2 * self._waiting
+        ):
+            return heappop(own)[3]
+        return heappop(queue)[3]
+
+    def _start_waiting(self, call: Call, member: Member, now: float) -> None:
         self._waiting -= 1
         self._dispatch(call, member, now)
 
@@ -441,3 +484,9 @@ class Fabric:
             least = self.loads.least()
             assert least is not None
             assert least.load == min(m.load for m in ready if m.has_room)
+
+
+def _holds(entry: Entry) -> bool:
+    """The call still waits where the entry says."""
+    call = entry[3]
+    return call.state == QUEUED and call.attempts == entry[2]

@@ -40,6 +40,10 @@ LEGAL: Final[dict[str, tuple[str, ...]]] = {
 }
 GONE: Final = (LOST, RETIRED)
 
+Entry = tuple[int, int, int, Call]
+"""In a heap of waiting calls: by priority and age. The third is how often the call had been sent
+when it was put there, so an entry holds while the call is QUEUED and that is unchanged."""
+
 
 class Member:
     """One worker: its state, its window, and the calls it holds by id."""
@@ -52,6 +56,7 @@ class Member:
         "load",
         "pinned",
         "preempted",
+        "returning",
         "served",
         "state",
         "waiting",
@@ -68,7 +73,11 @@ class Member:
         self.kv_usage = -1.0
         self.waiting = self.preempted = 0
         self.calls: dict[int, Call] = {}
-        self.pinned: list[tuple[int, int, Call]] = []
+        self.pinned: list[Entry] = []
+        """Calls that wait for this member and no other, a heap."""
+        self.returning: list[Entry] = []
+        """Calls that wait for any member and had best go to this one, which holds what they go on
+        from: a heap, also of entries that no longer hold."""
 
     @property
     def has_room(self) -> bool:

@@ -79,21 +79,20 @@ class Route:
 
         Beginnings end every ``block`` tokens, up to 16 times that, and then at eight places on the
         way to twice as many: of a prefix that a worker holds at most an eighth, or a block, goes
-        unnoticed, and one of 32,768 tokens has 64 keys and not 1,024."""
+        unnoticed, and a prompt of 512 blocks has 56 keys."""
         keys, tokens, size = self._keys, self.tokens, len(self.tokens)
         if self._hashed != size:
             # What there is goes on behind its last beginning.
             del keys[self._beginnings :]
             key = keys[-1] if keys else hash(("sglrl", self.version))
-            width = block * 4
-            at, blocks = self._blocks * width, size // width
-            end = self._blocks + (1 << max(0, self._blocks.bit_length() - 4))
-            while end <= blocks:
-                key = hash((key, tokens[at : end * width]))
+            width, blocks = block * 4, self._blocks
+            at, end = blocks * width, size // width
+            while (next_ := blocks + (1 if blocks < 16 else 1 << blocks.bit_length() - 4)) <= end:
+                key = hash((key, tokens[at : next_ * width]))
                 keys.append(key)
-                self._blocks = end
-                at = end * width
-                end += 1 if end < 16 else 1 << end.bit_length() - 4
+                blocks = next_
+                at = blocks * width
+            self._blocks = blocks
             self._beginnings = len(keys)
             if at < size and not self.recorded:
                 keys.append(hash((key, tokens[at:])))
@@ -207,10 +206,12 @@ class Router:
         route = call.route
         member: Member | None = None
         if loads.with_room == 1:
-            # There is nothing to choose; and this is so whenever calls wait.
+            # There is nothing to choose.
             member = loads.least()
         elif route is not None and (route.sticky or route.session is not None):
-            member = self._by_affinity(route)
+            member = self._latest(route)
+            if member is not None and self.overloaded(member):
+                member = None
         if member is None:
             for strategy in self.chain:
                 member = strategy(call)
@@ -218,13 +219,33 @@ class Router:
                     break
             else:
                 member = loads.least()
-        if route is not None and member is not None:
-            if self.tracks_prefixes:
-                route.record(self.prefixes, member, self.config.prefix_block)
-            else:
-                route.member = member
-            if route.session is not None:
-                self._remember(route.session, member)
+        if member is not None:
+            self.given(call, member)
+        return member
+
+    def given(self, call: Call, member: Member) -> None:
+        """The member gets the call: those that go on from it belong there."""
+        route = call.route
+        if route is None or self.loads.members <= 1:
+            return
+        if self.tracks_prefixes:
+            route.record(self.prefixes, member, self.config.prefix_block)
+        else:
+            route.member = member
+        if route.session is not None:
+            self._remember(route.session, member)
+
+    def home(self, call: Call) -> Member | None:
+        """The one member that holds what this call goes on from, if there is one: who got the call
+        before of its conversation or session, or who alone holds its longest known prefix."""
+        route = call.route
+        if route is None or self.loads.members <= 1:
+            return None
+        member = self._latest(route)
+        if member is None and self.tracks_prefixes:
+            holders = self.prefixes.holders(route.prefix_keys(self.config.prefix_block))
+            if len(holders) == 1:
+                (member,) = holders
         return member
 
     def overloaded(self, member: Member) -> bool:
@@ -244,13 +265,14 @@ class Router:
         if len(sessions) > self.config.prefix_entries:
             sessions.popitem(last=False)
 
-    def _by_affinity(self, route: Route) -> Member | None:
-        """Who got the call before of this conversation, or of this session."""
+    def _latest(self, route: Route) -> Member | None:
+        """Who got the call before of this conversation, or of this session, if it serves."""
         name = route.session
-        member = route.member if name is None else self.sessions.get(name)
-        if member is None or member.state is not READY or self.overloaded(member):
-            return None
-        return member
+        if name is not None:
+            member = self.sessions.get(name)
+        else:
+            member = route.member if route.sticky else None
+        return member if member is not None and member.state is READY else None
 
     def _by_prefix(self, call: Call) -> Member | None:
         if call.route is None:

@@ -1,7 +1,8 @@
 """What ``sglrl.core.fabric`` promises, said again as simply as possible: sets, lists, no indexes.
 
 The model decides nothing about routing. It says which effects a step must have, and then judges
-every ``SEND``: may that call go to that member, and was no other call before it?
+every ``SEND``: may that call go to that member, and was no other call before it? Of calls that wait
+it knows to which member the one before of their session or conversation went.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ class ModelCall:
     losses: int = 0
     answers: int = 0
     cancelled: bool = False
+    home: int | None = None
+    """The member that has it return to it, while it waits."""
 
     @property
     def pinned(self) -> int | None:
@@ -46,6 +49,14 @@ class ModelCall:
     def order(self) -> tuple[int, int]:
         return -self.call.priority, self.call.id
 
+    @property
+    def conversation(self) -> object:
+        """What it goes on with, by name or by itself."""
+        route = self.call.route
+        if route is None:
+            return None
+        return route.session or (route if route.sticky else None)
+
 
 class Model:
     def __init__(self, max_queue: int, max_attempts: int) -> None:
@@ -53,6 +64,8 @@ class Model:
         self.max_attempts = max_attempts
         self.members: dict[int, ModelMember] = {}
         self.calls: dict[int, ModelCall] = {}
+        self.homes: dict[object, int] = {}
+        """Where the last call of each session or conversation went."""
         self.closed = False
 
     # --- what is so -------------------------------------------------------------------------------
@@ -83,6 +96,27 @@ class Model:
         if not self.room_for(call.pinned) and len(self.in_state(WAITING)) >= self.max_queue:
             return Overloaded
         return None
+
+    def has_choice(self) -> bool:
+        return sum(m.state == "ready" for m in self.members.values()) > 1
+
+    def submitted(self, call: Call) -> None:
+        new = self.calls[call.id] = ModelCall(call)
+        if not self.room_for(call.pinned):
+            self._waits(new)
+
+    def _waits(self, call: ModelCall) -> None:
+        call.state = WAITING
+        call.home = None
+        if call.pinned is None and self.has_choice():
+            call.home = self.homes.get(call.conversation)
+
+    def _left(self, index: int) -> None:
+        """What it held is nobody's."""
+        self.homes = {what: home for what, home in self.homes.items() if home != index}
+        for call in self.in_state(WAITING):
+            if call.home == index:
+                call.home = None
 
     # --- what must follow: each returns the effects wanted, except SENDs -------------------------
 
@@ -140,6 +174,7 @@ class Model:
 
     def drain(self, index: int) -> list[Any]:
         self.members[index].state = "draining"
+        self._left(index)
         idle = [] if self.members[index].held else [(DRAINED, index, None)]
         stranded = [c for c in self.in_state(WAITING) if c.pinned == index]
         return idle + self._end_all(stranded, WorkerLost)
@@ -153,6 +188,7 @@ class Model:
     def lose(self, index: int, returns: bool = False) -> list[Any]:
         member = self.members[index]
         member.state = "lost" if returns else "retired"
+        self._left(index)
         wanted: list[Any] = []
         for id_ in member.held:
             call = self.calls[id_]
@@ -162,7 +198,7 @@ class Model:
             call.losses += 1
             begun = call.call.stream and call.state == RUNNING and not call.call.resumable
             if call.call.idempotent and not begun and call.losses < self.max_attempts:
-                call.state = WAITING
+                self._waits(call)
                 wanted.append((RESTART, id_, None))
             else:
                 call.state = ENDED
@@ -216,15 +252,35 @@ class Model:
         assert member.has_room, f"{member} got a call"
         assert call.state == WAITING, f"{call} was sent"
         assert call.pinned in (None, index)
-        rivals = [
-            c
-            for c in self.in_state(WAITING)
-            if c.pinned == index or (call.pinned is None and c.pinned is None)
-        ]
-        first = min(rivals, key=lambda c: (c.pinned is None, c.order))
-        assert first is call, f"{first} should have gone before {call}"
+        waiting = self.in_state(WAITING)
+        if call.pinned is None:
+            assert not any(c.pinned == index for c in waiting), "pinned calls come first"
+            self._judge_turn(call, index, [c for c in waiting if c.pinned is None], len(waiting))
+            if self.has_choice() and call.conversation is not None:
+                self.homes[call.conversation] = index
+        else:
+            rivals = [c for c in waiting if c.pinned == index]
+            assert min(rivals, key=lambda c: c.order) is call
         call.state = SENT
         call.attempts += 1
         assert call.losses < self.max_attempts
         assert call.call.resumable or call.attempts <= self.max_attempts
         member.held.add(sent.id)
+
+    def _judge_turn(self, call: ModelCall, index: int, rivals: list[ModelCall], all_: int) -> None:
+        """Calls that return to the member come first, in order, unless the oldest call is of higher
+        priority, or they would pass by it too often; then the oldest one."""
+        oldest = min(rivals, key=lambda c: c.order)
+
+        def may_pass(one: ModelCall) -> bool:
+            near = one.call.id - oldest.call.id <= 64 + 2 * all_
+            return near and one.call.priority == oldest.call.priority
+
+        returning = [c for c in rivals if c.home == index and may_pass(c)]
+        first = min(returning, key=lambda c: c.order) if returning else oldest
+        if call is not first:
+            # A prompt may have a prefix that this member alone holds: the model does not know.
+            assert call.conversation is None, f"{first} should have gone before {call}"
+            assert call.call.route is not None, f"{first} should have gone before {call}"
+            assert may_pass(call), f"{call} has passed {oldest} too often"
+            assert not returning or call.order < first.order

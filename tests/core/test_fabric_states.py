@@ -17,7 +17,7 @@ from sglrl.core.routing import Route
 from sglrl.errors import SglrlError
 from sglrl.messages import Item, ItemKind
 
-from .fabric_model import CANCELLING, ENDED, RUNNING, SENT, WAITING, Model, ModelCall, ModelMember
+from .fabric_model import CANCELLING, ENDED, RUNNING, SENT, WAITING, Model, ModelMember
 
 pick = st.integers(0, 1 << 16)
 """Chooses one of what is there at the moment, modulo its number."""
@@ -48,6 +48,7 @@ class FabricStates(RuleBasedStateMachine):
     ) -> None:
         self.now = 0.0
         self.strays = 0
+        self.conversations = [Route(bytes([n, 0, 0, 0])) for n in range(6)]
         self.model = Model(max_queue, max_attempts)
         self.fabric = Fabric(
             FabricConfig(
@@ -193,6 +194,14 @@ class FabricStates(RuleBasedStateMachine):
         for priority, retry, stream, timed in settings:
             self.submit_one(priority, None, 4 if timed else None, retry, stream, None)
 
+    @rule(turns=st.lists(st.tuples(pick, st.integers(0, 1)), min_size=3, max_size=10))
+    def converse(self, turns: list[tuple[int, int]]) -> None:
+        """Next turns of a few conversations."""
+        for n, priority in turns:
+            one = self.conversations[n % len(self.conversations)]
+            one.extend(one.tokens + b"\1\0\0\0" * 3, 0)
+            self.submit_one(priority, None, None, "resume", False, one)
+
     @rule(every=st.integers(1, 3))
     def progress(self, every: int) -> None:
         """A chunk for every call, or every second or third."""
@@ -231,7 +240,7 @@ class FabricStates(RuleBasedStateMachine):
         else:
             self.fabric.submit(call, self.now)
             assert call.id not in self.model.calls
-            self.model.calls[call.id] = ModelCall(call)
+            self.model.submitted(call)
         self.judge([])
 
     @rule(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 
 import pytest
@@ -9,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglrl.config import ROUTING_STRATEGIES, FabricConfig
+from sglrl.core.calls import Call
+from sglrl.core.fabric import Fabric
 from sglrl.core.members import Member
-from sglrl.core.routing import PrefixIndex
+from sglrl.core.routing import PrefixIndex, Route
 from sglrl.errors import UsageError
 
 from .pool import finish, make_fabric, route, submit, worker_of
@@ -305,6 +308,75 @@ def test_prefix_index_forgets_the_least_recently_used() -> None:
         index.record(route([n] * BLOCK).prefix_keys(BLOCK), member)
     assert list(index.holders(kept)) == [member]
     assert list(index.holders(dropped)) == []
+
+
+def converse(fabric: Fabric, one: Route) -> Call:
+    """The next turn of a conversation."""
+    one.extend(one.tokens + route([1] * BLOCK).tokens, 0)
+    return submit(fabric, route=one)
+
+
+@pytest.mark.parametrize("strategy", ROUTING_STRATEGIES)
+def test_turns_that_wait_return_to_their_workers(strategy: str) -> None:
+    """However many wait, whoever has room first."""
+    fabric = make_fabric(3, window=2, routing=(strategy,), prefix_block=BLOCK)
+    talks = [route([n]) for n in range(30)]
+    running = [converse(fabric, one) for one in talks]
+    homes: dict[int, int | None] = {}
+    order = random.Random(0)
+    for _ in range(600):
+        n = order.choice([n for n, call in enumerate(running) if call.worker is not None])
+        assert homes.setdefault(n, worker_of(running[n])) == worker_of(running[n])
+        finish(fabric, running[n])
+        running[n] = converse(fabric, talks[n])
+    assert len(homes) == 30
+
+
+def test_a_prompt_that_waits_goes_to_the_only_worker_that_holds_its_beginning() -> None:
+    fabric = make_fabric(2, window=1, routing=("prefix-aware",), prefix_block=BLOCK)
+    first = [submit(fabric, route=route([n] * BLOCK)) for n in range(2)]
+    assert [worker_of(call) for call in first] == [0, 1]
+    later = [submit(fabric, route=route([n] * 2 * BLOCK)) for n in range(2)]
+    finish(fabric, first[1])
+    assert [worker_of(call) for call in later] == [None, 1]
+    finish(fabric, first[0])
+    assert [worker_of(call) for call in later] == [0, 1]
+
+
+def test_who_waits_for_a_worker_that_never_has_room_is_not_passed_by_for_ever() -> None:
+    fabric = make_fabric(2, window=1, routing=("requests",))
+    slow, quick = (route([n]) for n in range(2))
+    converse(fabric, slow)
+    running = converse(fabric, quick)
+    waiting = converse(fabric, slow)
+    passed = 0
+    while waiting.worker is None:
+        following = converse(fabric, quick)
+        finish(fabric, running)
+        running = following
+        passed += following.worker is not None
+    assert worker_of(waiting) == 1
+    assert passed == 64 + 2 * 2, "with two that wait, twice that, and 64"
+
+
+def test_a_higher_priority_comes_before_what_returns() -> None:
+    fabric = make_fabric(2, window=1, routing=("requests",))
+    talks = [route([n]) for n in range(2)]
+    running = [converse(fabric, one) for one in talks]
+    converse(fabric, talks[0])
+    urgent = submit(fabric, priority=1)
+    finish(fabric, running[0])
+    assert worker_of(urgent) == 0
+
+
+def test_what_waited_for_a_worker_that_is_gone_goes_to_another() -> None:
+    fabric = make_fabric(2, window=1, routing=("requests",))
+    talks = [route([n]) for n in range(2)]
+    running = [converse(fabric, one) for one in talks]
+    waiting = converse(fabric, talks[0])
+    fabric.drain_member(0, 0.0)
+    finish(fabric, running[1])
+    assert worker_of(waiting) == 1
 
 
 def test_sessions_are_bounded() -> None:
