@@ -23,7 +23,6 @@ from collections.abc import (
 )
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from ..completion import Completion
 from ..config import check_timeout
 from ..core import rollouts as core
 from ..core.concurrency import Concurrency
@@ -262,7 +261,7 @@ class Rollout:
         self._rewards: deque[float] = deque(maxlen=_RECENT)
         self._turns = self._generated = self._prompted = self._cached = 0
         # Once, and not a bound method for every session.
-        self._count: Callable[[Completion, int], None] = self._on_turn
+        self._count: Callable[[int, int, int], None] = self._on_turn
         self._staleness = 0
         self._failures = self._successes = 0
         self._looped = False
@@ -721,11 +720,11 @@ class Rollout:
             seconds=time.monotonic() - self._begun if self._begun else 0.0,
         )
 
-    def _on_turn(self, completion: Completion, tokens: int) -> None:
+    def _on_turn(self, prompt: int, cached: int, new: int) -> None:
         self._turns += 1
-        self._generated += tokens
-        self._prompted += completion.prompt_tokens
-        self._cached += completion.cached_tokens
+        self._prompted += prompt
+        self._cached += cached
+        self._generated += new
 
     def _look(self) -> None:
         """An engine has said how full it is."""

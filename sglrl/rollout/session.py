@@ -119,12 +119,13 @@ class Session:
         self,
         opening: Opening,
         gate: Gate | None = None,
-        on_turn: Callable[[Completion, int], None] | None = None,
+        on_turn: Callable[[int, int, int], None] | None = None,
         seed: int | None = None,
     ) -> None:
         self._opening = opening
         self._gate = gate
         self._on_turn = on_turn
+        """Told of each: tokens of its prompt, how many of these were cached, and new ones."""
         self._seed = seed
         self._client = opening.client
         self._requests = opening.requests
@@ -270,7 +271,7 @@ class Session:
         new = chunks[0].ids if len(chunks) == 1 else b"".join([chunk.ids for chunk in chunks])
         self._response = response + new
         if self._on_turn is not None:
-            self._on_turn(completion, len(new) // 4)
+            self._on_turn(len(ids) // 4, chunks[-1].cached_tokens, len(new) // 4)
         return completion
 
     async def _enter(self, gate: Gate) -> None:

@@ -171,51 +171,50 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
             rewards: of each turn.
             total, generating: as in ``TrajectoryTiming``; it began ``total`` seconds ago.
         """
+        size, prompt_tokens = len(response) // 4, len(prompt) // 4
         marked: list[Turn] = []
-        mask: list[bytes] = []
-        logprobs: list[bytes] = []
-        versions: list[bytes] = []
-        at = 0
+        mask, logprobs, versions = (
+            bytearray(size),
+            bytearray(4 * size),
+            bytearray(_NO_VERSION * size),
+        )
         oldest = -1
         for start, completion, reward in zip(starts, turns, rewards, strict=True):
-            if start > at:
-                mask.append(bytes(start - at))
-                logprobs.append(bytes(4 * (start - at)))
-                versions.append(_NO_VERSION * (start - at))
             at = start
             for chunk in completion._chunks:
-                size = len(chunk.ids) // 4
-                mask.append(b"\1" * size)
-                logprobs.append(chunk.logprobs if completion._wants_logprobs else _NAN * size)
-                version = chunk.version
-                versions.append(version.to_bytes(4, "little") * size)
-                if size and (version < oldest or oldest < 0):
+                new = len(chunk.ids) // 4
+                if not new:
+                    continue
+                end, version = at + new, chunk.version
+                mask[at:end] = b"\1" * new
+                logprobs[4 * at : 4 * end] = (
+                    chunk.logprobs if completion._wants_logprobs else _NAN * new
+                )
+                versions[4 * at : 4 * end] = version.to_bytes(4, "little") * new
+                if version < oldest or oldest < 0:
                     oldest = version
-                at += size
+                at = end
+            last = completion._chunks[-1]
             marked.append(
                 Turn(
                     start=start,
                     stop=at,
                     reward=reward,
-                    finish_reason=completion.finish_reason,
+                    finish_reason=last.finish,
                     worker=completion.worker,
-                    cached_tokens=completion.cached_tokens,
-                    prompt_tokens=completion.prompt_tokens,
+                    cached_tokens=last.cached_tokens,
+                    prompt_tokens=prompt_tokens + start,
                     resumed=completion.resumed,
                     seconds=completion._finished - completion._submitted,
                 )
             )
-        rest = len(response) // 4 - at
-        mask.append(bytes(rest))
-        logprobs.append(bytes(4 * rest))
-        versions.append(_NO_VERSION * rest)
         # A copy is not checked again.
         self = copy(_BLANK)
         force_setattr(self, "prompt_ids", np.frombuffer(prompt, _INT32))
         force_setattr(self, "response_ids", np.frombuffer(response, _INT32))
-        force_setattr(self, "loss_mask", np.frombuffer(b"".join(mask), _BOOL))
-        force_setattr(self, "logprobs", np.frombuffer(b"".join(logprobs), _FLOAT32))
-        force_setattr(self, "versions", np.frombuffer(b"".join(versions), _INT32))
+        force_setattr(self, "loss_mask", np.frombuffer(bytes(mask), _BOOL))
+        force_setattr(self, "logprobs", np.frombuffer(bytes(logprobs), _FLOAT32))
+        force_setattr(self, "versions", np.frombuffer(bytes(versions), _INT32))
         force_setattr(self, "turns", tuple(marked))
         force_setattr(self, "timing", TrajectoryTiming(time.time() - total, total, generating))
         force_setattr(self, "metadata", metadata)
