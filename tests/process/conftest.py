@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 from processes import descendants
@@ -13,17 +14,22 @@ from sglrl import forkserver
 
 @pytest.fixture(autouse=True)
 def no_worker_is_left() -> Iterator[None]:
+    """Beside those of fixtures that outlive a test, where others run in the same process."""
+    before = set(descendants()), _pools()
     yield
-    servers = [s for s in forkserver._servers.values() if s.alive]
-    known = {s.process.pid for s in servers}
+    known = {server.process.pid for server in forkserver._servers.values() if server.alive}
     left = {
         pid: name
         for pid, name in descendants().items()
-        if pid not in known and name != "sglrl spare"
+        if pid not in known | before[0] and name != "sglrl spare"
     }
     assert not left, f"processes were left running: {left}"
-    for server in servers:
-        assert not list(server.folder.glob("pool-*")), "a pool left its folder"
+    assert not _pools() - before[1], "a pool left its folder"
+
+
+def _pools() -> set[Path]:
+    servers = [server for server in forkserver._servers.values() if server.alive]
+    return {pool for server in servers for pool in server.folder.glob("pool-*")}
 
 
 @pytest.fixture(autouse=True)
