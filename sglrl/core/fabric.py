@@ -67,7 +67,7 @@ class Fabric:
         self._epitaph = ""
         self._next_id = 0
         self._queue: list[Entry] = []
-        """All waiting calls that are not pinned, and entries that no longer hold."""
+        """All waiting calls that are not pinned, and some that wait no longer."""
         self._waiting = 0
         self._deadlines: list[tuple[float, int]] = []
 
@@ -359,11 +359,14 @@ class Fabric:
         del self.calls[call.id]
         self._waiting -= 1
         self._sweep(self._queue if call.pinned is None else self.members[call.pinned].pinned)
+        if not self._waiting:
+            for member in self.members.values():
+                member.returning.clear()
 
     def _sweep(self, queue: list[Entry]) -> None:
-        """Bounds a heap by twice the calls that wait."""
+        """Bound a heap by twice the calls that wait."""
         if len(queue) > 64 + 2 * self._waiting:
-            queue[:] = [entry for entry in queue if _holds(entry)]
+            queue[:] = [entry for entry in queue if entry[3].state == QUEUED]
             heapify(queue)
 
     def _end_queued(self, call: Call, outcome: Item | SglrlError) -> None:
@@ -390,9 +393,8 @@ class Fabric:
     def _fail_pinned(self, member: Member, why: str, *, keep_idempotent: bool = False) -> None:
         """Calls that wait for this worker and no other. What is not idempotent may count on what
         the worker knew, so it does not wait for a replacement."""
-        for entry in list(member.pinned):
-            call = entry[3]
-            if _holds(entry) and not (keep_idempotent and call.idempotent):
+        for *_, call in list(member.pinned):
+            if call.state == QUEUED and not (keep_idempotent and call.idempotent):
                 self._end_queued(
                     call,
                     WorkerLost(
@@ -409,31 +411,31 @@ class Fabric:
         if member is not None:
             pinned = member.pinned
             while pinned and member.has_room:
-                entry = heappop(pinned)
-                if _holds(entry):
-                    self._start_waiting(entry[3], member, now)
+                call = heappop(pinned)[3]
+                if call.state == QUEUED:
+                    self._start_waiting(call, member, now)
             while member.has_room:
-                call = self._next_for(member)
-                if call is None:
+                first = self._next_for(member)
+                if first is None:
                     break
-                self.router.given(call, member)
-                self._start_waiting(call, member, now)
+                self.router.given(first, member)
+                self._start_waiting(first, member, now)
         queue = self._queue
         while queue and self.loads.with_room:
-            entry = heappop(queue)
-            if _holds(entry):
-                chosen = self.router.choose(entry[3])
+            call = heappop(queue)[3]
+            if call.state == QUEUED:
+                chosen = self.router.choose(call)
                 assert chosen is not None
-                self._start_waiting(entry[3], chosen, now)
+                self._start_waiting(call, chosen, now)
 
     def _next_for(self, member: Member) -> Call | None:
         """The waiting call that this member with room takes."""
         queue, own = self._queue, member.returning
-        while queue and not _holds(queue[0]):
+        while queue and queue[0][3].state != QUEUED:
             heappop(queue)
         if not queue:
             return None
-        while own and not _holds(own[0]):
+        while own and own[0][3].state != QUEUED:
             heappop(own)
         oldest = queue[0]
         # Ids count submissions. Who comes last when w calls wait is w younger than the oldest.
@@ -484,9 +486,3 @@ class Fabric:
             least = self.loads.least()
             assert least is not None
             assert least.load == min(m.load for m in ready if m.has_room)
-
-
-def _holds(entry: Entry) -> bool:
-    """The call still waits where the entry says."""
-    call = entry[3]
-    return call.state == QUEUED and call.attempts == entry[2]

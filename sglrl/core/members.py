@@ -41,8 +41,9 @@ LEGAL: Final[dict[str, tuple[str, ...]]] = {
 GONE: Final = (LOST, RETIRED)
 
 Entry = tuple[int, int, int, Call]
-"""In a heap of waiting calls: by priority and age. The third is how often the call had been sent
-when it was put there, so an entry holds while the call is QUEUED and that is unchanged."""
+"""In a heap of waiting calls: by priority and age. The third is how often the call has been sent,
+so that no two are equal, of which one may be left from when it waited before. Entries of calls that
+are no longer QUEUED are passed over."""
 
 
 class Member:
@@ -77,7 +78,7 @@ class Member:
         """Calls that wait for this member and no other, a heap."""
         self.returning: list[Entry] = []
         """Calls that wait for any member and had best go to this one, which holds what they go on
-        from: a heap, also of entries that no longer hold."""
+        from; and some that wait no longer. A heap."""
 
     @property
     def has_room(self) -> bool:

@@ -379,6 +379,17 @@ def test_what_waited_for_a_worker_that_is_gone_goes_to_another() -> None:
     assert worker_of(waiting) == 1
 
 
+def test_turns_that_are_cancelled_while_they_wait_are_let_go() -> None:
+    fabric = make_fabric(2, window=1, routing=("requests",))
+    talks = [route([n]) for n in range(2)]
+    for one in talks:
+        converse(fabric, one)
+    waiting = [converse(fabric, one) for one in talks for _ in range(500)]
+    for call in waiting:
+        fabric.cancel(call, 0.0)
+    assert not any(member.returning for member in fabric.members.values())
+
+
 def test_sessions_are_bounded() -> None:
     fabric = make_fabric(2, routing=("requests",), prefix_entries=10)
     for n in range(100):
