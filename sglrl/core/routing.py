@@ -27,6 +27,13 @@ _HOLDERS: Final = 8
 Holders = tuple[Member, ...] | dict[Member, None]
 
 
+def next_beginning(blocks: int) -> int:
+    """The next longer beginning of a prompt that is looked at, in blocks: every one up to 16, then
+    eight on the way to twice as many. Of a prefix that two prompts share at most an eighth, or a
+    block, goes unnoticed, and a prompt of 512 blocks has 56 beginnings."""
+    return blocks + (1 if blocks < 16 else 1 << blocks.bit_length() - 4)
+
+
 class Route:
     """What routing may know of a call; shared by the n samples of one prompt, and by the calls of
     one conversation, which go where the one before went (``extend``).
@@ -77,9 +84,7 @@ class Route:
         it, then, unless it is a conversation that has a worker, one for the whole prompt. A
         collision costs a cache miss, never a wrong result.
 
-        Beginnings end every ``block`` tokens, up to 16 times that, and then at eight places on the
-        way to twice as many: of a prefix that a worker holds at most an eighth, or a block, goes
-        unnoticed, and a prompt of 512 blocks has 56 keys."""
+        Beginnings are so many blocks of ``block`` tokens long as ``next_beginning`` says."""
         keys, tokens, size = self._keys, self.tokens, len(self.tokens)
         if self._hashed != size:
             # What there is goes on behind its last beginning.
@@ -87,7 +92,7 @@ class Route:
             key = keys[-1] if keys else hash(("sglrl", self.version))
             width, blocks = block * 4, self._blocks
             at, end = blocks * width, size // width
-            while (next_ := blocks + (1 if blocks < 16 else 1 << blocks.bit_length() - 4)) <= end:
+            while (next_ := next_beginning(blocks)) <= end:
                 key = hash((key, tokens[at : next_ * width]))
                 keys.append(key)
                 blocks = next_

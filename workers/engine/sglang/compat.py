@@ -76,6 +76,12 @@ def digest(*owners: tuple[type, Sequence[str]]) -> str:
     return hashlib.sha256("".join(texts).encode()).hexdigest()
 
 
+def matched(match: Any) -> int:
+    """Tokens on the device that ``match_prefix`` has found; 0.5.23 no longer gives their slots."""
+    found = getattr(match, "device_prefix_len", None)
+    return len(match.device_indices) if found is None else int(found)
+
+
 def begin_weight_update(runner: Any) -> None:
     """From 0.5.21 on, what quantized layers want before their weights are written."""
     updater: Any = getattr(runner, "weight_updater", None)

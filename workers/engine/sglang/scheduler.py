@@ -69,6 +69,7 @@ from . import (
     short_prefill,
     stop_regex,
 )
+from .alike import Alike
 from .cpu_queries import CpuQueries
 from .finite import end_undrawable
 from .next_token import NextTokens, Rows
@@ -605,6 +606,8 @@ class _Receiver(SchedulerRequestReceiver):  # type: ignore[misc]
 class SglrlScheduler(Scheduler):  # type: ignore[misc]
     """SGLang's scheduler between our mailbox and our GPU (rank 0), or a follower rank."""
 
+    waiting_queue: list[Any]
+
     def __init__(self, adapter: Adapter | None, gpu_id: int, *args: Any) -> None:
         self.sglrl_adapter = adapter
         self.sglrl_gpu = gpu_id
@@ -626,6 +629,7 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
         self._sglrl_resumes: dict[str, Resume] = {}
         self._sglrl_entering: set[str] = set()
         super().__init__(*args)
+        self._sglrl_alike = Alike(self)
         # Of its own it takes five tokens less than it can generate behind a shorter prompt, and
         # then nobody could score these; and does not ask whether there are the pages for them.
         self.max_req_input_len = 1 + most_tokens(
@@ -735,6 +739,21 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
                 resume.enter(req)
         super()._add_request_to_queue(req, is_retracted, **kwargs)
 
+    def get_new_batch_prefill(self, running_batch: Any) -> Any:
+        if (running_batch.batch_is_full or not self.waiting_queue) and self.chunked_req is None:
+            # SGLang looks no further, but for grammars and whom it might preempt.
+            return super().get_new_batch_prefill(running_batch)
+        waiting: list[Any] = self.waiting_queue
+        later = self._sglrl_alike.later(waiting, self._sglrl_last_ended)
+        if not later:
+            return super().get_new_batch_prefill(running_batch)
+        self.waiting_queue = [request for request in waiting if request not in later]
+        plan = super().get_new_batch_prefill(running_batch)
+        left, before = set(self.waiting_queue), set(waiting)
+        come = [request for request in self.waiting_queue if request not in before]
+        self.waiting_queue = [r for r in waiting if r in later or r in left] + come
+        return plan
+
     def run_batch(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         now = time.monotonic()
         took = min(now - self._sglrl_launched, _LONGEST_STEP)
@@ -750,6 +769,7 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
             cpu.give_way()
         if batch.forward_mode.is_extend():
             self._sglrl_last_prefill = self._sglrl_launches
+            self._sglrl_alike.launched(self._sglrl_launches, batch.reqs)
             if self.sglrl_adapter is not None:
                 # A prompt that is prefilled in parts has its next token after the last one.
                 self.sglrl_adapter.next_tokens.expect(batch.reqs, self.chunked_req)

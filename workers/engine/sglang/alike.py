@@ -1,0 +1,87 @@
+"""Requests that begin alike and come together are prefilled one before the others
+(``core/alike.py``): n samples of a prompt, or the first of many with the same system prompt.
+
+SGLang's scheduler is asked for the next prefill without those that should wait; they stay in its
+queue, in their places, where it looks for whatever else concerns them. Its own ``Engine`` has the
+prompt of n samples prefilled by a request of its own, before them; its in-batch prefix caching
+(``schedule_policy="lpm"``) puts them last, in the same step if there is room.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
+
+from sglrl.core.alike import LEAST, Prompt, followers
+
+from . import compat
+
+_MOST: Final = 512
+"""Waiting requests that are looked at, from the first on: more than a step prefills."""
+
+
+class Alike:
+    """Of one rank. Every rank of a replica finds the same."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+        tree = scheduler.tree_cache
+        # A state-space model's cache has states at the ends of prompts only, which nobody reaches
+        # who computes the last token again.
+        self._possible = not getattr(tree, "disable", True) and not tree.supports_mamba()
+        self._launched: list[tuple[int, list[Any]]] = []
+
+    def launched(self, number: int, requests: list[Any]) -> None:
+        """A step that prefills these is under way."""
+        if self._possible:
+            self._launched = [(number, list(requests))]
+
+    def later(self, waiting: list[Any], ended: int) -> set[Any]:
+        """Those of the waiting requests that the next prefill should leave out.
+
+        Args:
+            ended: number of the last step whose results have been processed.
+        """
+        if not self._possible:
+            return set()
+        begun = [r for number, requests in self._launched if number > ended for r in requests]
+        if self._scheduler.chunked_req is not None and self._scheduler.chunked_req not in begun:
+            begun.append(self._scheduler.chunked_req)
+        if len(begun) + len(waiting) < 2:
+            return set()
+        looked_at = waiting[:_MOST]
+        both = begun + looked_at
+        found = followers(
+            [_prompt(request) for request in begun],
+            [_prompt(request) for request in looked_at],
+            lambda index: self._cached(both[index]),
+        )
+        return {looked_at[index] for index in found}
+
+    def _cached(self, request: Any) -> int:
+        """Tokens of it that are in the prefix cache."""
+        ids = request.origin_input_ids + request.output_ids
+        key = RadixKey(ids, request.extra_key)
+        return compat.matched(self._scheduler.tree_cache.match_prefix(MatchPrefixParams(key=key)))
+
+
+def _prompt(request: Any) -> Prompt:
+    """Worked out once for each prefill."""
+    size = len(request.origin_input_ids) + len(request.output_ids)
+    had = getattr(request, "sglrl_prompt", None)
+    if had is not None and had[0] == size:
+        return had[1]  # type: ignore[no-any-return]
+    most = size - 1
+    if request.return_logprob and request.logprob_start_len >= 0:
+        # Logprobs of the prompt are computed, not found.
+        most = min(most, request.logprob_start_len)
+    tokens = b""
+    if size > LEAST and request.multimodal_inputs is None and request.input_embeds is None:
+        ids = request.origin_input_ids + request.output_ids
+        tokens = np.asarray(ids, np.int64).tobytes()
+    prompt = Prompt(tokens, 8, most, (request.extra_key, request.priority))
+    request.sglrl_prompt = size, prompt
+    return prompt
