@@ -78,7 +78,7 @@ def followers(
             if index >= len(begun) and min(end, prompt.most) - there[leader] >= LEAST:
                 later.add(index - len(begun))
             break
-        if index - len(begun) not in later:
-            for key in prompt.keys:
-                leaders.setdefault(key, index)
+        # Who goes on from one that waits shares as much with whom that waits for.
+        for key in prompt.keys:
+            leaders.setdefault(key, index)
     return later
