@@ -65,7 +65,8 @@ _RECIPE = 1
 class Case(NamedTuple):
     """``model``: "tiny", or a key of the shapes above, whose weights are made up by SGLang.
 
-    prompt, new: tokens in and out of each request. requests: of one repetition.
+    prompt, new: tokens in and out of each request. requests: of one repetition. samples: requests
+    that have the same prompt, and are made by one call where a system has one for that.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Case(NamedTuple):
     in_flight: int
     requests: int
     repeats: int
+    samples: int = 1
 
     @property
     def tokens(self) -> int:
@@ -143,6 +145,6 @@ def model_folder(case: Case) -> Path:
 
 def prompts(case: Case, repetition: int, count: int) -> list[list[int]]:
     """Distinct random prompts, the same for every system, others for every repetition: so the
-    prefix cache is on and finds nothing. Repetition -1 is the warm-up."""
+    prefix cache is on, and finds nothing but what samples share. Repetition -1 is the warm-up."""
     draw = random.Random(f"{case.name} {repetition}")
     return [[draw.randrange(case.vocab) for _ in range(case.prompt)] for _ in range(count)]

@@ -52,6 +52,9 @@ def main(
         int | None, typer.Option(min=1, help="Repetitions; the median counts.")
     ] = None,
     requests: Annotated[int | None, typer.Option(min=1, help="Requests of one repetition.")] = None,
+    samples: Annotated[
+        int, typer.Option(min=1, help="Of each prompt: so many of the requests share one.")
+    ] = 1,
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", help="NAME=JSON: an engine argument for every system; repeatable."),
@@ -66,6 +69,13 @@ def main(
     cases = [CASES[c.value] for c in case]
     if requests is not None:
         cases = [c._replace(requests=requests) for c in cases]
+    cases = [c._replace(samples=samples) for c in cases]
+    for one in cases:
+        if one.requests % samples or one.in_flight % samples:
+            raise typer.BadParameter(
+                f"{samples} samples do not divide {one.name}'s {one.requests} requests and "
+                f"{one.in_flight} in flight"
+            )
     info = machine()
     results: dict[str, dict[str, Any]] = {}
     with steps(len(cases) * len(systems)) as (begin, note):
@@ -144,7 +154,8 @@ def _print(case: Case, found: dict[str, dict[str, Any]]) -> None:
         )
     table(
         f"{case.name}: {case.prompt} in, {case.new} out, {case.in_flight:,} in flight, "
-        f"{case.requests:,} requests, logprobs",
+        f"{case.requests:,} requests, logprobs"
+        + (f", {case.samples} of each prompt" if case.samples > 1 else ""),
         (
             "",
             "tokens/s",
@@ -163,6 +174,8 @@ def _print(case: Case, found: dict[str, dict[str, Any]]) -> None:
 
 
 def _targets(case: Case, found: dict[str, dict[str, Any]]) -> list[Target]:
+    if case.samples > 1:
+        return []
     ours = _speed(found, "sglrl")
     targets = [
         Target(f"{case.name}: of the bare loop", 0.97, _ratio(ours, _speed(found, "bare")), "")

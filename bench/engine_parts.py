@@ -23,7 +23,7 @@ from .load import percentile
 from .parts import Note, serve_part
 
 Generate = Callable[[list[int]], Awaitable[int]]
-"""Send one prompt, wait for the whole answer, return the number of tokens that have a logprob."""
+"""Send one prompt, wait for all samples, return the number of tokens that have a logprob."""
 
 Flush = Callable[[], Awaitable[Any]]
 """Empty the prefix cache: a repetition does not pay for evicting what the ones before it left."""
@@ -48,8 +48,11 @@ class _Repetitions:
     def plan(self) -> list[tuple[int, int]]:
         """(repetition, requests), first the warm-up: one full batch of the same shape."""
         case = self.case
-        warm = (-1, min(case.in_flight, case.requests))
-        return [warm, *((i, case.requests) for i in range(self.repeats))]
+        return [(-1, self._warm), *((i, case.requests) for i in range(self.repeats))]
+
+    @property
+    def _warm(self) -> int:
+        return min(self.case.in_flight, self.case.requests)
 
     def mark(self) -> None:
         """Call right before a repetition's clock starts."""
@@ -57,7 +60,8 @@ class _Repetitions:
 
     def add(self, repetition: int, tokens: int, seconds: float, latencies: list[float]) -> None:
         """Raises ValueError when the answers are not as long as was asked for."""
-        expected = len(latencies) * self.case.new
+        # The bare loop's are of requests, which are as many for each call as there are samples.
+        expected = self.case.new * (self.case.requests if repetition >= 0 else self._warm)
         if tokens != expected:
             raise ValueError(f"{tokens} tokens with logprobs came back, {expected} were asked for")
         if repetition < 0:
@@ -97,7 +101,7 @@ async def _measure(
     repetitions = _Repetitions(case, repeats, begun, note)
     clock = time.perf_counter
     for repetition, count in repetitions.plan():
-        waiting = iter(prompts(case, repetition, count))
+        waiting = iter(prompts(case, repetition, count // case.samples))
         latencies: list[float] = []
         tokens = 0
 
@@ -113,7 +117,7 @@ async def _measure(
         repetitions.mark()
         first = clock()
         async with asyncio.TaskGroup() as group:
-            for _ in range(case.in_flight):
+            for _ in range(case.in_flight // case.samples):
                 group.create_task(caller())
         repetitions.add(repetition, tokens, clock() - first, latencies)
     return repetitions.result()
@@ -138,15 +142,16 @@ async def _sglrl_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
     ) as client:
 
         async def generate(ids: list[int]) -> int:
-            completion = await client.generate(
+            found: Any = await client.generate(
                 input_ids=ids,
+                n=case.samples,
                 max_new_tokens=case.new,
                 ignore_eos=True,
                 temperature=_TEMPERATURE,
                 logprobs=True,
             )
-            assert completion.logprobs is not None
-            return min(len(completion.output_ids), len(completion.logprobs))
+            completions = found if isinstance(found, list) else [found]
+            return sum(min(len(one.output_ids), len(one.logprobs)) for one in completions)
 
         return await _measure(generate, client.flush_cache, case, options["repeats"], begun, note)
 
@@ -182,7 +187,11 @@ def _bare(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
     repetitions = _Repetitions(case, options["repeats"], begun, note)
     feed.begin(
         repetitions.plan(),
-        lambda repetition, count: prompts(case, repetition, count),
+        lambda repetition, count: [
+            ids
+            for ids in prompts(case, repetition, count // case.samples)
+            for _ in range(case.samples)
+        ],
         case.in_flight,
         case.new,
         _TEMPERATURE,
@@ -252,11 +261,20 @@ def _engine(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
 
 
 def _sampling(case: Case) -> dict[str, Any]:
-    return {"temperature": _TEMPERATURE, "max_new_tokens": case.new, "ignore_eos": True}
+    return {
+        "temperature": _TEMPERATURE,
+        "max_new_tokens": case.new,
+        "ignore_eos": True,
+        "n": case.samples,
+    }
 
 
-def _tokens(answer: dict[str, Any]) -> int:
-    return min(len(answer["output_ids"]), len(answer["meta_info"]["output_token_logprobs"]))
+def _tokens(answer: dict[str, Any] | list[dict[str, Any]]) -> int:
+    answers = answer if isinstance(answer, list) else [answer]
+    return sum(
+        min(len(one["output_ids"]), len(one["meta_info"]["output_token_logprobs"]))
+        for one in answers
+    )
 
 
 # --- SGLang's HTTP server ---------------------------------------------------------------------
