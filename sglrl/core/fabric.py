@@ -6,14 +6,15 @@ Invariants (checked by ``validate``, which the tests run after every step):
 * every submitted call ends exactly once, with one ``END`` effect;
 * a member never holds more calls than its window, urgent ones aside;
 * a call waits in the queue only while no member that may take it has room;
-* waiting calls go by priority and age, but of the same priority a member takes those first that go
-  on from what it holds, until the oldest has been passed by for as long again as it would wait;
+* waiting calls go by priority and age, but of one priority a member leaves to another what goes on
+  from what that holds, until the oldest has been passed by for as long again as it would wait;
 * the sum of all loads equals the number of calls that are SENT, RUNNING or CANCELLING.
 """
 
 from __future__ import annotations
 
 from heapq import heapify, heappop, heappush
+from itertools import count
 from typing import TYPE_CHECKING, Any, Final
 
 from ..config import FabricConfig
@@ -47,6 +48,8 @@ Effect = tuple[int, Any, Any]
 _CHUNK = 0
 _PATIENCE: Final = 64
 """Calls that may pass an older one, beyond those that wait at a time."""
+_LOOKS: Final = 64
+"""Calls of which is asked at a time whether another member holds what they begin with."""
 
 
 class Fabric:
@@ -66,8 +69,11 @@ class Fabric:
         """No new calls; those that are there run to their end."""
         self._epitaph = ""
         self._next_id = 0
-        self._queue: list[Entry] = []
-        """All waiting calls that are not pinned, and some that wait no longer."""
+        self._fresh: list[Entry] = []
+        """Waiting calls that may go anywhere, and some that wait no longer. A heap."""
+        self._homed: list[Entry] = []
+        """The same of those in some member's ``returning``."""
+        self._entries = count()
         self._waiting = 0
         self._deadlines: list[tuple[float, int]] = []
 
@@ -342,23 +348,33 @@ class Fabric:
         self.outbox.append((SEND, member, call))
 
     def _enqueue(self, call: Call) -> None:
-        entry = (-call.priority, call.id, call.attempts, call)
+        entry = (-call.priority, call.id, next(self._entries), call)
         self._waiting += 1
         if call.pinned is not None:
             heappush(self.members[call.pinned].pinned, entry)
             return
-        heappush(self._queue, entry)
         home = self.router.home(call)
-        if home is not None:
-            heappush(home.returning, entry)
-            self._sweep(home.returning)
+        if home is None:
+            heappush(self._fresh, entry)
+        else:
+            self._send_home(entry, home)
+
+    def _send_home(self, entry: Entry, home: Member) -> None:
+        """It had best go to this member, which holds what it goes on from."""
+        for queue in (self._homed, home.returning):
+            heappush(queue, entry)
+            self._sweep(queue)
 
     def _unqueue(self, call: Call) -> None:
         """Take a waiting call out. Its entries stay until popped or swept."""
         call.move(ENDED)
         del self.calls[call.id]
         self._waiting -= 1
-        self._sweep(self._queue if call.pinned is None else self.members[call.pinned].pinned)
+        if call.pinned is not None:
+            self._sweep(self.members[call.pinned].pinned)
+            return
+        self._sweep(self._fresh)
+        self._sweep(self._homed)
         if not self._waiting:
             for member in self.members.values():
                 member.returning.clear()
@@ -388,6 +404,9 @@ class Fabric:
     def _withdraw(self, member: Member) -> None:
         self.loads.leave(member)
         self.router.leave(member)
+        for entry in member.returning:
+            if entry[3].state == QUEUED:
+                heappush(self._fresh, (*entry[:2], next(self._entries), entry[3]))
         member.returning.clear()
 
     def _fail_pinned(self, member: Member, why: str, *, keep_idempotent: bool = False) -> None:
@@ -406,8 +425,8 @@ class Fabric:
             member.pinned.clear()
 
     def _pump(self, now: float, member: Member | None = None) -> None:
-        """Give waiting calls to members with room. ``member`` has gained room, so the calls that
-        are pinned to it come first, then those that go on from what it holds."""
+        """Give waiting calls to members with room. ``member`` has gained room; the calls that are
+        pinned to it come first."""
         if member is not None:
             pinned = member.pinned
             while pinned and member.has_room:
@@ -420,31 +439,37 @@ class Fabric:
                     break
                 self.router.given(first, member)
                 self._start_waiting(first, member, now)
-        queue = self._queue
-        while queue and self.loads.with_room:
+        while self.loads.with_room:
+            queue = _older(self._fresh, self._homed)
+            if queue is None:
+                break
             call = heappop(queue)[3]
-            if call.state == QUEUED:
-                chosen = self.router.choose(call)
-                assert chosen is not None
-                self._start_waiting(call, chosen, now)
+            chosen = self.router.choose(call)
+            assert chosen is not None
+            self._start_waiting(call, chosen, now)
 
     def _next_for(self, member: Member) -> Call | None:
         """The waiting call that this member with room takes."""
-        queue, own = self._queue, member.returning
-        while queue and queue[0][3].state != QUEUED:
-            heappop(queue)
-        if not queue:
+        fresh, homed, own = self._fresh, self._homed, member.returning
+        queue = _older(fresh, own)
+        for _ in range(_LOOKS):
+            if queue is not fresh:
+                break
+            # Meanwhile others may have got what it begins with.
+            home = self.router.home(fresh[0][3])
+            if home is None or home is member:
+                break
+            self._send_home(heappop(fresh), home)
+            queue = _older(fresh, own)
+        oldest = _older(fresh, homed)
+        if oldest is None:
             return None
-        while own and own[0][3].state != QUEUED:
-            heappop(own)
-        oldest = queue[0]
+        first = oldest[0]
         # Ids count submissions. Who comes last when w calls wait is w younger than the oldest.
-        if (
-            own
-            and own[0][0] == oldest[0]
-            and own[0][1] - oldest[1] <= _PATIENCE + 2 * self._waiting
+        if queue is None or (
+            queue[0][0] != first[0] or queue[0][1] - first[1] > _PATIENCE + 2 * self._waiting
         ):
-            return heappop(own)[3]
+            queue = oldest
         return heappop(queue)[3]
 
     def _start_waiting(self, call: Call, member: Member, now: float) -> None:
@@ -486,3 +511,13 @@ class Fabric:
             least = self.loads.least()
             assert least is not None
             assert least.load == min(m.load for m in ready if m.has_room)
+
+
+def _older(a: list[Entry], b: list[Entry]) -> list[Entry] | None:
+    """Of two heaps of waiting calls the one whose first comes first; None if both are empty."""
+    for queue in (a, b):
+        while queue and queue[0][3].state != QUEUED:
+            heappop(queue)
+    if a and b:
+        return a if a[0] < b[0] else b
+    return a or b or None

@@ -41,9 +41,8 @@ LEGAL: Final[dict[str, tuple[str, ...]]] = {
 GONE: Final = (LOST, RETIRED)
 
 Entry = tuple[int, int, int, Call]
-"""In a heap of waiting calls: by priority and age. The third is how often the call has been sent,
-so that no two are equal, of which one may be left from when it waited before. Entries of calls that
-are no longer QUEUED are passed over."""
+"""In a heap of waiting calls: by priority and age. The third is another one for each, as a call may
+stand in a heap twice. Entries of calls that are no longer QUEUED are passed over."""
 
 
 class Member:

@@ -268,19 +268,20 @@ class Model:
         member.held.add(sent.id)
 
     def _judge_turn(self, call: ModelCall, index: int, rivals: list[ModelCall], all_: int) -> None:
-        """Calls that return to the member come first, in order, unless the oldest call is of higher
-        priority, or they would pass by it too often; then the oldest one."""
+        """Calls that return to another member are left to that, unless the oldest call is of higher
+        priority, or would be passed by too often, or there are no others: then the oldest goes."""
         oldest = min(rivals, key=lambda c: c.order)
 
         def may_pass(one: ModelCall) -> bool:
             near = one.call.id - oldest.call.id <= 64 + 2 * all_
             return near and one.call.priority == oldest.call.priority
 
-        returning = [c for c in rivals if c.home == index and may_pass(c)]
-        first = min(returning, key=lambda c: c.order) if returning else oldest
-        if call is not first:
-            # A prompt may have a prefix that this member alone holds: the model does not know.
-            assert call.conversation is None, f"{first} should have gone before {call}"
-            assert call.call.route is not None, f"{first} should have gone before {call}"
-            assert may_pass(call), f"{call} has passed {oldest} too often"
-            assert not returning or call.order < first.order
+        # Of others the model does not know who holds what they begin with.
+        certain = [c for c in rivals if c.home == index or c.call.route is None]
+        first = min(filter(may_pass, certain), key=lambda c: c.order, default=None)
+        if call.home not in (None, index):
+            assert call is oldest, f"{call} belongs to another"
+            assert first is None, f"{first} should have gone before {call}"
+        else:
+            assert call is oldest or may_pass(call), f"{call} has passed {oldest} too often"
+            assert first is None or call.order <= first.order, f"{first} should have gone before"

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglrl.config import ROUTING_STRATEGIES, FabricConfig
-from sglrl.core.calls import Call
+from sglrl.core.calls import SENT, Call
 from sglrl.core.fabric import Fabric
 from sglrl.core.members import Member
 from sglrl.core.routing import PrefixIndex, Route
@@ -341,6 +341,19 @@ def test_a_prompt_that_waits_goes_to_the_only_worker_that_holds_its_beginning() 
     assert [worker_of(call) for call in later] == [None, 1]
     finish(fabric, first[0])
     assert [worker_of(call) for call in later] == [0, 1]
+
+
+def test_samples_of_one_prompt_that_wait_share_a_worker() -> None:
+    """Nobody holds it when they are made, and workers have room one at a time."""
+    fabric = make_fabric(4, window=3, routing=("prefix-aware",), prefix_block=BLOCK)
+    before = [submit(fabric) for _ in range(12)]
+    groups = [[submit(fabric, route=route([n] * 9)) for _ in range(5)] for n in range(12)]
+    order, waiting = random.Random(0), before
+    while waiting := [call for call in waiting if call.worker is not None]:
+        finish(fabric, waiting.pop(order.randrange(len(waiting))))
+        waiting += [c for g in groups for c in g if c.state == SENT and c not in waiting]
+    workers = [len({worker_of(call) for call in group}) for group in groups]
+    assert sum(workers) <= 15, "at the end, who has nothing else takes some"
 
 
 def test_who_waits_for_a_worker_that_never_has_room_is_not_passed_by_for_ever() -> None:
