@@ -20,7 +20,7 @@ from .core.calls import Call
 from .core.fabric import CANCEL, CHUNK, DRAINED, END, RESTART, SEND, Fabric
 from .core.members import GONE, READY, STALE, STARTING, SYNCING, Member
 from .dropped import Dropped
-from .errors import Closed, ProtocolError, SglrlError
+from .errors import Closed, ProtocolError, SglrlError, UsageError
 from .messages import (
     PROTOCOL_VERSION,
     CallMessage,
@@ -202,7 +202,13 @@ class Driver:
     # --- calls ------------------------------------------------------------------------------------
 
     def submit(self, call: Call) -> None:
-        """See ``Fabric.submit`` for what it raises."""
+        """See ``Fabric.submit`` for what it raises; and ``UsageError`` on another event loop."""
+        if not self._flush_scheduled and asyncio.get_running_loop() is not self.loop:
+            raise UsageError(
+                "this was started on another event loop than the one that it is used on, where its "
+                "answers would never arrive; use it on the loop that started it (pytest-asyncio: "
+                "the same loop_scope), or sglrl.blocking"
+            )
         self.fabric.submit(call, now())
         if not self._flush_scheduled:
             self._flush_scheduled = True

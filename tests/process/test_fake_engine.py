@@ -179,6 +179,23 @@ async def test_a_client_stays_where_it_is(client: sglrl.Client) -> None:
     assert (await client.generate(input_ids=IDS, max_new_tokens=1)).output_ids.tolist() == [3]
 
 
+async def test_another_event_loop_is_refused(client: sglrl.Client) -> None:
+    """As when a fixture's loop is not the test's: there the answer would never arrive."""
+
+    async def elsewhere() -> None:
+        for call in (
+            client.generate(input_ids=IDS),
+            client.score(IDS),
+            client.stats(),
+            client.flush_cache(),
+        ):
+            with pytest.raises(sglrl.UsageError, match="another event loop"):
+                await asyncio.wait_for(call, 10)
+
+    await asyncio.to_thread(asyncio.run, elsewhere())
+    assert len(await client.stats()) == 2
+
+
 async def test_a_message_that_is_too_large() -> None:
     async with sglrl.launch(
         "fake", engine="fake", max_message_bytes=20_000, context_length=1 << 16
