@@ -165,7 +165,8 @@ def test_cancelled_calls_do_not_fill_the_queue() -> None:
         for _ in range(2000):
             fabric.cancel(submit(fabric, pinned=pinned), 0.0)
     assert fabric.waiting == 0
-    assert len(fabric._queue) <= 65
+    assert len(fabric._fresh) <= 65
+    assert not fabric._homed
     assert len(fabric.members[0].pinned) <= 65
     fabric.validate()
 
