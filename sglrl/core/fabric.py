@@ -515,9 +515,10 @@ class Fabric:
 
 def _older(a: list[Entry], b: list[Entry]) -> list[Entry] | None:
     """Of two heaps of waiting calls the one whose first comes first; None if both are empty."""
-    for queue in (a, b):
-        while queue and queue[0][3].state != QUEUED:
-            heappop(queue)
+    while a and a[0][3].state != QUEUED:
+        heappop(a)
+    while b and b[0][3].state != QUEUED:
+        heappop(b)
     if a and b:
         return a if a[0] < b[0] else b
     return a or b or None

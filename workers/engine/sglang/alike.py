@@ -32,12 +32,13 @@ class Alike:
         # A state-space model's cache has states at the ends of prompts only, which nobody reaches
         # who computes the last token again.
         self._possible = not getattr(tree, "disable", True) and not tree.supports_mamba()
-        self._launched: list[tuple[int, list[Any]]] = []
+        self._launched: tuple[int, list[Any]] = (0, [])
+        """Number and requests of the last step that prefilled."""
 
     def launched(self, number: int, requests: list[Any]) -> None:
         """A step that prefills these is under way."""
         if self._possible:
-            self._launched = [(number, list(requests))]
+            self._launched = number, list(requests)
 
     def later(self, waiting: list[Any], ended: int) -> set[Any]:
         """Those of the waiting requests that the next prefill should leave out.
@@ -47,9 +48,11 @@ class Alike:
         """
         if not self._possible:
             return set()
-        begun = [r for number, requests in self._launched if number > ended for r in requests]
-        if self._scheduler.chunked_req is not None and self._scheduler.chunked_req not in begun:
-            begun.append(self._scheduler.chunked_req)
+        number, requests = self._launched
+        begun = list(requests) if number > ended else []
+        in_parts = self._scheduler.chunked_req
+        if in_parts is not None and in_parts not in begun:
+            begun.append(in_parts)
         if len(begun) + len(waiting) < 2:
             return set()
         looked_at = waiting[:_MOST]
