@@ -252,7 +252,7 @@ def _h200(json: Path | None, agents: int, repeats: int, device: str) -> None:
         "bench": "rollout",
         "case": "h200",
         "machine": info,
-        "options": options,
+        "options": options | {"model": case.model},
         "results": result,
         "failed": failed,
     }
