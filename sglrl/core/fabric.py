@@ -6,9 +6,10 @@ Invariants (checked by ``validate``, which the tests run after every step):
 * every submitted call ends exactly once, with one ``END`` effect;
 * a member never holds more calls than its window, urgent ones aside;
 * a call waits in the queue only while no member that may take it has room;
-* waiting calls go by priority and age, but of one priority a member leaves to another what goes on
-  from what that holds, until the oldest has been passed by for as long again as it would wait;
 * the sum of all loads equals the number of calls that are SENT, RUNNING or CANCELLING.
+
+Waiting calls go by priority and age, but of one priority a member leaves to another what goes on from
+what that holds, until the oldest has been passed by for as long again as it would wait.
 """
 
 from __future__ import annotations
