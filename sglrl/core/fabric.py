@@ -8,8 +8,8 @@ Invariants (checked by ``validate``, which the tests run after every step):
 * a call waits in the queue only while no member that may take it has room;
 * the sum of all loads equals the number of calls that are SENT, RUNNING or CANCELLING.
 
-Waiting calls go by priority and age, but of one priority a member leaves to another what goes on from
-what that holds, until the oldest has been passed by for as long again as it would wait.
+Waiting calls go by priority and age, but of one priority a member leaves to another what goes on
+from what that holds, until the oldest has been passed by for as long again as it would wait.
 """
 
 from __future__ import annotations
