@@ -23,7 +23,6 @@ from .dropped import Dropped
 from .errors import Closed, ProtocolError, SglrlError, UsageError
 from .messages import (
     PROTOCOL_VERSION,
-    CallMessage,
     Cancel,
     Item,
     Ready,
@@ -391,11 +390,12 @@ class Driver:
             logger.exception("nor could %s be told so", call.endpoint)
 
     def _send_calls(self, member: Member, calls: list[Call]) -> None:
-        messages = []
+        # As ``CallMessage``, whose arguments the worker leaves encoded until it knows the endpoint.
+        messages: list[Any] = []
         frames: list[Any] = [b""]
         for call in calls:
             extra = call.frames
-            messages.append(CallMessage(call.id, call.endpoint, call.args, len(extra)))
+            messages.append((call.id, call.endpoint, call.args, len(extra)))
             if extra:
                 frames.extend(extra)
         frames[0] = encode(Submit(messages))

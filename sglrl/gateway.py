@@ -489,24 +489,27 @@ class Gateway:
                 idempotent=control.idempotent,
                 urgent=request.worker is not None,
             )
+        args: msgspec.Struct
         begun = b""
         vocab_size = self._client.info.vocab_size
         try:
             match request.endpoint:
                 case "generate":
-                    args = _generate.decode(request.args)
-                    ids, begun = args.input_ids, args.resume
+                    wanted = _generate.decode(request.args)
+                    # Not a view of all that came with it, which would be kept as long as the call.
+                    args = msgspec.structs.replace(wanted, sampling=wanted.sampling.copy())
+                    ids, begun = wanted.input_ids, wanted.resume
                     self._check_ids(begun, empty=True)
-                    self._check_sampling(bytes(args.sampling), len(ids) // 4)
-                    self._check_top(args.top_logprobs, most_top_logprobs(vocab_size))
+                    self._check_sampling(bytes(wanted.sampling), len(ids) // 4)
+                    self._check_top(wanted.top_logprobs, most_top_logprobs(vocab_size))
                 case "score":
-                    scored = _score.decode(request.args)
+                    args = scored = _score.decode(request.args)
                     ids = scored.input_ids
                     if not 0 <= scored.start < len(ids) // 4:
                         raise InvalidRequest(f"start={scored.start} is beyond the tokens given")
                     self._check_top(scored.top_logprobs, most_top_logprobs(vocab_size))
                 case "next_token_logprobs":
-                    next_token = _next_token.decode(request.args)
+                    args = next_token = _next_token.decode(request.args)
                     ids = next_token.input_ids
                     self._check_top(next_token.top_k, vocab_size)
                 case other:
@@ -518,14 +521,14 @@ class Gateway:
         scores = request.endpoint == "score"
         if len(ids) // 4 > (info.max_total_tokens if scores else info.max_prompt_tokens):
             raise InvalidRequest(f"the prompt has {len(ids) // 4} tokens, which is too many")
-        if len(bytes(request.args)) > self._max_body:
+        if len(request.args) > self._max_body:
             raise InvalidRequest("the request does not fit one message to a worker")
         if len(request.session or "") > _LONGEST_NAME:
             raise InvalidRequest(f"a session's name has at most {_LONGEST_NAME} characters")
         generate = request.endpoint == "generate"
         return Call(
             request.endpoint,
-            msgspec.Raw(bytes(request.args)),
+            args,
             _Forward(self, peer, request.id, generate, begun),
             deadline=deadline,
             priority=request.priority,

@@ -13,7 +13,7 @@ this module holds structs (and how ranks are addressed) only.
 
 from __future__ import annotations
 
-from enum import IntEnum
+from typing import Final
 
 import msgspec
 
@@ -52,14 +52,17 @@ class ShareRows(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=4):
 ToWorker = Submit | Cancel | Shutdown | ShareRows
 
 
-class ItemKind(IntEnum):
-    """What an item of ``Results`` is to its call. All but ``CHUNK`` end the call."""
+class ItemKind:
+    """What an item of ``Results`` is to its call. All but ``CHUNK`` end the call.
 
-    CHUNK = 0
-    DONE = 1
-    ERROR = 2
-    CANCELLED = 3
-    FAILED = 4
+    Plain integers: to name a member of an ``IntEnum`` takes Python 3.11 longer than to decode an
+    item."""
+
+    CHUNK: Final = 0
+    DONE: Final = 1
+    ERROR: Final = 2
+    CANCELLED: Final = 3
+    FAILED: Final = 4
     """To a client in another process: an error of the driver itself (``ErrorBody``)."""
 
 

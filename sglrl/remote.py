@@ -39,7 +39,6 @@ from .messages import (
     News,
     Piece,
     Ready,
-    Request,
     Requests,
 )
 from .net.base import OnDriverMessage, OnPause
@@ -151,7 +150,8 @@ class RemoteDriver(Driver):
             self.on_news()
 
     def _send_calls(self, member: Member, calls: list[Call]) -> None:
-        body = encode(Requests([self._request(call) for call in calls]))
+        requests: list[Any] = [self._request(call) for call in calls]
+        body = encode(Requests(requests))
         if len(body) > self.max_message_bytes and len(calls) > 1:
             half = len(calls) // 2
             self._send_calls(member, calls[:half])
@@ -159,7 +159,8 @@ class RemoteDriver(Driver):
         else:
             self._send(member, [body])
 
-    def _request(self, call: Call) -> Request:
+    def _request(self, call: Call) -> tuple[Any, ...]:
+        """As ``Request``, whose arguments the pool leaves encoded until it knows the endpoint."""
         route, session = call.route, None
         if route is not None:
             if route.sticky and route.session is None:
@@ -168,9 +169,7 @@ class RemoteDriver(Driver):
                 route.session = f"{self._session_prefix}-{self._sessions}"
             session = route.session
         timeout = None if call.deadline is None else call.deadline - now()
-        return Request(
-            call.id, call.endpoint, call.args, timeout, call.priority, call.pinned, session
-        )
+        return (call.id, call.endpoint, call.args, timeout, call.priority, call.pinned, session)
 
 
 class _RemoteWeights(WeightChannel):

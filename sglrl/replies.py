@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .actor import error_of
-from .codec import MALFORMED, Buffer, encode
+from .codec import MALFORMED, Buffer
 from .completion import Completion, Decode, NextTokenLogprobs, Scores
 from .core.calls import Call
 from .driver import now
@@ -24,14 +24,13 @@ from .messages import GenerateArgs, Item, ItemKind, TokenChunk
 from .sampling import Prepared
 
 _decode_chunk = msgspec.msgpack.Decoder(TokenChunk).decode
-_decode_args = msgspec.msgpack.Decoder(GenerateArgs).decode
 
 
 def resume(call: Call, chunks: Sequence[TokenChunk]) -> int:
     """The next worker goes on behind these chunks: after how many tokens."""
-    args = _decode_args(call.args)
     ids = b"".join(chunk.ids for chunk in chunks)
-    call.args = msgspec.Raw(encode(msgspec.structs.replace(args, resume=ids)))
+    assert isinstance(call.args, GenerateArgs)
+    call.args = msgspec.structs.replace(call.args, resume=ids)
     return len(ids) // 4
 
 
@@ -46,37 +45,18 @@ def chunk_of(item: Item) -> TokenChunk:
     return chunk
 
 
-class GenerationReply:
-    """Collects one call's chunks and resolves its future with a ``Completion``."""
+class GenerationReply(msgspec.Struct, eq=False):
+    """Collects one call's chunks and resolves its future with a ``Completion``. (A struct, because
+    one is made for every call.)"""
 
-    __slots__ = (
-        "chunks",
-        "decode",
-        "future",
-        "logprobs",
-        "prepared",
-        "prompt",
-        "resumed_at",
-        "top",
-    )
-
-    def __init__(
-        self,
-        decode: Decode,
-        future: asyncio.Future[Completion],
-        prompt: bytes,
-        prepared: Prepared,
-        logprobs: bool,
-        top: int,
-    ) -> None:
-        self.decode = decode
-        self.future = future
-        self.prompt = prompt
-        self.prepared = prepared
-        self.logprobs = logprobs
-        self.top = top
-        self.chunks: list[TokenChunk] | None = None
-        self.resumed_at: tuple[int, ...] = ()
+    decode: Decode
+    future: asyncio.Future[Completion]
+    prompt: bytes
+    prepared: Prepared
+    logprobs: bool
+    top: int
+    chunks: list[TokenChunk] | None = None
+    resumed_at: tuple[int, ...] = ()
 
     def chunk(self, item: Item, frames: Sequence[Buffer]) -> None:
         if self.future.done():
@@ -93,11 +73,12 @@ class GenerationReply:
     def checked(self, item: Item) -> TokenChunk:
         """The chunk. ``ProtocolError`` unless it has what was asked for, for each of its tokens."""
         chunk = chunk_of(item)
-        size, top = len(chunk.ids), self.top * len(chunk.ids)
-        if (self.logprobs and len(chunk.logprobs) != size) or (
-            top and not len(chunk.top_ids) == len(chunk.top_logprobs) == top
-        ):
+        if self.logprobs and len(chunk.logprobs) != len(chunk.ids):
             raise ProtocolError("the worker sent a malformed answer: tokens without logprobs")
+        if self.top:
+            size = self.top * len(chunk.ids)
+            if not len(chunk.top_ids) == len(chunk.top_logprobs) == size:
+                raise ProtocolError("the worker sent a malformed answer: tokens without logprobs")
         return chunk
 
     def restart(self, call: Call) -> None:
@@ -126,9 +107,10 @@ class GenerationReply:
 
     def completion(self, call: Call, chunks: Sequence[TokenChunk]) -> Completion:
         ended = now()
+        worker, attempts = call.worker, call.attempts
         return Completion(
-            -1 if call.worker is None else call.worker.index,
-            max(0, call.attempts - 1),
+            -1 if worker is None else worker.index,
+            attempts - 1 if attempts else 0,
             self.prompt,
             chunks,
             self.logprobs,

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
-import msgspec
 from msgspec import Raw
 
 from .actor import deadline_from
@@ -22,6 +21,9 @@ from .replies import ChunkReply, GenerationReply, NextTokenReply, ScoreReply
 from .sampling import DEFAULT_MAX_NEW_TOKENS, Prepared, SamplingCache, most_top_logprobs
 from .tokens import TokenizerBox
 from .weights.coordinator import WeightChannel
+
+_BESIDE_IDS: Final = 256
+"""More than the arguments of a call take beside their byte strings; beyond, they are measured."""
 
 
 class Requests:
@@ -48,9 +50,9 @@ class Requests:
         self._most_prompt_tokens = info.max_prompt_tokens
         self._most_tokens = info.max_total_tokens
         self._max_body = driver.max_message_bytes - ENVELOPE_BYTES
+        self._max_ids = self._max_body - _BESIDE_IDS
         self._weights = weights
         self._timeout = timeout
-        self._encode = msgspec.msgpack.Encoder().encode
         # Once, and not a bound method for every call that waits.
         self.decode: Decode = box.decode
 
@@ -98,16 +100,16 @@ class Requests:
         for the future cancels the call. No coroutine: a waiting call would take 400 bytes more."""
         wire = prepared.wire(max_new_tokens, prepared.seed)
         resume = b"" if begun is None else begun.output_ids.tobytes()
-        body = self._encode(GenerateArgs(ids, wire, logprobs, top, False, priority, resume))
-        if len(body) > self._max_body:
-            self._check_size(body)
+        args = GenerateArgs(ids, wire, logprobs, top, False, priority, resume)
+        if len(ids) + len(wire) + len(resume) > self._max_ids:
+            self._check_size(args)
         future: asyncio.Future[Completion] = self.driver.loop.create_future()
         reply = GenerationReply(self.decode, future, ids, prepared, logprobs, top)
         if begun is not None:
             reply.chunks, reply.resumed_at = list(begun._chunks), begun.resumed_at
         call = Call(
             "generate",
-            Raw(body),
+            args,
             reply,
             (),
             deadline,
@@ -141,7 +143,7 @@ class Requests:
             max_new = self.max_new_tokens(prepared, len(ids) // 4)
             route = self._route(ids, session)
             seed = prepared.params.seed
-            args: Raw | None = None
+            args: GenerateArgs | None = None
             for i in range(n):
                 if args is None or seed is not None:
                     wire = prepared.wire(max_new, None if seed is None else seed + i)
@@ -217,12 +219,12 @@ class Requests:
                 )
             future: asyncio.Future[Any] = loop.create_future()
             futures.append(future)
-            body = encode(ScoreArgs(ids, start, top))
-            self._check_size(body)
+            args = ScoreArgs(ids, start, top)
+            self._check_size(args)
             calls.append(
                 Call(
                     "score",
-                    Raw(body),
+                    args,
                     ScoreReply(future, count - start, top),
                     deadline=deadline,
                     priority=priority,
@@ -247,12 +249,12 @@ class Requests:
             self._check_length(len(ids) // 4)
         if top_k is not None and (type(top_k) is not int or not 1 <= top_k <= self.vocab_size):
             raise InvalidRequest(f"top_k must be None or in 1..{self.vocab_size}, got {top_k!r}")
-        body = self._encode(NextTokenArgs(ids, top_k or 0))
-        if len(body) > self._max_body:
-            self._check_size(body)
+        args = NextTokenArgs(ids, top_k or 0)
+        if len(ids) > self._max_ids:
+            self._check_size(args)
         return Call(
             "next_token_logprobs",
-            Raw(body),
+            args,
             NextTokenReply(future, top_k or 0, self.vocab_size),
             (),
             self.deadline(timeout),
@@ -287,19 +289,20 @@ class Requests:
                 f"of {info.context_length}"
             )
 
-    def _check_size(self, body: bytes) -> None:
-        if len(body) > self._max_body:
+    def _check_size(self, args: GenerateArgs | ScoreArgs | NextTokenArgs) -> None:
+        size = len(encode(args))
+        if size > self._max_body:
             raise MessageTooLarge(
-                f"the request has {len(body):,} bytes; at most {self._max_body:,} fit one message "
+                f"the request has {size:,} bytes; at most {self._max_body:,} fit one message "
                 "(max_message_bytes)"
             )
 
     def _generate_args(
         self, ids: bytes, wire: Raw, logprobs: bool, top: int, stream: bool, priority: int
-    ) -> Raw:
-        body = self._encode(GenerateArgs(ids, wire, logprobs, top, stream, priority))
-        self._check_size(body)
-        return Raw(body)
+    ) -> GenerateArgs:
+        args = GenerateArgs(ids, wire, logprobs, top, stream, priority)
+        self._check_size(args)
+        return args
 
     def _route(self, ids: bytes, session: str | None = None) -> Route:
         return Route(ids, self._weights.version, session)

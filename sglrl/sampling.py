@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from operator import index
+from operator import index, is_
 from typing import Any, Final
 
 import msgspec
@@ -302,21 +302,29 @@ def _number(name: str, value: Any, low: float, high: float, open_low: bool = Fal
 class Prepared:
     """A checked ``SamplingParams`` with its wire forms, which are encoded once each."""
 
-    __slots__ = ("_wire", "max_new_tokens", "params", "seed")
+    __slots__ = ("_latest", "_latest_tokens", "_wire", "max_new_tokens", "params", "seed")
 
     def __init__(self, params: SamplingParams) -> None:
         self.params = params
         self.seed = None if params.seed is None else int(params.seed)
         self.max_new_tokens = None if params.max_new_tokens is None else int(params.max_new_tokens)
         self._wire: dict[tuple[int, int | None], msgspec.Raw] = {}
+        self._latest = msgspec.Raw()
+        self._latest_tokens = -1
+        """Of what was asked for last with the params' own seed."""
 
     def wire(self, max_new_tokens: int, seed: int | None) -> msgspec.Raw:
+        own = seed == self.seed
+        if own and max_new_tokens == self._latest_tokens:
+            return self._latest
         key = (max_new_tokens, seed)
         raw = self._wire.get(key)
         if raw is None:
             if len(self._wire) > 64:
                 self._wire.clear()
             raw = self._wire[key] = msgspec.Raw(encode(self.params.to_wire(max_new_tokens, seed)))
+        if own:
+            self._latest, self._latest_tokens = raw, max_new_tokens
         return raw
 
 
@@ -327,10 +335,21 @@ class SamplingCache:
         self._vocab_size = vocab_size
         self._by_kwargs: dict[Any, Prepared] = {}
         self._by_params: dict[int, Prepared] = {}
+        self._latest: Prepared | None = None
+        self._latest_names: tuple[str, ...] | None = None
+        self._latest_values: tuple[Any, ...] = ()
 
     def prepare(self, params: SamplingParams | None, kwargs: dict[str, Any]) -> Prepared:
         """Raises ``InvalidRequest`` for an unknown name (suggesting the near one) or a bad value.
         Keyword arguments override the fields of ``params``."""
+        if (
+            params is None
+            and tuple(kwargs) == self._latest_names
+            and all(map(is_, kwargs.values(), self._latest_values))
+        ):
+            # The very objects of the call before, as in a loop of calls: nothing is hashed.
+            assert self._latest is not None
+            return self._latest
         if params is not None:
             if not isinstance(params, SamplingParams):
                 raise InvalidRequest(
@@ -344,19 +363,17 @@ class SamplingCache:
             if not kwargs:
                 self._bound(self._by_params)[id(params)] = found
             return found
-        key = None
         try:
             # The types too: True == 1 and hash(True) == hash(1), but True is no token count.
             key = (*kwargs.items(), *map(type, kwargs.values()))
             found = self._by_kwargs.get(key)
-            if found is not None:
-                return found
         except TypeError:
-            # A list or a dict among the values.
-            key = None
-        found = self._check(from_kwargs(kwargs))
-        if key is not None:
-            self._bound(self._by_kwargs)[key] = found
+            # A list or a dict among the values, which may be another one in the next call.
+            return self._check(from_kwargs(kwargs))
+        if found is None:
+            found = self._bound(self._by_kwargs)[key] = self._check(from_kwargs(kwargs))
+        self._latest = found
+        self._latest_names, self._latest_values = tuple(kwargs), tuple(kwargs.values())
         return found
 
     def _check(self, params: SamplingParams) -> Prepared:

@@ -150,7 +150,7 @@ class Host:
         else:
             self._put_value(call.id, ItemKind.DONE, spec, await method(**arguments))
 
-    def _put_value(self, id_: int, kind: ItemKind, spec: EndpointSpec, value: Any) -> None:
+    def _put_value(self, id_: int, kind: int, spec: EndpointSpec, value: Any) -> None:
         body, frames = spec.result.encode(value)
         limit = self.max_message_bytes - ENVELOPE_BYTES
         largest = max(len(body), *map(len, frames)) if frames else len(body)

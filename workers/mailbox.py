@@ -148,7 +148,7 @@ class Mailbox:
         """End the wait under way. The one method for other threads."""
         self._dealer.wake()
 
-    def put(self, id_: int, kind: ItemKind, chunk: TokenChunk | None = None) -> None:
+    def put(self, id_: int, kind: int, chunk: TokenChunk | None = None) -> None:
         """An answer, or a part of one; leaves with the next ``flush``."""
         if kind != ItemKind.CHUNK:
             self._held.discard(id_)

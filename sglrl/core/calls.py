@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
 from msgspec import Raw
 
 from ..errors import SglrlError
@@ -55,12 +56,13 @@ class IllegalTransition(SglrlError):
 class Call:
     """One call and where it stands. Created by the shell, owned by the fabric once submitted.
 
-    ``reply`` is opaque to the core: it comes back in the effects. ``stream`` means that chunks
-    are handed to the caller as they come, so a call that has begun cannot be repeated from the
-    start unnoticed. ``resumable``: another worker can go on from the chunks received so far.
-    ``losses``: workers lost while they held it, since it last received a chunk. ``urgent``: it is
-    sent at once to the READY worker that it is pinned to, whose window may be full: it is about the
-    calls that the worker holds.
+    ``args``: a frozen struct of the endpoint's arguments, which is encoded when the call is sent,
+    or ``Raw`` that was encoded before. ``reply`` is opaque to the core: it comes back in the
+    effects. ``stream`` means that chunks are handed to the caller as they come, so a call that has
+    begun cannot be repeated from the start unnoticed. ``resumable``: another worker can go on from
+    the chunks received so far. ``losses``: workers lost while they held it, since it last received
+    a chunk. ``urgent``: it is sent at once to the READY worker that it is pinned to, whose window
+    may be full: it is about the calls that the worker holds.
     """
 
     __slots__ = (
@@ -89,7 +91,7 @@ class Call:
     def __init__(
         self,
         endpoint: str,
-        args: Raw,
+        args: msgspec.Struct | Raw,
         reply: Any,
         frames: Sequence[Any] = (),
         deadline: float | None = None,

@@ -17,6 +17,8 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Final
 
+import msgspec
+
 from ..config import FabricConfig
 from .calls import Call
 from .members import READY, LoadIndex, Member
@@ -34,41 +36,34 @@ def next_beginning(blocks: int) -> int:
     return blocks + (1 if blocks < 16 else 1 << blocks.bit_length() - 4)
 
 
-class Route:
+class Route(msgspec.Struct, eq=False):
     """What routing may know of a call; shared by the n samples of one prompt, and by the calls of
-    one conversation, which go where the one before went (``extend``).
+    one conversation, which go where the one before went (``extend``). (A struct, because one is
+    made for almost every call.)
 
-    ``tokens``: the prompt as int32 bytes. ``version``: policy version; KV of different versions
-    is never shared, so neither are prefixes. ``member``: who got the call before; it gets the next
-    one of a conversation (``sticky``).
+    Attributes:
+        tokens: the prompt as int32 bytes.
+        version: policy version; KV of different versions is never shared, so neither are prefixes.
+        session: name of the session that the call is a turn of.
+        sticky: it is a conversation.
+        member: who got the call before; it gets the next one of a conversation.
+        recorded: keys that were there when ``member`` got the call before, the whole prompt's
+            aside.
+        _beginnings: how many of the keys are of beginnings; these do not change.
+        _blocks, _hashed: where the longest of them ends, in blocks; for how many bytes the keys
+            are.
     """
 
-    __slots__ = (
-        "_beginnings",
-        "_blocks",
-        "_hashed",
-        "_keys",
-        "member",
-        "recorded",
-        "session",
-        "sticky",
-        "tokens",
-        "version",
-    )
-
-    def __init__(self, tokens: bytes, version: int = 0, session: str | None = None) -> None:
-        self.tokens = tokens
-        self.version = version
-        self.session = session
-        self.sticky = False
-        self.member: Member | None = None
-        self.recorded = 0
-        """Keys that were there when ``member`` got the call before, the whole prompt's aside."""
-        self._keys: list[int] = []
-        self._beginnings = 0
-        """How many of the keys are of beginnings; these do not change."""
-        self._blocks = self._hashed = 0
-        """Where the longest of them ends, in blocks; for how many bytes the keys are."""
+    tokens: bytes
+    version: int = 0
+    session: str | None = None
+    sticky: bool = False
+    member: Member | None = None
+    recorded: int = 0
+    _keys: list[int] = []
+    _beginnings: int = 0
+    _blocks: int = 0
+    _hashed: int = 0
 
     def extend(self, tokens: bytes, version: int) -> None:
         """The next call of a conversation: its tokens begin with those of the one before."""

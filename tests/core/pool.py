@@ -40,7 +40,7 @@ def worker_of(call: Call) -> int | None:
     return None if call.worker is None else call.worker.index
 
 
-def finish(fabric: Fabric, call: Call, kind: ItemKind = ItemKind.DONE) -> None:
+def finish(fabric: Fabric, call: Call, kind: int = ItemKind.DONE) -> None:
     assert call.worker is not None
     fabric.results(call.worker, [Item(call.id, kind)], 1.0)
 

@@ -67,7 +67,7 @@ NOT_TEXT = msgspec.Raw(b"\x93\xc4\x00\xc4\x00\xa1\xff")
 )
 @pytest.mark.parametrize("kind", [ItemKind.CHUNK, ItemKind.DONE])
 async def test_a_malformed_answer_fails_its_call_alone(
-    client: Client, pool: Pool, body: msgspec.Raw, kind: ItemKind
+    client: Client, pool: Pool, body: msgspec.Raw, kind: int
 ) -> None:
     first, second = (
         asyncio.ensure_future(

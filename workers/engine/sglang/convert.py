@@ -268,7 +268,7 @@ def rest_of(request: Any, sent: int) -> SimpleNamespace:
     )
 
 
-def end_of(finished: dict[str, Any] | None) -> tuple[ItemKind, str, str]:
+def end_of(finished: dict[str, Any] | None) -> tuple[int, str, str]:
     """How a finish reason ends a call: kind of item, error name, message."""
     if finished is None:
         return ItemKind.CHUNK, "", ""
