@@ -108,6 +108,7 @@ class Driver:
         self._flushing = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
+        self._piece = _PIECE
         self._idle: asyncio.Future[None] | None = None
         self._change: asyncio.Future[None] | None = None
 
@@ -132,6 +133,7 @@ class Driver:
         member = self.fabric.add_member(index)
         self._members[identity] = member
         self._identities[member] = identity
+        self._piece = _PIECE * len(self._identities)
 
     def worker_lost(self, index: int, reason: str, *, returns: bool = False) -> None:
         """``returns``: a replacement is to come, or ``worker_retired`` will be called."""
@@ -140,6 +142,7 @@ class Driver:
             return
         self.fabric.member_lost(index, reason, now(), returns=returns)
         del self._members[self._identities.pop(member)]
+        self._piece = _PIECE * (len(self._identities) or 1)
         self._rows.pop(member, None)
         self._flush()
         self._changed()
@@ -202,21 +205,22 @@ class Driver:
 
     def submit(self, call: Call) -> None:
         """See ``Fabric.submit`` for what it raises; and ``UsageError`` on another event loop."""
-        if not self._flush_scheduled and asyncio.get_running_loop() is not self.loop:
+        fabric = self.fabric
+        if self._flush_scheduled:
+            fabric.submit(call, now())
+            if len(fabric.outbox) >= self._piece and not self._flushing:
+                # Workers begin with these while the tasks of this turn make more.
+                self._flush()
+            return
+        if asyncio.get_running_loop() is not self.loop:
             raise UsageError(
                 "this was started on another event loop than the one that it is used on, where its "
                 "answers would never arrive; use it on the loop that started it (pytest-asyncio: "
                 "the same loop_scope), or sglrl.blocking"
             )
-        self.fabric.submit(call, now())
-        if not self._flush_scheduled:
-            self._flush_scheduled = True
-            self.loop.call_soon(self._end_of_turn)
-            return
-        piece = _PIECE * (len(self._identities) or 1)
-        if len(self.fabric.outbox) >= piece and not self._flushing:
-            # Workers begin with these while the tasks of this turn make more.
-            self._flush()
+        fabric.submit(call, now())
+        self._flush_scheduled = True
+        self.loop.call_soon(self._end_of_turn)
 
     def cancel(self, call: Call) -> None:
         """The caller no longer waits; the worker is told to stop."""

@@ -122,25 +122,24 @@ class LoadIndex:
 
     def reserve(self, member: Member) -> None:
         """One more call for a READY member; beyond its window, if the call is urgent."""
-        load = member.load
-        if load >= member.window:
-            member.load += 1
-            self.total += 1
+        load, window = member.load, member.window
+        member.load = more = load + 1
+        self.total += 1
+        if load >= window:
             return
-        buckets, lowest = self.buckets, self.lowest
+        buckets = self.buckets
         bucket = buckets[load]
         del bucket[member]
-        self.total += 1
-        member.load = load = load + 1
-        if load < member.window:
-            if load == len(buckets):
+        if more < window:
+            if more == len(buckets):
                 buckets.append({})
-            buckets[load][member] = None
-            if not bucket and lowest == load - 1:
-                self.lowest = load
+            buckets[more][member] = None
+            if not bucket and self.lowest == load:
+                self.lowest = more
             return
         self.with_room -= 1
         if self.with_room:
+            lowest = self.lowest
             while not buckets[lowest]:
                 lowest += 1
             self.lowest = lowest

@@ -6,16 +6,13 @@ import asyncio
 
 
 class Gate:
-    """Open or closed; knows how many turns are inside."""
+    """Open or ``closed``; knows how many turns are ``inside``."""
 
     def __init__(self) -> None:
         self.inside = 0
+        self.closed = False
         self._open: asyncio.Future[None] | None = None
         self._empty: asyncio.Future[None] | None = None
-
-    @property
-    def closed(self) -> bool:
-        return self._open is not None
 
     async def opened(self) -> None:
         """Wait until the gate is open. Who then goes inside adds to ``inside`` at once."""
@@ -30,10 +27,12 @@ class Gate:
 
     def close(self) -> None:
         """Turns that have begun go on; no other begins."""
+        self.closed = True
         if self._open is None:
             self._open = asyncio.get_running_loop().create_future()
 
     def open(self) -> None:
+        self.closed = False
         if self._open is not None:
             self._open.set_result(None)
             self._open = None

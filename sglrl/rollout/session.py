@@ -99,8 +99,6 @@ class Opening:
 
     def prepare(self, values: dict[str, Any]) -> Prepared:
         """The sampling values of one turn."""
-        if not values:
-            return self.prepared
         return self.requests.samplings.prepare(self.sampling, {**self.values, **values})
 
     def render(self, messages: Sequence[Message]) -> str:
@@ -198,7 +196,7 @@ class Session:
         opening = self._opening
         if self._seed is not None:
             values.setdefault("seed", self._seed + len(self._turns))
-        prepared = opening.prepare(values)
+        prepared = opening.prepare(values) if values else opening.prepared
         self._busy = True
         gate = self._gate
         if gate is not None:

@@ -173,27 +173,27 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
         """
         size, prompt_tokens = len(response) // 4, len(prompt) // 4
         marked: list[Turn] = []
-        mask, logprobs, versions = (
-            bytearray(size),
-            bytearray(4 * size),
-            bytearray(_NO_VERSION * size),
-        )
+        # Pieces of each array, what was sampled and what lies between; joined at the end.
+        mask: list[bytes] = []
+        logprobs: list[bytes] = []
+        versions: list[bytes] = []
         oldest = -1
+        at = 0
         for start, completion, reward in zip(starts, turns, rewards, strict=True):
-            at = start
+            if start > at:
+                _append_gap(mask, logprobs, versions, start - at)
+                at = start
             for chunk in completion._chunks:
                 new = len(chunk.ids) // 4
                 if not new:
                     continue
-                end, version = at + new, chunk.version
-                mask[at:end] = b"\1" * new
-                logprobs[4 * at : 4 * end] = (
-                    chunk.logprobs if completion._wants_logprobs else _NAN * new
-                )
-                versions[4 * at : 4 * end] = version.to_bytes(4, "little") * new
+                version = chunk.version
+                mask.append(b"\1" * new)
+                logprobs.append(chunk.logprobs if completion._wants_logprobs else _NAN * new)
+                versions.append(version.to_bytes(4, "little") * new)
                 if version < oldest or oldest < 0:
                     oldest = version
-                at = end
+                at += new
             last = completion._chunks[-1]
             marked.append(
                 Turn(
@@ -208,13 +208,15 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
                     seconds=completion._finished - completion._submitted,
                 )
             )
+        if size > at:
+            _append_gap(mask, logprobs, versions, size - at)
         # A copy is not checked again.
         self = copy(_BLANK)
         force_setattr(self, "prompt_ids", np.frombuffer(prompt, _INT32))
         force_setattr(self, "response_ids", np.frombuffer(response, _INT32))
-        force_setattr(self, "loss_mask", np.frombuffer(bytes(mask), _BOOL))
-        force_setattr(self, "logprobs", np.frombuffer(bytes(logprobs), _FLOAT32))
-        force_setattr(self, "versions", np.frombuffer(bytes(versions), _INT32))
+        force_setattr(self, "loss_mask", np.frombuffer(b"".join(mask), _BOOL))
+        force_setattr(self, "logprobs", np.frombuffer(b"".join(logprobs), _FLOAT32))
+        force_setattr(self, "versions", np.frombuffer(b"".join(versions), _INT32))
         force_setattr(self, "turns", tuple(marked))
         force_setattr(self, "timing", TrajectoryTiming(time.time() - total, total, generating))
         force_setattr(self, "metadata", metadata)
@@ -273,6 +275,13 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
         from .tensors import stack
 
         return stack([self], layout, **options)[0]
+
+
+def _append_gap(mask: list[bytes], logprobs: list[bytes], versions: list[bytes], size: int) -> None:
+    """So many positions that the policy did not sample."""
+    mask.append(bytes(size))
+    logprobs.append(bytes(4 * size))
+    versions.append(_NO_VERSION * size)
 
 
 def _checked(index: int, turn: Any) -> Turn:
