@@ -45,7 +45,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         top_p: smallest set of tokens whose probability reaches this, in (0, 1].
         top_k: only the k likeliest tokens; -1 for all.
         min_p: only tokens at least this likely relative to the likeliest, in [0, 1].
-        stop: strings that end the text; they are part of ``output_ids`` but not of ``text``.
+        stop: strings that end the text; they are part of ``output_ids`` but not of ``text``. One
+            with special tokens in it is left out whole only with ``skip_special_tokens=False``.
         stop_token_ids: tokens that end the output, beside the model's own.
         stop_regex: regular expressions that end the output where one of them matches; what they
             match is part of ``text``. One that takes half a second of CPU time to see whether it
@@ -396,6 +397,18 @@ class SamplingCache:
         return cache
 
 
+def own_names(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with our own names in the place of others for the same thing, so that these
+    arguments can be laid over others. Raises ``InvalidRequest`` if something is given twice."""
+    found: dict[str, Any] = {}
+    for name, value in kwargs.items():
+        target = ALIASES.get(name, name)
+        if target in found:
+            raise InvalidRequest(f"{name!r} and another name for {target!r} were both given")
+        found[target] = value
+    return found
+
+
 def _canonical(kwargs: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in kwargs.items():
@@ -419,4 +432,5 @@ def from_kwargs(kwargs: dict[str, Any]) -> SamplingParams:
 
 
 def _merge(params: SamplingParams, kwargs: dict[str, Any]) -> SamplingParams:
-    return msgspec.structs.replace(params, **_canonical(kwargs))
+    # Not msgspec.structs.replace, which leaves out __post_init__ before msgspec 0.21.
+    return SamplingParams(**{**msgspec.structs.asdict(params), **_canonical(kwargs)})

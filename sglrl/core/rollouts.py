@@ -112,6 +112,8 @@ class Plan:
         self.ready: dict[Group, None] = {}
         self.by_age: dict[int, dict[Group, None]] = {}
         """Those that are READY by the version of their oldest token, in order of completion."""
+        self.lessened: dict[Group, None] = {}
+        """Those that are READY with fewer samples than they once were."""
         self.waiting: deque[Sample] = deque()
         self.again: deque[tuple[int, Any, int]] = deque()
         """Items of groups that were given up, with their number and how often they were begun."""
@@ -177,6 +179,10 @@ class Plan:
         self._leave(group, TAKEN)
         self.taken += 1
         return group
+
+    def next_lessened(self) -> Group | None:
+        """One that is READY with fewer samples than before, once."""
+        return self.lessened.popitem()[0] if self.lessened else None
 
     def filter(self, group: Group) -> None:
         """A READY group is not wanted; another may take its place."""
@@ -270,6 +276,7 @@ class Plan:
             if group.state is READY:
                 # It has lost its oldest.
                 self._unready(group)
+                self.lessened[group] = None
             group.state = READY
             group.oldest = min(s.oldest for s in group.samples if s.state is DONE)
             self.ready[group] = None
@@ -285,6 +292,7 @@ class Plan:
     def _leave(self, group: Group, state: str) -> None:
         if group.state is READY:
             self._unready(group)
+            self.lessened.pop(group, None)
         group.state = state
         del self.live[group]
 
@@ -294,6 +302,7 @@ class Plan:
         by_age = [(age, g) for age, groups in self.by_age.items() for g in groups]
         assert set(by_age) == {(g.oldest, g) for g in self.ready}
         assert all(self.by_age.values())
+        assert set(self.lessened) <= set(self.ready)
         for group in self.live:
             assert group.state in (RUNNING, READY)
             open_ = [s for s in group.samples if s.state in (WAITING, RUNNING)]

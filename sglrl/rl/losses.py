@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +10,9 @@ from torch import Tensor
 from ..errors import UsageError
 
 Average = Literal["tokens", "sequences"] | int
+
+_MOST_LOG_RATIO: Final = 60.0
+"""exp(60) is 1e26, in float32 far from overflow and further from anything to be trained on."""
 
 
 class PolicyStats(NamedTuple):
@@ -59,8 +62,10 @@ def importance_ratios(logprobs: Tensor, behavior: Tensor, mask: Tensor) -> Tenso
     """float32 [b, t]: how much likelier a token is to the policy that is trained than it was to the
     one that sampled it, whose logprobs ``behavior`` are. 1 where ``mask`` is False."""
     _same_shape(logprobs, behavior=behavior, mask=mask)
-    # Masked before the exponential: what stands in the padding must not become inf or NaN.
-    return (_wide(logprobs) - _wide(behavior)).masked_fill(~mask, 0.0).exp()
+    # Masked before the exponential: what stands in the padding must not become inf or NaN. And
+    # bounded, as inf times an advantage of 0, or in a gradient that the clip takes away, is NaN.
+    difference = (_wide(logprobs) - _wide(behavior)).masked_fill(~mask, 0.0)
+    return difference.clamp(max=_MOST_LOG_RATIO).exp()
 
 
 def policy_loss(

@@ -14,10 +14,11 @@ class Gate:
         self._open: asyncio.Future[None] | None = None
         self._empty: asyncio.Future[None] | None = None
 
-    async def opened(self) -> None:
-        """Wait until the gate is open. Who then goes inside adds to ``inside`` at once."""
-        while self._open is not None:
-            await asyncio.shield(self._open)
+    @property
+    def opening(self) -> asyncio.Future[None] | None:
+        """Done when the gate is opened, to be waited for and not cancelled; None: it is open. Who
+        goes inside adds to ``inside`` at once."""
+        return self._open
 
     def leave(self) -> None:
         self.inside -= 1
@@ -36,10 +37,14 @@ class Gate:
         if self._open is not None:
             self._open.set_result(None)
             self._open = None
+        if self._empty is not None:
+            self._empty.set_result(None)
+            self._empty = None
 
-    async def empty(self) -> None:
-        """Wait until no turn is inside."""
-        while self.inside:
+    async def empty(self) -> bool:
+        """Wait until no turn is inside. False: it was opened before that."""
+        while self.inside and self.closed:
             if self._empty is None:
                 self._empty = asyncio.get_running_loop().create_future()
             await asyncio.shield(self._empty)
+        return self.closed

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from ..errors import UsageError
+from ..errors import SglrlError, UsageError
 
 
 class Items:
@@ -32,6 +32,11 @@ class Items:
         self._ended = False
         self.error: Exception | None = None
         self.read = 0
+
+    @property
+    def read_ahead(self) -> int | None:
+        """The number of the item that is here and was not taken."""
+        return None if self._next is None else self._next[0]
 
     @property
     def exhausted(self) -> bool:
@@ -66,6 +71,13 @@ class Items:
             self._ended = True
         except Exception as error:
             self.error, self._ended = error, True
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            self._ended = True
+            self.error = SglrlError("the data set was cancelled by something that it awaited")
+            self.error.__cause__ = error
         finally:
             self._reading = None
         self._on_read()

@@ -27,7 +27,7 @@ from ..config import check_timeout
 from ..core import rollouts as core
 from ..core.concurrency import Concurrency
 from ..errors import Closed, DeadlineExceeded, SglrlError, UsageError, WorkerLost
-from ..sampling import SamplingParams
+from ..sampling import SamplingParams, own_names
 from .gate import Gate
 from .group import Group, RolloutMetrics
 from .items import Items, length
@@ -232,7 +232,7 @@ class Rollout:
         self._open_session = open_session
         self._seed = seed
         self._sampling = sampling
-        self._values = values
+        self._values = own_names(values)
         self._plan = core.Plan(
             group_size=group_size,
             min_group=min(2, group_size) if min_group is None else min_group,
@@ -270,7 +270,7 @@ class Rollout:
         """Something has ended the run, and all its tasks with it."""
         self._begun = self._looked = 0.0
         self.errors: deque[Exception] = deque(maxlen=100)
-        """What the agent raised lately."""
+        """What the agent raised lately, and when it was too late."""
         total = length(dataset)
         if total is not None:
             done, unfinished = self._state
@@ -372,14 +372,14 @@ class Rollout:
         opening = self._openings.get(group)
         if opening is None:
             try:
-                arguments = {**self._values, **self._open_session(group.item)}
+                arguments = {**self._values, **own_names(self._open_session(group.item))}
                 arguments.setdefault("sampling", self._sampling)
                 opening = Opening(self._client, **arguments)
             except Exception as error:
                 self._failed(sample, error)
                 return
             self._openings[group] = opening
-        seed = None if self._seed is None else _seed(self._seed, sample)
+        seed = None if self._seed is None else _seed(self._seed, sample, self._plan.retries)
         session = Session(opening, self._gate, self._count, seed)
         session.metadata["item"] = group.index
         session.metadata["sample"] = sample.index
@@ -440,6 +440,8 @@ class Rollout:
                 failure.__cause__ = error
                 self._failed(sample, failure)
         elif isinstance(error, TimeoutError) and limit is not None and limit.expired():
+            late = DeadlineExceeded(f"the agent took longer than {self._timeout:g} s (timeout)")
+            self._count_failure(late)
             self._ended(sample, "timeout")
         elif isinstance(error, Exception):
             self._failed(sample, error)
@@ -455,11 +457,9 @@ class Rollout:
         task = self._task
         return self._closed or self._fatal or (task is not None and task.cancelling() > 0)
 
-    def _failed(self, sample: core.Sample, error: Exception) -> None:
+    def _count_failure(self, error: Exception, *, fatal: bool = False) -> None:
+        """Raises it if it is ``fatal``, or if nothing but failures has come so far."""
         self.errors.append(error)
-        fatal = self._on_error == "raise" or (
-            isinstance(error, (Closed, WorkerLost)) and not self._client._is_alive
-        )
         self._failures += 1
         if self._failures >= _SUSPECT and not self._plan.samples_done:
             error.add_note(f"and none of the first {self._failures} samples ended well")
@@ -467,6 +467,10 @@ class Rollout:
         if fatal:
             self._fatal = True
             raise error
+
+    def _failed(self, sample: core.Sample, error: Exception) -> None:
+        alone = isinstance(error, (Closed, WorkerLost)) and not self._client._is_alive
+        self._count_failure(error, fatal=self._on_error == "raise" or alone)
         retry = self._on_error == "retry" and not isinstance(error, UsageError)
         logger.warning(
             "sample %d of item %d failed: %s: %s",
@@ -585,7 +589,7 @@ class Rollout:
         loop = asyncio.get_running_loop()
         hint = loop.call_later(_HINT_SECONDS, self._hint)
         try:
-            async with asyncio.timeout(timeout):
+            async with asyncio.timeout(timeout) as limit:
                 while not self._closed and not self._take_ready(n):
                     if self._failure is not None:
                         raise self._failure
@@ -596,6 +600,9 @@ class Rollout:
                     self._arrival = loop.create_future()
                     await self._arrival
         except TimeoutError:
+            if not limit.expired():
+                # Somebody else's: an agent's, or the data set's.
+                raise
             raise DeadlineExceeded(
                 f"{len(self._partial)} of {n} groups were ready within {timeout:g} s"
             ) from None
@@ -628,6 +635,11 @@ class Rollout:
     def _take_ready(self, n: int) -> bool:
         """Whether there are ``n``. They are taken only then, or at the end."""
         plan = self._plan
+        while self._keep is not None and (lessened := plan.next_lessened()) is not None:
+            # It was to be kept for samples that it has lost since.
+            if not self._keep(self._made(lessened)):
+                plan.filter(lessened)
+                self._wake.set()
         while len(self._partial) < n:
             enough = len(self._partial) + len(plan.ready) >= n
             # At the end, what there is; groups that run, or are begun again, are waited for.
@@ -667,16 +679,19 @@ class Rollout:
 
         Raises:
             DeadlineExceeded: turns still run after ``timeout`` seconds; it stays paused.
+            UsageError: ``resume`` was called before they had ended.
         """
         check_timeout(timeout)
         self._gate.close()
         try:
             async with asyncio.timeout(timeout):
-                await self._gate.empty()
+                paused = await self._gate.empty()
         except TimeoutError:
             raise DeadlineExceeded(
                 f"{self._gate.inside} turns still run after {timeout:g} s"
             ) from None
+        if not paused:
+            raise UsageError("the run was resumed before its turns had ended, so it is not paused")
 
     def resume(self) -> None:
         """Go on after ``pause``."""
@@ -688,6 +703,8 @@ class Rollout:
         count as finished when they are taken; what runs now is run again."""
         done, skipped = self._state
         unread = {index for index in skipped if index >= self._items.read}
+        if (ahead := self._items.read_ahead) is not None and ahead < done:
+            unread.add(ahead)
         begun = {*self._plan.unfinished(), *unread, *(g.index for g in self._partial)}
         return {"next": max(self._plan.next_index, done), "unfinished": sorted(begun)}
 
@@ -752,11 +769,11 @@ def _trajectory(session: Session, result: Any) -> Trajectory:
     return session.trajectory(float(result))
 
 
-def _seed(seed: int, sample: core.Sample) -> int:
-    """Of a sample's first turn; the next ones count on from it."""
+def _seed(seed: int, sample: core.Sample, retries: int) -> int:
+    """Of a sample's first turn; the next ones count on from it. Another one for each try."""
     group = sample.group
-    number = ((seed * 1_000_003 + group.index) * 1009 + sample.index) * 17
-    return ((number + sample.tries + group.tries) * 1024) % (1 << 61)
+    number = ((seed * 1_000_003 + group.index) * 1009 + sample.index) * 1024
+    return ((number + group.tries * (retries + 1) + sample.tries) * 1024) % (1 << 61)
 
 
 def _checked_state(state: Mapping[str, Any] | None) -> tuple[int, set[int]]:

@@ -18,7 +18,7 @@ from ..core.calls import Call
 from ..core.routing import Route
 from ..errors import Closed, InvalidRequest, UsageError
 from ..prompts import Message, check_conversation, check_messages
-from ..sampling import DEFAULT_MAX_NEW_TOKENS, Prepared, SamplingParams
+from ..sampling import DEFAULT_MAX_NEW_TOKENS, Prepared, SamplingParams, own_names
 from ..tokens import TokenIds, check_ids
 from .gate import Gate
 from .template import behind_answer
@@ -60,8 +60,8 @@ class Opening:
         self.priority = priority
         self.metadata = metadata or {}
         self.sampling = sampling
-        self.values = values
-        self.prepared = self.requests.samplings.prepare(sampling, values)
+        self.values = own_names(values)
+        self.prepared = self.requests.samplings.prepare(sampling, self.values)
         self.messages: list[Message] | None = None
         if messages is not None:
             several, (self.messages, *_) = check_messages(messages)
@@ -99,7 +99,7 @@ class Opening:
 
     def prepare(self, values: dict[str, Any]) -> Prepared:
         """The sampling values of one turn."""
-        return self.requests.samplings.prepare(self.sampling, {**self.values, **values})
+        return self.requests.samplings.prepare(self.sampling, {**self.values, **own_names(values)})
 
     def render(self, messages: Sequence[Message]) -> str:
         return self.requests.box.render(messages, self.template)
@@ -144,6 +144,7 @@ class Session:
         """How much of that is in the prompt of the turn that is being sampled."""
         self._busy = self._closed = False
         self._call: tuple[Call, asyncio.Future[Completion]] | None = None
+        self._at_gate: asyncio.Future[None] | None = None
         self._limit: asyncio.Timeout | None = None
         """How long all of it may take, not counting what is spent at the gate."""
         self._began = time.monotonic()
@@ -163,6 +164,8 @@ class Session:
         """No further turn is sampled, and one that is being sampled is given up: ``generate``
         raises ``Closed``."""
         self._closed = True
+        if self._at_gate is not None and not self._at_gate.done():
+            self._at_gate.set_result(None)
         if self._call is not None:
             call, future = self._call
             if not future.done():
@@ -195,7 +198,7 @@ class Session:
             raise UsageError("a turn of this session is being sampled; await it first")
         opening = self._opening
         if self._seed is not None:
-            values.setdefault("seed", self._seed + len(self._turns))
+            values = {"seed": self._seed + len(self._turns), **own_names(values)}
         prepared = opening.prepare(values) if values else opening.prepared
         self._busy = True
         gate = self._gate
@@ -223,12 +226,13 @@ class Session:
                     "and Session.unobserve"
                 )
             deadline = self._requests.deadline(opening.timeout)
-            if self._oldest is None:
-                self._oldest = self._client.weight_version
             completion = None
             while completion is None or completion.finish_reason == "abort":
                 if self._closed:
                     raise Closed("the session was closed")
+                if not self._turns and (completion is None or not len(completion.output_ids)):
+                    # No token will be older.
+                    self._oldest = self._client.weight_version
                 self._route.extend(ids, self._client.weight_version)
                 self._call = call, future = self._requests.sample(
                     ids,
@@ -262,7 +266,7 @@ class Session:
         force_setattr(completion, "_prompt", Beginning(self._conversation, len(ids)))
         chunks = completion._chunks
         if not self._turns:
-            self._oldest = chunks[0].version
+            self._oldest = next((c.version for c in chunks if c.ids), self._oldest)
         self._turns.append(completion)
         self._starts.append(len(response) // 4)
         self._rewards.append(0.0)
@@ -276,15 +280,22 @@ class Session:
         limit, clock = self._limit, asyncio.get_running_loop().time
         until = None if limit is None else limit.when()
         left = None if until is None else until - clock()
-        if limit is not None and left is not None and left > 0:
-            limit.reschedule(None)
+        stopped = limit if left is not None and left > 0 else None
+        if stopped is not None:
+            stopped.reschedule(None)
         try:
-            await gate.opened()
+            while (opening := gate.opening) is not None and not self._closed:
+                self._at_gate = asyncio.get_running_loop().create_future()
+                await asyncio.wait((opening, self._at_gate), return_when=asyncio.FIRST_COMPLETED)
+            if self._closed:
+                raise Closed("the session was closed")
         except BaseException:
             self._busy = False
             raise
-        if limit is not None and left is not None and left > 0:
-            limit.reschedule(clock() + left)
+        finally:
+            self._at_gate = None
+            if stopped is not None and left is not None:
+                stopped.reschedule(clock() + left)
 
     def observe(self, what: str | TokenIds | Message | Sequence[Message]) -> None:
         """Append what the policy did not sample: text or token ids as they are, or messages in the
@@ -442,6 +453,10 @@ class Session:
     def _ended_by(self, size: int) -> int | None:
         """The token that ended the last turn, if the response of so many bytes ends with it."""
         start, completion = self._starts[-1], self._turns[-1]
-        match = completion.stop_match
-        ends = 4 * start + 4 * len(completion.output_ids)
-        return match if isinstance(match, int) and ends == size else None
+        ids = completion.output_ids
+        if not len(ids) or 4 * (start + len(ids)) != size:
+            return None
+        # Also of a turn that went on behind the model's end, or that its text has ended.
+        last = int(ids[-1])
+        ends = last == completion.stop_match or last in self._requests.info.eos_token_ids
+        return last if ends else None

@@ -120,11 +120,15 @@ def stack(
         }
     else:
         raise UsageError(f'layout must be "padded" or "jagged", not {layout!r}')
-    values["reward"] = torch.tensor([t.reward for t in batch], dtype=torch.float32)
-    values["prompt_length"] = torch.tensor([len(t.prompt_ids) for t in batch])
-    values["response_length"] = torch.tensor([len(t.response_ids) for t in batch])
-    values["turn_count"] = torch.tensor([len(t.turns) for t in batch])
-    values["truncated"] = torch.tensor([t.finish_reason in ("length", "abort") for t in batch])
+    for key, numbers, dtype in (
+        ("reward", [t.reward for t in batch], torch.float32),
+        ("prompt_length", [len(t.prompt_ids) for t in batch], torch.int64),
+        ("response_length", [len(t.response_ids) for t in batch], torch.int64),
+        ("turn_count", [len(t.turns) for t in batch], torch.int64),
+        ("truncated", [t.finish_reason in ("length", "abort") for t in batch], torch.bool),
+    ):
+        # On the CPU, whatever the program has made torch's default.
+        values[key] = torch.tensor(numbers, dtype=dtype, device="cpu")
     if metadata:
         named = {name: _metadata(batch, name) for name in metadata}
         values["metadata"] = TensorDict(named, batch_size=[len(batch)])
@@ -180,7 +184,9 @@ def _metadata(batch: Sequence[Trajectory], name: str) -> Any:
     values = [v.item() if isinstance(v, np.generic) else v for v in values]
     if all(isinstance(value, int | float) for value in values):
         try:
-            return torch.tensor(values)
+            if any(isinstance(value, float) for value in values):
+                return torch.tensor(values, dtype=torch.float32, device="cpu")
+            return torch.tensor(values, device="cpu")
         except (ValueError, OverflowError, RuntimeError) as error:
             raise UsageError(f"the metadata {name!r} is no tensor: {error}") from None
     return NonTensorStack(*values)

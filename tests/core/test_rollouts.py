@@ -68,6 +68,8 @@ class PlanMachine(RuleBasedStateMachine):
         self.taken: list[Group] = []
         self.filtered = 0
         self.fails: dict[Sample, int] = {}
+        self.counted: dict[Group, int] = {}
+        """Samples that were DONE when somebody last looked at the READY group."""
 
     def too_old(self, version: int) -> bool:
         return self.staleness is not None and version < self.version - self.staleness
@@ -77,6 +79,7 @@ class PlanMachine(RuleBasedStateMachine):
             assert group.state is READY
             assert group not in self.order
             self.order.append(group)
+            self.counted[group] = len(group.done)
 
     @rule()
     def begin_a_group(self) -> None:
@@ -163,6 +166,20 @@ class PlanMachine(RuleBasedStateMachine):
         assert len(group.done) >= self.min_group
         self.taken.append(group)
 
+    @rule()
+    def look_at_one_that_has_lost_samples(self) -> None:
+        lessened = self.lessened()
+        group = self.plan.next_lessened()
+        if group is None:
+            assert not lessened
+        else:
+            assert group in lessened
+            self.counted[group] = len(group.done)
+
+    def lessened(self) -> list[Group]:
+        ready = [g for g in self.order if g.state is READY]
+        return [g for g in ready if len(g.done) < self.counted[g]]
+
     @rule(data=st.data())
     def filter_a_group(self, data: st.DataObject) -> None:
         ready = [g for g in self.order if g.state is READY]
@@ -184,6 +201,7 @@ class PlanMachine(RuleBasedStateMachine):
     def it_adds_up(self) -> None:
         plan = self.plan
         plan.validate()
+        assert set(plan.lessened) == set(self.lessened())
         assert plan.running == len(self.running)
         assert plan.taken == len(self.taken)
         assert plan.filtered == self.filtered

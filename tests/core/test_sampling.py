@@ -304,3 +304,21 @@ def test_a_nul_that_is_written_out() -> None:
     SamplingParams(regex=r"a\x00")
     SamplingParams(json_schema={"type": "string", "pattern": r"\u0000"})
     SamplingParams(json_schema={"const": "\0"})
+
+
+def test_what_was_asked_before_is_told_from_what_looks_like_it() -> None:
+    """A call with the very objects of the one before is not checked again; all others are."""
+    cache = SamplingCache(100)
+    first = cache.prepare(None, {"max_new_tokens": 1, "min_new_tokens": 0})
+    assert cache.prepare(None, {"max_new_tokens": 1, "min_new_tokens": 0}) is first
+    with pytest.raises(InvalidRequest, match="max_new_tokens must be an integer, got True"):
+        cache.prepare(None, {"max_new_tokens": True, "min_new_tokens": 0})
+    swapped = cache.prepare(None, {"min_new_tokens": 0, "max_new_tokens": 1})
+    assert swapped.params == first.params
+    assert cache.prepare(None, {"max_new_tokens": 1}).params.min_new_tokens == 0
+    assert cache.prepare(None, {}).params == SamplingParams()
+    assert cache.prepare(None, {}).params == SamplingParams()
+    stops = ["a"]
+    assert cache.prepare(None, {"stop": stops}).params.stop_strings == ("a",)
+    stops.append("b")
+    assert cache.prepare(None, {"stop": stops}).params.stop_strings == ("a", "b")

@@ -219,6 +219,19 @@ def test_metadata_goes_along(layout: Any, size: int) -> None:
             assert found[n]["metadata", name] == one.metadata[name], name
 
 
+def test_all_of_it_is_on_the_cpu() -> None:
+    """Also in a program that has another default."""
+    torch.set_default_device("meta")
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = stack([make(1, 2, score=0.5), make(2, 1, score=1)], metadata=["score"])
+    finally:
+        torch.set_default_device("cpu")
+        torch.set_default_dtype(torch.float32)
+    assert {value.device.type for value in found.values(True, True)} == {"cpu"}
+    assert found["metadata", "score"].dtype == found["reward"].dtype == torch.float32
+
+
 # --- what is refused ------------------------------------------------------------------------------
 
 

@@ -250,6 +250,19 @@ def test_a_masked_advantage_has_no_gradient(advantage: float) -> None:
         assert logprobs.grad.tolist() == [[-1.0, 0.0]]
 
 
+@pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
+def test_a_ratio_beyond_all_bounds_has_a_finite_gradient(advantage: float) -> None:
+    """exp(100) is inf in float32, and inf times what the clip leaves of it NaN."""
+    logprobs = torch.tensor([[-0.5, -1.0]], requires_grad=True)
+    old = torch.tensor([[-100.5, -1.0]])
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    loss, _ = policy_loss(logprobs, old, torch.tensor([advantage]), mask)
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert torch.isfinite(loss)
+    assert logprobs.grad is not None
+    assert torch.isfinite(logprobs.grad).all()
+
+
 def test_entropy_of_what_cannot_be_drawn() -> None:
     logits = torch.tensor([[[0.0, 0.0, float("-inf")], [0.0, 0.0, 0.0]]], requires_grad=True)
     entropies = token_entropies(logits)

@@ -70,9 +70,8 @@ class _Plan:
         self.interval = params.stream_interval
         self.logprob = bool(request.return_logprob)
         self.vocab_size = request.vocab_size
-        stops: set[int] = set()
+        stops: set[int] = set(params.stop_token_ids or ())
         if not params.ignore_eos:
-            stops.update(params.stop_token_ids or ())
             stops.update(request.eos_token_ids or ())
             if request.tokenizer is not None:
                 stops.add(request.tokenizer.eos_token_id)

@@ -61,6 +61,7 @@ from . import (
     arena,
     compat,
     convert,
+    ends,
     finite,
     prefixes,
     results,
@@ -880,6 +881,7 @@ def run_scheduler(spec: WorkerSpec, body: EngineSpec) -> None:
     port_args = compat.no_ports()
     seeds.install(server_args)
     finite.install()
+    ends.install()
     if server_args.tp_size == 1:
         stop_regex.install()
     resume.install()

@@ -1,0 +1,235 @@
+"""What a run and its sessions do at their ends and in between: paused, late, cancelled, resumed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import sglrl
+from sglrl.rl import has_signal
+
+from .test_rollouts import ITEMS, new_weights
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[sglrl.Client]:
+    async with sglrl.launch("fake", engine="fake", vocab_size=1000, context_length=256) as client:
+        yield client
+
+
+async def one_turn(session: sglrl.Session, item: Any) -> float:
+    await session.generate(max_new_tokens=2)
+    return 1.0
+
+
+# --- time-outs ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("timeout", [None, 30.0])
+async def test_a_timeout_of_an_agent_is_not_the_takers(
+    client: sglrl.Client, timeout: float | None
+) -> None:
+    async def slow(session: sglrl.Session, item: Any) -> float:
+        raise TimeoutError("the tool is slow")
+
+    async with sglrl.rollout(client, slow, ITEMS, on_error="raise") as run:
+        with pytest.raises(TimeoutError, match="the tool is slow"):
+            await run.take(1, timeout=timeout)
+    async with sglrl.rollout(client, slow, ITEMS[:3], retries=0) as run:
+        with pytest.raises(TimeoutError, match="the tool is slow"):
+            await run.take(1, timeout=timeout)
+
+
+@pytest.mark.parametrize("items", [4, 1000])
+async def test_samples_that_are_all_too_late_are_an_error(client: sglrl.Client, items: int) -> None:
+    async def late(session: sglrl.Session, item: Any) -> float:
+        await asyncio.Event().wait()
+        return 1.0
+
+    data = ({"input_ids": [1 + i % 900]} for i in range(items))
+    async with sglrl.rollout(client, late, data, timeout=0.05, retries=0, concurrency=8) as run:
+        with pytest.raises(sglrl.DeadlineExceeded, match=r"longer than 0\.05 s"):
+            await run.take(1)
+
+
+async def test_a_turn_that_is_given_up_at_the_gate_leaves_the_timeout(
+    client: sglrl.Client,
+) -> None:
+    begun, paused = asyncio.Event(), asyncio.Event()
+
+    async def agent(session: sglrl.Session, item: Any) -> float:
+        await session.generate(max_new_tokens=2)
+        begun.set()
+        await paused.wait()
+        try:
+            async with asyncio.timeout(0.05):
+                await session.generate(max_new_tokens=2)
+        except TimeoutError:
+            gone.set()
+        await asyncio.Event().wait()
+        return 1.0
+
+    gone = asyncio.Event()
+    async with sglrl.rollout(client, agent, ITEMS[:1], timeout=1.0, retries=0) as run:
+        await begun.wait()
+        await run.pause()
+        paused.set()
+        await gone.wait()
+        run.resume()
+        with pytest.raises(sglrl.DeadlineExceeded, match=r"longer than 1 s"):
+            await run.take(1)
+        assert run.metrics.samples_lost == {"timeout": 1}
+
+
+# --- pauses ---------------------------------------------------------------------------------------
+
+
+async def test_a_session_that_is_closed_at_the_gate(client: sglrl.Client) -> None:
+    turns: list[asyncio.Task[Any]] = []
+    begun, paused, asked = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def agent(session: sglrl.Session, item: Any) -> float:
+        await session.generate(max_new_tokens=2)
+        begun.set()
+        await paused.wait()
+        turns.append(asyncio.create_task(session.generate(max_new_tokens=2)))
+        await asyncio.sleep(0)
+        asked.set()
+        return 1.0
+
+    async with sglrl.rollout(client, agent, ITEMS[:1]) as run:
+        await begun.wait()
+        await run.pause()
+        paused.set()
+        await asked.wait()
+        with pytest.raises(sglrl.Closed):
+            await turns[0]
+
+
+async def test_a_pause_that_is_ended_before_it_has_begun() -> None:
+    async with sglrl.launch(
+        "fake", engine="fake", vocab_size=1000, tokens_per_step=1, step_seconds=0.02
+    ) as client:
+        begun = asyncio.Event()
+
+        async def agent(session: sglrl.Session, item: Any) -> float:
+            begun.set()
+            await session.generate(max_new_tokens=400)
+            return 1.0
+
+        async with sglrl.rollout(client, agent, ITEMS[:1]) as run:
+            await begun.wait()
+            await asyncio.sleep(0)
+            pause = asyncio.create_task(run.pause())
+            await asyncio.sleep(0)
+            run.resume()
+            with pytest.raises(sglrl.UsageError, match="resumed before"):
+                await pause
+
+
+# --- what was done --------------------------------------------------------------------------------
+
+
+async def test_an_item_that_was_read_and_not_begun_is_not_done(client: sglrl.Client) -> None:
+    state = {"next": 10, "unfinished": [3, 5, 7]}
+    arguments: dict[str, Any] = {"state": state, "batch_size": 1, "max_staleness": 0}
+    async with sglrl.rollout(client, one_turn, ITEMS[:12], **arguments) as run:
+        (first,) = await run.take(1)
+        # No more groups may be begun, and the next item is looked at.
+        while run._items.read_ahead is None:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        found = run.state_dict()
+    assert first.index == 3
+    assert found == {"next": 10, "unfinished": [5, 7]}
+    rest = [g.index async for g in sglrl.rollout(client, one_turn, ITEMS[:12], state=found)]
+    assert sorted(rest) == [5, 7, 10, 11]
+
+
+@pytest.mark.parametrize("waits", [False, True])
+async def test_a_data_set_that_is_cancelled_from_within(client: sglrl.Client, waits: bool) -> None:
+    async def data() -> AsyncIterator[Any]:
+        for item in ITEMS[:2]:
+            yield item
+        if waits:
+            await asyncio.sleep(0.01)
+        inner = asyncio.create_task(asyncio.Event().wait())
+        inner.cancel()
+        await inner
+        yield ITEMS[2]
+
+    taken = []
+    with pytest.raises(sglrl.SglrlError, match="data set was cancelled"):
+        async for group in sglrl.rollout(client, one_turn, data()):
+            taken.append(group.index)
+    assert sorted(taken) == [0, 1]
+
+
+async def test_a_group_that_has_lost_samples_is_looked_at_again(client: sglrl.Client) -> None:
+    async def agent(session: sglrl.Session, item: Any) -> sglrl.Trajectory:
+        await session.generate(max_new_tokens=2)
+        number = session.metadata["sample"]
+        # The one that is worth something is of the oldest policy.
+        made = session.trajectory(float(number == 0))
+        return made.replace(versions=np.where(made.loss_mask, int(number > 0), -1))
+
+    async with sglrl.rollout(
+        client, agent, ITEMS[:1], group_size=4, batch_size=1, max_staleness=1, keep=has_signal
+    ) as run:
+        while not run.metrics.groups_ready:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        new_weights(client)
+        new_weights(client)
+        assert await run.take(1) == []
+        assert run.metrics.groups_filtered == 1
+        assert run.metrics.samples_lost == {"stale": 1}
+
+
+async def test_every_try_has_a_seed_of_its_own(client: sglrl.Client) -> None:
+    seeds: dict[int, list[int]] = {0: [], 1: []}
+
+    async def agent(session: sglrl.Session, item: Any) -> float:
+        assert session._seed is not None
+        seeds[session.metadata["sample"]].append(session._seed)
+        if session.metadata["sample"]:
+            raise ValueError("this one never works")
+        await session.generate(max_new_tokens=2)
+        return 1.0
+
+    # The run raises that only if the other sample never ended before.
+    with contextlib.suppress(ValueError):
+        async for _ in sglrl.rollout(client, agent, ITEMS[:1], seed=3, retries=2, group_size=2):
+            raise AssertionError
+    assert len(seeds[1]) == 9
+    everything = seeds[0] + seeds[1]
+    assert len(set(everything)) == len(everything)
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+
+async def test_one_name_of_a_value_overrides_another(client: sglrl.Client) -> None:
+    async with client.session(input_ids=[1, 2], max_tokens=50) as session:
+        turn = await session.generate(max_new_tokens=3)
+        assert len(turn.output_ids) == 3
+        turn = await session.generate(max_completion_tokens=4)
+        assert len(turn.output_ids) == 4
+        with pytest.raises(sglrl.InvalidRequest, match="another name"):
+            await session.generate(max_tokens=1, max_new_tokens=1)
+
+    async def agent(session: sglrl.Session, item: Any) -> float:
+        turn = await session.generate(max_new_tokens=3, sampling_seed=5)
+        assert len(turn.output_ids) == 3
+        return 1.0
+
+    def opening(item: Any) -> dict[str, Any]:
+        return {"input_ids": item["input_ids"], "max_completion_tokens": 9}
+
+    run = sglrl.rollout(
+        client, agent, ITEMS[:2], max_tokens=50, seed=1, open_session=opening, on_error="raise"
+    )
+    assert len([group async for group in run]) == 2

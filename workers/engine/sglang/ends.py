@@ -1,0 +1,54 @@
+"""What ends an output: SGLang's rules, but for two.
+
+* The last token that a request may have can be the one that ends it: an end of sequence, a stop
+  token, or the end of a stop string. SGLang (0.5.17 to 0.5.23) looks at the length first and at
+  nothing else then, so a complete answer was "length": cut off, to a trainer that masks those.
+* ``ignore_eos`` is about the model's own end. SGLang leaves the request's ``stop_token_ids`` out,
+  too.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+from sglang.srt.managers.schedule_batch import FINISH_LENGTH, FINISH_MATCHED_TOKEN, Req
+
+_update = Req.update_finish_state
+_check_tokens = Req._check_token_based_finish
+
+
+def install() -> None:
+    """Call in the worker before the scheduler is built."""
+    Req.update_finish_state = _update_finish_state
+    Req._check_token_based_finish = _check_token_based_finish
+
+
+# Wrapped, so that whoever asks for the source of these gets SGLang's.
+
+
+@wraps(_update)
+def _update_finish_state(self: Any, new_accepted_len: int = 1) -> None:
+    ended = self.finished()
+    _update(self, new_accepted_len)
+    if ended or type(self.finished_reason) is not FINISH_LENGTH or not self.output_ids:
+        return
+    length, self.finished_reason = self.finished_reason, None
+    self._check_str_based_finish(new_accepted_len)
+    if self.finished_reason is None:
+        self._check_token_based_finish(self.output_ids[-new_accepted_len:])
+    if self.finished_reason is None:
+        self.finished_reason = length
+
+
+@wraps(_check_tokens)
+def _check_token_based_finish(self: Any, new_accepted_tokens: list[int]) -> bool:
+    params = self.sampling_params
+    if not params.ignore_eos or not params.stop_token_ids:
+        return bool(_check_tokens(self, new_accepted_tokens))
+    for i, token in enumerate(new_accepted_tokens):
+        if token in params.stop_token_ids:
+            self.finished_reason = FINISH_MATCHED_TOKEN(matched=token)
+            self.finished_len = len(self.output_ids) - len(new_accepted_tokens) + i + 1
+            return True
+    return False
