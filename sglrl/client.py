@@ -632,7 +632,8 @@ class Client:
 
     def _loads(self) -> tuple[list[Load], int]:
         """How full each engine says it is, and how many calls wait here for one with room."""
-        fabric = self._running().fabric
+        assert self._driver is not None
+        fabric = self._driver.fabric
         loads = [
             Load(m.kv_usage, m.waiting, m.preempted)
             for m in fabric.members.values()
@@ -643,6 +644,7 @@ class Client:
     def _running(self) -> Driver:
         if self._driver is None:
             raise _not_started()
+        self._pool.check_open()
         return self._driver
 
     def _started(self) -> Requests:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -52,8 +52,13 @@ class FabricConfig(msgspec.Struct, frozen=True, kw_only=True):
             ("prefix_block", 1),
             ("prefix_entries", 1),
         ):
-            if not getattr(self, name) >= low:
-                raise UsageError(f"{name} must be at least {low}, got {getattr(self, name)}")
+            value: object = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= low:
+                raise UsageError(f"{name} must be at least {low}, got {value!r}")
+
+
+LEAST_MESSAGE_BYTES: Final = 16 << 10
+"""Of which a fourth is kept for what a message is beside the call in it."""
 
 
 class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,6 +91,13 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
         number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
         if timeout is not None and not (number and self.hang_timeout > 0):  # type: ignore[operator]
             raise UsageError(f"hang_timeout must be more than 0 seconds, or None; got {timeout!r}")
+        check_timeout(self.start_timeout, "start_timeout")
+        size: object = self.max_message_bytes
+        if isinstance(size, bool) or not isinstance(size, int) or size < LEAST_MESSAGE_BYTES:
+            raise UsageError(
+                f"max_message_bytes must be an integer of at least {LEAST_MESSAGE_BYTES:,}, got "
+                f"{size!r}"
+            )
 
 
 def cache_dir() -> Path:

@@ -95,7 +95,7 @@ class Pool:
         self._workers: dict[int, Worker] = {}
         self._supervision: dict[int, Supervision] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._started = False
+        self._entered = self._started = False
         self._closing = False
         self._processes = Processes(preload, config.start_timeout, self._on_exited)
         self._folder: Path | None = None
@@ -135,7 +135,17 @@ class Pool:
         """What worker ``index`` said of itself when it became ready."""
         return self._workers[index].ready.result()
 
+    def _enter_once(self) -> None:
+        if self._entered:
+            raise UsageError("this has been started before; make another one with launch or spawn")
+        self._entered = True
+
+    def check_open(self) -> None:
+        """Raises ``Closed`` unless it has been started, and not closed."""
+        self.driver.fabric.check_open()
+
     async def __aenter__(self) -> Self:
+        self._enter_once()
         try:
             async with asyncio.timeout(self._config.start_timeout):
                 await self._start()
@@ -295,6 +305,7 @@ class Pool:
             DeadlineExceeded: some do not within ``timeout`` seconds; says which.
             WorkerLost: all are retired.
         """
+        self.check_open()
         check_timeout(timeout)
         try:
             async with asyncio.timeout(timeout):
@@ -325,6 +336,7 @@ class Pool:
             WorkerStartError: one ended before it was ready, or was not ready in time; none of the
                 new ones is left.
         """
+        self.check_open()
         first = max(self._births) + 1
         indices = list(range(first, first + len(births)))
         workers = []
@@ -357,6 +369,7 @@ class Pool:
         Raises:
             UsageError: there is no such worker, it is going already, or it is the last one.
         """
+        self.check_open()
         check_timeout(timeout)
         member = self.driver.fabric.members.get(index)
         if member is None or member.state in (DRAINING, RETIRED):

@@ -229,6 +229,7 @@ class RemotePool(Pool):
         return await UnaryCaller(self.driver, self._specs[endpoint], None)(*args, timeout=timeout)
 
     async def __aenter__(self) -> Self:
+        self._enter_once()
         loop = asyncio.get_running_loop()
 
         def tell() -> None:

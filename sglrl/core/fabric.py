@@ -163,6 +163,11 @@ class Fabric:
 
     # --- calls ------------------------------------------------------------------------------------
 
+    def check_open(self) -> None:
+        """Raises ``Closed`` when no calls are taken any more."""
+        if self.closed or self.refusing:
+            raise Closed(self._why_closed if self.closed else "the pool is being closed")
+
     def submit(self, call: Call, now: float) -> None:
         """Take the call in, and give it a worker if one has room.
 
@@ -173,7 +178,7 @@ class Fabric:
             UsageError: it is pinned to a worker that never existed.
         """
         if self.closed or self.refusing:
-            raise Closed(self._why_closed if self.closed else "the pool is being closed")
+            self.check_open()
         self._next_id = id_ = self._next_id + 1
         call.id = id_
         call.submitted_at = now

@@ -118,12 +118,17 @@ def _socket(
     context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str, max_message_bytes: int
 ) -> zmq.Socket[bytes]:
     socket: zmq.Socket[bytes] = context.socket(kind)
-    socket.setsockopt(zmq.LINGER, 0)
-    # The fabric's window bounds what is in flight; a high-water mark here would drop or block.
-    socket.setsockopt(zmq.SNDHWM, 0)
-    socket.setsockopt(zmq.RCVHWM, 0)
-    socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
-    socket.setsockopt(zmq.IPV6, "[" in address)
+    try:
+        socket.setsockopt(zmq.LINGER, 0)
+        # The fabric's window bounds what is in flight; a high-water mark here would drop or block.
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
+        socket.setsockopt(zmq.IPV6, "[" in address)
+    except BaseException:
+        # Its context could never be ended, and nobody knows of it but the collector.
+        socket.close(0)
+        raise
     return socket
 
 

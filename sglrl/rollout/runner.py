@@ -313,8 +313,9 @@ class Rollout:
                 )
                 await asyncio.wait([task])
             self._client._pool.weights.on_version.discard(self._on_version)
-            if self._limit is not None:
-                self._client._running().on_loads.discard(self._look)
+            driver = self._client._driver
+            if self._limit is not None and driver is not None:
+                driver.on_loads.discard(self._look)
             self._progress.end(self.metrics)
         self._tell_takers()
 

@@ -379,3 +379,48 @@ async def test_many_calls_of_one_turn_go_out_in_pieces(
         piece = 64 * replicas
         pieces = [piece * (1 + i) for i in range(300 // piece)]
         assert list(dict.fromkeys(made))[: len(pieces)] == pieces
+
+
+async def test_a_client_that_was_closed_starts_nothing() -> None:
+    async with sglrl.launch("fake", engine="fake") as client:
+        with pytest.raises(sglrl.UsageError, match="started before"):
+            await client.__aenter__()
+        assert (await client.generate(input_ids=[1], max_new_tokens=1)).output_ids.tolist() == [1]
+    for refused in (
+        client.add_workers(1),
+        client.remove_worker(0),
+        client.wait_until_full(1),
+        client.model_metadata(),
+        client.update_weights({}),
+        client.generate(input_ids=[1]),
+    ):
+        with pytest.raises(sglrl.Closed):
+            await refused
+    with pytest.raises(sglrl.UsageError, match="started before"):
+        await client.__aenter__()
+
+
+@pytest.mark.parametrize(
+    ("argument", "says"),
+    [
+        ({"max_message_bytes": "3"}, "max_message_bytes must be an integer of at least 16,384"),
+        ({"max_message_bytes": 1}, "max_message_bytes must be an integer of at least 16,384"),
+        ({"start_timeout": -1}, "start_timeout must be a number of seconds"),
+        ({"start_timeout": "x"}, "start_timeout must be a number of seconds"),
+        ({"max_queue": "x"}, "max_queue must be at least 0, got 'x'"),
+        ({"max_queue": True}, "max_queue must be at least 0, got True"),
+    ],
+)
+def test_arguments_that_no_pool_can_have(argument: dict[str, Any], says: str) -> None:
+    with pytest.raises(sglrl.UsageError, match=says):
+        sglrl.launch("fake", engine="fake", **argument)
+
+
+def test_the_package_is_pickled_by_its_name() -> None:
+    """As in a function that another process is to run."""
+    assert cloudpickle.loads(cloudpickle.dumps(sglrl)) is sglrl
+
+    def version() -> str:
+        return sglrl.__version__
+
+    assert cloudpickle.loads(cloudpickle.dumps(version))() == sglrl.__version__
