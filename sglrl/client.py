@@ -644,7 +644,7 @@ class Client:
     def _running(self) -> Driver:
         if self._driver is None:
             raise _not_started()
-        self._pool.check_open()
+        self._driver.fabric.check_open()
         return self._driver
 
     def _started(self) -> Requests:
