@@ -199,10 +199,22 @@ class BlockingClient:
         return self._client.tokenizer
 
     def _wait(self, work: Coroutine[Any, Any, _T]) -> _T:
-        loop = self._loop
-        if loop is None:
+        loop, thread = self._loop, self._thread
+        if loop is None or thread is None:
             work.close()
             raise Closed("the client is not running; use 'with sglrl.blocking(...) as client'")
+        if thread is threading.current_thread():
+            work.close()
+            raise UsageError(
+                "a blocking method was called on the client's own event loop, which would wait for "
+                "itself; an agent awaits the methods of its session"
+            )
+        if not thread.is_alive():
+            work.close()
+            raise UsageError(
+                "this client's event loop is in the process that this one was forked from; give it "
+                "client.address, and call sglrl.blocking.connect(address) here"
+            )
         future: concurrent.futures.Future[_T] = asyncio.run_coroutine_threadsafe(work, loop)
         try:
             return future.result()
@@ -213,7 +225,8 @@ class BlockingClient:
     def _stop(self) -> None:
         loop, thread = self._loop, self._thread
         self._loop = self._thread = None
-        if loop is not None and thread is not None:
+        # In a forked process there is no such thread, and the loop is the other one's.
+        if loop is not None and thread is not None and thread.is_alive():
             loop.call_soon_threadsafe(loop.stop)
             thread.join()
             loop.close()

@@ -424,3 +424,26 @@ def test_the_package_is_pickled_by_its_name() -> None:
         return sglrl.__version__
 
     assert cloudpickle.loads(cloudpickle.dumps(version))() == sglrl.__version__
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_blocking_client_waits_for_nobody_who_cannot_answer() -> None:
+    """On its own loop, and in a forked process, which has no thread of that loop."""
+    with sglrl.blocking("fake", engine="fake", vocab_size=1000) as client:
+
+        async def agent(session: sglrl.Session, item: Any) -> float:
+            client.generate(input_ids=[1], max_new_tokens=1)
+            return 1.0
+
+        with pytest.raises(sglrl.UsageError, match="own event loop"):
+            list(client.rollout(agent, [{"input_ids": [1]}], on_error="raise"))
+        child = os.fork()
+        if not child:
+            try:
+                client.generate(input_ids=[1], max_new_tokens=1)
+            except sglrl.UsageError as error:
+                os._exit(7 if "forked" in str(error) else 1)
+            finally:
+                os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert client.generate(input_ids=[1], max_new_tokens=1).output_ids.tolist() == [1]
