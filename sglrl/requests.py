@@ -220,7 +220,8 @@ class Requests:
             future: asyncio.Future[Any] = loop.create_future()
             futures.append(future)
             args = ScoreArgs(ids, start, top)
-            self._check_size(args)
+            if len(ids) > self._max_ids:
+                self._check_size(args)
             calls.append(
                 Call(
                     "score",
@@ -301,7 +302,8 @@ class Requests:
         self, ids: bytes, wire: Raw, logprobs: bool, top: int, stream: bool, priority: int
     ) -> GenerateArgs:
         args = GenerateArgs(ids, wire, logprobs, top, stream, priority)
-        self._check_size(args)
+        if len(ids) + len(wire) > self._max_ids:
+            self._check_size(args)
         return args
 
     def _route(self, ids: bytes, session: str | None = None) -> Route:

@@ -6,19 +6,14 @@ import asyncio
 
 
 class Gate:
-    """Open or ``closed``; knows how many turns are ``inside``."""
+    """Open or closed; knows how many turns are ``inside``."""
 
     def __init__(self) -> None:
         self.inside = 0
-        self.closed = False
-        self._open: asyncio.Future[None] | None = None
-        self._empty: asyncio.Future[None] | None = None
-
-    @property
-    def opening(self) -> asyncio.Future[None] | None:
-        """Done when the gate is opened, to be waited for and not cancelled; None: it is open. Who
+        self.opening: asyncio.Future[None] | None = None
+        """Of a closed one: done when it is opened, to be waited for and not cancelled. Who then
         goes inside adds to ``inside`` at once."""
-        return self._open
+        self._empty: asyncio.Future[None] | None = None
 
     def leave(self) -> None:
         self.inside -= 1
@@ -28,23 +23,21 @@ class Gate:
 
     def close(self) -> None:
         """Turns that have begun go on; no other begins."""
-        self.closed = True
-        if self._open is None:
-            self._open = asyncio.get_running_loop().create_future()
+        if self.opening is None:
+            self.opening = asyncio.get_running_loop().create_future()
 
     def open(self) -> None:
-        self.closed = False
-        if self._open is not None:
-            self._open.set_result(None)
-            self._open = None
+        if self.opening is not None:
+            self.opening.set_result(None)
+            self.opening = None
         if self._empty is not None:
             self._empty.set_result(None)
             self._empty = None
 
     async def empty(self) -> bool:
         """Wait until no turn is inside. False: it was opened before that."""
-        while self.inside and self.closed:
+        while self.inside and self.opening is not None:
             if self._empty is None:
                 self._empty = asyncio.get_running_loop().create_future()
             await asyncio.shield(self._empty)
-        return self.closed
+        return self.opening is not None

@@ -337,7 +337,7 @@ class Rollout:
 
     def _fill(self, tasks: asyncio.TaskGroup) -> None:
         plan, items = self._plan, self._items
-        while not self._gate.closed and plan.running < self.concurrency:
+        while self._gate.opening is None and plan.running < self.concurrency:
             sample = plan.start()
             if sample is not None:
                 self._start(sample, tasks)

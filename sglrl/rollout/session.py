@@ -203,7 +203,7 @@ class Session:
         self._busy = True
         gate = self._gate
         if gate is not None:
-            if gate.closed:
+            if gate.opening is not None:
                 await self._enter(gate)
             gate.inside += 1
         begun = time.monotonic()
