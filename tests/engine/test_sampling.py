@@ -25,8 +25,9 @@ def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
     order = np.argsort(expected)[::-1]
     counts, expected = counts[order], expected[order]
     common = int((expected >= 8).sum())
-    counts = np.append(counts[:common], counts[common:].sum())
-    expected = np.append(expected[:common], expected[common:].sum())
+    if common < len(expected):
+        counts = np.append(counts[:common], counts[common:].sum())
+        expected = np.append(expected[:common], expected[common:].sum())
     statistic = float(((counts - expected) ** 2 / expected).sum())
     freedom = len(expected) - 1
     spread = 2 / (9 * freedom)

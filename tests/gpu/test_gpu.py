@@ -206,6 +206,11 @@ async def test_requests_behind_which_there_is_no_token(
     pids = [worker.pid for worker in client.workers]
     greedy = {"max_new_tokens": 24, "temperature": 0, "logprobs": True, "ignore_eos": True}
     for count, impossible in NOWHERE.values():
+        for way in ({}, {"logprobs": True}):
+            with pytest.raises(sglrl.InvalidRequest, match=f"behind the {count} tokens"):
+                await client.generate(
+                    input_ids=PROMPTS[1], **{"max_new_tokens": 9, **impossible, **way}
+                )
         others = asyncio.ensure_future(client.generate(input_ids=PROMPTS, **greedy))
         sampling = [{"max_new_tokens": 9, **impossible, **way} for way in WAYS.values()]
         calls = [client.generate(input_ids=PROMPTS[1], **values) for values in sampling]
@@ -221,6 +226,10 @@ async def test_requests_behind_which_there_is_no_token(
     weights["model.layers.0.mlp.up_proj.weight"][0, 0] = float("nan")
     save_file(weights, diverged / "model.safetensors", metadata={"format": "pt"})
     await client.update_weights_from_disk(diverged)
+    # By itself, and beside all others.
+    for way in ({}, {"logprobs": True}):
+        with pytest.raises(sglrl.EngineError, match="not finite"):
+            await client.generate(input_ids=PROMPTS[1], max_new_tokens=9, **way)
     calls = [client.generate(input_ids=PROMPTS, max_new_tokens=9, **w) for w in WAYS.values()]
     calls += [client.score(PROMPTS[2]), client.next_token_logprobs(PROMPTS[2])]
     for error in await asyncio.gather(*calls, return_exceptions=True):

@@ -19,8 +19,6 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from sglrl.errors import NOT_FINITE
 
-_forward = Sampler.forward
-
 
 def install() -> None:
     """Call in the worker before the scheduler is built, behind others who put something in the
@@ -37,21 +35,23 @@ def install() -> None:
             probs[rows] = 1 / probs.shape[1]
         return draw(self, probs, info, *args, **kwargs)
 
+    forward = Sampler.forward
+
+    def with_undrawable(self: Any, output: Any, info: Any, *args: Any, **kwargs: Any) -> Any:
+        """``output.sglrl_undrawable``: bool [n], on the host once the step's tokens are."""
+        info.sglrl_undrawable = None
+        ids = forward(self, output, info, *args, **kwargs)
+        rows = info.sglrl_undrawable
+        if rows is None:
+            # The likeliest were taken: NaN before all others, and -inf if there is nothing else,
+            # which makes NaN of 0.
+            at = ids.long().unsqueeze(1)
+            rows = torch.isnan(0 * output.next_token_logits.gather(1, at))[:, 0]
+        output.sglrl_undrawable = _to_host(rows) if rows.is_cuda else rows
+        return ids
+
     Sampler._sample_from_probs = sample
-    Sampler.forward = _with_undrawable
-
-
-def _with_undrawable(self: Any, output: Any, info: Any, *args: Any, **kwargs: Any) -> Any:
-    """``output.sglrl_undrawable``: bool [n], on the host once the step's tokens are."""
-    info.sglrl_undrawable = None
-    ids = _forward(self, output, info, *args, **kwargs)
-    rows = info.sglrl_undrawable
-    if rows is None:
-        # The likeliest were taken: NaN before all others, and -inf if there is nothing else, which
-        # makes NaN of 0.
-        rows = torch.isnan(0 * output.next_token_logits.gather(1, ids.long().unsqueeze(1)))[:, 0]
-    output.sglrl_undrawable = _to_host(rows) if rows.is_cuda else rows
-    return ids
+    Sampler.forward = with_undrawable
 
 
 def _to_host(rows: torch.Tensor) -> torch.Tensor:

@@ -869,6 +869,18 @@ def _memory(body: EngineSpec) -> AbstractContextManager[Any]:
     return cpu.UntouchedZeros()
 
 
+def install_samplers(server_args: ServerArgs, device: str) -> None:
+    """What stands in for parts of SGLang's sampler. The order matters: ``draw`` reads what SGLang's
+    says, ``finite`` sees what all others make."""
+    if device == "cuda":
+        # Its kernels need Triton.
+        from . import draw
+
+        draw.install(server_args)
+    seeds.install(server_args)
+    finite.install()
+
+
 def run_scheduler(spec: WorkerSpec, body: EngineSpec) -> None:
     """Build the scheduler, say ``Ready``, and live in its event loop until ``Shutdown``."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -879,8 +891,7 @@ def run_scheduler(spec: WorkerSpec, body: EngineSpec) -> None:
     # Where the ranks meet, in place of a port.
     os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{body.rendezvous}"
     port_args = compat.no_ports()
-    seeds.install(server_args)
-    finite.install()
+    install_samplers(server_args, body.device)
     ends.install()
     if server_args.tp_size == 1:
         stop_regex.install()
@@ -903,6 +914,10 @@ def run_scheduler(spec: WorkerSpec, body: EngineSpec) -> None:
         from . import cpu
 
         cpu.check(scheduler.tp_worker.model_runner.model)
+    if body.device == "cuda":
+        from . import draw
+
+        draw.begin(scheduler, device)
     weights = scheduler.sglrl_weights = SglangWeights(scheduler, device, body.rank)
     weights.channel = RankWeights(spec, body.rank, weights)
     short_prefill.install(scheduler.tp_worker.model_runner)

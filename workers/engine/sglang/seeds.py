@@ -33,6 +33,11 @@ def install(server_args: ServerArgs) -> None:
     Sampler._sample_from_probs = _sample
 
 
+def any_alive() -> bool:
+    """There is a request that has a seed."""
+    return bool(_alive)
+
+
 _from_schedule_batch = SamplingBatchInfo.from_schedule_batch.__func__
 _sample_from_probs = Sampler._sample_from_probs
 

@@ -1,0 +1,126 @@
+"""The kernels that draw tokens on a GPU, interpreted: what they draw, as JSON; and what SGLang's
+sampler does in a worker that has a GPU. In the folder of tests: ``python -m engine.draw_program``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from types import SimpleNamespace
+from typing import Any
+
+# Read when a kernel is defined.
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+from sglang.srt.layers import sampler as theirs
+from sglang.srt.layers.sampler import Sampler
+
+from sglrl_workers.engine.sglang import draw, seeds
+from sglrl_workers.engine.sglang.scheduler import install_samplers
+
+from .draw_cases import CASES, KEY, LANES, STEP
+
+
+class Request:
+    """Whoever has a seed."""
+
+
+def sample(logits: torch.Tensor, **changes: Any) -> tuple[list[int], Any, list[bool], bool]:
+    """Tokens, logprobs, rows without a token, and whether the logits are as they were (SGLang puts
+    probabilities in their place)."""
+    info = SimpleNamespace(
+        is_all_greedy=False,
+        need_top_p_sampling=False,
+        need_top_k_sampling=False,
+        need_min_p_sampling=False,
+        return_sampling_masks=None,
+        sampling_mask_batch_indices=None,
+        sampling_support_logprobs_capture_indices=None,
+        has_custom_logit_processor=False,
+        temperatures=torch.full((len(logits), 1), 0.7),
+        grammars=None,
+        max_top_k=3,
+        top_ks=torch.full((len(logits),), 3),
+        top_ps=torch.ones(len(logits)),
+        min_ps=torch.zeros(len(logits)),
+        sampling_seed=None,
+    )
+    asked = {"return_logprob": True, "top": [0] * len(logits), "token_ids": [None] * len(logits)}
+    for name, value in changes.items():
+        if name in asked:
+            asked[name] = value
+        else:
+            setattr(info, name, value)
+    output = SimpleNamespace(next_token_logits=logits.clone(), next_token_logprobs=None)
+    positions = torch.zeros(len(logits), dtype=torch.int64)
+    sampler = torch.nn.Module.__new__(Sampler)
+    torch.nn.Module.__init__(sampler)
+    sampler.rl_on_policy_target = None
+    sampler.enable_deterministic = sampler.use_log_softmax_logprob = False
+    sampler.use_ascend_backend = False
+    sampler.output_logprob_processor = SimpleNamespace(compute_logprobs=_no_logprobs)
+    ids = sampler(
+        output, info, asked["return_logprob"], asked["top"], asked["token_ids"], positions
+    )
+    logprobs = output.next_token_logprobs
+    return (
+        ids.tolist(),
+        None if logprobs is None else logprobs.tolist(),
+        output.sglrl_undrawable.tolist(),
+        bool(torch.equal(output.next_token_logits, logits)),
+    )
+
+
+def _no_logprobs(*args: Any) -> Any:
+    return SimpleNamespace(write_output_to=lambda output: None)
+
+
+def fail(*args: Any) -> Any:
+    raise RuntimeError("no compiler")
+
+
+def main() -> None:
+    drawn = {}
+    for name, (logits, temperatures) in CASES.items():
+        given = torch.from_numpy(logits)
+        before = given.clone()
+        found = draw.draw(given, torch.from_numpy(temperatures), KEY, STEP, LANES)
+        assert torch.equal(given.nan_to_num(5), before.nan_to_num(5))
+        drawn[name] = [values.tolist() for values in found]
+
+    arguments: Any = SimpleNamespace(enable_deterministic_inference=False, rl_on_policy_target=None)
+    theirs.get_exec = lambda: SimpleNamespace(kernel=SimpleNamespace(sampling_backend="pytorch"))
+    install_samplers(arguments, "cuda")
+    draw._next_step = lambda device: (KEY, STEP)
+    logits = torch.from_numpy(CASES["normal 150"][0])
+    bad = logits.clone()
+    bad[1, 3] = float("nan")
+    scheduler = SimpleNamespace(
+        model_config=SimpleNamespace(vocab_size=150), server_args=SimpleNamespace(tp_size=1)
+    )
+    sampled = {"too early": sample(logits)}
+    kernels, draw.draw = draw.draw, fail
+    draw.begin(scheduler, torch.device("cpu"))
+    sampled["no kernels"] = sample(logits)
+    draw.draw = kernels
+    draw.begin(scheduler, torch.device("cpu"))
+    sampled |= {
+        "logprobs": sample(logits),
+        "tokens alone": sample(logits, return_logprob=False, top=None, token_ids=None),
+        "one without": sample(bad),
+        "top-k": sample(logits, need_top_k_sampling=True),
+        "likeliest tokens": sample(logits, top=[0, 2, 0, 0, 0]),
+        "given tokens": sample(logits, token_ids=[None, [3], None, None, None]),
+        "greedy": sample(logits, is_all_greedy=True),
+    }
+    seeded = Request()
+    seeds._alive.add(seeded)
+    sampled["seeds"] = sample(logits, sampling_seed=torch.tensor([-1, 5, -1, -1, -1]))
+    del seeded
+    sampled["seeds no more"] = sample(logits, sampling_seed=torch.full((5,), -1))
+    print(json.dumps({"drawn": drawn, "sampled": sampled}))
+
+
+if __name__ == "__main__":
+    main()
