@@ -69,7 +69,8 @@ def main(
                 results[name] = run_part("bench.genlm_parts", name, options, note, 1200.0)
             except PartFailed as failure:
                 results[name] = {"failed": str(failure)}
-                note(f"{failure}\n{failure.log}")
+                missing = "No module named" in str(failure)
+                note(str(failure) if missing else f"{failure}\n{failure.log}")
     targets = []
     for kind in _PREFIXES:
         rows = []

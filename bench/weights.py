@@ -164,7 +164,9 @@ def _print(case: WeightCase, found: dict[str, dict[str, Any]], receivers: int) -
                 row(f"{system}, {name}", result)
     columns = ("ms", "lowest .. highest", "pause ms", "GB/s", *_PHASES)
     load = f"{case.in_flight} requests decoding"
-    table(f"{case.name}: {size / 1e9:.2f} GB to {receivers} GPU(s), {load}", ("", *columns), rows)
+    table(
+        f"{case.name}: {size / 1e6:,.1f} MB to {receivers} worker(s), {load}", ("", *columns), rows
+    )
     if "join_ms" in ours:
         console.print(
             f"forming the group took {ours['join_ms']:.0f} ms, the first update after that "

@@ -68,7 +68,8 @@ async def main(conversations):
         async for group in sglrl.rollout(client, agent, items, group_size=4, timeout=60.0):
             first = group.trajectories[0]
             what = client.tokenizer.decode(first.input_ids.tolist())
-            print(group.rewards.tolist(), what, first.metadata.get("error", ""), flush=True)
+            rewards = [round(reward, 2) for reward in group.rewards.tolist()]
+            print(rewards, what, first.metadata.get("error", ""), flush=True)
 
 
 if __name__ == "__main__":

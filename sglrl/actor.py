@@ -301,6 +301,10 @@ class _Caller:
         self._spec = spec
         self._worker = worker
 
+    def __repr__(self) -> str:
+        at = "" if self._worker is None else f" of worker {self._worker}"
+        return f"<{type(self).__name__} of endpoint {self._spec.name}{at}>"
+
     def _call(
         self, reply: Any, args: tuple[Any, ...], kwargs: dict[str, Any], worker: int | None
     ) -> Call:

@@ -59,6 +59,9 @@ class BlockingClient:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    def __repr__(self) -> str:
+        return f"<Blocking{repr(self._client)[1:]}"
+
     def __reduce__(self) -> NoReturn:
         raise UsageError(
             "a client stays in the process that made it and cannot be pickled or copied; give the "

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import sys
 import typing
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any, Final
 
 import cloudpickle
@@ -55,6 +56,14 @@ def importable_as(cls: type) -> str:
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, CodeType):
+            # cloudpickle 3.1.3 forgets where it was written: tracebacks would name no file.
+            make, arguments, *_ = self.dispatch_table[CodeType](obj)
+            written = obj.co_filename
+            if not written.startswith("<"):
+                # The worker is in another folder.
+                written = os.path.abspath(written)
+            return _code, (make, arguments, written)
         if not isinstance(obj, type) or importable_as(obj):
             return super().reducer_override(obj)
         if _KNOWN in vars(obj):
@@ -79,6 +88,11 @@ def _resolve(annotated: Any) -> None:
         with contextlib.suppress(NameError):
             hints = typing.get_type_hints(annotated, include_extras=True)
             annotated.__annotations__ = {name: hints[name] for name in own}
+
+
+def _code(make: Any, arguments: tuple[Any, ...], filename: str) -> CodeType:
+    code: CodeType = make(*arguments)
+    return code.replace(co_filename=filename)
 
 
 def _struct(cls: Any) -> Any:

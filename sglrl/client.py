@@ -22,7 +22,7 @@ from .driver import Driver
 from .errors import Closed, InvalidRequest, UsageError
 from .gateway import Gateway
 from .messages import EngineInfo
-from .pool import Birth, Pool, WorkerInfo
+from .pool import Birth, Pool, WorkerInfo, describe
 from .prompts import Message, check_given_ids
 from .requests import Requests
 from .rollout.session import Opening, Session
@@ -82,6 +82,24 @@ class Client:
 
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
+
+    def __enter__(self) -> NoReturn:
+        raise UsageError(
+            "use 'async with', or 'with sglrl.blocking(...)' where there is no asyncio"
+        )
+
+    def __exit__(self, *exc: object) -> None: ...
+
+    def __repr__(self) -> str:
+        name = type(self).__name__
+        if self._driver is None or self._requests is None:
+            return f"<{name}, not started>"
+        model = os.path.basename(self._requests.info.model) or self._requests.info.model
+        if self._driver.fabric.closed:
+            return f"<{name} of {model}, closed>"
+        return (
+            f"<{name} of {model}, {describe(self.workers)}, weights version {self.weight_version}>"
+        )
 
     def __reduce__(self) -> NoReturn:
         raise UsageError(

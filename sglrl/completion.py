@@ -41,6 +41,9 @@ class TopLogprobs(NamedTuple):
     ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
 
+    def __repr__(self) -> str:
+        return f"<TopLogprobs of {len(self.ids)} tokens, top {self.ids.shape[1]}>"
+
 
 class Scores(NamedTuple):
     """Of given tokens, at n positions: what ``score(..., top_logprobs=k)`` returns.
@@ -55,6 +58,9 @@ class Scores(NamedTuple):
     logprobs: NDArray[np.float32]
     top_ids: NDArray[np.int32]
     top_logprobs: NDArray[np.float32]
+
+    def __repr__(self) -> str:
+        return f"<Scores of {len(self.logprobs)} tokens, top {self.top_ids.shape[1]}>"
 
 
 class NextTokenLogprobs(NamedTuple):
@@ -73,6 +79,13 @@ class NextTokenLogprobs(NamedTuple):
     version: int
     cached_tokens: int
     worker: int
+
+    def __repr__(self) -> str:
+        what = "all" if self.token_ids is None else "the likeliest"
+        return (
+            f"<NextTokenLogprobs of {what} {len(self.logprobs):,} tokens, version {self.version}, "
+            f"worker={self.worker}, cached={self.cached_tokens}>"
+        )
 
 
 class Conversation(msgspec.Struct, gc=False, eq=False):

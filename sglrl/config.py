@@ -188,3 +188,8 @@ def positive(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise UsageError(f"{name} must be an integer of at least 1, got {value!r}")
     return value
+
+
+def install(extra: str) -> str:
+    """What to do for an extra that is missing, as a message says it."""
+    return f"pip install -e '.[{extra}]' in sglrl's folder"

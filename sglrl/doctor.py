@@ -12,6 +12,7 @@ import msgspec
 from rich.table import Table
 
 from . import __version__
+from .config import install
 from .errors import SglrlError
 from .launch import cuda_devices, launch
 
@@ -55,7 +56,7 @@ def _package(name: str, *, needed: bool) -> Finding:
     try:
         version = metadata.version(name)
     except metadata.PackageNotFoundError:
-        hint = "pip install 'sglrl[sglang]'" if name in OPTIONAL else "reinstall sglrl"
+        hint = install("sglang") if name in OPTIONAL else "reinstall sglrl"
         return Finding(name, not needed, f"not installed ({hint})")
     if name == "sglang":
         release = tuple(int(part) for part in version.split(".")[:3] if part.isdigit())

@@ -30,6 +30,7 @@ from typing import cast
 import msgspec
 
 from .codec import encode
+from .config import install
 from .errors import WorkerStartError
 from .messages import Exited, Forked, FromForkServer, ToForkServer, Warm
 
@@ -188,7 +189,7 @@ class ForkConnection(asyncio.Protocol):
             server.close()
             raise WorkerStartError(
                 f"the fork server could not import what {server.preload!r} workers need; is the "
-                "extra installed (pip install 'sglrl[sglang]')?",
+                f"extra installed ({install('sglang')})?",
                 output=warm.error,
             )
         return connection

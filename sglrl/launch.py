@@ -23,6 +23,7 @@ from .config import (
     PoolConfig,
     check_env,
     check_restarts,
+    install,
     positive,
     visible_cuda_devices,
 )
@@ -360,7 +361,7 @@ def engine_argument_names() -> frozenset[str]:
     """
     spec = importlib.util.find_spec("sglang")
     if spec is None or not spec.submodule_search_locations:
-        raise UsageError("sglang is not installed; pip install 'sglrl[sglang]'")
+        raise UsageError(f"sglang is not installed: {install('sglang')}")
     source = Path(spec.submodule_search_locations[0], "srt")
     # Newer versions put the class together from the classes in this folder.
     found = _class_fields(source / "server_args.py", "ServerArgs")

@@ -8,7 +8,8 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -64,6 +65,12 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     window: int
 
 
+def describe(workers: Iterable[WorkerInfo]) -> str:
+    """How many there are of each state, but for the retired: "2 ready, 1 lost"."""
+    states = Counter(worker.state for worker in workers if worker.state != "retired")
+    return ", ".join(f"{n} {state}" for state, n in states.items()) or "no workers"
+
+
 class Birth(msgspec.Struct, kw_only=True):
     """A worker that is to be started: one process a rank."""
 
@@ -115,6 +122,7 @@ class Pool:
     @property
     def workers(self) -> list[WorkerInfo]:
         found = []
+        closed = self.driver.fabric.closed
         for worker in self._workers.values():
             member = self.driver.fabric.members[worker.index]
             ready = worker.ready.result() if worker.is_ready else None
@@ -122,7 +130,7 @@ class Pool:
                 WorkerInfo(
                     id=worker.index,
                     pid=ready.pid if ready else worker.pids.get(0, 0),
-                    state=member.state,
+                    state=RETIRED if closed else member.state,
                     weight_version=self.weights.versions.get(worker.index, 0),
                     device=ready.device if ready else "",
                     load=member.load,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from numbers import Real
 from typing import Any
 
 from .errors import InvalidRequest
@@ -60,8 +61,9 @@ def check_given_ids(input_ids: Any, vocab_size: int) -> tuple[bool, list[bytes]]
     """As ``encode_prompts``, of token ids."""
     if isinstance(input_ids, (list, tuple)):
         first: Any = input_ids[0] if input_ids else 0
-        # Arrays and tensors have __index__, too.
-        if getattr(first, "ndim", 0) or not hasattr(first, "__index__"):
+        # Arrays and tensors have __index__, too; and a float is one of wrong ids.
+        one = hasattr(first, "__index__") or isinstance(first, Real)
+        if getattr(first, "ndim", 0) or not one:
             return True, [check_ids(ids, vocab_size) for ids in input_ids]
     elif getattr(input_ids, "ndim", 1) == 2:
         return True, [check_ids(ids, vocab_size) for ids in input_ids]

@@ -19,7 +19,7 @@ from .by_value import by_value, importable_as
 from .config import FabricConfig, PoolConfig, check_env, check_restarts, check_target, positive
 from .errors import UsageError
 from .messages import ActorSpec
-from .pool import Birth, Pool, WorkerInfo
+from .pool import Birth, Pool, WorkerInfo, describe
 
 
 class ActorHandle:
@@ -43,6 +43,14 @@ class ActorHandle:
 
     async def __aexit__(self, *exc: object) -> None:
         await self._pool.close()
+
+    def __enter__(self) -> NoReturn:
+        raise UsageError("use 'async with': actors are called with 'await'")
+
+    def __exit__(self, *exc: object) -> None: ...
+
+    def __repr__(self) -> str:
+        return f"<ActorHandle of {self._cls.__qualname__}, {describe(self._pool.workers)}>"
 
     def __reduce__(self) -> NoReturn:
         raise UsageError(

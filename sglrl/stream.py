@@ -32,6 +32,9 @@ class Stream:
             raise Closed("the stream has not ended; iterate over it first")
         return self._completion
 
+    def __repr__(self) -> str:
+        return "<Stream, not at its end>" if self._completion is None else "<Stream, ended>"
+
     def __aiter__(self) -> AsyncIterator[Chunk]:
         return self._iterator
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .config import install
 from .errors import InvalidRequest
 
 try:
@@ -118,7 +119,7 @@ class TokenizerBox:
             from transformers import AutoTokenizer
         except ImportError:
             raise InvalidRequest(
-                "text needs the transformers package (pip install 'sglrl[sglang]'); without it use "
+                f"text needs the transformers package ({install('sglang')}); without it use "
                 "input_ids"
             ) from None
         try:

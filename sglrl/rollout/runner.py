@@ -251,6 +251,8 @@ class Rollout:
         """Of samples that run and have taken their first step: one that is cancelled before would
         end without a word."""
         self._given_up: dict[core.Sample, str] = {}
+        self._hopeless = False
+        """No sample can end well."""
         self._gate = Gate()
         self._wake = asyncio.Event()
         self._arrival: asyncio.Future[None] | None = None
@@ -294,6 +296,14 @@ class Rollout:
 
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
+
+    def __repr__(self) -> str:
+        plan = self._plan
+        state = "closed" if self._closed else "not begun" if self._task is None else "running"
+        return (
+            f"<Rollout, {state}: {plan.taken} groups taken, {len(plan.ready)} ready, "
+            f"{plan.running} samples running>"
+        )
 
     async def close(self) -> None:
         """Cancel what runs; what is ready can no longer be taken. Safe to call again."""
@@ -398,11 +408,15 @@ class Rollout:
             try:
                 if sample in self._given_up:
                     raise asyncio.CancelledError
+                made = self._agent(session, sample.group.item)
+                if not inspect.isawaitable(made):
+                    self._hopeless = True
+                    raise UsageError(f"the agent must be async: it returned {made!r:.100}")
                 if limit is None:
-                    result = await self._agent(session, sample.group.item)
+                    result = await made
                 else:
                     async with limit:
-                        result = await self._agent(session, sample.group.item)
+                        result = await made
                     if limit.expired():
                         # It was told so, and went on.
                         raise TimeoutError
@@ -471,7 +485,8 @@ class Rollout:
 
     def _failed(self, sample: core.Sample, error: Exception) -> None:
         alone = isinstance(error, (Closed, WorkerLost)) and not self._client._is_alive
-        self._count_failure(error, fatal=self._on_error == "raise" or alone)
+        fatal = self._on_error == "raise" or alone or self._hopeless
+        self._count_failure(error, fatal=fatal)
         retry = self._on_error == "retry" and not isinstance(error, UsageError)
         logger.warning(
             "sample %d of item %d failed: %s: %s",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from ..config import install
 from ..errors import UsageError
 from .trajectory import Trajectory
 
@@ -82,7 +83,7 @@ def stack(
         import torch
         from tensordict import TensorDict
     except ImportError as error:
-        raise ImportError('tensordict is needed: pip install "sglrl[torchrl]"') from error
+        raise ImportError(f"tensordict is needed: {install('torchrl')}") from error
     if padding_side not in ("right", "left"):
         raise UsageError(f'padding_side must be "right" or "left", not {padding_side!r}')
     for name, given in (("pad_to", pad_to), ("pad_to_multiple_of", pad_to_multiple_of)):

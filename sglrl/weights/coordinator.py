@@ -253,7 +253,7 @@ class WeightChannel:
     async def _greeted(self, timeout: float) -> list[Member]:
         """All members, once each has said who it is."""
         if not self._hellos:
-            raise UsageError("this engine has no weights that could be updated")
+            raise UsageError("this engine has no weights to update: engine='sglang' has")
         check_timeout(timeout)
         driver = self._driver
         try:

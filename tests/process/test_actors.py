@@ -171,6 +171,32 @@ async def test_an_exception_in_the_actor_arrives_with_its_traceback(
     assert await values.add(1, 1) == 2
 
 
+async def test_a_traceback_names_the_users_file() -> None:
+    """Also of a class that only the user's own program has."""
+
+    class Local(sglrl.Actor):
+        @sglrl.endpoint
+        async def fail(self) -> None:
+            raise KeyError("a line of this file")
+
+    async with sglrl.spawn(Local) as handle:
+        with pytest.raises(sglrl.RemoteError) as caught:
+            await handle.fail()
+    assert f'File "{__file__}", line ' in caught.value.traceback
+    assert 'raise KeyError("a line of this file")' in caught.value.traceback
+
+
+async def test_a_handle_says_what_it_is() -> None:
+    handle = sglrl.spawn(Values, replicas=2)
+    with pytest.raises(sglrl.UsageError, match="async with"), handle:
+        pass
+    async with handle:
+        assert repr(handle) == "<ActorHandle of Values, 2 ready>"
+        assert repr(handle.add) == "<UnaryCaller of endpoint add>"
+        assert repr(handle[1].add) == "<UnaryCaller of endpoint add of worker 1>"
+    assert repr(handle) == "<ActorHandle of Values, no workers>"
+
+
 async def test_a_stream_that_breaks_gives_what_it_had(values: sglrl.ActorHandle) -> None:
     got = []
     with pytest.raises(sglrl.RemoteError, match="the stream broke"):

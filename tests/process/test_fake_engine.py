@@ -381,6 +381,32 @@ async def test_many_calls_of_one_turn_go_out_in_pieces(
         assert list(dict.fromkeys(made))[: len(pieces)] == pieces
 
 
+async def test_things_say_what_they_are() -> None:
+    client = sglrl.launch("some/fake", engine="fake", replicas=2)
+    assert repr(client) == "<Client, not started>"
+    with pytest.raises(sglrl.UsageError, match=r"async with.*sglrl.blocking"), client:
+        pass
+    async with client:
+        assert repr(client) == "<Client of fake, 2 ready, weights version 0>"
+        stream = client.stream(input_ids=[1, 2], max_new_tokens=2)
+        assert repr(stream) == "<Stream, not at its end>"
+        async for _ in stream:
+            pass
+        assert repr(stream) == "<Stream, ended>"
+        found = await client.next_token_logprobs([1, 2], top_k=4)
+        assert repr(found) == (
+            f"<NextTokenLogprobs of the likeliest 4 tokens, version 0, worker={found.worker}, "
+            "cached=0>"
+        )
+        assert repr(await client.score([1, 2, 3], top_logprobs=2)) == "<Scores of 3 tokens, top 2>"
+        with pytest.raises(sglrl.InvalidRequest, match="must be integers, got float"):
+            await client.generate(input_ids=[1.5, 2.5])
+        run = sglrl.rollout(client, print, [])
+        assert repr(run).startswith("<Rollout, not begun: 0 groups taken")
+    assert repr(client) == "<Client of fake, closed>"
+    assert [worker.state for worker in client.workers] == ["retired", "retired"]
+
+
 async def test_a_client_that_was_closed_starts_nothing() -> None:
     async with sglrl.launch("fake", engine="fake") as client:
         with pytest.raises(sglrl.UsageError, match="started before"):

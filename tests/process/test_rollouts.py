@@ -609,6 +609,20 @@ async def test_arguments_that_no_run_can_have(
         sglrl.rollout(client, **{"agent": two_turns, "dataset": ITEMS, **wrong})
 
 
+async def test_an_agent_that_is_not_async_ends_the_run(client: sglrl.Client) -> None:
+    calls = []
+
+    def agent(session: sglrl.Session, item: Any) -> float:
+        calls.append(item)
+        return 1.0
+
+    with pytest.raises(sglrl.UsageError, match=r"the agent must be async: it returned 1\.0"):
+        async for _ in sglrl.rollout(client, agent, ITEMS):  # type: ignore[arg-type]
+            pass
+    # Of those that were begun together, nothing was tried again.
+    assert len(calls) == len({item["id"] for item in calls})
+
+
 async def test_groups_without_a_signal_are_replaced(client: sglrl.Client) -> None:
     run = sglrl.rollout(
         client, two_turns, ITEMS, batch_size=5, keep=lambda group: group.index % 2 == 0

@@ -1,4 +1,4 @@
-"""For users of TorchRL (``pip install 'sglrl[torchrl]'``): the names of its SGLang classes."""
+"""For users of TorchRL (the extra ``torchrl``): the names of its SGLang classes."""
 
 from __future__ import annotations
 
