@@ -264,7 +264,7 @@ def test_what_cannot_be_stacked(
 
 def test_without_tensordict_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensordict", None)
-    with pytest.raises(ImportError, match=r'pip install "sglrl\[torchrl\]"'):
+    with pytest.raises(ImportError, match=r"pip install -e '\.\[torchrl\]'"):
         make(1, 1).to_tensordict()
 
 
