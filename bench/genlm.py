@@ -108,6 +108,8 @@ def main(
     options["model"] = Path(folder).name
     document = {"bench": "genlm", "machine": info, "options": options, "systems": results}
     write_json(json, document, targets)
+    if "failed" in results.get("sglrl", {}):
+        raise typer.Exit(1)
 
 
 if __name__ == "__main__":
