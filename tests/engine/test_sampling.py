@@ -28,6 +28,9 @@ def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
     if common < len(expected):
         counts = np.append(counts[:common], counts[common:].sum())
         expected = np.append(expected[:common], expected[common:].sum())
+    # What cannot happen has not happened, and is no class.
+    assert not counts[expected == 0].any()
+    counts, expected = counts[expected > 0], expected[expected > 0]
     statistic = float(((counts - expected) ** 2 / expected).sum())
     freedom = len(expected) - 1
     spread = 2 / (9 * freedom)
