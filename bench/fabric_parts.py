@@ -277,7 +277,7 @@ class _MemoryPool:
                     items = []
                     for call in message.calls:
                         chunk = TokenChunk(decode_args(call.args).input_ids, logprobs, "length")
-                        items.append(Item(call.id, ItemKind.DONE, msgspec.Raw(encode(chunk))))
+                        items.append(Item(call.id, ItemKind.DONE, encode(chunk)))
                     dealer.send([encode(Results(items))])
                 self.echo_seconds += time.thread_time() - begun
 

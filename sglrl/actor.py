@@ -221,7 +221,7 @@ class StreamReply:
     def chunk(self, item: Item, frames: Sequence[Buffer]) -> None:
         if self.done:
             return
-        size = len(bytes(item.body)) + sum(map(len, frames))
+        size = len(item.body) + sum(map(len, frames))
         try:
             self.items.append((self.result.decode(item.body, frames), size))
         except SglrlError as error:

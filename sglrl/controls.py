@@ -109,7 +109,7 @@ class Controls:
         check_timeout(timeout)
         body = encode(TokenChunk(b"", finish="abort", version=self._pool.weights.version))
         # First: they would get the places of those that end.
-        waiting = self._pool.driver.answer_waiting("generate", Raw(body), worker)
+        waiting = self._pool.driver.answer_waiting("generate", body, worker)
         ended = await self._ask_all(_PAUSING["abort"], timeout=timeout, worker=worker)
         return waiting + sum(map(int, ended.values()))
 

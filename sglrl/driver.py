@@ -12,8 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
-from msgspec import Raw
-
 from .codec import Buffer, decode_to_driver, encode, split_frames
 from .config import FabricConfig
 from .core.calls import Call
@@ -229,7 +227,7 @@ class Driver:
             self._flush_scheduled = True
             self.loop.call_soon(self._end_of_turn)
 
-    def answer_waiting(self, endpoint: str, body: Raw, worker: int | None) -> int:
+    def answer_waiting(self, endpoint: str, body: bytes, worker: int | None) -> int:
         """See ``Fabric.answer_waiting``."""
         count = self.fabric.answer_waiting(endpoint, body, worker)
         self._flush()

@@ -266,7 +266,7 @@ class Gateway:
 
     def fail(self, peer: _Peer, id_: int, error: SglrlError) -> None:
         body = ErrorBody(type(error).__name__, error.message, getattr(error, "traceback", ""))
-        self.put(peer, Item(id_, ItemKind.FAILED, msgspec.Raw(encode(body))))
+        self.put(peer, Item(id_, ItemKind.FAILED, encode(body)))
 
     def flush(self, peer: _Peer) -> None:
         self._unsent.pop(peer, None)
@@ -462,7 +462,7 @@ class Gateway:
                 self.fail(peer, id_, error)
         else:
             if peer.tasks.pop(id_, None) is not None:
-                self.put(peer, Item(id_, ItemKind.DONE, msgspec.Raw(body), len(frames)), frames)
+                self.put(peer, Item(id_, ItemKind.DONE, body, len(frames)), frames)
 
     def _run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)

@@ -17,7 +17,7 @@ from typing import Final
 
 import msgspec
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class CallMessage(msgspec.Struct, array_like=True, gc=False, frozen=True):
@@ -72,7 +72,7 @@ class Item(msgspec.Struct, array_like=True, gc=False, frozen=True):
 
     id: int
     kind: int
-    body: msgspec.Raw = msgspec.Raw(b"\xc0")
+    body: bytes = b"\xc0"
     frames: int = 0
 
 

@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any
 
 import cloudpickle
-import msgspec
 import uvloop
 
 from sglrl.actor import Actor, EndpointSpec, constructor_arguments, endpoints_of
@@ -133,7 +132,7 @@ class Host:
             # What this side of sglrl raises is clear without the way it came.
             trace = "" if isinstance(error, SglrlError) else traceback.format_exc()
             body = encode(ErrorBody(kind, readable(error), readable(trace)))
-            self._put(Item(call.id, ItemKind.ERROR, msgspec.Raw(body)))
+            self._put(Item(call.id, ItemKind.ERROR, body))
         finally:
             self.running.pop(call.id, None)
 
@@ -158,7 +157,7 @@ class Host:
             raise MessageTooLarge(
                 f"{spec.name}() returned {largest:,} bytes; at most {limit:,} fit one message"
             )
-        self._put(Item(id_, kind, msgspec.Raw(body), len(frames)), frames)
+        self._put(Item(id_, kind, body, len(frames)), frames)
 
     def _put(self, item: Item, frames: list[Buffer] | None = None) -> None:
         if not self._items:

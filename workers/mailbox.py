@@ -155,7 +155,7 @@ class Mailbox:
         if chunk is None:
             self._items.append(Item(id_, kind))
         else:
-            self._items.append(Item(id_, kind, msgspec.Raw(self._encode(chunk))))
+            self._items.append(Item(id_, kind, self._encode(chunk)))
 
     def put_row(self, id_: int, chunk: TokenChunk, row: Buffer) -> None:
         """The answer to ``next_token_logprobs`` for the whole vocabulary. ``row`` is sent as it is:
@@ -168,7 +168,7 @@ class Mailbox:
         if self._slots:
             self.flush()
         self._held.discard(id_)
-        self._items.append(Item(id_, ItemKind.DONE, msgspec.Raw(self._encode(chunk)), 1))
+        self._items.append(Item(id_, ItemKind.DONE, self._encode(chunk), 1))
         self._frames.append(row)
         if len(self._frames) >= ROWS:
             self.flush()
@@ -179,18 +179,18 @@ class Mailbox:
         if self._frames:
             self.flush()
         self._held.discard(id_)
-        self._items.append(Item(id_, ItemKind.DONE, msgspec.Raw(self._encode(chunk)), 1))
+        self._items.append(Item(id_, ItemKind.DONE, self._encode(chunk), 1))
         self._slots.append(slot)
 
     def put_value(self, id_: int, value: object) -> None:
         """The answer of a control endpoint; leaves with the next ``flush``."""
         self._held.discard(id_)
-        self._items.append(Item(id_, ItemKind.DONE, msgspec.Raw(encode(value))))
+        self._items.append(Item(id_, ItemKind.DONE, encode(value)))
 
     def put_error(self, id_: int, kind: str, message: str, trace: str = "") -> None:
         self._held.discard(id_)
         body = encode(ErrorBody(kind, readable(message), readable(trace)))
-        self._items.append(Item(id_, ItemKind.ERROR, msgspec.Raw(body)))
+        self._items.append(Item(id_, ItemKind.ERROR, body))
 
     @property
     def report_is_due(self) -> bool:

@@ -28,7 +28,6 @@ from .routing import Router
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from msgspec import Raw
 
 SEND: Final = 0
 """(SEND, member, call): put the call into the member's next ``Submit``."""
@@ -285,7 +284,7 @@ class Fabric:
                 self._abandon(call)
                 self.outbox.append((END, call, error))
 
-    def answer_waiting(self, endpoint: str, body: Raw, worker: int | None) -> int:
+    def answer_waiting(self, endpoint: str, body: bytes, worker: int | None) -> int:
         """End the calls for this endpoint that wait here, as a worker would that answers ``body``;
         only those that are pinned to ``worker``, if one is given. How many they were."""
         waiting = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from msgspec import Raw
 
 from sglrl.config import FabricConfig
 from sglrl.core.fabric import END, RESTART, Fabric
@@ -216,9 +215,9 @@ def test_waiting_calls_can_be_answered_for_a_worker() -> None:
     other.endpoint = "score"
     fabric.submit(other, 0.0)
     fabric.outbox.clear()
-    assert fabric.answer_waiting("work", Raw(b"\x01"), 1) == 1
-    assert fabric.answer_waiting("work", Raw(b"\x02"), None) == 1
-    ends = [(call, item.kind, bytes(item.body)) for _, call, item in fabric.outbox]
+    assert fabric.answer_waiting("work", b"\x01", 1) == 1
+    assert fabric.answer_waiting("work", b"\x02", None) == 1
+    ends = [(call, item.kind, item.body) for _, call, item in fabric.outbox]
     assert ends == [(pinned, ItemKind.DONE, b"\x01"), (free, ItemKind.DONE, b"\x02")]
     assert fabric.waiting == 1
     fabric.validate()

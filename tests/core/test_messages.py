@@ -71,7 +71,7 @@ raws = st.builds(
         max_leaves=5,
     ),
 )
-items = st.builds(Item, id=ids, kind=st.integers(0, 3), body=raws, frames=st.integers(0, 9))
+items = st.builds(Item, id=ids, kind=st.integers(0, 3), body=st.binary(), frames=st.integers(0, 9))
 infos = st.builds(
     EngineInfo,
     **dict.fromkeys(("model", "architecture", "dtype", "device", "sglang_version"), texts),

@@ -94,9 +94,9 @@ class Worker:
         if call.endpoint == "score":
             asked = msgspec.msgpack.decode(call.args, type=ScoreArgs)
             body = TokenChunk(b"", b"\0" * (len(asked.input_ids) - 4 * asked.start))
-            return [Item(call.id, ItemKind.DONE, raw(body))]
+            return [Item(call.id, ItemKind.DONE, encode(body))]
         if call.endpoint == "next_token_logprobs":
-            return [Item(call.id, ItemKind.DONE, raw(TokenChunk(b"", b"", "stop")))]
+            return [Item(call.id, ItemKind.DONE, encode(TokenChunk(b"", b"", "stop")))]
         args = msgspec.msgpack.decode(call.args, type=GenerateArgs)
         parts = [args.input_ids]
         if args.stream:
@@ -107,8 +107,8 @@ class Worker:
         ]
         *first, last = chunks
         return [
-            *(Item(call.id, ItemKind.CHUNK, raw(chunk)) for chunk in first),
-            Item(call.id, ItemKind.DONE, raw(last)),
+            *(Item(call.id, ItemKind.CHUNK, encode(chunk)) for chunk in first),
+            Item(call.id, ItemKind.DONE, encode(last)),
         ]
 
 

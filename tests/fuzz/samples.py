@@ -140,17 +140,17 @@ def to_driver() -> list[list[bytes]]:
             Ready(PROTOCOL_VERSION, os.getpid(), 8, ["generate", "score"], "cpu", INFO, ROWS.offer),
             [],
         ),
-        (Results([Item(7, ItemKind.DONE, raw(TokenChunk(b"")), 1)], 0.5, 0, 0, [3]), []),
-        (
-            Results([Item(1, ItemKind.CHUNK, raw(chunk)), Item(1, ItemKind.DONE, raw(last))], 0.5),
-            [],
-        ),
-        (Results([Item(2, ItemKind.ERROR, raw(ERROR)), Item(3, ItemKind.CANCELLED)]), []),
-        (Results([Item(4, ItemKind.DONE, msgspec.Raw(body), 1)]), frames),
+        (Results([Item(7, ItemKind.DONE, encode(TokenChunk(b"")), 1)], 0.5, 0, 0, [3]), []),
         (
             Results(
-                [Item(5, ItemKind.CHUNK, msgspec.Raw(body), 1), Item(6, ItemKind.DONE, raw(True))]
+                [Item(1, ItemKind.CHUNK, encode(chunk)), Item(1, ItemKind.DONE, encode(last))], 0.5
             ),
+            [],
+        ),
+        (Results([Item(2, ItemKind.ERROR, encode(ERROR)), Item(3, ItemKind.CANCELLED)]), []),
+        (Results([Item(4, ItemKind.DONE, body, 1)]), frames),
+        (
+            Results([Item(5, ItemKind.CHUNK, body, 1), Item(6, ItemKind.DONE, encode(True))]),
             frames,
         ),
         (Beat(7, "prefill"), []),

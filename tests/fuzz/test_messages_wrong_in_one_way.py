@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any, cast
 
-import msgspec
 import pytest
 
 from sglrl.actor import Actor, StreamCaller, UnaryCaller, endpoint, endpoints_of
@@ -19,7 +18,7 @@ from sglrl.net.base import MOST_UNREAD
 from sglrl.net.memory import MemoryDealer, MemoryRouter
 
 from .harness import Pool
-from .samples import ids, logprobs, raw
+from .samples import ids, logprobs
 
 
 @pytest.fixture
@@ -51,23 +50,23 @@ def say(pool: Pool, *items: Item, frames: tuple[bytes, ...] = ()) -> None:
     pool.router.inbox.put(pool.bad_identity, [encode(Results(list(items))), *frames])
 
 
-NOT_TEXT = msgspec.Raw(b"\x93\xc4\x00\xc4\x00\xa1\xff")
+NOT_TEXT = b"\x93\xc4\x00\xc4\x00\xa1\xff"
 
 
 @pytest.mark.parametrize(
     "body",
     [
         pytest.param(NOT_TEXT, id="finish is not UTF-8"),
-        pytest.param(raw({"ids": b""}), id="a map"),
-        pytest.param(raw(TokenChunk(b"\0" * 3)), id="three bytes of a token"),
-        pytest.param(raw(TokenChunk(ids(1), b"")), id="no logprobs"),
-        pytest.param(raw(TokenChunk(ids(1), logprobs(2))), id="too many logprobs"),
-        pytest.param(raw(TokenChunk(b"", b"\0" * 6)), id="logprobs that are cut off"),
+        pytest.param(encode({"ids": b""}), id="a map"),
+        pytest.param(encode(TokenChunk(b"\0" * 3)), id="three bytes of a token"),
+        pytest.param(encode(TokenChunk(ids(1), b"")), id="no logprobs"),
+        pytest.param(encode(TokenChunk(ids(1), logprobs(2))), id="too many logprobs"),
+        pytest.param(encode(TokenChunk(b"", b"\0" * 6)), id="logprobs that are cut off"),
     ],
 )
 @pytest.mark.parametrize("kind", [ItemKind.CHUNK, ItemKind.DONE])
 async def test_a_malformed_answer_fails_its_call_alone(
-    client: Client, pool: Pool, body: msgspec.Raw, kind: int
+    client: Client, pool: Pool, body: bytes, kind: int
 ) -> None:
     first, second = (
         asyncio.ensure_future(
@@ -76,7 +75,7 @@ async def test_a_malformed_answer_fails_its_call_alone(
         for _ in range(2)
     )
     bad, good = await held(pool, 2)
-    done = raw(TokenChunk(ids(7), logprobs(1), "length"))
+    done = encode(TokenChunk(ids(7), logprobs(1), "length"))
     # In one message, so that one flush has both.
     say(pool, Item(bad, kind, body), Item(good, ItemKind.DONE, done))
     assert (await second).output_ids.tolist() == [7]
@@ -88,7 +87,7 @@ async def test_a_malformed_answer_fails_its_call_alone(
 async def test_scores_that_are_too_few(client: Client, pool: Pool) -> None:
     task = asyncio.ensure_future(client.score([1, 2, 3], worker=pool.bad))
     (id_,) = await held(pool, 1)
-    say(pool, Item(id_, ItemKind.DONE, raw(TokenChunk(b"", logprobs(2)))))
+    say(pool, Item(id_, ItemKind.DONE, encode(TokenChunk(b"", logprobs(2)))))
     with pytest.raises(ProtocolError, match="2 logprobs of 3 tokens"):
         await task
 
@@ -115,7 +114,7 @@ async def test_raw_frames_that_do_not_add_up(pool: Pool, counts: tuple[int, int]
     ]
     first, second = await held(pool, 2)
     before = pool.driver.dropped
-    zero = raw(0)
+    zero = encode(0)
     items = [
         Item(id_, ItemKind.DONE, zero, count)
         for id_, count in zip((first, second), counts, strict=True)
@@ -138,8 +137,8 @@ async def test_a_frame_that_is_promised_and_missing(pool: Pool) -> None:
         asyncio.ensure_future(UnaryCaller(pool.driver, specs["data"], pool.bad)()) for _ in range(2)
     ]
     first, second = await held(pool, 2)
-    say(pool, Item(first, ItemKind.DONE, raw(0), 1), frames=(b"good",))
-    say(pool, Item(second, ItemKind.DONE, raw(0), 1))
+    say(pool, Item(first, ItemKind.DONE, encode(0), 1), frames=(b"good",))
+    say(pool, Item(second, ItemKind.DONE, encode(0), 1))
     assert await tasks[0] == b"good"
     with pytest.raises(ProtocolError, match="raw frame 0 is missing"):
         await tasks[1]
@@ -149,9 +148,9 @@ async def test_a_stream_that_was_malformed_takes_no_more(pool: Pool) -> None:
     stream = StreamCaller(pool.driver, endpoints_of(Giver)["parts"], pool.bad)()
     task = asyncio.ensure_future(anext(stream))
     (id_,) = await held(pool, 1)
-    say(pool, Item(id_, ItemKind.CHUNK, raw("no frame")))
+    say(pool, Item(id_, ItemKind.CHUNK, encode("no frame")))
     for _ in range(100):
-        say(pool, Item(id_, ItemKind.CHUNK, raw(0), 1), frames=(b"x" * 1000,))
+        say(pool, Item(id_, ItemKind.CHUNK, encode(0), 1), frames=(b"x" * 1000,))
     with pytest.raises(ProtocolError, match="something else than it declares"):
         await task
 
