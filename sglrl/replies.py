@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -24,6 +24,7 @@ from .messages import GenerateArgs, Item, ItemKind, TokenChunk
 from .sampling import Prepared
 
 _decode_chunk = msgspec.msgpack.Decoder(TokenChunk).decode
+_DONE: Final = int(ItemKind.DONE)
 
 
 def resume(call: Call, chunks: Sequence[TokenChunk]) -> int:
@@ -39,10 +40,14 @@ def chunk_of(item: Item) -> TokenChunk:
     try:
         chunk = _decode_chunk(item.body)
     except MALFORMED as error:
-        raise ProtocolError(f"the worker sent a malformed answer: {error}") from None
+        raise _malformed(error) from None
     if len(chunk.ids) % 4 or len(chunk.logprobs) % 4:
-        raise ProtocolError("the worker sent a malformed answer: its arrays are cut off")
+        raise _malformed("its arrays are cut off")
     return chunk
+
+
+def _malformed(how: object) -> ProtocolError:
+    return ProtocolError(f"the worker sent a malformed answer: {how}")
 
 
 class GenerationReply(msgspec.Struct, eq=False):
@@ -72,13 +77,17 @@ class GenerationReply(msgspec.Struct, eq=False):
 
     def checked(self, item: Item) -> TokenChunk:
         """The chunk. ``ProtocolError`` unless it has what was asked for, for each of its tokens."""
-        chunk = chunk_of(item)
-        if self.logprobs and len(chunk.logprobs) != len(chunk.ids):
-            raise ProtocolError("the worker sent a malformed answer: tokens without logprobs")
-        if self.top:
-            size = self.top * len(chunk.ids)
-            if not len(chunk.top_ids) == len(chunk.top_logprobs) == size:
-                raise ProtocolError("the worker sent a malformed answer: tokens without logprobs")
+        try:
+            chunk = _decode_chunk(item.body)
+        except MALFORMED as error:
+            raise _malformed(error) from None
+        size = len(chunk.ids)
+        if size % 4:
+            raise _malformed("its arrays are cut off")
+        if self.logprobs and len(chunk.logprobs) != size:
+            raise _malformed("tokens without logprobs")
+        if self.top and not len(chunk.top_ids) == len(chunk.top_logprobs) == self.top * size:
+            raise _malformed("tokens without logprobs")
         return chunk
 
     def restart(self, call: Call) -> None:
@@ -89,21 +98,16 @@ class GenerationReply(msgspec.Struct, eq=False):
         future = self.future
         if future.done():
             return
-        if not isinstance(outcome, Item):
-            future.set_exception(outcome)
-        elif outcome.kind != ItemKind.DONE:
-            future.set_exception(error_of(outcome))
-        else:
+        if type(outcome) is Item and outcome.kind == _DONE:
             try:
                 last = self.checked(outcome)
             except ProtocolError as error:
                 future.set_exception(error)
                 return
-            if self.chunks is None:
-                future.set_result(self.completion(call, (last,)))
-            else:
-                self.chunks.append(last)
-                future.set_result(self.completion(call, self.chunks))
+            chunks = (last,) if self.chunks is None else (*self.chunks, last)
+            future.set_result(self.completion(call, chunks))
+        else:
+            future.set_exception(error_of(outcome) if isinstance(outcome, Item) else outcome)
 
     def completion(self, call: Call, chunks: Sequence[TokenChunk]) -> Completion:
         ended = now()
@@ -149,7 +153,7 @@ class _WholeReply:
             return
         if not isinstance(outcome, Item):
             self.future.set_exception(outcome)
-        elif outcome.kind != ItemKind.DONE:
+        elif outcome.kind != _DONE:
             self.future.set_exception(error_of(outcome))
         else:
             try:
@@ -269,7 +273,7 @@ class ChunkReply:
             self.generation.resumed_at += (resume(call, self.received),)
 
     def end(self, call: Call, outcome: Item | SglrlError, frames: Sequence[Buffer]) -> None:
-        if isinstance(outcome, Item) and outcome.kind == ItemKind.DONE:
+        if isinstance(outcome, Item) and outcome.kind == _DONE:
             self._add(outcome)
         if self.outcome is None:
             self.outcome = outcome

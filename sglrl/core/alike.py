@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import Final
 
-from .routing import next_beginning
+from .routing import BEGINNINGS
 
 LEAST: Final = 64
 """Tokens that a request must save if it is to wait for another's prefill."""
@@ -35,12 +35,13 @@ class Prompt:
         self.keys: list[int] = []
         """Of each, from all of its tokens. A collision costs one step's wait."""
         size = len(tokens) // width
-        key, blocks = hash(kind), 0
-        while (next_ := next_beginning(blocks)) * LEAST <= size:
-            key = self._add(key, tokens, width, blocks * LEAST, next_ * LEAST)
-            blocks = next_
-        if blocks and blocks * LEAST < size:
-            self._add(key, tokens, width, blocks * LEAST, size)
+        key, n, begin = hash(kind), 0, 0
+        while (end := BEGINNINGS[n + 1] * LEAST) <= size:
+            key = self._add(key, tokens, width, begin, end)
+            begin = end
+            n += 1
+        if 0 < begin < size:
+            self._add(key, tokens, width, begin, size)
 
     def _add(self, before: int, tokens: bytes, width: int, begin: int, end: int) -> int:
         key = hash((before, tokens[begin * width : end * width]))

@@ -29,11 +29,17 @@ _HOLDERS: Final = 8
 Holders = tuple[Member, ...] | dict[Member, None]
 
 
-def next_beginning(blocks: int) -> int:
-    """The next longer beginning of a prompt that is looked at, in blocks: every one up to 16, then
-    eight on the way to twice as many. Of a prefix that two prompts share at most an eighth, or a
-    block, goes unnoticed, and a prompt of 512 blocks has 56 beginnings."""
-    return blocks + (1 if blocks < 16 else 1 << blocks.bit_length() - 4)
+def _beginnings(most: int) -> tuple[int, ...]:
+    found = [0]
+    while found[-1] <= most:
+        found.append(found[-1] + (1 if found[-1] < 16 else 1 << found[-1].bit_length() - 4))
+    return tuple(found)
+
+
+BEGINNINGS: Final = _beginnings(1 << 32)
+"""Which beginnings of a prompt are looked at, in blocks, behind none at all: every one up to 16,
+then eight on the way to twice as many. Of a prefix that two prompts share at most an eighth, or a
+block, goes unnoticed, and a prompt of 512 blocks has 56 beginnings."""
 
 
 class Route(msgspec.Struct, eq=False):
@@ -50,8 +56,7 @@ class Route(msgspec.Struct, eq=False):
         recorded: keys that were there when ``member`` got the call before, the whole prompt's
             aside.
         _beginnings: how many of the keys are of beginnings; these do not change.
-        _blocks, _hashed: where the longest of them ends, in blocks; for how many bytes the keys
-            are.
+        _hashed: for how many bytes the keys are.
     """
 
     tokens: bytes
@@ -62,7 +67,6 @@ class Route(msgspec.Struct, eq=False):
     recorded: int = 0
     _keys: list[int] = []
     _beginnings: int = 0
-    _blocks: int = 0
     _hashed: int = 0
 
     def extend(self, tokens: bytes, version: int) -> None:
@@ -72,28 +76,27 @@ class Route(msgspec.Struct, eq=False):
         if version != self.version:
             self.version = version
             self._keys = []
-            self._beginnings = self._blocks = self._hashed = self.recorded = 0
+            self._beginnings = self._hashed = self.recorded = 0
 
     def prefix_keys(self, block: int) -> list[int]:
         """One key for each of some beginnings of the prompt, each depending on all tokens before
         it, then, unless it is a conversation that has a worker, one for the whole prompt. A
         collision costs a cache miss, never a wrong result.
 
-        Beginnings are so many blocks of ``block`` tokens long as ``next_beginning`` says."""
+        Beginnings are so many blocks of ``block`` tokens long as ``BEGINNINGS`` says."""
         keys, tokens, size = self._keys, self.tokens, len(self.tokens)
         if self._hashed != size:
             # What there is goes on behind its last beginning.
-            del keys[self._beginnings :]
-            key = keys[-1] if keys else hash(("sglrl", self.version))
-            width, blocks = block * 4, self._blocks
-            at, end = blocks * width, size // width
-            while (next_ := next_beginning(blocks)) <= end:
-                key = hash((key, tokens[at : next_ * width]))
+            n, width = self._beginnings, block * 4
+            del keys[n:]
+            key = keys[-1] if n else hash(("sglrl", self.version))
+            at = BEGINNINGS[n] * width
+            while (stop := BEGINNINGS[n + 1] * width) <= size:
+                key = hash((key, tokens[at:stop]))
                 keys.append(key)
-                blocks = next_
-                at = blocks * width
-            self._blocks = blocks
-            self._beginnings = len(keys)
+                at = stop
+                n += 1
+            self._beginnings = n
             if at < size and not self.recorded:
                 keys.append(hash((key, tokens[at:])))
             self._hashed = size

@@ -261,7 +261,8 @@ class Rollout:
         self._closed = False
         self._partial: list[Group] = []
         self._rewards: deque[float] = deque(maxlen=_RECENT)
-        self._turns = self._generated = self._prompted = self._cached = 0
+        self._turns = self._cached = 0
+        self._generated_bytes = self._prompt_bytes = 0
         # Once, and not a bound method for every session.
         self._count: Callable[[int, int, int], None] = self._on_turn
         self._staleness = 0
@@ -745,8 +746,8 @@ class Rollout:
             samples_lost=dict(plan.lost),
             concurrency=self.concurrency,
             turns=self._turns,
-            generated_tokens=self._generated,
-            prompt_tokens=self._prompted,
+            generated_tokens=self._generated_bytes // 4,
+            prompt_tokens=self._prompt_bytes // 4,
             cached_tokens=self._cached,
             mean_reward=sum(self._rewards) / len(self._rewards) if self._rewards else math.nan,
             mean_staleness=self._staleness / plan.taken if plan.taken else 0.0,
@@ -755,9 +756,9 @@ class Rollout:
 
     def _on_turn(self, prompt: int, cached: int, new: int) -> None:
         self._turns += 1
-        self._prompted += prompt
+        self._prompt_bytes += prompt
         self._cached += cached
-        self._generated += new
+        self._generated_bytes += new
 
     def _look(self) -> None:
         """An engine has said how full it is."""

@@ -4,7 +4,6 @@ sampled and was given before, and the new ones behind them."""
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
@@ -12,10 +11,12 @@ import numpy as np
 from msgspec.structs import force_setattr
 from numpy.typing import NDArray
 
+from ..actor import deadline_from
 from ..completion import Beginning, Completion, Conversation
 from ..config import check_target, check_timeout
 from ..core.calls import Call
 from ..core.routing import Route
+from ..driver import now
 from ..errors import Closed, InvalidRequest, UsageError
 from ..prompts import Message, check_conversation, check_messages
 from ..sampling import DEFAULT_MAX_NEW_TOKENS, Prepared, SamplingParams, own_names
@@ -54,8 +55,9 @@ class Opening:
         check_timeout(timeout)
         self.client = client
         self.requests = client._started()
+        self.weights = client._pool.weights
         self.allow_rewrite = allow_rewrite
-        self.timeout = timeout
+        self.timeout = client._timeout if timeout is None else timeout
         check_target(priority, None, None)
         self.priority = priority
         self.metadata = metadata or {}
@@ -123,13 +125,15 @@ class Session:
         self._opening = opening
         self._gate = gate
         self._on_turn = on_turn
-        """Told of each: tokens of its prompt, how many of these were cached, and new ones."""
+        """Told of each: bytes of its prompt, how many of its tokens were cached, and new bytes."""
         self._seed = seed
         self._client = opening.client
         self._requests = opening.requests
         self._route = Route(b"")
-        self._prompt: bytes | None = None
-        self._response = b""
+        self._tokens = b""
+        """All up to the end of the last turn; none before the first."""
+        self._prompt_bytes = 0
+        """How many of them are the prompt's."""
         self._conversation = Conversation()
         self._turns: list[Completion] = []
         self._starts: list[int] = []
@@ -147,7 +151,7 @@ class Session:
         self._at_gate: asyncio.Future[None] | None = None
         self._limit: asyncio.Timeout | None = None
         """How long all of it may take, not counting what is spent at the gate."""
-        self._began = time.monotonic()
+        self._began = now()
         self._generating = 0.0
         self.rewarded = False
         """Whether ``reward`` was called."""
@@ -206,35 +210,42 @@ class Session:
             if gate.opening is not None:
                 await self._enter(gate)
             gate.inside += 1
-        begun = time.monotonic()
+        begun = now()
         try:
-            prompt = self._prompt or await opening.ids()
-            response, messages, answer_at = self._response, self._messages, self._answer_at
-            pending = self._pending[:]
-            self._taken = len(pending)
-            if len(pending) == 1 and type(pending[0]) is bytes:
-                response += pending[0]
-            elif pending:
-                response, messages, answer_at = await self._with(pending)
-            ids = prompt + response
+            before = self._tokens or await opening.ids()
+            prompt_bytes = self._prompt_bytes or len(before)
+            pending = self._pending
+            taken = self._taken = len(pending)
+            encoded = None
+            if not taken:
+                ids = before
+            elif taken == 1 and type(pending[0]) is bytes:
+                ids = before + pending[0]
+            else:
+                encoded = await self._with(pending[:])
+                ids = before[:prompt_bytes] + encoded[0]
+            limit = prepared.max_new_tokens or DEFAULT_MAX_NEW_TOKENS
             room = opening.most_tokens - len(ids) // 4
-            limit = min(prepared.max_new_tokens or DEFAULT_MAX_NEW_TOKENS, room)
+            if limit > room:
+                limit = room
             if limit < 1:
                 raise InvalidRequest(
                     f"the context is full: the session has {len(ids) // 4} tokens, with what was "
                     f"observed, of {self._client.info.context_length} possible; see Session.room "
                     "and Session.unobserve"
                 )
-            deadline = self._requests.deadline(opening.timeout)
+            requests = self._requests
+            deadline = None if opening.timeout is None else deadline_from(opening.timeout)
             completion = None
-            while completion is None or completion.finish_reason == "abort":
+            while True:
                 if self._closed:
                     raise Closed("the session was closed")
+                version = opening.weights.version
                 if not self._turns and (completion is None or not len(completion.output_ids)):
                     # No token will be older.
-                    self._oldest = self._client.weight_version
-                self._route.extend(ids, self._client.weight_version)
-                self._call = call, future = self._requests.sample(
+                    self._oldest = version
+                self._route.extend(ids, version)
+                self._call = call, future = requests.sample(
                     ids,
                     prepared,
                     limit,
@@ -249,31 +260,35 @@ class Session:
                 try:
                     completion = await future
                 except asyncio.CancelledError:
-                    self._requests.driver.cancel(call)
+                    requests.driver.cancel(call)
                     raise
+                chunks = completion._chunks
+                if chunks[-1].finish != "abort":
+                    break
             # It has happened, and not before.
-            self._prompt, self._messages, self._answer_at = prompt, messages, answer_at
-            if pending:
-                del self._pending[: len(pending)]
+            if taken:
+                del pending[:taken]
+                if encoded is not None:
+                    _, self._messages, self._answer_at = encoded
         finally:
             self._busy = False
             self._taken = 0
             self._call = None
-            self._generating += time.monotonic() - begun
+            self._generating += now() - begun
             if gate is not None:
                 gate.leave()
+        size = len(ids)
         self._conversation.tokens = ids
-        force_setattr(completion, "_prompt", Beginning(self._conversation, len(ids)))
-        chunks = completion._chunks
+        force_setattr(completion, "_prompt", Beginning(self._conversation, size))
         if not self._turns:
+            self._prompt_bytes = prompt_bytes
             self._oldest = next((c.version for c in chunks if c.ids), self._oldest)
         self._turns.append(completion)
-        self._starts.append(len(response) // 4)
+        self._starts.append((size - prompt_bytes) // 4)
         self._rewards.append(0.0)
-        new = chunks[0].ids if len(chunks) == 1 else b"".join([chunk.ids for chunk in chunks])
-        self._response = response + new
+        self._tokens = tokens = b"".join((ids, *[chunk.ids for chunk in chunks]))
         if self._on_turn is not None:
-            self._on_turn(len(ids) // 4, chunks[-1].cached_tokens, len(new) // 4)
+            self._on_turn(size, chunks[-1].cached_tokens, len(tokens) - size)
         return completion
 
     async def _enter(self, gate: Gate) -> None:
@@ -362,7 +377,7 @@ class Session:
     @property
     def ids(self) -> NDArray[np.int32]:
         """int32: all tokens up to the end of the last turn; empty before the first."""
-        return np.frombuffer((self._prompt or b"") + self._response, "<i4")
+        return np.frombuffer(self._tokens, "<i4")
 
     @property
     def turns(self) -> list[Completion]:
@@ -380,7 +395,7 @@ class Session:
         """Tokens that fit the context behind those that there are, with those that were observed
         as ids; of what was observed as text or messages it is not known yet how many they are."""
         observed = sum([len(item) for item in self._pending if isinstance(item, bytes)])
-        used = (len(self._prompt or b"") + len(self._response) + observed) // 4
+        used = (len(self._tokens) + observed) // 4
         return max(0, self._opening.most_tokens - used)
 
     @property
@@ -396,20 +411,24 @@ class Session:
         """
         if reward is not None:
             self.reward(reward)
-        if not self._turns or self._prompt is None:
+        if not self._turns:
             raise UsageError("no turn was sampled, so there is no trajectory")
         return Trajectory.from_turns(
-            self._prompt,
+            self._tokens[: self._prompt_bytes],
             self._response,
             self._starts,
             self._turns,
             self._rewards,
-            total=time.monotonic() - self._began,
+            total=now() - self._began,
             generating=self._generating,
             metadata=dict(self.metadata),
         )
 
     # --- inside -----------------------------------------------------------------------------------
+
+    @property
+    def _response(self) -> bytes:
+        return self._tokens[self._prompt_bytes :]
 
     async def _with(
         self, pending: list[str | bytes | list[Message]]

@@ -177,22 +177,28 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
         mask: list[bytes] = []
         logprobs: list[bytes] = []
         versions: list[bytes] = []
-        oldest = -1
+        version = oldest = -1
+        word = _NO_VERSION
         at = 0
         for start, completion, reward in zip(starts, turns, rewards, strict=True):
-            if start > at:
-                _append_gap(mask, logprobs, versions, start - at)
+            gap = start - at
+            if gap:
+                mask.append(bytes(gap))
+                logprobs.append(bytes(4 * gap))
+                versions.append(_NO_VERSION * gap)
                 at = start
             for chunk in completion._chunks:
                 new = len(chunk.ids) // 4
                 if not new:
                     continue
-                version = chunk.version
+                if chunk.version != version:
+                    version = chunk.version
+                    word = version.to_bytes(4, "little")
+                    if version < oldest or oldest < 0:
+                        oldest = version
                 mask.append(b"\1" * new)
                 logprobs.append(chunk.logprobs if completion._wants_logprobs else _NAN * new)
-                versions.append(version.to_bytes(4, "little") * new)
-                if version < oldest or oldest < 0:
-                    oldest = version
+                versions.append(word * new)
                 at += new
             last = completion._chunks[-1]
             marked.append(
@@ -209,7 +215,9 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
                 )
             )
         if size > at:
-            _append_gap(mask, logprobs, versions, size - at)
+            mask.append(bytes(size - at))
+            logprobs.append(bytes(4 * (size - at)))
+            versions.append(_NO_VERSION * (size - at))
         # A copy is not checked again.
         self = copy(_BLANK)
         force_setattr(self, "prompt_ids", np.frombuffer(prompt, _INT32))
@@ -275,13 +283,6 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
         from .tensors import stack
 
         return stack([self], layout, **options)[0]
-
-
-def _append_gap(mask: list[bytes], logprobs: list[bytes], versions: list[bytes], size: int) -> None:
-    """So many positions that the policy did not sample."""
-    mask.append(bytes(size))
-    logprobs.append(bytes(4 * size))
-    versions.append(_NO_VERSION * size)
 
 
 def _checked(index: int, turn: Any) -> Turn:
