@@ -445,7 +445,9 @@ class Client:
             Overloaded, DeadlineExceeded, WorkerLost, EngineError, Closed: see ``sglrl.errors``.
         """
         requests = self._started()
-        deadline = requests.deadline(timeout)
+        deadline = None
+        if timeout is not None or self._timeout is not None:
+            deadline = requests.deadline(timeout)
         prepared = requests.samplings.prepare(sampling, values)
         if logprobs is not True and logprobs is not False:
             raise InvalidRequest(
@@ -458,16 +460,17 @@ class Client:
             raise InvalidRequest(f"n must be an integer of at least 1, got {n!r}")
         if worker is not None or session is not None or priority or type(priority) is not int:
             check_target(priority, worker, session)
+        prompts: Sequence[bytes]
         if prompt is not None or messages is not None or input_ids is None:
             several, prompts = await requests.encode_prompts(prompt, input_ids, messages)
         elif type(input_ids) is list and input_ids and type(input_ids[0]) is int:
-            several, prompts = False, [check_ids(input_ids, requests.vocab_size)]
+            several, prompts = False, (check_ids(input_ids, requests.vocab_size),)
         else:
             several, prompts = check_given_ids(input_ids, requests.vocab_size)
         logprobs = logprobs or top_logprobs > 0
         if n == 1 and len(prompts) == 1:
             # The path of almost every call: no lists, no gather.
-            ids = prompts[0]
+            (ids,) = prompts
             max_new = requests.max_new_tokens(prepared, len(ids) // 4)
             route = Route(ids, self._pool.weights.version, session)
             call, future = requests.sample(
