@@ -6,6 +6,22 @@
 #include <Python.h>
 #include <stdint.h>
 
+/* The value of an exact int; -1 of one that is no id. Most have one digit, which is read in place. */
+static inline long
+id_of(PyObject *number)
+{
+#if PY_VERSION_HEX >= 0x030C0000
+    if (PyUnstable_Long_IsCompact((PyLongObject *)number))
+        return (long)PyUnstable_Long_CompactValue((PyLongObject *)number);
+#else
+    if (Py_SIZE(number) == 1)
+        return (long)((PyLongObject *)number)->ob_digit[0];
+#endif
+    int overflow = 0;
+    long value = PyLong_AsLongAndOverflow(number, &overflow);
+    return overflow ? -1 : value;
+}
+
 PyDoc_STRVAR(pack_doc,
 "pack(ids, vocab_size)\n--\n\n"
 "The ids of a list or tuple as int32, little-endian; None unless there are some, and all are exactly\n"
@@ -22,10 +38,10 @@ pack(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
     long long vocab_size = PyLong_AsLongLong(args[1]);
     if (vocab_size == -1 && PyErr_Occurred())
         return NULL;
-    int list = PyList_CheckExact(ids);
-    if (!list && !PyTuple_CheckExact(ids))
+    if (!PyList_CheckExact(ids) && !PyTuple_CheckExact(ids))
         Py_RETURN_NONE;
-    Py_ssize_t count = list ? PyList_GET_SIZE(ids) : PyTuple_GET_SIZE(ids);
+    Py_ssize_t count = PySequence_Fast_GET_SIZE(ids);
+    PyObject **items = PySequence_Fast_ITEMS(ids);
     if (count <= 0 || count > PY_SSIZE_T_MAX / 4 || vocab_size > (1LL << 31))
         Py_RETURN_NONE;
     PyObject *packed = PyBytes_FromStringAndSize(NULL, count * 4);
@@ -34,10 +50,8 @@ pack(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
     unsigned char *out = (unsigned char *)PyBytes_AS_STRING(packed);
     for (Py_ssize_t i = 0; i < count; i++, out += 4) {
         /* Borrowed: nothing in this loop runs Python code, so nobody can take the item away. */
-        PyObject *item = list ? PyList_GET_ITEM(ids, i) : PyTuple_GET_ITEM(ids, i);
-        int overflow = 0;
-        long id = PyLong_CheckExact(item) ? PyLong_AsLongAndOverflow(item, &overflow) : -1;
-        if (overflow || id < 0 || id >= vocab_size) {
+        long id = PyLong_CheckExact(items[i]) ? id_of(items[i]) : -1;
+        if (id < 0 || id >= vocab_size) {
             Py_DECREF(packed);
             Py_RETURN_NONE;
         }

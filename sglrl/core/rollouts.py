@@ -19,7 +19,7 @@ Pure: no clock, no I/O. Results are opaque, versions are integers.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from typing import Any, Final
 
 WAITING: Final = "waiting"
@@ -110,8 +110,9 @@ class Plan:
         self.live: dict[Group, None] = {}
         """Groups that are RUNNING or READY."""
         self.ready: dict[Group, None] = {}
-        self.by_age: dict[int, dict[Group, None]] = {}
-        """Those that are READY by the version of their oldest token, in order of completion."""
+        self.by_age: dict[int, OrderedDict[Group, None]] = {}
+        """Those that are READY by the version of their oldest token, in order of completion. (Taken
+        from the front: the first of a dict is found behind all that stood before it.)"""
         self.lessened: dict[Group, None] = {}
         """Those that are READY with fewer samples than they once were."""
         self.waiting: deque[Sample] = deque()
@@ -280,7 +281,7 @@ class Plan:
             group.state = READY
             group.oldest = min(s.oldest for s in group.samples if s.state is DONE)
             self.ready[group] = None
-            self.by_age.setdefault(group.oldest, {})[group] = None
+            self.by_age.setdefault(group.oldest, OrderedDict())[group] = None
 
     def _unready(self, group: Group) -> None:
         del self.ready[group]
