@@ -50,6 +50,7 @@ class Member:
 
     __slots__ = (
         "alone",
+        "bucket",
         "calls",
         "index",
         "kv_usage",
@@ -69,6 +70,8 @@ class Member:
         self.state = STARTING
         self.window = 0
         self.load = 0
+        self.bucket = -1
+        """Of the ``LoadIndex``, in which it is; -1: in none."""
         self.served = 0
         self.kv_usage = -1.0
         self.waiting = self.preempted = 0
@@ -93,15 +96,19 @@ class Member:
 
 
 class LoadIndex:
-    """Members with room, by load: who has the least is known in O(1), also with 1,000 members.
+    """READY members by load: who of those with room has the least is known in O(1), also with 1,000
+    members.
 
-    ``buckets[n]`` holds, in order of arrival, the members with room that hold n calls. Taking
-    from the front and appending to the next bucket makes equally loaded members take turns.
+    ``buckets[n]`` holds members with room that hold n calls, in the order in which they came to.
+    Taking from the front makes equally loaded members take turns. Members whose load has changed
+    change their bucket when somebody asks who has the least, which not every call does.
     """
 
     def __init__(self) -> None:
-        self.buckets: list[dict[Member, None]] = [{}]
+        self.buckets: list[dict[Member, None]] = []
         self.lowest = 0
+        """No bucket below holds a member."""
+        self.changed: dict[Member, None] = {}
         self.with_room = 0
         self.members = 0
         self.total = 0
@@ -111,71 +118,57 @@ class LoadIndex:
         self.members += 1
         self.total += member.load
         if member.load < member.window:
-            self._insert(member)
+            self.with_room += 1
+        self.changed[member] = None
+        while len(self.buckets) < member.window:
+            self.buckets.append({})
 
     def leave(self, member: Member) -> None:
         """A READY member stops taking calls."""
         self.members -= 1
         self.total -= member.load
         if member.load < member.window:
-            self._remove(member)
+            self.with_room -= 1
+        self.changed.pop(member, None)
+        if member.bucket >= 0:
+            del self.buckets[member.bucket][member]
+            member.bucket = -1
 
     def reserve(self, member: Member) -> None:
         """One more call for a READY member; beyond its window, if the call is urgent."""
-        load, window = member.load, member.window
-        member.load = more = load + 1
+        member.load = load = member.load + 1
         self.total += 1
-        if load >= window:
-            return
-        buckets = self.buckets
-        bucket = buckets[load]
-        del bucket[member]
-        if more < window:
-            if more == len(buckets):
-                buckets.append({})
-            buckets[more][member] = None
-            if not bucket and self.lowest == load:
-                self.lowest = more
-            return
-        self.with_room -= 1
-        if self.with_room:
-            lowest = self.lowest
-            while not buckets[lowest]:
-                lowest += 1
-            self.lowest = lowest
+        if load == member.window:
+            self.with_room -= 1
+        self.changed[member] = None
 
     def release(self, member: Member, count: int = 1) -> None:
         """``count`` calls less for a READY member."""
-        load = member.load
-        member.load = less = load - count
+        before = member.load
+        member.load = load = before - count
         self.total -= count
-        if load < member.window:
-            buckets = self.buckets
-            del buckets[load][member]
-            buckets[less][member] = None
-            if less < self.lowest or self.with_room == 1:
-                self.lowest = less
-        elif less < member.window:
-            self._insert(member)
+        if load < member.window <= before:
+            self.with_room += 1
+        self.changed[member] = None
 
     def least(self) -> Member | None:
         """The member with room that holds the fewest calls."""
         if not self.with_room:
             return None
-        return next(iter(self.buckets[self.lowest]))
-
-    def _insert(self, member: Member) -> None:
-        load = member.load
-        while load >= len(self.buckets):
-            self.buckets.append({})
-        if not self.with_room or load < self.lowest:
-            self.lowest = load
-        self.buckets[load][member] = None
-        self.with_room += 1
-
-    def _remove(self, member: Member) -> None:
-        del self.buckets[member.load][member]
-        self.with_room -= 1
-        if self.with_room:
-            while not self.buckets[self.lowest]:
-                self.lowest += 1
+        buckets, lowest = self.buckets, self.lowest
+        for member in self.changed:
+            if member.bucket >= 0:
+                del buckets[member.bucket][member]
+            load = member.load
+            if load >= member.window:
+                member.bucket = -1
+                continue
+            member.bucket = load
+            buckets[load][member] = None
+            if load < lowest:
+                lowest = load
+        self.changed.clear()
+        while not buckets[lowest]:
+            lowest += 1
+        self.lowest = lowest
+        return next(iter(buckets[lowest]))

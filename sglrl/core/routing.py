@@ -204,8 +204,10 @@ class Router:
     def choose(self, call: Call) -> Member | None:
         """A member with room for the call, or None when nobody has room."""
         loads = self.loads
-        if loads.members <= 1 or not loads.with_room:
-            return loads.least()
+        if not loads.with_room:
+            return None
+        if loads.members == 1:
+            return self.ready[0]
         route = call.route
         member: Member | None = None
         if loads.with_room == 1:
@@ -283,6 +285,10 @@ class Router:
         holders = self.prefixes.holders(call.route.prefix_keys(self.config.prefix_block))
         if not holders:
             return None
+        if len(holders) == 1:
+            # Who has the least is never overloaded, so nobody need look for it.
+            (only,) = holders
+            return None if self.overloaded(only) else only
         least = self.loads.least()
         assert least is not None
         if least in holders:
