@@ -120,8 +120,6 @@ class LoadIndex:
         if member.load < member.window:
             self.with_room += 1
         self.changed[member] = None
-        while len(self.buckets) < member.window:
-            self.buckets.append({})
 
     def leave(self, member: Member) -> None:
         """A READY member stops taking calls."""
@@ -164,6 +162,8 @@ class LoadIndex:
                 member.bucket = -1
                 continue
             member.bucket = load
+            while load >= len(buckets):
+                buckets.append({})
             buckets[load][member] = None
             if load < lowest:
                 lowest = load

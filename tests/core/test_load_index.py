@@ -98,3 +98,14 @@ def test_equally_loaded_members_take_turns() -> None:
             index.reserve(member)
         assert turn == list(range(1000))
     assert index.total == 3000
+
+
+def test_a_window_may_be_as_large_as_a_number() -> None:
+    """As that of a driver in another process, which looks like one worker."""
+    index = LoadIndex()
+    members = [Member(i) for i in range(2)]
+    for member in members:
+        member.state, member.window = READY, 1 << 62
+        index.join(member)
+    index.reserve(members[0])
+    assert index.least() is members[1]
