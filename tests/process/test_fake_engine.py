@@ -8,6 +8,7 @@ import os
 import pickle
 import signal
 import threading
+import weakref
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -54,6 +55,18 @@ async def test_many_at_once(client: sglrl.Client) -> None:
         assert completion.output_ids.tolist() == [i % 1000] * (1 + i % 20)
     assert {c.worker for c in made} == {0, 1}
     assert all(worker.load == 0 for worker in client.workers)
+
+
+async def test_what_waits_holds_its_prompt_once(client: sglrl.Client) -> None:
+    """As bytes: what the caller gave may go."""
+    given = np.array(IDS)
+    alive = weakref.ref(given)
+    call = asyncio.ensure_future(client.generate(input_ids=given, max_new_tokens=12))
+    del given
+    await asyncio.sleep(0)
+    assert not call.done()
+    assert alive() is None
+    assert (await call).prompt_ids.tolist() == IDS
 
 
 async def test_stream_equals_generate(client: sglrl.Client) -> None:
