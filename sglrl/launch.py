@@ -159,6 +159,9 @@ def launch(
                 "no kernel for a CPU that allots the KV cache by pages"
             )
     else:
+        _check_device(device)
+        if device == "cuda" or gpus is not None or tp_size > 1:
+            raise UsageError("engine='fake' has no use for GPUs: no device='cuda', gpus=, tp_size=")
         groups = [None] * replicas
         engine_args.setdefault("vocab_size", 1 << 17)
     check_restarts(restarts, restart_period)
@@ -252,12 +255,16 @@ def _birth(
     return Birth(bodies=bodies, env=worker_env)
 
 
+def _check_device(device: str) -> None:
+    if device not in ("auto", "cuda", "cpu"):
+        raise UsageError(f"device must be 'auto', 'cuda' or 'cpu', got {device!r}")
+
+
 def _place(
     device: str, replicas: int, tp_size: int, gpus: Sequence[int] | None
 ) -> list[list[str] | None]:
     """The GPUs of each replica, or None for each on CPU."""
-    if device not in ("auto", "cuda", "cpu"):
-        raise UsageError(f"device must be 'auto', 'cuda' or 'cpu', got {device!r}")
+    _check_device(device)
     found = [] if device == "cpu" else cuda_devices()
     if gpus is not None:
         if device == "cpu":

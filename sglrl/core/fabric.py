@@ -14,6 +14,7 @@ from what that holds, until the oldest has been passed by for as long again as i
 
 from __future__ import annotations
 
+from collections import Counter
 from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final
@@ -22,7 +23,7 @@ from ..config import FabricConfig
 from ..errors import Closed, DeadlineExceeded, Overloaded, SglrlError, UsageError, WorkerLost
 from ..messages import Item, ItemKind
 from .calls import CANCELLING, ENDED, QUEUED, RUNNING, SENT, Call
-from .members import DRAINING, GONE, LOST, READY, RETIRED, SYNCING, Entry, LoadIndex, Member
+from .members import DRAINING, GONE, LOST, READY, RETIRED, STALE, SYNCING, Entry, LoadIndex, Member
 from .routing import Router
 
 if TYPE_CHECKING:
@@ -261,7 +262,7 @@ class Fabric:
             if call is None:
                 continue
             waited = now - call.submitted_at
-            where = "in the queue" if call.state == QUEUED else "at a worker"
+            where = self._waits(call) if call.state == QUEUED else "at a worker"
             error = DeadlineExceeded(
                 f"{call.endpoint} did not finish within its deadline "
                 f"({waited:.3f} s since it was submitted, last {where})"
@@ -271,6 +272,19 @@ class Fabric:
             else:
                 self._abandon(call)
                 self.outbox.append((END, call, error))
+
+    def _waits(self, call: Call) -> str:
+        """Where a call waits that no worker holds, and why, if nobody that may take it serves."""
+        pinned = call.pinned
+        among = self.members.values() if pinned is None else (self.members[pinned],)
+        if any(member.state is READY for member in among):
+            return "in the queue"
+        states = Counter(member.state for member in among)
+        found = ", ".join(f"{count} {state}" for state, count in states.items())
+        if STALE in states:
+            found += ": until the next weight update"
+        what = "no worker serves" if pinned is None else f"worker {pinned} does not serve"
+        return f"in the queue: {what} ({found or 'there is none'})"
 
     def close(self, reason: str = "the pool was closed") -> None:
         """End every call with ``Closed``; nothing is accepted any more."""

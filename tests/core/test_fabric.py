@@ -6,6 +6,7 @@ import pytest
 
 from sglrl.config import FabricConfig
 from sglrl.core.fabric import END, RESTART, Fabric
+from sglrl.core.members import STALE
 from sglrl.errors import Closed, DeadlineExceeded, Overloaded, UsageError, WorkerLost
 from sglrl.messages import Item, ItemKind
 
@@ -145,9 +146,28 @@ def test_deadline_says_where_the_call_was() -> None:
     fabric.tick(2.5)
     errors = [e[2] for e in fabric.outbox if e[0] == END]
     assert [type(e) for e in errors] == [DeadlineExceeded] * 2
-    assert "at a worker" in errors[0].message
-    assert "in the queue" in errors[1].message
+    assert errors[0].message.endswith("last at a worker)")
+    assert errors[1].message.endswith("last in the queue)")
     assert fabric.next_deadline() is None
+
+
+def test_a_deadline_says_when_nobody_serves() -> None:
+    fabric = make_fabric(1)
+    for index in (1, 2):
+        fabric.add_member(index)
+    fabric.member_arrived(2, 8)
+    fabric.members[2].move(STALE)
+    submit(fabric, pinned=2, deadline=1.0)
+    submit(fabric, pinned=1, deadline=2.0)
+    fabric.member_lost(0, "it was killed", 0.0, returns=True)
+    submit(fabric, deadline=3.0)
+    fabric.tick(4.0)
+    said = [e[2].message.partition("in the queue: ")[2] for e in fabric.outbox if e[0] == END]
+    assert said == [
+        "worker 2 does not serve (1 stale: until the next weight update))",
+        "worker 1 does not serve (1 starting))",
+        "no worker serves (1 lost, 1 starting, 1 stale: until the next weight update))",
+    ]
 
 
 def test_nothing_is_accepted_after_close() -> None:

@@ -167,6 +167,10 @@ async def test_bad_requests_are_never_sent(client: sglrl.Client) -> None:
         ({"timeout": 0}, "timeout"),
         ({"routing": "by-moon"}, "unknown routing"),
         ({"window": 0}, "window"),
+        ({"device": "gpu"}, "'auto', 'cuda' or 'cpu'"),
+        ({"device": "cuda"}, "no use for GPUs"),
+        ({"gpus": [0]}, "no use for GPUs"),
+        ({"tp_size": 2}, "no use for GPUs"),
     ],
 )
 async def test_bad_launches(values: dict[str, Any], says: str) -> None:
