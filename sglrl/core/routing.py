@@ -286,9 +286,9 @@ class Router:
         if not holders:
             return None
         if len(holders) == 1:
-            # Who has the least is never overloaded, so nobody need look for it.
             (only,) = holders
-            return None if self.overloaded(only) else only
+            # Who has the least is looked for where it matters.
+            return only if not self.overloaded(only) or only is self.loads.least() else None
         least = self.loads.least()
         assert least is not None
         if least in holders:

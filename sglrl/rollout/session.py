@@ -212,17 +212,18 @@ class Session:
             gate.inside += 1
         begun = now()
         try:
-            before = self._tokens or await opening.ids()
-            prompt_bytes = self._prompt_bytes or len(before)
+            # What is observed from now on comes behind this turn.
             pending = self._pending
             taken = self._taken = len(pending)
+            before = self._tokens or await opening.ids()
+            prompt_bytes = self._prompt_bytes or len(before)
             encoded = None
             if not taken:
                 ids = before
             elif taken == 1 and type(pending[0]) is bytes:
                 ids = before + pending[0]
             else:
-                encoded = await self._with(pending[:])
+                encoded = await self._with(pending[:taken])
                 ids = before[:prompt_bytes] + encoded[0]
             limit = prepared.max_new_tokens or DEFAULT_MAX_NEW_TOKENS
             room = opening.most_tokens - len(ids) // 4

@@ -119,6 +119,23 @@ def test_an_overloaded_worker_gives_way() -> None:
     assert len(used) >= 3, "at most 1.5 times the mean, so at least 4 / 1.5 workers share the work"
 
 
+def test_who_has_the_least_calls_is_not_overloaded() -> None:
+    """Also where it has more than the mean, because the others' windows are small and full."""
+    fabric = make_fabric(0, routing=("prefix-aware", "round-robin"), overload=1.5, overload_slack=0)
+    for index, window in enumerate((1, 1, 1, 100, 100)):
+        fabric.add_member(index)
+        fabric.member_ready(index, window, 0.0)
+    one = route([1] * 64)
+    assert worker_of(submit(fabric, route=one, pinned=4)) == 4
+    for index, load in enumerate((1, 1, 1, 21, 19)):
+        for _ in range(load):
+            submit(fabric, pinned=index)
+    fabric.router.given(next(iter(fabric.members[4].calls.values())), fabric.members[4])
+    assert [m.load for m in fabric.members.values()] == [1, 1, 1, 21, 20]
+    assert fabric.router.overloaded(fabric.members[4])
+    assert worker_of(submit(fabric, route=one)) == 4
+
+
 def test_a_full_worker_gives_way() -> None:
     fabric = make_fabric(2, window=3, routing=("prefix-aware", "requests"), overload_slack=100)
     one = route([1] * 64)

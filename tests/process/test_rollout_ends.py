@@ -27,6 +27,29 @@ async def one_turn(session: sglrl.Session, item: Any) -> float:
     return 1.0
 
 
+async def test_what_is_observed_while_the_prompt_is_encoded_comes_behind(
+    client: sglrl.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = client.session(input_ids=[1, 2], max_new_tokens=2)
+    begun, encoded = asyncio.Event(), asyncio.Event()
+
+    async def slow_ids() -> bytes:
+        begun.set()
+        await encoded.wait()
+        return np.array([1, 2], "<i4").tobytes()
+
+    monkeypatch.setattr(session._opening, "ids", slow_ids)
+    session.observe([3])
+    turn = asyncio.ensure_future(session.generate())
+    await begun.wait()
+    session.observe([4])
+    session.unobserve()
+    session.observe([5])
+    encoded.set()
+    assert (await turn).prompt_ids.tolist() == [1, 2, 3]
+    assert (await session.generate()).prompt_ids.tolist() == [1, 2, 3, 1, 2, 5]
+
+
 # --- time-outs ------------------------------------------------------------------------------------
 
 
