@@ -476,8 +476,8 @@ class Client:
             call, future = requests.sample(
                 ids, prepared, max_new, logprobs, top_logprobs, route, deadline, priority, worker
             )
-            # A call that waits holds its prompt once, and no more than it needs.
-            del input_ids, values, prompts, prepared, route
+            # A call that waits holds its prompt once, as bytes.
+            del prompt, input_ids, messages, prompts, values
             try:
                 completion = await future
             except asyncio.CancelledError:

@@ -24,7 +24,7 @@ from .messages import GenerateArgs, Item, ItemKind, TokenChunk
 from .sampling import Prepared
 
 _decode_chunk = msgspec.msgpack.Decoder(TokenChunk).decode
-_DONE: Final = int(ItemKind.DONE)
+_DONE: Final = ItemKind.DONE
 
 
 def resume(call: Call, chunks: Sequence[TokenChunk]) -> int:
