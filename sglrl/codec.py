@@ -52,9 +52,8 @@ _ARRAY: Final = 1
 _array_header: Final = msgspec.msgpack.Decoder(tuple[int, str, tuple[int, ...]])
 
 
-def encode(message: Any) -> bytes:
-    """msgpack of a message or of an engine body."""
-    return encoder.encode(message)
+encode: Final[Callable[[Any], bytes]] = encoder.encode
+"""msgpack of a message or of an engine body."""
 
 
 def readable(text: object) -> str:

@@ -7,90 +7,27 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from ..errors import Closed
 from .base import Frame, OnDriverMessage, OnPause, OnWorkerMessage
 
 
-class _Inbox:
-    """Messages on their way to one end, delivered in order and in a later tick of the loop."""
-
-    def __init__(self, turn: _Turn) -> None:
-        self._turn = turn
-        self._waiting: list[tuple[Any, ...]] = []
-        self._deliver_to: Callable[..., None] | None = None
-        self._on_pause: OnPause | None = None
-        self.closed = False
-
-    def start(self, deliver_to: Callable[..., None], on_pause: OnPause | None) -> None:
-        self._deliver_to = deliver_to
-        self._on_pause = on_pause
-        if self._waiting:
-            self._turn.add(self)
-
-    def put(self, *message: Any) -> None:
-        if self.closed:
-            return
-        self._waiting.append(message)
-        if len(self._waiting) == 1 and self._deliver_to is not None:
-            self._turn.add(self)
-
-    def close(self) -> None:
-        self.closed = True
-        self._waiting.clear()
-
-    def deliver(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        try:
-            for at, message in enumerate(waiting):
-                if self.closed or self._deliver_to is None:
-                    return
-                try:
-                    self._deliver_to(*message)
-                except BaseException:
-                    # The messages behind this one still arrive, and before any newer one.
-                    if rest := waiting[at + 1 :]:
-                        if not self._waiting:
-                            self._turn.add(self)
-                        self._waiting[:0] = rest
-                    raise
-        finally:
-            if self._on_pause is not None and not self.closed:
-                self._on_pause()
-
-
-class _Turn:
-    """The inboxes to deliver in the loop's next tick, by one callback however many they are."""
-
-    def __init__(self) -> None:
-        self._inboxes: deque[_Inbox] = deque()
-
-    def add(self, inbox: _Inbox) -> None:
-        if not self._inboxes:
-            asyncio.get_running_loop().call_soon(self._deliver)
-        self._inboxes.append(inbox)
-
-    def _deliver(self) -> None:
-        inboxes, self._inboxes = self._inboxes, deque()
-        try:
-            while inboxes:
-                inboxes.popleft().deliver()
-        finally:
-            # What an exception has left.
-            for inbox in inboxes:
-                self.add(inbox)
-
-
 class MemoryRouter:
-    """The driver's end (``DriverTransport``). ``connect`` makes a worker's end."""
+    """The driver's end (``DriverTransport``). ``connect`` makes a worker's end.
+
+    It delivers for all of them, by one callback a loop tick, however many they are.
+    """
 
     def __init__(self) -> None:
         self.address = "memory"
-        self.turn = _Turn()
-        self.inbox = _Inbox(self.turn)
         self._dealers: dict[bytes, MemoryDealer] = {}
+        self._to_driver: deque[tuple[bytes, list[Frame]]] = deque()
+        self._to_workers: deque[tuple[MemoryDealer, list[Frame]]] = deque()
+        self._on_message: OnDriverMessage | None = None
+        self._on_pause: OnPause | None = None
+        self._scheduled = False
+        self._closed = False
 
     def connect(self, identity: bytes) -> MemoryDealer:
         dealer = MemoryDealer(self, identity)
@@ -98,16 +35,35 @@ class MemoryRouter:
         return dealer
 
     def start(self, on_message: OnDriverMessage, on_pause: OnPause | None = None) -> None:
-        self.inbox.start(on_message, on_pause)
+        self._on_message, self._on_pause = on_message, on_pause
+        if self._to_driver:
+            self._schedule()
 
     def send(self, peer: bytes, frames: Sequence[Frame]) -> bool:
-        if self.inbox.closed:
+        if self._closed:
             raise Closed("the transport is closed")
         dealer = self._dealers.get(peer)
         if dealer is None:
             return False
-        dealer.inbox.put([bytes(f) for f in frames])
+        self.put(dealer, list(map(bytes, frames)))
         return True
+
+    def put(self, dealer: MemoryDealer, frames: list[Frame]) -> None:
+        """On its way to a worker."""
+        if dealer.on_message is None:
+            dealer.unread.append(frames)
+            return
+        self._to_workers.append((dealer, frames))
+        if not self._scheduled:
+            self._schedule()
+
+    def take(self, identity: bytes, frames: list[Frame]) -> None:
+        """On its way from a worker."""
+        if self._closed:
+            return
+        self._to_driver.append((identity, frames))
+        if not self._scheduled and self._on_message is not None:
+            self._schedule()
 
     def drop(self, identity: bytes, dealer: MemoryDealer) -> None:
         """The worker's end was closed; a newer one of the same identity stays."""
@@ -115,25 +71,60 @@ class MemoryRouter:
             del self._dealers[identity]
 
     def close(self) -> None:
-        self.inbox.close()
+        self._closed = True
+        self._to_driver.clear()
+
+    def _schedule(self) -> None:
+        if not self._scheduled:
+            self._scheduled = True
+            asyncio.get_running_loop().call_soon(self._deliver)
+
+    def _deliver(self) -> None:
+        """What has been sent until now. Behind a message whose receiver raises the others stay
+        where they are, before any newer ones, for the next tick."""
+        self._scheduled = False
+        workers, driver = len(self._to_workers), len(self._to_driver)
+        try:
+            for _ in range(workers):
+                dealer, frames = self._to_workers.popleft()
+                if dealer.on_message is not None and not dealer.closed:
+                    dealer.on_message(frames)
+            if self._on_message is not None and driver:
+                try:
+                    for _ in range(driver):
+                        if self._closed:
+                            return
+                        self._on_message(*self._to_driver.popleft())
+                finally:
+                    if self._on_pause is not None and not self._closed:
+                        self._on_pause()
+        finally:
+            if self._to_workers or (self._to_driver and self._on_message is not None):
+                self._schedule()
 
 
 class MemoryDealer:
     """A worker's end (``WorkerTransport``)."""
 
     def __init__(self, router: MemoryRouter, identity: bytes) -> None:
-        self.inbox = _Inbox(router.turn)
+        self.on_message: OnWorkerMessage | None = None
+        self.unread: list[list[Frame]] = []
+        """What came before ``start``."""
+        self.closed = False
         self._router = router
         self._identity = identity
 
     def start(self, on_message: OnWorkerMessage) -> None:
-        self.inbox.start(on_message, None)
+        self.on_message = on_message
+        unread, self.unread = self.unread, []
+        for frames in unread:
+            self._router.put(self, frames)
 
     def send(self, frames: Sequence[Frame]) -> None:
-        if self.inbox.closed:
+        if self.closed:
             raise Closed("the transport is closed")
-        self._router.inbox.put(self._identity, [bytes(f) for f in frames])
+        self._router.take(self._identity, list(map(bytes, frames)))
 
     def close(self) -> None:
-        self.inbox.close()
+        self.closed = True
         self._router.drop(self._identity, self)
