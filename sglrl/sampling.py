@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from operator import index, is_
+from operator import index
 from typing import Any, Final
 
 import msgspec
@@ -337,20 +337,19 @@ class SamplingCache:
         self._by_kwargs: dict[Any, Prepared] = {}
         self._by_params: dict[int, Prepared] = {}
         self._latest: Prepared | None = None
-        self._latest_names: tuple[str, ...] | None = None
-        self._latest_values: tuple[Any, ...] = ()
+        self._latest_kwargs: dict[str, Any] = {}
 
     def prepare(self, params: SamplingParams | None, kwargs: dict[str, Any]) -> Prepared:
         """Raises ``InvalidRequest`` for an unknown name (suggesting the near one) or a bad value.
         Keyword arguments override the fields of ``params``."""
-        if (
-            params is None
-            and tuple(kwargs) == self._latest_names
-            and all(map(is_, kwargs.values(), self._latest_values))
-        ):
-            # The very objects of the call before, as in a loop of calls: nothing is hashed.
-            assert self._latest is not None
-            return self._latest
+        latest = self._latest_kwargs
+        if params is None and self._latest is not None and len(kwargs) == len(latest):
+            for name, value in kwargs.items():
+                if latest.get(name, self) is not value:
+                    break
+            else:
+                # The very objects of the call before, as in a loop of calls.
+                return self._latest
         if params is not None:
             if not isinstance(params, SamplingParams):
                 raise InvalidRequest(
@@ -373,8 +372,7 @@ class SamplingCache:
             return self._check(from_kwargs(kwargs))
         if found is None:
             found = self._bound(self._by_kwargs)[key] = self._check(from_kwargs(kwargs))
-        self._latest = found
-        self._latest_names, self._latest_values = tuple(kwargs), tuple(kwargs.values())
+        self._latest, self._latest_kwargs = found, dict(kwargs)
         return found
 
     def _check(self, params: SamplingParams) -> Prepared:
