@@ -40,8 +40,11 @@ _BATCH: Final = 128
 """Messages handled in one callback before the loop gets its turn,"""
 _BATCH_SECONDS: Final = 0.001
 """unless they take so long: a message may bring hundreds of answers."""
-_COPY_THRESHOLD: Final = 64 << 10
-"""Frames larger than this are handed to ZeroMQ without a copy."""
+_COPIED_OUT: Final = 192 << 10
+"""Larger frames are handed to ZeroMQ without a copy; for smaller ones the thread in which pyzmq lets
+go of them costs more than a copy."""
+_COPIED_IN: Final = 64 << 10
+"""Raw frames of at least so many bytes are read from ZeroMQ's own memory."""
 _RECONNECT_MS: Final = 1000
 """Where a broken connection is told: more than the end of what it breaks for may take."""
 _MOST_UNTAKEN: Final = 4096
@@ -136,7 +139,7 @@ def _send(socket: zmq.Socket[bytes], frames: Sequence[Frame]) -> None:
     last = len(frames) - 1
     for i, frame in enumerate(frames):
         flags = zmq.NOBLOCK | (zmq.SNDMORE if i < last else 0)
-        socket.send(frame, flags, copy=len(frame) < _COPY_THRESHOLD)
+        socket.send(frame, flags, copy=len(frame) <= _COPIED_OUT)
 
 
 def _dealer(
@@ -251,7 +254,7 @@ class _Pump:
                 frames.append(socket.recv())
                 continue
             frame = socket.recv(copy=False)
-            large = len(frame) >= _COPY_THRESHOLD
+            large = len(frame) >= _COPIED_IN
             frames.append(frame.buffer.toreadonly() if large else frame.bytes)
         return frames
 
