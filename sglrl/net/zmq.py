@@ -41,8 +41,8 @@ _BATCH: Final = 128
 _BATCH_SECONDS: Final = 0.001
 """unless they take so long: a message may bring hundreds of answers."""
 _COPIED_OUT: Final = 192 << 10
-"""Larger frames are handed to ZeroMQ without a copy; for smaller ones the thread in which pyzmq lets
-go of them costs more than a copy."""
+"""Larger frames are handed to ZeroMQ without a copy; for smaller ones the thread in which pyzmq
+lets go of them costs more than a copy."""
 _COPIED_IN: Final = 64 << 10
 """Raw frames of at least so many bytes are read from ZeroMQ's own memory."""
 _RECONNECT_MS: Final = 1000
