@@ -70,12 +70,12 @@ class Attack:
         elif how < 0.93:
             identity, mutator = random.choice(self.clients), self.of_client
             if identity not in self.gateway._peers:
-                pool.router.inbox.put(identity, self.of_client.samples[0])
+                pool.router.take(identity, self.of_client.samples[0])
         else:
             identity, mutator = random.choice(self.strangers), self.of_anyone
         if random.random() < 0.02:
             mutator = self.of_anyone
-        pool.router.inbox.put(identity, mutator.message())
+        pool.router.take(identity, mutator.message())
 
     def know(self, ids: list[int]) -> None:
         for mutator in (self.of_worker, self.of_rank, self.of_client, self.of_anyone):

@@ -47,7 +47,7 @@ async def delivered() -> None:
 
 
 def say(pool: Pool, *items: Item, frames: tuple[bytes, ...] = ()) -> None:
-    pool.router.inbox.put(pool.bad_identity, [encode(Results(list(items))), *frames])
+    pool.router.take(pool.bad_identity, [encode(Results(list(items))), *frames])
 
 
 NOT_TEXT = b"\x93\xc4\x00\xc4\x00\xa1\xff"
