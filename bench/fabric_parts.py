@@ -225,8 +225,8 @@ class _MemoryPool:
     """Stands where ``Client`` expects a pool of processes: workers that echo in this process.
 
     ``echo_seconds``: CPU time that the echoes took, which real workers spend on other cores; from
-    one message in ``_TIMED``, because with one call in each, as with many workers, to read the
-    thread's clock around all of them was a fifth of everything.
+    one message in ``_TIMED``, because to read the thread's clock around all of them was 4 % of
+    everything where each has one call, as with many workers.
     """
 
     def __init__(self, workers: int, routing: tuple[str, ...]) -> None:

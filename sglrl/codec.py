@@ -65,11 +65,7 @@ def _decode(decoder: msgspec.msgpack.Decoder[_M], frame: Buffer, what: str) -> _
     try:
         return decoder.decode(frame)
     except MALFORMED as error:
-        raise _not_a_message(what, error) from None
-
-
-def _not_a_message(what: str, error: Exception) -> ProtocolError:
-    return ProtocolError(f"not a message {what}: {error}")
+        raise ProtocolError(f"not a message {what}: {error}") from None
 
 
 def decode_to_worker(frame: Buffer) -> ToWorker:
@@ -79,10 +75,7 @@ def decode_to_worker(frame: Buffer) -> ToWorker:
 
 def decode_to_driver(frame: Buffer) -> ToDriver:
     """Raises ``ProtocolError`` on anything that is not a message for a driver."""
-    try:
-        return _to_driver.decode(frame)
-    except MALFORMED as error:
-        raise _not_a_message("for a driver", error) from None
+    return _decode(_to_driver, frame, "for a driver")
 
 
 def decode_to_rank(frame: Buffer) -> ToRank:

@@ -54,15 +54,14 @@ class MemoryRouter:
             dealer.unread.append(frames)
             return
         self._to_workers.append((dealer, frames))
-        if not self._scheduled:
-            self._schedule()
+        self._schedule()
 
     def take(self, identity: bytes, frames: list[Frame]) -> None:
         """On its way from a worker."""
         if self._closed:
             return
         self._to_driver.append((identity, frames))
-        if not self._scheduled and self._on_message is not None:
+        if self._on_message is not None:
             self._schedule()
 
     def drop(self, identity: bytes, dealer: MemoryDealer) -> None:
