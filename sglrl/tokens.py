@@ -2,27 +2,50 @@
 
 from __future__ import annotations
 
+import struct
 import threading
 from array import array
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from .config import install
 from .errors import InvalidRequest
 
+TokenIds = Sequence[int] | NDArray[np.integer[Any]]
+_INT: set[type] = {int}
+
+
+@lru_cache
+def _prompt(vocab_size: int) -> type[msgspec.Struct]:
+    # As a field of a struct, whose type msgspec prepares once and not for every call.
+    ids = list[Annotated[int, msgspec.Meta(ge=0, lt=vocab_size)]]
+    return msgspec.defstruct("_Prompt", [("ids", ids)], array_like=True)
+
+
+@lru_cache(maxsize=4096)
+def _packer(count: int) -> Callable[..., bytes]:
+    return struct.Struct(f"<{count}i").pack
+
+
+def _pack(ids: Any, vocab_size: int, /) -> bytes | None:
+    """What ``_ids.c`` does, in a third of the time that ``_check_list`` takes."""
+    try:
+        msgspec.convert((ids,), _prompt(vocab_size))
+    except msgspec.ValidationError:
+        return None
+    return _packer(len(ids))(*ids)
+
+
 try:
     from ._ids import pack
 except ImportError:
     # It could not be compiled here.
-    def pack(ids: object, vocab_size: int, /) -> bytes | None:
-        return None
-
-
-TokenIds = Sequence[int] | NDArray[np.integer[Any]]
-_INT: set[type] = {int}
+    pack = _pack
 
 
 def check_ids(ids: Any, vocab_size: int) -> bytes:
@@ -37,7 +60,7 @@ def check_ids(ids: Any, vocab_size: int) -> bytes:
 
 
 def _check_list(ids: Sequence[Any], vocab_size: int) -> bytes:
-    """What is wrong, or has integers of other kinds (numpy's), or all where nothing is compiled."""
+    """What is wrong, or has integers of other kinds (numpy's)."""
     if not ids:
         raise InvalidRequest("the prompt is empty; at least one token is needed")
     kinds = set(map(type, ids))
