@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from inspect import Parameter, Signature
-from typing import Any, Final, TypeVar, get_args, get_origin
+from typing import Any, Final, get_args, get_origin
 
 import msgspec
 import numpy as np
@@ -32,17 +32,8 @@ from .messages import (
 )
 
 Buffer = bytes | bytearray | memoryview
-_M = TypeVar("_M")
 
 encoder: Final = msgspec.msgpack.Encoder()
-_to_worker: Final[msgspec.msgpack.Decoder[ToWorker]] = msgspec.msgpack.Decoder(ToWorker)
-_to_driver: Final[msgspec.msgpack.Decoder[ToDriver]] = msgspec.msgpack.Decoder(ToDriver)
-_to_rank: Final[msgspec.msgpack.Decoder[ToRank]] = msgspec.msgpack.Decoder(ToRank)
-_beat: Final[msgspec.msgpack.Decoder[Beat]] = msgspec.msgpack.Decoder(Beat)
-_from_rank: Final[msgspec.msgpack.Decoder[FromRank]] = msgspec.msgpack.Decoder(FromRank)
-_to_client: Final[msgspec.msgpack.Decoder[ToClient]] = msgspec.msgpack.Decoder(ToClient)
-_from_client: Final[msgspec.msgpack.Decoder[FromClient]] = msgspec.msgpack.Decoder(FromClient)
-
 MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What msgspec raises for bytes that are not the message wanted; text that is not UTF-8 and too
 deep nesting are not among its own errors."""
@@ -61,46 +52,29 @@ def readable(text: object) -> str:
     return str(text).encode(errors="replace").decode()
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[_M], frame: Buffer, what: str) -> _M:
-    try:
-        return decoder.decode(frame)
-    except MALFORMED as error:
-        raise ProtocolError(f"not a message {what}: {error}") from None
+def _decoder(type_: Any, what: str) -> Callable[[Buffer], Any]:
+    """A function that decodes a frame, and raises ``ProtocolError`` on anything that is not such a
+    message."""
+    decode = msgspec.msgpack.Decoder(type_).decode
+
+    def checked(frame: Buffer) -> Any:
+        try:
+            return decode(frame)
+        except MALFORMED as error:
+            raise ProtocolError(f"not a message {what}: {error}") from None
+
+    return checked
 
 
-def decode_to_worker(frame: Buffer) -> ToWorker:
-    """Raises ``ProtocolError`` on anything that is not a message for a worker."""
-    return _decode(_to_worker, frame, "for a worker")
-
-
-def decode_to_driver(frame: Buffer) -> ToDriver:
-    """Raises ``ProtocolError`` on anything that is not a message for a driver."""
-    return _decode(_to_driver, frame, "for a driver")
-
-
-def decode_to_rank(frame: Buffer) -> ToRank:
-    """Raises ``ProtocolError`` on anything that is not of the weight channel, for a rank."""
-    return _decode(_to_rank, frame, "for a rank")
-
-
-def decode_from_rank(frame: Buffer) -> FromRank:
-    """Raises ``ProtocolError`` on anything that is not of the weight channel, from a rank."""
-    return _decode(_from_rank, frame, "from a rank")
-
-
-def decode_to_client(frame: Buffer) -> ToClient:
-    """Raises ``ProtocolError`` on anything that is not for a client in another process."""
-    return _decode(_to_client, frame, "for a client")
-
-
-def decode_from_client(frame: Buffer) -> FromClient:
-    """Raises ``ProtocolError`` on anything that is not from a client in another process."""
-    return _decode(_from_client, frame, "from a client")
-
-
-def decode_beat(frame: Buffer) -> Beat:
-    """Raises ``ProtocolError`` on anything that is not a beat."""
-    return _decode(_beat, frame, "from a worker's beat")
+decode_to_worker: Final[Callable[[Buffer], ToWorker]] = _decoder(ToWorker, "for a worker")
+decode_to_driver: Final[Callable[[Buffer], ToDriver]] = _decoder(ToDriver, "for a driver")
+decode_beat: Final[Callable[[Buffer], Beat]] = _decoder(Beat, "from a worker's beat")
+# Of the weight channel.
+decode_to_rank: Final[Callable[[Buffer], ToRank]] = _decoder(ToRank, "for a rank")
+decode_from_rank: Final[Callable[[Buffer], FromRank]] = _decoder(FromRank, "from a rank")
+# Of a client in another process.
+decode_to_client: Final[Callable[[Buffer], ToClient]] = _decoder(ToClient, "for a client")
+decode_from_client: Final[Callable[[Buffer], FromClient]] = _decoder(FromClient, "from a client")
 
 
 def split_frames(

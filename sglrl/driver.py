@@ -258,29 +258,25 @@ class Driver:
             return
         try:
             message = decode_to_driver(frames[0])
-            if type(message) is Results and message.slots:
-                frames = [*frames, *self._views(member, message.slots)]
-            if len(frames) > 1 and type(message) is Results:
-                # Keyed by object identity until the next flush, while the outbox keeps the items
-                # alive.
-                owned = split_frames(message.items, frames)
-                self._raw |= zip(map(id, message.items), owned, strict=True)
+            if type(message) is Results and (message.slots or len(frames) > 1):
+                self._keep_raw(member, message, frames)
         except (ProtocolError, IndexError) as error:
             self._drop("a message of worker %d: %s", member.index, error)
             return
-        if type(message) is Results:
-            if message.kv_usage >= 0:
-                member.kv_usage = message.kv_usage
-                member.waiting = message.waiting
-                member.preempted = message.preempted
-                for look in self.on_loads:
-                    look()
-            self.fabric.results(member, message.items, now())
-            if len(self.fabric.outbox) > _AT_ONCE:
-                # Part of what this message takes, after which the loop may get its turn.
-                self._flush()
-        else:
+        if type(message) is not Results:
             self._on_control(member, message)
+            return
+        if message.kv_usage >= 0:
+            member.kv_usage = message.kv_usage
+            member.waiting = message.waiting
+            member.preempted = message.preempted
+            for look in self.on_loads:
+                look()
+        fabric = self.fabric
+        fabric.results(member, message.items, now())
+        if len(fabric.outbox) > _AT_ONCE:
+            # Part of what this message takes, after which the loop may get its turn.
+            self._flush()
 
     def _on_control(self, member: Member, message: ToDriver) -> None:
         if member.state is not STARTING:
@@ -320,11 +316,16 @@ class Driver:
         else:
             self._send(member, [encode(ShareRows())])
 
-    def _views(self, member: Member, slots: list[int]) -> list[memoryview]:
-        rows = self._rows.get(member)
-        if rows is None:
-            raise ProtocolError("it names shared memory that there is none of")
-        return rows.views(slots)
+    def _keep_raw(self, member: Member, message: Results, frames: list[Buffer]) -> None:
+        """Keyed by object identity until the next flush, while the outbox keeps the items alive.
+        ``ProtocolError`` unless there are as many as the items say."""
+        if message.slots:
+            rows = self._rows.get(member)
+            if rows is None:
+                raise ProtocolError("it names shared memory that there is none of")
+            frames = [*frames, *rows.views(message.slots)]
+        owned = split_frames(message.items, frames)
+        self._raw |= zip(map(id, message.items), owned, strict=True)
 
     def _on_pause(self) -> None:
         """All messages that were here have been taken in: now do what they lead to, once."""

@@ -88,8 +88,9 @@ class Route(msgspec.Struct, eq=False):
         if self._hashed != size:
             # What there is goes on behind its last beginning.
             n, width = self._beginnings, block * 4
-            del keys[n:]
-            key = keys[-1] if n else hash(("sglrl", self.version))
+            if len(keys) > n:
+                del keys[n:]
+            key = keys[-1] if n else self.version
             at = BEGINNINGS[n] * width
             while (stop := BEGINNINGS[n + 1] * width) <= size:
                 key = hash((key, tokens[at:stop]))
@@ -105,7 +106,7 @@ class Route(msgspec.Struct, eq=False):
     def record(self, index: PrefixIndex, member: Member, block: int) -> None:
         """The member gets the call. Of a conversation that stays with it the longest beginning is
         put down, which is what another that goes on from here will have, too."""
-        keys = self.prefix_keys(block)
+        keys = self._keys if self._hashed == len(self.tokens) else self.prefix_keys(block)
         if member is not self.member or not self.recorded:
             self.member = member
             index.record(keys, member)
@@ -132,14 +133,17 @@ class PrefixIndex:
 
     def holders(self, keys: list[int]) -> Holders:
         """The members known to hold the longest prefix that any member holds."""
+        if not keys:
+            return ()
         young, old = self.young, self.old
         # Whoever holds more holds the shortest, too. The others need not all be known.
-        if keys and (young.get(keys[0]) or old.get(keys[0])):
+        shortest = young.get(keys[0]) or old.get(keys[0]) or ()
+        if shortest and len(keys) > 1:
             for key in reversed(keys):
                 found = young.get(key) or old.get(key)
                 if found:
                     return found
-        return ()
+        return shortest
 
     def forget(self, member: Member) -> None:
         """The member takes no calls any more: what only it held is nobody's. O(entries), once."""
@@ -255,8 +259,10 @@ class Router:
 
     def overloaded(self, member: Member) -> bool:
         """Whether affinity should give way: no room, or far more calls than the mean."""
-        loads = self.loads
         load = member.load
+        if not load:
+            return False
+        loads = self.loads
         return (
             load * loads.members
             > self.config.overload * loads.total + self.config.overload_slack * loads.members

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ..errors import Closed
 from .base import Frame, OnDriverMessage, OnPause, OnWorkerMessage
@@ -45,15 +45,18 @@ class MemoryRouter:
         dealer = self._dealers.get(peer)
         if dealer is None:
             return False
-        self.put(dealer, list(map(bytes, frames)))
+        copied: list[Frame] = list(map(bytes, frames))
+        if dealer.on_message is None:
+            dealer.unread.append(copied)
+        else:
+            self._to_workers.append((dealer, copied))
+            if not self._scheduled:
+                self._schedule()
         return True
 
-    def put(self, dealer: MemoryDealer, frames: list[Frame]) -> None:
-        """On its way to a worker."""
-        if dealer.on_message is None:
-            dealer.unread.append(frames)
-            return
-        self._to_workers.append((dealer, frames))
+    def put(self, dealer: MemoryDealer, messages: Iterable[list[Frame]]) -> None:
+        """On their way to a worker that has started."""
+        self._to_workers.extend((dealer, frames) for frames in messages)
         self._schedule()
 
     def take(self, identity: bytes, frames: list[Frame]) -> None:
@@ -61,7 +64,7 @@ class MemoryRouter:
         if self._closed:
             return
         self._to_driver.append((identity, frames))
-        if self._on_message is not None:
+        if not self._scheduled and self._on_message is not None:
             self._schedule()
 
     def drop(self, identity: bytes, dealer: MemoryDealer) -> None:
@@ -86,7 +89,7 @@ class MemoryRouter:
         try:
             for _ in range(workers):
                 dealer, frames = self._to_workers.popleft()
-                if dealer.on_message is not None and not dealer.closed:
+                if dealer.on_message is not None:
                     dealer.on_message(frames)
             if self._on_message is not None and driver:
                 try:
@@ -116,8 +119,8 @@ class MemoryDealer:
     def start(self, on_message: OnWorkerMessage) -> None:
         self.on_message = on_message
         unread, self.unread = self.unread, []
-        for frames in unread:
-            self._router.put(self, frames)
+        if unread:
+            self._router.put(self, unread)
 
     def send(self, frames: Sequence[Frame]) -> None:
         if self.closed:
@@ -126,4 +129,5 @@ class MemoryDealer:
 
     def close(self) -> None:
         self.closed = True
+        self.on_message = None
         self._router.drop(self._identity, self)
