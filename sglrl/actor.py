@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 import typing
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
@@ -102,6 +103,11 @@ class EndpointSpec:
         self.idempotent, self.timeout = getattr(function, _MARK)
         signature = inspect.signature(function)
         parameters = list(signature.parameters.values())[1:]
+        if "timeout" in signature.parameters:
+            raise UsageError(
+                f"{name}() has a parameter 'timeout', which is the caller's: handle.{name}(..., "
+                "timeout=seconds) limits the call; choose another name"
+            )
         hints = _hints(function)
         self.arguments = Arguments(name, signature.replace(parameters=parameters), hints)
         returns = hints.get("return", Any)
@@ -157,14 +163,15 @@ def deadline_from(timeout: float | None) -> float | None:
         DeadlineExceeded: it is zero: there is no time to send anything.
     """
     check_timeout(timeout)
-    if timeout is None:
+    if timeout is None or timeout == math.inf:
         return None
     if timeout == 0:
         raise DeadlineExceeded(
             f"the deadline had passed before the call was sent (timeout={timeout}); give it more "
             "than 0 seconds, or None for no limit"
         )
-    return now() + timeout
+    # Not in the precision of a numpy number: the clock may count from long ago.
+    return now() + float(timeout)
 
 
 class UnaryReply:
@@ -200,16 +207,16 @@ fill the driver's memory."""
 
 
 class StreamReply:
-    """Queues the items of a stream for the one coroutine that reads it. ``overflow()`` is called
-    once if it does not read them."""
+    """Queues the items of a stream for the one coroutine that reads it. ``give_up()`` is called
+    once if it does not read them, or one is none: the actor is to stop."""
 
-    __slots__ = ("done", "error", "items", "overflow", "result", "unread", "waiter")
+    __slots__ = ("done", "error", "give_up", "items", "result", "unread", "waiter")
 
     def __init__(self, result: Result) -> None:
         self.result = result
         self.items: deque[tuple[Any, int]] = deque()
         self.unread = 0
-        self.overflow: Callable[[], None] = lambda: None
+        self.give_up: Callable[[], None] = lambda: None
         self.done = False
         self.error: SglrlError | None = None
         self.waiter: asyncio.Future[None] | None = None
@@ -227,6 +234,7 @@ class StreamReply:
         except SglrlError as error:
             self.error = error
             self.done = True
+            self.give_up()
         self.unread += size
         if len(self.items) > MOST_UNREAD_ITEMS or self.unread > MOST_UNREAD_BYTES:
             self.error = Overloaded(
@@ -234,7 +242,7 @@ class StreamReply:
                 "read it faster, or have the actor yield less"
             )
             self.done = True
-            self.overflow()
+            self.give_up()
         self._wake()
 
     def restart(self, call: Call) -> None:
@@ -339,7 +347,8 @@ class UnaryCaller(_Caller):
         self._driver.submit(call)
         try:
             return await future
-        except asyncio.CancelledError:
+        except BaseException:
+            # If it has not ended.
             self._driver.cancel(call)
             raise
 
@@ -354,7 +363,7 @@ class StreamCaller(_Caller):
         return self._iterate(reply, call)
 
     async def _iterate(self, reply: StreamReply, call: Call) -> AsyncGenerator[Any, None]:
-        reply.overflow = lambda: self._driver.cancel(call)
+        reply.give_up = lambda: self._driver.cancel(call)
         self._driver.submit(call)
         try:
             while True:
@@ -454,7 +463,15 @@ class WorkerHandle(_Namespace):
         return StreamNamespace(self._driver, self._specs, self._owner, self._worker)
 
 
-_RESERVED = {"stream", "broadcast", "close", "workers"}
+_RESERVED = {
+    "add_workers",
+    "broadcast",
+    "close",
+    "remove_worker",
+    "stream",
+    "wait_until_full",
+    "workers",
+}
 
 __all__ = [
     "Actor",

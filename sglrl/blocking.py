@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import functools
 import os
 import threading
@@ -42,8 +43,12 @@ class BlockingClient:
         self._client = client
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        """What is begun under it on the loop is there when the loop ends."""
 
     def __enter__(self) -> Self:
+        if self._loop is not None:
+            raise UsageError("this client is running already; make another one")
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="sglrl-blocking", daemon=True
@@ -84,7 +89,7 @@ class BlockingClient:
         """See ``Client.remove_worker``."""
         self._wait(self._client.remove_worker(worker, **kwargs))
 
-    def wait_until_full(self, timeout: float = 60.0) -> None:
+    def wait_until_full(self, timeout: float | None = 60.0) -> None:
         """See ``Client.wait_until_full``."""
         self._wait(self._client.wait_until_full(timeout))
 
@@ -218,21 +223,32 @@ class BlockingClient:
                 "this client's event loop is in the process that this one was forked from; give it "
                 "client.address, and call sglrl.blocking.connect(address) here"
             )
-        future: concurrent.futures.Future[_T] = asyncio.run_coroutine_threadsafe(work, loop)
+        with self._lock:
+            if self._loop is not loop:
+                work.close()
+                raise Closed("the client was closed")
+            future: concurrent.futures.Future[_T] = asyncio.run_coroutine_threadsafe(work, loop)
         try:
             return future.result()
+        except concurrent.futures.CancelledError:
+            # Nobody else cancels it.
+            raise Closed("the client was closed") from None
         except BaseException:
             future.cancel()
             raise
 
     def _stop(self) -> None:
-        loop, thread = self._loop, self._thread
-        self._loop = self._thread = None
+        with self._lock:
+            loop, thread = self._loop, self._thread
+            self._loop = self._thread = None
         # In a forked process there is no such thread, and the loop is the other one's.
         if loop is not None and thread is not None and thread.is_alive():
-            loop.call_soon_threadsafe(loop.stop)
-            thread.join()
-            loop.close()
+            try:
+                asyncio.run_coroutine_threadsafe(_end_all(loop), loop).result()
+            finally:
+                loop.call_soon_threadsafe(loop.stop)
+                thread.join()
+                loop.close()
 
 
 class BlockingSession:
@@ -247,11 +263,13 @@ class BlockingSession:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._session.close()
+        self.close()
 
     def close(self) -> None:
         """See ``Session.close``."""
-        self._session.close()
+        # Without the client there is no turn to give up.
+        with contextlib.suppress(Closed):
+            self._client._wait(_done(self._session.close))
 
     def generate(self, **values: Any) -> Completion:
         """See ``Session.generate``."""
@@ -356,6 +374,16 @@ class BlockingRollout:
     def metrics(self) -> RolloutMetrics:
         """See ``Rollout.metrics``."""
         return self._client._wait(_done(lambda: self._run.metrics))
+
+
+async def _end_all(loop: asyncio.AbstractEventLoop) -> None:
+    """As ``asyncio.Runner`` ends: whoever waits for one of the loop's tasks hears of it."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await loop.shutdown_asyncgens()
+    await loop.shutdown_default_executor()
 
 
 async def _done(call: Callable[[], _T]) -> _T:

@@ -135,7 +135,7 @@ class Client:
         assert self._more is not None
         return await self._pool.add(self._more(positive("n", n), self._pool.births))
 
-    async def wait_until_full(self, timeout: float = 60.0) -> None:
+    async def wait_until_full(self, timeout: float | None = 60.0) -> None:
         """Wait until all workers serve that have not been removed or retired: after a loss, until
         the replacement does.
 
@@ -146,7 +146,7 @@ class Client:
         self._running()
         await self._pool.full(timeout)
 
-    async def remove_worker(self, worker: int, *, timeout: float = 600.0) -> None:
+    async def remove_worker(self, worker: int, *, timeout: float | None = 600.0) -> None:
         """Let a worker finish the calls it has, then end it; it gets no new ones. What it has not
         finished after ``timeout`` seconds goes on at others, from the tokens that it had.
 
@@ -175,12 +175,12 @@ class Client:
 
     async def stats(self) -> list[WorkerStats]:
         """What every live engine reports of itself, in worker order."""
-        self._running()
+        self._running(urgent=True)
         return await self._controls.stats()
 
     async def flush_cache(self) -> bool:
         """Empty every worker's prefix cache. False if some worker had requests and kept it."""
-        self._running()
+        self._running(urgent=True)
         return await self._controls.flush_cache()
 
     async def broadcast(
@@ -192,13 +192,16 @@ class Client:
         Raises:
             UnknownEndpoint: there is none of that name.
         """
-        self._running()
+        self._running(urgent=True)
         return await self._controls.broadcast(endpoint, args, kwargs, timeout)
 
     # --- pausing ----------------------------------------------------------------------------------
 
     async def pause(
-        self, mode: Literal["in_place", "retract", "abort"] = "in_place", *, timeout: float = 60.0
+        self,
+        mode: Literal["in_place", "retract", "abort"] = "in_place",
+        *,
+        timeout: float | None = 60.0,
     ) -> None:
         """Stop all engines between two steps. Calls may still be made, and wait; deadlines go on
         counting, and weights may be updated (with inflight="drain" when ``resume`` was called, as
@@ -215,19 +218,19 @@ class Client:
         Raises:
             DeadlineExceeded: an engine was not paused in time; call ``resume``, or pause again.
         """
-        self._running()
+        self._running(urgent=True)
         await self._controls.pause(mode, timeout)
 
-    async def resume(self, *, timeout: float = 60.0) -> None:
+    async def resume(self, *, timeout: float | None = 60.0) -> None:
         """Let the engines go on after ``pause``. Without one: nothing.
 
         Raises:
             DeadlineExceeded: an engine did not say within ``timeout`` seconds that it does.
         """
-        self._running()
+        self._running(urgent=True)
         await self._controls.resume(timeout)
 
-    async def abort(self, *, worker: int | None = None, timeout: float = 60.0) -> int:
+    async def abort(self, *, worker: int | None = None, timeout: float | None = 60.0) -> int:
         """End all ``generate`` calls and streams that have been made, also those that wait: each
         returns what it has, with finish_reason "abort"; a session's turn then goes on. To be rid of
         one call, cancel its task.
@@ -243,7 +246,7 @@ class Client:
             UsageError: there is no such worker.
             WorkerLost: that worker is lost.
         """
-        self._running()
+        self._running(urgent=True)
         return await self._controls.abort(worker, timeout)
 
     # --- weights ----------------------------------------------------------------------------------
@@ -450,16 +453,13 @@ class Client:
             deadline = requests.deadline(timeout)
         prepared = requests.samplings.prepare(sampling, values)
         if logprobs is not True and logprobs is not False:
-            raise InvalidRequest(
-                f"logprobs must be True or False, got {logprobs!r}; for the "
-                "likeliest tokens use top_logprobs=k"
-            )
+            requests.check_logprobs(logprobs)
         if top_logprobs or type(top_logprobs) is not int:
             requests.check_top(top_logprobs)
         if type(n) is not int or n < 1:
             raise InvalidRequest(f"n must be an integer of at least 1, got {n!r}")
         if worker is not None or session is not None or priority or type(priority) is not int:
-            check_target(priority, worker, session)
+            priority, worker, session = check_target(priority, worker, session)
         prompts: Sequence[bytes]
         if prompt is not None or messages is not None or input_ids is None:
             several, prompts = await requests.encode_prompts(prompt, input_ids, messages)
@@ -480,7 +480,8 @@ class Client:
             del prompt, input_ids, messages, prompts, values
             try:
                 completion = await future
-            except asyncio.CancelledError:
+            except BaseException:
+                # If it has not ended: an answer that was malformed may have more to come.
                 requests.driver.cancel(call)
                 raise
             return [completion] if several else completion
@@ -551,7 +552,7 @@ class Client:
         several, prompts = check_given_ids(input_ids, requests.vocab_size)
         if isinstance(start, bool) or not isinstance(start, int) or start < 0:
             raise InvalidRequest(f"start must be an integer of at least 0, got {start!r}")
-        check_target(priority, worker, None)
+        priority, worker, _ = check_target(priority, worker, None)
         requests.check_top(top_logprobs)
         results = await requests.score_all(prompts, start, top_logprobs, deadline, priority, worker)
         return results if several else results[0]
@@ -581,14 +582,14 @@ class Client:
         """
         requests = self._started()
         if worker is not None or priority or type(priority) is not int:
-            check_target(priority, worker, None)
+            priority, worker, _ = check_target(priority, worker, None)
         checked = check_ids(ids, requests.vocab_size)
         future: asyncio.Future[NextTokenLogprobs] = asyncio.get_running_loop().create_future()
         call = requests.next_token_call(checked, top_k, future, timeout, worker, priority)
         requests.driver.submit(call)
         try:
             return await future
-        except asyncio.CancelledError:
+        except BaseException:
             requests.driver.cancel(call)
             raise
 
@@ -664,10 +665,10 @@ class Client:
         ]
         return loads, fabric.waiting
 
-    def _running(self) -> Driver:
+    def _running(self, *, urgent: bool = False) -> Driver:
         if self._driver is None:
             raise _not_started()
-        self._driver.fabric.check_open()
+        self._driver.fabric.check_open(urgent=urgent)
         return self._driver
 
     def _started(self) -> Requests:

@@ -48,8 +48,12 @@ encode: Final[Callable[[Any], bytes]] = encoder.encode
 
 
 def readable(text: object) -> str:
-    """``str(text)`` with what UTF-8 cannot carry (lone surrogates) replaced."""
-    return str(text).encode(errors="replace").decode()
+    """``str(text)`` with what UTF-8 cannot carry (lone surrogates) replaced. Not all have one."""
+    try:
+        found = str(text)
+    except Exception as error:
+        found = f"(it has no text: {type(error).__name__})"
+    return found.encode(errors="replace").decode()
 
 
 def _decoder(type_: Any, what: str) -> Callable[[Buffer], Any]:
@@ -105,6 +109,17 @@ class Blob:
 
     def __init__(self, data: Buffer) -> None:
         self.data = data
+
+
+def _flat(data: Buffer) -> Buffer:
+    """The same bytes in one piece, ``len`` of which counts bytes: ZeroMQ takes nothing else."""
+    if isinstance(data, memoryview):
+        try:
+            return data.cast("B")
+        except (TypeError, ValueError):
+            # Its bytes do not lie side by side, or its items are none that Python knows.
+            return data.tobytes()
+    return data
 
 
 class Body:
@@ -255,7 +270,7 @@ class Arguments:
         for name in self._blobs:
             value = values[name]
             if isinstance(value, (bytes, bytearray, memoryview)):
-                values[name] = Blob(value)
+                values[name] = Blob(_flat(value))
             else:
                 raise UsageError(
                     f"{self.name}(): argument {name!r}: expected bytes, got {type(value).__name__}"
@@ -294,7 +309,7 @@ class Result:
     def encode(self, value: Any) -> tuple[bytes, list[Buffer]]:
         """Raises TypeError for what cannot be sent."""
         if self._is_blob and isinstance(value, (bytes, bytearray, memoryview)):
-            value = Blob(value)
+            value = Blob(_flat(value))
         return self._body.encode(value)
 
     def decode(self, body: Buffer, frames: Sequence[Buffer] = ()) -> Any:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 from numbers import Real
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+from msgspec.structs import force_setattr
 
 from .errors import UsageError
 
@@ -57,6 +59,8 @@ class FabricConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise UsageError(f"{name} must be at least {low}, got {value!r}")
 
 
+_LONGEST: Final = 1e9
+"""Seconds: event loops do not know much longer ones."""
 LEAST_MESSAGE_BYTES: Final = 16 << 10
 """Of which a fourth is kept for what a message is beside the call in it."""
 
@@ -91,6 +95,9 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
         number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
         if timeout is not None and not (number and self.hang_timeout > 0):  # type: ignore[operator]
             raise UsageError(f"hang_timeout must be more than 0 seconds, or None; got {timeout!r}")
+        if self.hang_timeout is not None:
+            # Workers are told of it; a number of numpy's has no encoding.
+            force_setattr(self, "hang_timeout", float(self.hang_timeout))
         check_timeout(self.start_timeout, "start_timeout")
         size: object = self.max_message_bytes
         if isinstance(size, bool) or not isinstance(size, int) or size < LEAST_MESSAGE_BYTES:
@@ -146,7 +153,8 @@ def check_restarts(restarts: Any, period: Any) -> None:
     """Raise ``UsageError`` unless they make sense."""
     if isinstance(restarts, bool) or not isinstance(restarts, int) or restarts < 0:
         raise UsageError(f"restarts must be an integer of at least 0, got {restarts!r}")
-    if not period > 0:
+    check_timeout(period, "restart_period")
+    if not period:
         raise UsageError(f"restart_period must be more than 0 seconds, got {period!r}")
 
 
@@ -160,16 +168,35 @@ def check_timeout(timeout: Any, name: str = "timeout") -> None:
         raise UsageError(
             f"{name} must be a number of seconds from 0 on, or None for no limit; got {timeout!r}"
         )
+    if timeout > _LONGEST and timeout != math.inf:
+        raise UsageError(f"{name} is longer than {_LONGEST:g} seconds; None is for no limit")
 
 
-def check_target(priority: Any, worker: Any, session: Any) -> None:
-    """Raise ``UsageError`` unless these can be a call's."""
+def check_target(priority: Any, worker: Any, session: Any) -> tuple[int, int | None, str | None]:
+    """The same as Python's own integers and text. Raise ``UsageError`` unless these can be a
+    call's."""
     if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) >> 31:
         raise UsageError(f"priority must be an integer of 32 bits, got {priority!r}")
-    if worker is not None and (isinstance(worker, bool) or not isinstance(worker, int)):
+    if worker is not None and (
+        isinstance(worker, bool) or not isinstance(worker, int) or abs(worker) >> 31
+    ):
         raise UsageError(f"worker must be the id of a worker, an integer; got {worker!r}")
-    if session is not None and not (isinstance(session, str) and session):
-        raise UsageError(f"session must be a name, got {session!r}")
+    if session is not None and not (isinstance(session, str) and session and is_text(session)):
+        raise UsageError(f"session must be a name, got {session!a}")
+    return (
+        int(priority),
+        None if worker is None else int(worker),
+        None if session is None else str(session),
+    )
+
+
+def is_text(text: str) -> bool:
+    """It can be encoded: it has no lone surrogate."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def check_env(env: Any) -> dict[str, str]:
@@ -178,8 +205,8 @@ def check_env(env: Any) -> dict[str, str]:
     for name, value in found.items():
         if not isinstance(name, str) or not isinstance(value, str):
             raise UsageError(f"env maps names to texts, got {name!r}: {value!r}")
-        if not name or "=" in name or "\0" in name + value:
-            raise UsageError(f"env: there can be no variable {name!r} with value {value!r}")
+        if not name or "=" in name or "\0" in name + value or not is_text(name + value):
+            raise UsageError(f"env: there can be no variable {name!a} with value {value!a}")
     return found
 
 

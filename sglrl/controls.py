@@ -93,19 +93,19 @@ class Controls:
         found = await self._ask_all(spec, args, kwargs, timeout)
         return [*found.values()]
 
-    async def pause(self, mode: str, timeout: float) -> None:
+    async def pause(self, mode: str, timeout: float | None) -> None:
         if mode not in ("in_place", "retract", "abort"):
             raise UsageError(f"mode must be 'in_place', 'retract' or 'abort', got {mode!r}")
         check_timeout(timeout)
         self._paused = True
         await self._ask_all(_PAUSING["pause"], (mode,), timeout=timeout)
 
-    async def resume(self, timeout: float) -> None:
+    async def resume(self, timeout: float | None) -> None:
         check_timeout(timeout)
         self._paused = False
         await self._ask_all(_PAUSING["resume"], timeout=timeout)
 
-    async def abort(self, worker: int | None, timeout: float) -> int:
+    async def abort(self, worker: int | None, timeout: float | None) -> int:
         check_timeout(timeout)
         body = encode(TokenChunk(b"", finish="abort", version=self._pool.weights.version))
         # First: they would get the places of those that end.

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
-from .codec import Buffer, decode_to_driver, encode, split_frames
+from .codec import Buffer, decode_to_driver, encode, readable, split_frames
 from .config import FabricConfig
 from .core.calls import Call
 from .core.fabric import CANCEL, CHUNK, DRAINED, END, RESTART, SEND, Fabric
@@ -22,7 +22,9 @@ from .errors import Closed, ProtocolError, SglrlError, UsageError
 from .messages import (
     PROTOCOL_VERSION,
     Cancel,
+    ErrorBody,
     Item,
+    ItemKind,
     Ready,
     Results,
     ShareRows,
@@ -238,6 +240,7 @@ class Driver:
         if not self.fabric.closed:
             self.fabric.close(reason)
             self._flush()
+            self._changed()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -393,6 +396,23 @@ class Driver:
             logger.exception("nor could %s be told so", call.endpoint)
 
     def _send_calls(self, member: Member, calls: list[Call]) -> None:
+        try:
+            frames = self._message(calls)
+        except Exception as error:
+            if len(calls) == 1:
+                self._refuse(member, calls[0], error)
+                return
+            frames = []
+        if not frames or (len(frames[0]) > self.max_message_bytes and len(calls) > 1):
+            # Each fits alone, which was checked when it was made.
+            half = len(calls) // 2
+            self._send_calls(member, calls[:half])
+            self._send_calls(member, calls[half:])
+            return
+        self._send(member, frames)
+
+    def _message(self, calls: list[Call]) -> list[Any]:
+        """Its frames. Raises if one of the calls cannot be encoded."""
         # As ``CallMessage``, whose arguments the worker leaves encoded until it knows the endpoint.
         messages: list[Any] = []
         frames: list[Any] = [b""]
@@ -402,13 +422,17 @@ class Driver:
             if extra:
                 frames.extend(extra)
         frames[0] = encode(Submit(messages))
-        if len(frames[0]) > self.max_message_bytes and len(calls) > 1:
-            # Each fits alone, which was checked when it was made.
-            half = len(calls) // 2
-            self._send_calls(member, calls[:half])
-            self._send_calls(member, calls[half:])
-            return
-        self._send(member, frames)
+        return frames
+
+    def _refuse(self, member: Member, call: Call, error: Exception) -> None:
+        """The call cannot be sent: it ends as if the worker had said so, and the others do not
+        notice."""
+        what = f"{call.endpoint}: the call cannot be sent: {readable(error)}"
+        body = encode(ErrorBody(UsageError.__name__, what, ""))
+        self.fabric.results(member, [Item(call.id, ItemKind.ERROR, body)], now())
+        if not self._flush_scheduled:
+            self._flush_scheduled = True
+            self.loop.call_soon(self._end_of_turn)
 
     def _send(self, member: Member, frames: list[Any]) -> None:
         identity = self._identities.get(member)

@@ -32,7 +32,7 @@ import msgspec
 from .codec import encode
 from .config import install
 from .errors import WorkerStartError
-from .messages import Exited, Forked, FromForkServer, ToForkServer, Warm
+from .messages import Dump, Exited, Forked, FromForkServer, Kill, Warm
 
 _decoder = msgspec.msgpack.Decoder(FromForkServer)
 _servers: dict[str, ForkServer] = {}
@@ -198,12 +198,21 @@ class ForkConnection(asyncio.Protocol):
     def alive(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
 
-    def send(self, message: ToForkServer) -> None:
-        if self._transport is None or self._transport.is_closing():
+    def fork(self, key: int, body: bytes) -> None:
+        """``body``: the ``Fork`` message, encoded. Without a server the process has ended
+        already."""
+        if not self.alive:
+            asyncio.get_running_loop().call_soon(self._on_exited, key, -9)
             return
-        if message.__struct_config__.tag == "fork":
-            self._keys.add(message.key)
-        body = encode(message)
+        self._keys.add(key)
+        self._write(body)
+
+    def send(self, message: Kill | Dump) -> None:
+        if self.alive:
+            self._write(encode(message))
+
+    def _write(self, body: bytes) -> None:
+        assert self._transport is not None
         self._transport.write(struct.pack("<I", len(body)) + body)
 
     def close(self) -> None:

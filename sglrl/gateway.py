@@ -85,31 +85,31 @@ class PoolEndpoints(Actor):
         self._pool = pool
 
     @endpoint
-    async def pause(self, mode: str, timeout: float) -> None:
+    async def pause(self, mode: str, seconds: float | None) -> None:
         logger.warning("a client in another process pauses the engines (%s)", mode)
-        await self._client.pause(mode, timeout=timeout)  # type: ignore[arg-type]
+        await self._client.pause(mode, timeout=seconds)  # type: ignore[arg-type]
 
     @endpoint
-    async def resume(self, timeout: float) -> None:
-        await self._client.resume(timeout=timeout)
+    async def resume(self, seconds: float | None) -> None:
+        await self._client.resume(timeout=seconds)
 
     @endpoint
-    async def abort(self, worker: int | None, timeout: float) -> int:
-        return await self._client.abort(worker=worker, timeout=timeout)
+    async def abort(self, worker: int | None, seconds: float | None) -> int:
+        return await self._client.abort(worker=worker, timeout=seconds)
 
     @endpoint
-    async def wait_until_full(self, timeout: float) -> None:
-        await self._client.wait_until_full(timeout)
+    async def full(self, seconds: float | None) -> None:
+        await self._client.wait_until_full(seconds)
 
     @endpoint
-    async def describe(self, timeout: float) -> ModelDescription:
-        return await self._pool.weights.describe(timeout)
+    async def describe(self, seconds: float) -> ModelDescription:
+        return await self._pool.weights.describe(seconds)
 
     @endpoint
     async def checksums(
-        self, names: list[str], timeout: float
+        self, names: list[str], seconds: float
     ) -> list[tuple[tuple[int, int], list[Piece]]]:
-        return [*(await self._pool.weights.checksums(names, timeout)).items()]
+        return [*(await self._pool.weights.checksums(names, seconds)).items()]
 
     @endpoint
     async def update_weights_from_disk(
@@ -118,7 +118,7 @@ class PoolEndpoints(Actor):
         version: int | None,
         inflight: str,
         partial: bool,
-        timeout: float,
+        seconds: float,
         drain_timeout: float,
         wait: bool,
     ) -> UpdateReport:
@@ -127,7 +127,7 @@ class PoolEndpoints(Actor):
             version=version,
             inflight=inflight,
             partial=partial,
-            timeout=timeout,
+            timeout=seconds,
             drain_timeout=drain_timeout,
             wait=wait,
         )

@@ -23,6 +23,7 @@ from .config import (
     PoolConfig,
     check_env,
     check_restarts,
+    check_timeout,
     install,
     positive,
     visible_cuda_devices,
@@ -136,15 +137,18 @@ def launch(
         raise UsageError(f"model must be a folder or a name on the hub, got {model!r}")
     positive("replicas", replicas)
     positive("tp_size", tp_size)
-    if window is not None and window < 1:
-        raise UsageError(f"window must be at least 1, got {window}")
-    if timeout is not None and not timeout > 0:
+    if window is not None:
+        positive("window", window)
+    check_timeout(timeout)
+    if timeout == 0:
         raise UsageError(f"timeout must be more than 0 seconds, got {timeout}")
     if engine not in ("sglang", "fake"):
         raise UsageError(f"unknown engine {engine!r}; known: sglang, fake")
-    fabric = FabricConfig(
-        routing=(routing,) if isinstance(routing, str) else tuple(routing), max_queue=max_queue
-    )
+    if isinstance(routing, str):
+        routing = (routing,)
+    if not isinstance(routing, (tuple, list)):
+        raise UsageError(f"routing must be a list of strategies, got {routing!r}")
+    fabric = FabricConfig(routing=tuple(routing), max_queue=max_queue)
     _check_engine_args(engine, engine_args)
     if engine == "sglang":
         path = check_model(path)

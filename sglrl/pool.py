@@ -159,9 +159,10 @@ class Pool:
                 await self._start()
         except TimeoutError:
             waiting = [w for w in self._workers.values() if not w.is_ready]
+            serve = len(self._workers) - len(waiting)
             await self.close()
             raise WorkerStartError(
-                f"{len(waiting)} of {len(self._births)} workers were not ready within "
+                f"{len(self._births) - serve} of {len(self._births)} workers were not ready within "
                 f"{self._config.start_timeout:g} s (start_timeout)",
                 worker=waiting[0].index if waiting else -1,
                 output=tail(waiting[0].log) if waiting else "",
@@ -216,19 +217,11 @@ class Pool:
         address = self.driver.transport.address
         identity = f"{index}-{secrets.token_hex(8)}".encode()
         worker = Worker(index, identity, self._folder)
-        self._workers[index] = worker
-        self._supervision.setdefault(
-            index, Supervision(self._config.restarts, self._config.restart_period)
-        )
-        self.driver.add_worker(index, identity)
         assert self._monitor is not None
-        self._monitor.watch(index, identity)
         specs = []
-        for rank, body in enumerate(birth.bodies):
+        for body in birth.bodies:
             if isinstance(body, EngineSpec):
                 body = msgspec.structs.replace(body, rendezvous=str(worker.rendezvous))
-                if body.engine == "sglang":
-                    self.weights.add_rank(index, rank, rank_identity(identity, rank))
             specs.append(
                 WorkerSpec(
                     index=index,
@@ -240,7 +233,17 @@ class Pool:
                     beat_interval=self._monitor.beat_interval,
                 )
             )
-        self._processes.fork(worker, specs, birth.env)
+        requests = self._processes.requests(worker, specs, birth.env)
+        self._workers[index] = worker
+        self._supervision.setdefault(
+            index, Supervision(self._config.restarts, self._config.restart_period)
+        )
+        self.driver.add_worker(index, identity)
+        self._monitor.watch(index, identity)
+        for rank, body in enumerate(birth.bodies):
+            if isinstance(body, EngineSpec) and body.engine == "sglang":
+                self.weights.add_rank(index, rank, rank_identity(identity, rank))
+        self._processes.fork(worker, requests)
         return worker
 
     async def _all_ready(self) -> None:
@@ -263,10 +266,7 @@ class Pool:
         if self._closing:
             return
         if drain and self._started:
-            self.driver.fabric.refusing = True
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(timeout):
-                    await self.driver.idle()
+            await self._drain(timeout)
         self._closing = True
         if self._monitor is not None:
             self._monitor.close()
@@ -289,9 +289,24 @@ class Pool:
             self._processes.close()
             for worker in self._workers.values():
                 if not worker.ready.done():
-                    worker.ready.cancel()
-                elif not worker.ready.cancelled():
-                    worker.ready.exception()
+                    worker.ready.set_exception(Closed("the pool was closed"))
+                # Not everybody waits for it.
+                worker.ready.exception()
+                for event in (worker.drained, worker.settled, worker.gone):
+                    event.set()
+
+    async def _drain(self, timeout: float | None) -> None:
+        """No new calls. If this is cancelled, all is as it was before."""
+        fabric = self.driver.fabric
+        fabric.refusing = True
+        try:
+            async with asyncio.timeout(timeout):
+                await self.driver.idle()
+        except TimeoutError:
+            pass
+        except BaseException:
+            fabric.refusing = False
+            raise
 
     async def _end(self, workers: Sequence[Worker]) -> None:
         """Wait until all their processes have ended by themselves, or kill them."""
@@ -302,22 +317,27 @@ class Pool:
         except TimeoutError:
             for worker in workers:
                 self._processes.kill(worker)
-            async with asyncio.timeout(self._config.shutdown_timeout):
-                for worker in workers:
-                    await worker.gone.wait()
+            try:
+                async with asyncio.timeout(self._config.shutdown_timeout):
+                    for worker in workers:
+                        await worker.gone.wait()
+            except TimeoutError:
+                # The kernel takes its time to free a GPU, say; the fork server waits for them.
+                left = [worker.index for worker in workers if worker.running]
+                logger.warning("killed, and not gone yet: the processes of workers %s", left)
 
-    async def full(self, timeout: float) -> None:
+    async def full(self, timeout: float | None) -> None:
         """Wait until every worker that has not been removed or retired serves.
 
         Raises:
             DeadlineExceeded: some do not within ``timeout`` seconds; says which.
             WorkerLost: all are retired.
         """
-        self.check_open()
         check_timeout(timeout)
         try:
             async with asyncio.timeout(timeout):
                 while True:
+                    self.check_open()
                     states = {m.index: m.state for m in self.driver.fabric.members.values()}
                     wanted = {i: s for i, s in states.items() if s not in (DRAINING, RETIRED)}
                     if not wanted:
@@ -338,25 +358,41 @@ class Pool:
         return [b for i, b in self._births.items() if members[i].state is not RETIRED]
 
     async def add(self, births: Sequence[Birth]) -> list[int]:
-        """Start more workers; returns their indices when they serve.
+        """Start more workers; returns their indices when they serve. (If nobody is left who has the
+        current weights, they are "stale", and serve after the next update.)
 
         Raises:
+            Closed: the pool was closed meanwhile.
             WorkerStartError: one ended before it was ready, or was not ready in time; none of the
                 new ones is left.
         """
         self.check_open()
+        await self._processes.reconnect()
+        self.check_open()
         first = max(self._births) + 1
         indices = list(range(first, first + len(births)))
         workers = []
-        for index, birth in zip(indices, births, strict=True):
-            self._births[index] = birth
-            workers.append(self._fork(index))
         try:
+            for index, birth in zip(indices, births, strict=True):
+                self._births[index] = birth
+                try:
+                    workers.append(self._fork(index))
+                except BaseException:
+                    del self._births[index]
+                    raise
             async with asyncio.timeout(self._config.start_timeout):
                 for worker in workers:
                     await asyncio.shield(worker.ready)
                 for worker in workers:
                     await worker.settled.wait()
+                    self.check_open()
+                    if worker.lost:
+                        raise WorkerStartError(
+                            f"worker {worker.index} was lost before it served"
+                            f"{': ' if worker.farewell else ''}{worker.farewell}",
+                            worker=worker.index,
+                            output=tail(worker.log),
+                        )
         except BaseException as error:
             for worker in workers:
                 self.expel(worker.index, "it is not wanted any more")
@@ -370,11 +406,13 @@ class Pool:
             worker.returns = True
         return indices
 
-    async def remove(self, index: int, timeout: float) -> None:
+    async def remove(self, index: int, timeout: float | None) -> None:
         """Let a worker finish the calls it has, then end it. What it has not finished after
-        ``timeout`` seconds goes on elsewhere, as when it is lost.
+        ``timeout`` seconds goes on elsewhere, as when it is lost. It goes whether this is waited
+        for or cancelled.
 
         Raises:
+            Closed: the pool was closed meanwhile.
             UsageError: there is no such worker, it is going already, or it is the last one.
         """
         self.check_open()
@@ -386,10 +424,19 @@ class Pool:
         others = [m for m in self.driver.fabric.members.values() if m is not member]
         if all(m.state in (DRAINING, RETIRED) for m in others):
             raise UsageError(f"worker {index} is the last one; close the pool instead")
-        worker = self._workers[index]
+        removal = self._run(self._remove(self._workers[index], member.state is READY, timeout))
+        try:
+            await asyncio.shield(removal)
+        except asyncio.CancelledError:
+            if removal.cancelled():
+                raise Closed("the pool was closed") from None
+            raise
+
+    async def _remove(self, worker: Worker, serves: bool, timeout: float | None) -> None:
+        index = worker.index
         worker.returns = False
         worker.restart_in = None
-        if member.state is READY:
+        if serves:
             self.driver.drain(index)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout):
@@ -448,7 +495,7 @@ class Pool:
             await self._processes.reconnect()
             replacement = self._fork(index)
             replacement.returns = True
-        except (SglrlError, OSError, TimeoutError) as error:
+        except Exception as error:
             logger.error("worker %d cannot be replaced: %s", index, error)
             self.driver.worker_retired(index, f"no replacement could be started: {error}")
             return
@@ -462,10 +509,11 @@ class Pool:
         except WorkerStartError as error:
             logger.error("the replacement of worker %d failed: %s\n%s", index, error, error.output)
 
-    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+    def _run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     # --- weights ----------------------------------------------------------------------------------
 

@@ -10,7 +10,9 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from .errors import WorkerStartError
+from .codec import encode
+from .config import is_text
+from .errors import UsageError, WorkerStartError
 from .forkserver import ForkConnection, ForkServer, fork_server
 from .messages import Dump, Fork, Kill, Ready, WorkerSpec
 
@@ -100,25 +102,44 @@ class Processes:
         self._server = server
         return await ForkConnection.open(server, self._on_forked, self._on_exited, self._timeout)
 
-    def fork(self, worker: Worker, specs: Sequence[WorkerSpec], env: Mapping[str, str]) -> None:
-        """Start the worker's processes, with the driver's environment and ``env``."""
+    def requests(
+        self, worker: Worker, specs: Sequence[WorkerSpec], env: Mapping[str, str]
+    ) -> list[bytes]:
+        """To start the worker's processes, with the driver's environment and ``env``: a message for
+        each, encoded.
+
+        Raises:
+            UsageError: something in it cannot be sent.
+        """
+        here = os.getcwd()
+        # Others are no folders to Python either.
+        path = [p or here for p in sys.path if isinstance(p, str) and is_text(p)]
+        try:
+            return [
+                encode(
+                    Fork(
+                        key=worker.index * _RANKS + rank,
+                        spec=spec,
+                        env=dict(env),
+                        log=str(worker.log),
+                        cwd=here,
+                        sys_path=path,
+                    )
+                )
+                for rank, spec in enumerate(specs)
+            ]
+        except (TypeError, ValueError, OverflowError) as error:
+            raise UsageError(f"a worker cannot be told what it is to be: {error}") from None
+
+    def fork(self, worker: Worker, requests: Sequence[bytes]) -> None:
         assert self._connection is not None
         # Of the process before it, which has been shown.
         worker.log.unlink(missing_ok=True)
-        for rank, spec in enumerate(specs):
+        for rank, request in enumerate(requests):
             key = worker.index * _RANKS + rank
             self._workers[key] = worker
             worker.running.add(rank)
-            self._connection.send(
-                Fork(
-                    key=key,
-                    spec=spec,
-                    env=dict(env),
-                    log=str(worker.log),
-                    cwd=os.getcwd(),
-                    sys_path=[p or os.getcwd() for p in sys.path],
-                )
-            )
+            self._connection.fork(key, request)
 
     def kill(self, worker: Worker) -> None:
         """With SIGKILL, those that have not ended."""

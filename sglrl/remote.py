@@ -54,6 +54,12 @@ _GRACE: Final = 10.0
 _GONE: Final = "the process that has the pool is gone or has closed it"
 
 
+def _a_bit_more(timeout: float | None) -> float | None:
+    """Of what is asked of the pool, which keeps to ``timeout`` itself."""
+    check_timeout(timeout)
+    return None if timeout is None else timeout + _GRACE
+
+
 class _Line:
     """The one connection there is, as a ``DriverTransport``."""
 
@@ -149,15 +155,9 @@ class RemoteDriver(Driver):
                 look()
             self.on_news()
 
-    def _send_calls(self, member: Member, calls: list[Call]) -> None:
+    def _message(self, calls: list[Call]) -> list[Any]:
         requests: list[Any] = [self._request(call) for call in calls]
-        body = encode(Requests(requests))
-        if len(body) > self.max_message_bytes and len(calls) > 1:
-            half = len(calls) // 2
-            self._send_calls(member, calls[:half])
-            self._send_calls(member, calls[half:])
-        else:
-            self._send(member, [body])
+        return [encode(Requests(requests))]
 
     def _request(self, call: Call) -> tuple[Any, ...]:
         """As ``Request``, whose arguments the pool leaves encoded until it knows the endpoint."""
@@ -314,11 +314,11 @@ class RemotePool(Pool):
     def ready(self, index: int) -> Ready:
         return Ready(PROTOCOL_VERSION, 0, 1, [], "", self._engine)
 
-    async def full(self, timeout: float) -> None:
+    async def full(self, timeout: float | None) -> None:
         # The pool's own error says which worker it waits for.
-        await self.ask("wait_until_full", timeout, timeout=timeout + _GRACE)
+        await self.ask("full", timeout, timeout=_a_bit_more(timeout))
 
-    async def remove(self, index: int, timeout: float) -> None:
+    async def remove(self, index: int, timeout: float | None) -> None:
         raise _not_here("workers are removed")
 
     async def close(self, *, drain: bool = False, timeout: float = 600.0) -> None:
@@ -327,10 +327,7 @@ class RemotePool(Pool):
         if self._closing or driver is None:
             return
         if drain:
-            driver.fabric.refusing = True
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(timeout):
-                    await driver.idle()
+            await self._drain(timeout)
         self._closing = True
         driver.close()
         with contextlib.suppress(Closed):
@@ -344,14 +341,14 @@ class _RemoteControls(Controls):
 
     _pool: RemotePool
 
-    async def pause(self, mode: str, timeout: float) -> None:
-        await self._pool.ask("pause", mode, timeout, timeout=timeout + _GRACE)
+    async def pause(self, mode: str, timeout: float | None) -> None:
+        await self._pool.ask("pause", mode, timeout, timeout=_a_bit_more(timeout))
 
-    async def resume(self, timeout: float) -> None:
-        await self._pool.ask("resume", timeout, timeout=timeout + _GRACE)
+    async def resume(self, timeout: float | None) -> None:
+        await self._pool.ask("resume", timeout, timeout=_a_bit_more(timeout))
 
-    async def abort(self, worker: int | None, timeout: float) -> int:
-        ended: int = await self._pool.ask("abort", worker, timeout, timeout=timeout + _GRACE)
+    async def abort(self, worker: int | None, timeout: float | None) -> int:
+        ended: int = await self._pool.ask("abort", worker, timeout, timeout=_a_bit_more(timeout))
         return ended
 
 

@@ -62,6 +62,14 @@ class Requests:
         if type(top_logprobs) is not int or not 0 <= top_logprobs <= most:
             raise InvalidRequest(f"top_logprobs must be in 0..{most}, got {top_logprobs!r}")
 
+    def check_logprobs(self, logprobs: Any) -> None:
+        """Raises ``InvalidRequest`` unless it is a bool."""
+        if not isinstance(logprobs, bool):
+            raise InvalidRequest(
+                f"logprobs must be True or False, got {logprobs!r}; for the "
+                "likeliest tokens use top_logprobs=k"
+            )
+
     def deadline(self, timeout: float | None) -> float | None:
         """See ``deadline_from``. None: the client's own time-out."""
         if timeout is None:
@@ -142,7 +150,7 @@ class Requests:
         for ids in prompts:
             max_new = self.max_new_tokens(prepared, len(ids) // 4)
             route = self._route(ids, session)
-            seed = prepared.params.seed
+            seed = prepared.seed
             args: GenerateArgs | None = None
             for i in range(n):
                 if args is None or seed is not None:
@@ -178,7 +186,7 @@ class Requests:
     ) -> tuple[Call, ChunkReply]:
         """A call that is still to be submitted, and where its chunks will be."""
         max_new = self.max_new_tokens(prepared, len(ids) // 4)
-        wire = prepared.wire(max_new, prepared.params.seed)
+        wire = prepared.wire(max_new, prepared.seed)
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         reply = ChunkReply(GenerationReply(self.decode, future, ids, prepared, logprobs, 0))
         call = Call(
@@ -216,6 +224,13 @@ class Requests:
                 raise InvalidRequest(
                     f"the text has {count} tokens; at most {self._most_tokens} fit the context of "
                     f"{self.info.context_length}"
+                )
+            answer = 4 * (count - start) * (1 + 2 * top)
+            if answer > self._max_body:
+                raise MessageTooLarge(
+                    f"the logprobs of {count - start} tokens have {answer:,} bytes; at most "
+                    f"{self._max_body:,} fit one message (max_message_bytes): score parts of the "
+                    "text with start=, or ask for less top_logprobs"
                 )
             future: asyncio.Future[Any] = loop.create_future()
             futures.append(future)
@@ -327,5 +342,6 @@ async def submit_all(
         return await asyncio.gather(*futures, return_exceptions=return_exceptions)
     finally:
         for call, future in zip(calls[:submitted], futures, strict=False):
-            if not future.done() or future.cancelled():
+            # One whose answer was malformed may still be computed.
+            if not future.done() or future.cancelled() or future.exception() is not None:
                 driver.cancel(call)

@@ -128,7 +128,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidRequest(
                 f"stop_token_ids must be a list of token ids, got {self.stop_token_ids!r}"
             )
-        for token in self.stop_token_ids:
+        try:
+            tokens = [*self.stop_token_ids]
+        except TypeError:
+            # An array of no dimension.
+            raise InvalidRequest(
+                f"stop_token_ids must be a list of token ids, got {self.stop_token_ids!r}"
+            ) from None
+        for token in tokens:
             _integer("stop_token_ids", token, 0)
         for name in ("ignore_eos", "skip_special_tokens", "no_stop_trim"):
             if not isinstance(getattr(self, name), bool):
@@ -145,7 +152,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             )
         for token, bias in self.logit_bias.items():
             # JSON's objects have text as keys, and so have SGLang's and OpenAI's.
-            decimal = isinstance(token, str) and token.isdecimal()
+            decimal = isinstance(token, str) and token.isdecimal() and len(token) < 20
             _integer("logit_bias", int(token) if decimal else token, 0)
             if not (isinstance(bias, (float, np.floating)) and bias == -math.inf):
                 _number("logit_bias", bias, -math.inf, MOST_BIAS)
@@ -170,9 +177,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 raise InvalidRequest(f"{name} must be a string, got {type(value).__name__}")
             if value is not None:
                 check_grammar(name, value)
-        given = [name for name in GRAMMARS if getattr(self, name) not in (None, "")]
-        if len(given) > 1:
-            raise InvalidRequest(f"give only one of {' and '.join(given)}")
+        if len(self._grammars) > 1:
+            raise InvalidRequest(f"give only one of {' and '.join(self._grammars)}")
+
+    @property
+    def _grammars(self) -> list[str]:
+        """Which are given. An empty schema is one: any JSON."""
+        return [name for name in GRAMMARS if getattr(self, name) not in (None, "")]
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -191,20 +202,20 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             top_p=float(self.top_p),
             top_k=TOP_K_ALL if self.top_k == -1 else min(int(self.top_k), TOP_K_ALL),
             min_p=float(self.min_p),
-            stop=self.stop_strings,
+            stop=tuple(map(str, self.stop_strings)),
             stop_token_ids=tuple(int(t) for t in self.stop_token_ids),
             min_new_tokens=min(int(self.min_new_tokens), max_new_tokens),
             frequency_penalty=float(self.frequency_penalty),
             presence_penalty=float(self.presence_penalty),
             repetition_penalty=float(self.repetition_penalty),
             # SGLang would see only with the token after it that a grammar has ended.
-            ignore_eos=self.ignore_eos and not any(getattr(self, name) for name in GRAMMARS),
+            ignore_eos=self.ignore_eos and not self._grammars,
             seed=seed,
             json_schema=_sent(self.json_schema),
-            regex=self.regex or None,
-            ebnf=self.ebnf or None,
+            regex=_sent(self.regex),
+            ebnf=_sent(self.ebnf),
             skip_special_tokens=self.skip_special_tokens,
-            stop_regex=self.stop_patterns,
+            stop_regex=tuple(map(str, self.stop_patterns)),
             logit_bias={int(token): max(-MOST_BIAS, float(bias)) for token, bias in biases.items()},
             structural_tag=_sent(self.structural_tag),
         )
@@ -259,7 +270,10 @@ def _json(value: Mapping[str, Any]) -> str:
 
 
 def _sent(value: str | Mapping[str, Any] | None) -> str | None:
-    return _json(value) if isinstance(value, Mapping) else value or None
+    if isinstance(value, Mapping):
+        return _json(value)
+    # Text of numpy's is text, but is not encoded.
+    return str(value) if value else None
 
 
 def _texts(name: str, value: Any) -> Sequence[str]:
@@ -329,6 +343,16 @@ class Prepared:
         return raw
 
 
+_CONSTANT: Final = (int, float, str, bytes, type(None), np.generic)
+
+
+def _constant(value: Any) -> bool:
+    """It cannot change, as a tensor can, which is equal to nothing but itself."""
+    if isinstance(value, tuple):
+        return all(map(_constant, value))
+    return isinstance(value, _CONSTANT)
+
+
 class SamplingCache:
     """Checks the keyword arguments of a call; what was checked before costs one look-up."""
 
@@ -371,7 +395,10 @@ class SamplingCache:
             # A list or a dict among the values, which may be another one in the next call.
             return self._check(from_kwargs(kwargs))
         if found is None:
-            found = self._bound(self._by_kwargs)[key] = self._check(from_kwargs(kwargs))
+            found = self._check(from_kwargs(kwargs))
+            if not all(map(_constant, kwargs.values())):
+                return found
+            self._bound(self._by_kwargs)[key] = found
         self._latest, self._latest_kwargs = found, dict(kwargs)
         return found
 

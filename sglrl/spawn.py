@@ -68,12 +68,12 @@ class ActorHandle:
         fails: then none of them is left."""
         return await self._pool.add([self._birth] * positive("n", n))
 
-    async def wait_until_full(self, timeout: float = 60.0) -> None:
+    async def wait_until_full(self, timeout: float | None = 60.0) -> None:
         """Wait until all workers serve that have not been removed or retired: after a loss, until
         the replacement does. ``DeadlineExceeded`` after ``timeout`` seconds."""
         await self._pool.full(timeout)
 
-    async def remove_worker(self, index: int, *, timeout: float = 600.0) -> None:
+    async def remove_worker(self, index: int, *, timeout: float | None = 600.0) -> None:
         """Let worker ``index`` finish what it has, then end it. What it has not finished after
         ``timeout`` seconds ends as when a worker is lost."""
         await self._pool.remove(index, timeout)
@@ -92,7 +92,7 @@ class ActorHandle:
         return BroadcastNamespace(self._pool.driver, self._specs, self._cls.__name__)
 
     def __getitem__(self, index: int) -> WorkerHandle:
-        check_target(0, index, None)
+        _, index, _ = check_target(0, index, None)  # type: ignore[assignment]
         if index is None or not 0 <= index < len(self._pool.workers):
             raise UsageError(f"there is no worker {index}; this pool has {len(self._pool.workers)}")
         return WorkerHandle(self._pool.driver, self._specs, self._cls.__name__, index)

@@ -60,11 +60,11 @@ class Stream:
         requests = started()
         deadline = requests.deadline(timeout)
         prepared = requests.samplings.prepare(sampling, values)
-        check_target(priority, worker, session)
+        requests.check_logprobs(logprobs)
+        priority, worker, session = check_target(priority, worker, session)
         several, prompts = await requests.encode_prompts(prompt, input_ids, messages)
         if several:
             raise InvalidRequest("stream takes one prompt; use generate for a list")
-        logprobs = bool(logprobs)
         call, reply = requests.stream_call(
             prompts[0], prepared, logprobs, session, deadline, priority, worker
         )
@@ -94,5 +94,5 @@ class Stream:
                 reply.waiter = asyncio.get_running_loop().create_future()
                 await reply.waiter
         finally:
-            if reply.outcome is None:
-                requests.driver.cancel(call)
+            # If it has not ended.
+            requests.driver.cancel(call)

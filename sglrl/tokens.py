@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from .config import install
+from .config import install, is_text
 from .errors import InvalidRequest
 
 TokenIds = Sequence[int] | NDArray[np.integer[Any]]
@@ -80,10 +80,10 @@ def _check_list(ids: Sequence[Any], vocab_size: int) -> bytes:
 def _check_array(ids: Any, vocab_size: int) -> bytes:
     if isinstance(ids, (str, bytes)):
         raise InvalidRequest("input_ids must be token ids; for text use prompt")
-    if hasattr(ids, "detach"):
-        # A torch tensor, on any device.
-        ids = ids.detach().cpu().numpy()
     try:
+        if hasattr(ids, "detach"):
+            # A torch tensor, on any device. Some of its dtypes are none of numpy's.
+            ids = ids.detach().cpu().numpy()
         values = np.asarray(ids)
     except (ValueError, TypeError) as error:
         raise InvalidRequest(f"input_ids must be a sequence of integers: {error}") from None
@@ -106,12 +106,10 @@ def _out_of_range(token: int, vocab_size: int) -> InvalidRequest:
 
 def check_text(name: str, text: str) -> None:
     """Raises ``InvalidRequest`` for what cannot be encoded."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
+    if not is_text(text):
         raise InvalidRequest(
             f"{name} holds a lone surrogate, which is no Unicode text: {text!a:.200}"
-        ) from None
+        )
 
 
 def has_words(tokenizer: Any) -> bool:

@@ -48,6 +48,11 @@ from .leave import leave
 
 logger = logging.getLogger("sglrl.worker")
 
+_AT_ONCE = 64
+_SECONDS = 0.005
+"""Items of a stream are sent when there are so many, or the first waits for so long, also if the
+stream awaits nothing."""
+
 
 def load_class(spec: ActorSpec) -> type[Actor]:
     """The actor class by name, or by value when it has no importable name."""
@@ -81,6 +86,8 @@ class Host:
         self._drop = Dropped(logger)
         self._items: list[Item] = []
         self._frames: list[Buffer] = []
+        self._first = 0.0
+        """When the first of them was put."""
 
     async def serve(self, window: int) -> None:
         self.transport.start(self._on_message)
@@ -127,7 +134,10 @@ class Host:
             await self._answer(call, frames)
         except asyncio.CancelledError:
             self._put(Item(call.id, ItemKind.CANCELLED))
-        except Exception as error:
+        except (SystemExit, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            # Also what is no Exception, as a panic of an extension is.
             kind = type(error).__name__
             # What this side of sglrl raises is clear without the way it came.
             trace = "" if isinstance(error, SglrlError) else traceback.format_exc()
@@ -145,6 +155,9 @@ class Host:
         if spec.streaming:
             async for value in method(**arguments):
                 self._put_value(call.id, ItemKind.CHUNK, spec, value)
+                if len(self._items) >= _AT_ONCE or self._loop.time() - self._first > _SECONDS:
+                    # It may never wait for anything: let go what there is, and hear of its end.
+                    await asyncio.sleep(0)
             self._put(Item(call.id, ItemKind.DONE))
         else:
             self._put_value(call.id, ItemKind.DONE, spec, await method(**arguments))
@@ -161,6 +174,7 @@ class Host:
 
     def _put(self, item: Item, frames: list[Buffer] | None = None) -> None:
         if not self._items:
+            self._first = self._loop.time()
             self._loop.call_soon(self._flush)
         self._items.append(item)
         if frames:

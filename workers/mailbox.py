@@ -17,7 +17,7 @@ import numpy as np
 
 from sglrl.codec import Buffer, decode_to_worker, encode, readable
 from sglrl.dropped import Dropped
-from sglrl.errors import ProtocolError, SglrlError
+from sglrl.errors import MessageTooLarge, ProtocolError, SglrlError
 from sglrl.messages import (
     PROTOCOL_VERSION,
     CallMessage,
@@ -82,6 +82,7 @@ class Mailbox:
             keys=spec.keys,
             on_break=leave,
         )
+        self._most_bytes = spec.max_message_bytes
         self._drop = Dropped(logger)
         self._held: set[int] = set()
         """Calls that have not been answered."""
@@ -207,8 +208,37 @@ class Mailbox:
             items, self._items = self._items, []
             frames, self._frames = self._frames, []
             slots, self._slots = self._slots, []
-            head = self._encode(Results(items, kv_usage, waiting, preempted, slots))
+            self._send(items, frames, slots, kv_usage, waiting, preempted)
+
+    def _send(
+        self,
+        items: list[Item],
+        frames: list[Buffer],
+        slots: list[int],
+        kv_usage: float,
+        waiting: int,
+        preempted: int,
+    ) -> None:
+        head = self._encode(Results(items, kv_usage, waiting, preempted, slots))
+        if len(head) <= self._most_bytes or not items:
             self._dealer.send([head, *frames])
+        elif len(items) > 1:
+            half = len(items) // 2
+            raw = sum(item.frames for item in items[:half])
+            # Of one message all raw frames are in it, or all in memory.
+            for part, own, there in (
+                (items[:half], frames[:raw], slots[:raw]),
+                (items[half:], frames[raw:], slots[raw:]),
+            ):
+                self._send(part, own, there, kv_usage, waiting, preempted)
+        else:
+            (item,) = items
+            what = (
+                f"the answer has {len(item.body):,} bytes, of at most {self._most_bytes:,} that "
+                "fit one message (max_message_bytes)"
+            )
+            body = encode(ErrorBody(MessageTooLarge.__name__, what, ""))
+            self._send([Item(item.id, ItemKind.ERROR, body)], [], [], kv_usage, waiting, preempted)
 
     def close(self) -> None:
         self._dealer.close(linger=0.5)

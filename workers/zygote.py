@@ -175,10 +175,18 @@ class Zygote:
             for key, _ in events:
                 key.data()
             if not events:
-                self.fork_ahead()
+                # What cannot be had now is tried again when it is asked for.
+                with contextlib.suppress(OSError):
+                    self.fork_ahead()
 
     def accept(self) -> None:
-        connection, _ = self.listener.accept()
+        try:
+            connection, _ = self.listener.accept()
+        except OSError:
+            # It goes on waiting to be accepted; perhaps somebody else leaves.
+            traceback.print_exc()
+            time.sleep(_QUIET)
+            return
         client = Client(connection)
         self.clients[connection.fileno()] = client
         self._watch(connection.fileno(), lambda: self.read(client))
@@ -198,7 +206,13 @@ class Zygote:
             (size,) = struct.unpack_from("<I", buffer)
             if len(buffer) < 4 + size:
                 return
-            message = self.decoder.decode(bytes(buffer[4 : 4 + size]))
+            try:
+                message = self.decoder.decode(bytes(buffer[4 : 4 + size]))
+            except msgspec.DecodeError:
+                # Of another version of the program, say: its workers end, and nobody else's.
+                traceback.print_exc()
+                self.drop(client)
+                return
             del buffer[: 4 + size]
             match message:
                 case Fork():
@@ -214,21 +228,38 @@ class Zygote:
                                 os.kill(pid, signal.SIGUSR1)
 
     def fork(self, client: Client, request: Fork) -> None:
-        pid = self.use_spare(request)
-        if pid is None:
-            # One that could not be written to has ended.
-            self.fork_ahead()
+        try:
             pid = self.use_spare(request)
-        if pid is None:
-            raise RuntimeError("a process that has just been forked is gone")
+            if pid is None:
+                # One that could not be written to has ended.
+                self.fork_ahead()
+                pid = self.use_spare(request)
+            if pid is None:
+                raise ChildProcessError("a process that has just been forked is gone")
+        except OSError as error:
+            # No more files, processes or memory: this worker cannot be, and the others live on.
+            with contextlib.suppress(OSError):
+                Path(request.log).write_text(f"the fork server could not fork: {error}\n")
+            client.send(Exited(request.key, error.errno or 1))
+            return
         client.keys[pid] = request.key
         client.send(Forked(request.key, pid))
 
     def fork_ahead(self) -> None:
         parent = os.getpid()
         request, pipe = os.pipe()
-        end, kept = os.pipe()
-        pid = os.fork()
+        try:
+            end, kept = os.pipe()
+        except OSError:
+            os.close(request)
+            os.close(pipe)
+            raise
+        try:
+            pid = os.fork()
+        except OSError:
+            for fd in (request, pipe, end, kept):
+                os.close(fd)
+            raise
         if pid == 0:
             try:
                 os.close(pipe)

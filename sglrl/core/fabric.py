@@ -163,9 +163,10 @@ class Fabric:
 
     # --- calls ------------------------------------------------------------------------------------
 
-    def check_open(self) -> None:
-        """Raises ``Closed`` when no calls are taken any more."""
-        if self.closed or self.refusing:
+    def check_open(self, *, urgent: bool = False) -> None:
+        """Raises ``Closed`` when no calls are taken any more. Urgent ones are, until it is closed:
+        those that run may wait for them."""
+        if self.closed or (self.refusing and not urgent):
             raise Closed(self._why_closed if self.closed else "the pool is being closed")
 
     def submit(self, call: Call, now: float) -> None:
@@ -178,7 +179,7 @@ class Fabric:
             UsageError: it is pinned to a worker that never existed.
         """
         if self.closed or self.refusing:
-            self.check_open()
+            self.check_open(urgent=call.urgent)
         self._next_id = id_ = self._next_id + 1
         call.id = id_
         call.submitted_at = now

@@ -314,8 +314,11 @@ class Router:
         return self.loads.least()
 
     def _by_kv_usage(self, call: Call) -> Member | None:
-        reporting = [m for m in self.ready if m.has_room and m.kv_usage >= 0]
-        return min(reporting, key=lambda m: (round(m.kv_usage, 2), m.load), default=None)
+        if all(m.kv_usage < 0 for m in self.ready):
+            return None
+        # Who has not said yet how full it is has just come.
+        with_room = [m for m in self.ready if m.has_room]
+        return min(with_room, key=lambda m: (round(max(m.kv_usage, 0), 2), m.load), default=None)
 
     def _in_turn(self, call: Call) -> Member | None:
         for _ in range(len(self.ready)):

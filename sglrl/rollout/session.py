@@ -58,8 +58,7 @@ class Opening:
         self.weights = client._pool.weights
         self.allow_rewrite = allow_rewrite
         self.timeout = client._timeout if timeout is None else timeout
-        check_target(priority, None, None)
-        self.priority = priority
+        self.priority, *_ = check_target(priority, None, None)
         self.metadata = metadata or {}
         self.sampling = sampling
         self.values = own_names(values)
@@ -260,7 +259,7 @@ class Session:
                 )
                 try:
                     completion = await future
-                except asyncio.CancelledError:
+                except BaseException:
                     requests.driver.cancel(call)
                     raise
                 chunks = completion._chunks
