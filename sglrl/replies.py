@@ -62,6 +62,8 @@ class GenerationReply(msgspec.Struct, eq=False):
     top: int
     chunks: list[TokenChunk] | None = None
     resumed_at: tuple[int, ...] = ()
+    begun: Completion | None = None
+    """What was returned unfinished, and goes on with this call."""
 
     def chunk(self, item: Item, frames: Sequence[Buffer]) -> None:
         if self.future.done():
@@ -112,16 +114,24 @@ class GenerationReply(msgspec.Struct, eq=False):
     def completion(self, call: Call, chunks: Sequence[TokenChunk]) -> Completion:
         ended = now()
         worker, attempts = call.worker, call.attempts
+        resumed = attempts - 1 if attempts else 0
+        submitted, sent, first = call.submitted_at, call.sent_at or ended, call.first_at
+        begun = self.begun
+        if begun is not None:
+            resumed += begun.resumed
+            submitted, sent = begun._submitted, begun._sent
+            if len(begun.output_ids):
+                first = begun._first or begun._finished
         return Completion(
             -1 if worker is None else worker.index,
-            attempts - 1 if attempts else 0,
+            resumed,
             self.prompt,
             chunks,
             self.logprobs,
             self.top,
-            call.submitted_at,
-            call.sent_at or ended,
-            call.first_at,
+            submitted,
+            sent,
+            first,
             ended,
             self.decode,
             self.prepared.params,

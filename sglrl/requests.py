@@ -115,6 +115,7 @@ class Requests:
         reply = GenerationReply(self.decode, future, ids, prepared, logprobs, top)
         if begun is not None:
             reply.chunks, reply.resumed_at = list(begun._chunks), begun.resumed_at
+            reply.begun = begun
         call = Call(
             "generate",
             args,

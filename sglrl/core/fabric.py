@@ -363,7 +363,8 @@ class Fabric:
         call.state = SENT
         call.worker = member
         call.attempts += 1
-        call.sent_at = now
+        if not call.first_at:
+            call.sent_at = now
         member.calls[call.id] = call
         self.outbox.append((SEND, member, call))
 

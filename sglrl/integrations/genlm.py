@@ -144,6 +144,8 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
         """Futures and outcomes that wait for an iteration of it."""
         # On the engine's loop:
         self._inflight: dict[bytes, _Query] = {}
+        """By prompt, those that others who ask may wait for, too."""
+        self._unanswered: set[_Query] = set()
         self._answers: dict[asyncio.AbstractEventLoop, list[tuple[Any, Any]]] = {}
         self._engine._pool.weights.on_version.add(self._on_version)
         # Python's collector would walk what torch and transformers brought, and these vocabularies,
@@ -481,6 +483,7 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
             query = self._inflight.get(key)
             if query is None:
                 query = self._inflight[key] = _Query(self, key)
+                self._unanswered.add(query)
                 query.waiters.append(waiter)
                 try:
                     future: Any = query
@@ -507,6 +510,7 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
 
     def _answer(self, query: _Query, outcome: torch.Tensor | SglrlError | None) -> None:
         """``outcome`` None: it was cancelled."""
+        self._unanswered.discard(query)
         if self._inflight.get(query.key) is query:
             del self._inflight[query.key]
         # The call refers to the query: what was found would wait for Python's garbage collector.
@@ -533,7 +537,7 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
 
     def _reset(self) -> None:
         driver = self._engine._driver
-        for query in list(self._inflight.values()):
+        for query in list(self._unanswered):
             if driver is not None and query.call is not None:
                 driver.cancel(query.call)
             self._answer(query, None)

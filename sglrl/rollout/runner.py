@@ -210,7 +210,8 @@ class Rollout:
             raise UsageError("max_staleness needs batch_size: the groups of one weight update")
         if min_group is not None and min_group > group_size:
             raise UsageError(f"min_group={min_group} is more than group_size={group_size}")
-        if timeout is not None and not timeout > 0:
+        check_timeout(timeout)
+        if timeout == 0:
             raise UsageError(f"timeout must be more than 0 seconds, got {timeout!r}")
         for name, given in (("agent", agent), ("keep", keep), ("open_session", open_session)):
             if not callable(given) and not (name == "keep" and given is None):
@@ -333,10 +334,16 @@ class Rollout:
     async def _run(self) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
-                while not self._plan.over:
-                    self._wake.clear()
-                    self._fill(tasks)
-                    await self._wake.wait()
+                try:
+                    while not self._plan.over:
+                        self._wake.clear()
+                        self._fill(tasks)
+                        await self._wake.wait()
+                except BaseException:
+                    # Agents that go on after their cancellation get no turn, nor wait for one.
+                    for session in self._running.values():
+                        session.close()
+                    raise
         except BaseExceptionGroup as failures:
             self._failure = failures.exceptions[0]
         except BaseException as failure:
@@ -446,6 +453,9 @@ class Rollout:
     ) -> None:
         """What came out of the agent. Raises what ends the run."""
         reason = self._given_up.pop(sample, None)
+        if reason is None and self._is_ending and not isinstance(error, asyncio.CancelledError):
+            # What it makes of its cancellation is no failure of its own.
+            raise asyncio.CancelledError from error
         if isinstance(error, asyncio.CancelledError):
             if reason is not None:
                 self._ended(sample, reason)
@@ -477,7 +487,7 @@ class Rollout:
         """Raises it if it is ``fatal``, or if nothing but failures has come so far."""
         self.errors.append(error)
         self._failures += 1
-        if self._failures >= _SUSPECT and not self._plan.samples_done:
+        if self._failures >= _SUSPECT and not self._successes:
             error.add_note(f"and none of the first {self._failures} samples ended well")
             fatal = True
         if fatal:
@@ -486,7 +496,10 @@ class Rollout:
 
     def _failed(self, sample: core.Sample, error: Exception) -> None:
         alone = isinstance(error, (Closed, WorkerLost)) and not self._client._is_alive
-        fatal = self._on_error == "raise" or alone or self._hopeless
+        session = self._running.get(sample)
+        # Nor would any other sample get a turn.
+        refused = session is not None and session.refused
+        fatal = self._on_error == "raise" or alone or refused or self._hopeless
         self._count_failure(error, fatal=fatal)
         retry = self._on_error == "retry" and not isinstance(error, UsageError)
         logger.warning(
@@ -783,7 +796,7 @@ def _trajectory(session: Session, result: Any) -> Trajectory:
         raise UsageError(
             f"the agent must return its reward or a Trajectory, got {type(result).__name__}"
         )
-    return session.trajectory(float(result))
+    return session.trajectory(result)
 
 
 def _seed(seed: int, sample: core.Sample, retries: int) -> int:

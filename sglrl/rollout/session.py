@@ -154,6 +154,8 @@ class Session:
         self._generating = 0.0
         self.rewarded = False
         """Whether ``reward`` was called."""
+        self.refused = False
+        """Whether a turn failed because the client takes no calls any more."""
         self.metadata: dict[str, Any] = dict(opening.metadata)
         """Goes into the trajectory: anything msgpack can hold."""
 
@@ -270,6 +272,9 @@ class Session:
                 del pending[:taken]
                 if encoded is not None:
                     _, self._messages, self._answer_at = encoded
+        except Closed:
+            self.refused = not self._closed
+            raise
         finally:
             self._busy = False
             self._taken = 0
@@ -309,7 +314,7 @@ class Session:
             raise
         finally:
             self._at_gate = None
-            if stopped is not None and left is not None:
+            if stopped is not None and left is not None and not self._closed:
                 stopped.reschedule(clock() + left)
 
     def observe(self, what: str | TokenIds | Message | Sequence[Message]) -> None:
@@ -366,7 +371,10 @@ class Session:
         """
         if not self._turns:
             raise UsageError("no turn was sampled yet that could be rewarded")
-        total = self._rewards[-1] + float(value)
+        try:
+            total = self._rewards[-1] + float(value)
+        except (TypeError, ValueError, OverflowError):
+            raise UsageError(f"a reward must be a number, got {value!r:.200}") from None
         if not abs(total) <= MOST_REWARD:
             raise UsageError(f"a reward must be finite, also in float32; got {value}")
         self._rewards[-1] = total
@@ -446,7 +454,7 @@ class Session:
         box, opening = self._requests.box, self._opening
         vocab_size = opening.vocab_size
         response, messages, answer_at = self._response, self._messages, self._answer_at
-        for item in pending:
+        for item in _joined(pending):
             if isinstance(item, bytes):
                 response += item
                 continue
@@ -479,3 +487,15 @@ class Session:
         last = int(ids[-1])
         ends = last == completion.stop_match or last in self._requests.info.eos_token_ids
         return last if ends else None
+
+
+def _joined(pending: Sequence[str | bytes | list[Message]]) -> list[str | bytes | list[Message]]:
+    """With messages that come directly behind others in one list with them: no answer is between
+    them. (Some were observed before a turn that failed, and some while it was being sampled.)"""
+    found: list[str | bytes | list[Message]] = []
+    for item in pending:
+        if isinstance(item, list) and found and isinstance(found[-1], list):
+            found[-1] = [*found[-1], *item]
+        else:
+            found.append(item)
+    return found

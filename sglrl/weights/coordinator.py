@@ -247,8 +247,10 @@ class WeightChannel:
 
     async def settings(self, timeout: float) -> RankSettings:
         """Of the first rank."""
-        (member, *_) = await self._greeted(timeout)
-        return self._hellos[member].result()
+        members = await self._greeted(timeout)
+        if not members:
+            raise WorkerLost("no worker is left whose settings these would be")
+        return self._hellos[members[0]].result()
 
     async def _greeted(self, timeout: float) -> list[Member]:
         """All members, once each has said who it is."""
@@ -320,6 +322,12 @@ class WeightChannel:
         async with self._lock:
             version = request.check(self.version)
             members = await self._greeted(request.timeout)
+            wanted = await self.describe(request.timeout)
+            if request.partial and {t.name for t in wanted.tensors} <= {
+                spec.name for spec in request.specs
+            }:
+                # It is no part, whatever its caller says of all its updates.
+                request = msgspec.structs.replace(request, partial=False)
             if request.partial:
                 # One without the current weights would have parts of two policies.
                 current = [m for m in members if self.versions[m[0]] == self.version]
@@ -329,16 +337,13 @@ class WeightChannel:
                         "weights would go with; give all of them"
                     )
                 members = current
-            wanted = await self.describe(request.timeout)
             self._check_fit(wanted, request)
             if source is not None:
                 self._check_settings(source.settings, members)
             load()
             run = self._new_run(request, version, source, members)
             ended = await self._until_ended(run)
-            report = self._finish(run, ended)
-        self.on_updated()
-        return report
+            return self._finish(run, ended)
 
     async def join(self, source: Source, timeout: float) -> float:
         """Form the group with ``source`` ahead of the first update. Milliseconds that it took.
@@ -526,12 +531,14 @@ class WeightChannel:
     def _record(self, run: _Run) -> None:
         """The update is done: what follows is of the new version."""
         self.version = run.version
-        for listener in self.on_version:
-            listener()
-        self._folder = run.request if run.request.folder and not run.request.partial else None
         for worker in run.machine.workers:
             self.versions[worker] = run.version
+        self._folder = run.request if run.request.folder and not run.request.partial else None
         self._joined_after(run)
+        for listener in self.on_version:
+            listener()
+        # When the lock is free, also if this update was cancelled when it was too late for that.
+        asyncio.get_running_loop().call_soon(self.on_updated)
 
     def _joined_after(self, run: _Run) -> None:
         if run.source is None:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import msgspec
 import numpy as np
+from msgspec.structs import force_setattr
 
 from ..core.manifest import default_bucket_bytes, total_bytes
 from ..errors import UsageError
@@ -51,6 +52,18 @@ class UpdateRequest(msgspec.Struct, frozen=True, kw_only=True):
     folder: str = ""
     seen: list[tuple[str, int, int, int]] = []
     begun: float = msgspec.field(default_factory=time.perf_counter)
+
+    def __post_init__(self) -> None:
+        """Python's own numbers in the place of numpy's, which have no encoding. What is none is
+        found by ``check_values``."""
+        for name, kind, own in (
+            ("version", np.integer, int),
+            ("bucket_bytes", np.integer, int),
+            ("timeout", np.floating, float),
+            ("drain_timeout", np.floating, float),
+        ):
+            if isinstance(value := getattr(self, name), kind):
+                force_setattr(self, name, own(value))
 
     def with_specs(self, specs: Sequence[TensorSpec], total: int | None = None) -> UpdateRequest:
         """Of these tensors, of ``total`` bytes, in buckets that suit them. ``InvalidWeights`` if

@@ -141,13 +141,14 @@ class Manifest:
         given = [(name, tensor.dtype, tensor.shape) for name, tensor in named]
         if wanted is not self._wanted or given != self._given:
             known = {spec.name: spec for spec in wanted.tensors}
-            self._parts = {}
+            found: dict[int, list[Part]] = {}
             for index, (name, _, shape) in enumerate(given):
                 if name not in known and (parts := parts_of(name, shape, known)):
-                    self._parts[index] = parts
-            sent, specs = _specs(_apart(given, self._parts), wanted)
+                    found[index] = parts
+            sent, specs = _specs(_apart(given, found), wanted)
+            # Only now: what is refused leaves what there was.
             self.total = total_bytes(specs)
-            self._sent, self.specs = sent, specs
+            self._parts, self._sent, self.specs = found, sent, specs
             at = {name: index for index, (name, _) in enumerate(named)}
             self._tied = [
                 (at[name], at[twin])

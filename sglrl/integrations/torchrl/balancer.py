@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from ...errors import InvalidRequest
+
 if TYPE_CHECKING:
     from .service import AsyncSGLang
 
@@ -98,7 +100,10 @@ class LoadBalancer:
     def _prefix(self, prompt: Any) -> bytes:
         if isinstance(prompt, str):
             return " ".join(prompt.split()[: self.prefix_length]).encode(errors="replace")
-        return np.asarray(prompt[: self.prefix_length], dtype="<i4").tobytes()
+        try:
+            return np.asarray(prompt[: self.prefix_length], dtype="<i4").tobytes()
+        except OverflowError as error:
+            raise InvalidRequest(f"a token id is outside of every vocabulary: {error}") from None
 
     def get_stats(self) -> dict[str, Any]:
         """The settings, and every replica's unfinished requests and cache use."""

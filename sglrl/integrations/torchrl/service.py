@@ -218,7 +218,9 @@ class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
             "n": n,
             "logprobs": bool(values.pop("return_logprob", False) or return_logprobs),
             "top_logprobs": values.pop("top_logprobs_num", 0),
-            "timeout": timeout_seconds or timeout or self._timeout,
+            "timeout": next(
+                (t for t in (timeout_seconds, timeout, self._timeout) if t is not None), None
+            ),
             **values,
         }
         given: Any = prompts if input_ids is None else input_ids

@@ -293,6 +293,9 @@ class FolderTransport:
     def receive_weights(self, timeout: float | None = None, **kwargs: Any) -> Any:
         """What has come since this was last asked, by flat name; None: nothing."""
         latest = self._latest()
+        if latest.number < self.read:
+            # The folder was begun anew.
+            self.read = 0
         while latest.number != self.read:
             since = {n for n in latest.tensors.values() if n > self.read}
             try:

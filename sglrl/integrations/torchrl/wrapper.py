@@ -410,7 +410,14 @@ class SGLangWrapper(LLMWrapperBase):  # type: ignore[misc]
             texts.append(text)
         options = {k: v for k, v in self.tokenizer_kwargs.items() if k not in _PADDING_ARGUMENTS}
         encoded = self.tokenizer(texts, **options)["input_ids"]
-        masks = self._given_assistant_masks(inputs)
+        masks = []
+        given = self._given_assistant_masks(inputs)
+        for row, mask, ids in zip(inputs, given, encoded, strict=True):
+            tokens = _plain(row.get((self.masks_key, "all_attention_mask"), None))
+            if mask is not None and tokens is not None and tokens.shape == mask.shape:
+                mask = mask[tokens.bool().cpu()]
+            # One of other tokens, of an end that the text leaves out, say, says nothing here.
+            masks.append(mask if mask is not None and mask.shape == (len(ids),) else None)
         return [
             Sample(torch.tensor(ids, dtype=torch.long), text=text, assistant_mask=mask)
             for ids, text, mask in zip(encoded, texts, masks, strict=True)
