@@ -444,7 +444,8 @@ class Client:
             that, in order.
 
         Raises:
-            InvalidRequest: something above is wrong; nothing was sent.
+            UsageError: something above is wrong, and nothing was sent: ``InvalidRequest`` for a
+                prompt or a sampling value.
             Overloaded, DeadlineExceeded, WorkerLost, EngineError, Closed: see ``sglrl.errors``.
         """
         requests = self._started()
@@ -577,7 +578,8 @@ class Client:
             worker, priority, timeout: as for ``generate``.
 
         Raises:
-            InvalidRequest: something above is wrong; nothing was sent.
+            UsageError: something above is wrong, and nothing was sent: ``InvalidRequest`` for a
+                prompt or a sampling value.
             Overloaded, DeadlineExceeded, WorkerLost, EngineError, Closed: see ``sglrl.errors``.
         """
         requests = self._started()

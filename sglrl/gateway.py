@@ -26,6 +26,7 @@ from .driver import ENVELOPE_BYTES, Driver, now
 from .errors import (
     DeadlineExceeded,
     InvalidRequest,
+    MessageTooLarge,
     ProtocolError,
     SglrlError,
     UnknownEndpoint,
@@ -136,8 +137,10 @@ class PoolEndpoints(Actor):
 class _Peer:
     """One client, and what it is to be told."""
 
-    def __init__(self, identity: bytes) -> None:
+    def __init__(self, identity: bytes, most_bytes: int) -> None:
         self.identity = identity
+        self.most_bytes = most_bytes
+        """Of a frame."""
         self.calls: dict[int, Call] = {}
         self.tasks: dict[int, asyncio.Task[None]] = {}
         self.items: list[Item] = []
@@ -295,12 +298,20 @@ class Gateway:
         news: News | None,
     ) -> None:
         body = encode(Answers(items, ends, news))
-        if len(body) > self._driver.max_message_bytes and len(items) > 1:
-            # Each came alone, so it fits alone.
+        largest = max(len(body), *map(len, frames)) if frames else len(body)
+        if largest > peer.most_bytes and len(items) > 1:
             half = len(items) // 2
             count = sum(item.frames for item in items[:half])
             self._send_answers(peer, items[:half], ends, frames[:count], news)
             self._send_answers(peer, items[half:], [], frames[count:], None)
+        elif largest > peer.most_bytes and items and items[0].kind != ItemKind.FAILED:
+            what = (
+                f"the answer has {largest:,} bytes, of at most {peer.most_bytes:,} that fit one "
+                "message of this client (max_message_bytes)"
+            )
+            body = encode(ErrorBody(MessageTooLarge.__name__, what, ""))
+            item = Item(items[0].id, ItemKind.FAILED, body)
+            self._send_answers(peer, [item], ends, [], news)
         elif not self._driver.send_to_peer(peer.identity, body, *frames):
             self._forget(peer)
 
@@ -369,7 +380,7 @@ class Gateway:
             return False
         match message:
             case Approach() if peer is None:
-                return self._admit(identity, message.protocol)
+                return self._admit(identity, message)
             case _ if peer is None:
                 self._dismiss(identity, "it is not known to the pool any more")
                 return False
@@ -393,11 +404,11 @@ class Gateway:
     def _dismiss(self, identity: bytes, reason: str) -> None:
         self._driver.send_to_peer(identity, encode(Dismissed(reason)))
 
-    def _admit(self, identity: bytes, protocol: int) -> bool:
-        if protocol != PROTOCOL_VERSION:
+    def _admit(self, identity: bytes, client: Approach) -> bool:
+        if client.protocol != PROTOCOL_VERSION:
             self._dismiss(
                 identity,
-                f"it speaks version {protocol} of the protocol and the pool version "
+                f"it speaks version {client.protocol} of the protocol and the pool version "
                 f"{PROTOCOL_VERSION}; install the same sglrl on both sides",
             )
             return False
@@ -407,7 +418,8 @@ class Gateway:
         if len(self._peers) >= _MOST_PEERS:
             self._dismiss(identity, f"the pool has {_MOST_PEERS} clients in other processes")
             return False
-        peer = self._peers[identity] = _Peer(identity)
+        most = min(client.max_message_bytes, self._driver.max_message_bytes)
+        peer = self._peers[identity] = _Peer(identity, most)
         self._tell(
             peer,
             Admitted(

@@ -150,9 +150,11 @@ ToDriver = Results | Starting | Ready
 
 
 class Approach(msgspec.Struct, array_like=True, frozen=True, tag=60):
-    """The first message of a client in another process; answered with ``Admitted``."""
+    """The first message of a client in another process; answered with ``Admitted``.
+    ``max_message_bytes``: the largest frame that it takes."""
 
     protocol: int
+    max_message_bytes: int = 256 << 20
 
 
 class Request(msgspec.Struct, array_like=True, gc=False, frozen=True):

@@ -22,7 +22,6 @@ from .driver import Driver
 from .errors import (
     Closed,
     DeadlineExceeded,
-    SglrlError,
     UsageError,
     WorkerLost,
     WorkerStartError,
@@ -123,7 +122,8 @@ class Pool:
     def workers(self) -> list[WorkerInfo]:
         found = []
         closed = self.driver.fabric.closed
-        for worker in self._workers.values():
+        # A list: other threads may look, too.
+        for worker in list(self._workers.values()):
             member = self.driver.fabric.members[worker.index]
             ready = worker.ready.result() if worker.is_ready else None
             found.append(
@@ -234,11 +234,11 @@ class Pool:
                 )
             )
         requests = self._processes.requests(worker, specs, birth.env)
-        self._workers[index] = worker
         self._supervision.setdefault(
             index, Supervision(self._config.restarts, self._config.restart_period)
         )
         self.driver.add_worker(index, identity)
+        self._workers[index] = worker
         self._monitor.watch(index, identity)
         for rank, body in enumerate(birth.bodies):
             if isinstance(body, EngineSpec) and body.engine == "sglang":
@@ -424,7 +424,15 @@ class Pool:
         others = [m for m in self.driver.fabric.members.values() if m is not member]
         if all(m.state in (DRAINING, RETIRED) for m in others):
             raise UsageError(f"worker {index} is the last one; close the pool instead")
-        removal = self._run(self._remove(self._workers[index], member.state is READY, timeout))
+        worker = self._workers[index]
+        worker.returns = False
+        worker.restart_in = None
+        serves = member.state is READY
+        if serves:
+            self.driver.drain(index)
+        else:
+            self._dismiss(worker)
+        removal = self._run(self._remove(worker, serves, timeout))
         try:
             await asyncio.shield(removal)
         except asyncio.CancelledError:
@@ -433,22 +441,22 @@ class Pool:
             raise
 
     async def _remove(self, worker: Worker, serves: bool, timeout: float | None) -> None:
-        index = worker.index
-        worker.returns = False
-        worker.restart_in = None
+        """It takes no more calls."""
         if serves:
-            self.driver.drain(index)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout):
                     await worker.drained.wait()
-        if not worker.lost:
-            self.driver.shut_down_worker(index)
-            self.driver.worker_lost(index, "it was removed")
-            worker.lost = True
-        else:
-            self.driver.worker_retired(index, "it was removed")
+            self._dismiss(worker)
         if worker.running:
             await self._end([worker])
+
+    def _dismiss(self, worker: Worker) -> None:
+        if not worker.lost:
+            self.driver.shut_down_worker(worker.index)
+            self.driver.worker_lost(worker.index, "it was removed")
+            worker.lost = True
+        else:
+            self.driver.worker_retired(worker.index, "it was removed")
 
     def expel(self, index: int, reason: str) -> None:
         """End a worker that must not serve any more; its calls go on as when it is lost."""
@@ -537,7 +545,7 @@ class Pool:
 
         try:
             synced = await self.weights.sync(index, SYNC_TIMEOUT, serve)
-        except SglrlError as error:
+        except Exception as error:
             if not worker.lost:
                 self.expel(index, f"it could not get the current weights: {error}")
             return

@@ -252,7 +252,7 @@ class RemotePool(Pool):
         driver.start()
         try:
             with contextlib.suppress(Closed):  # refused in the handshake: nobody will answer
-                dealer.send([encode(Approach(PROTOCOL_VERSION))])
+                dealer.send([encode(Approach(PROTOCOL_VERSION, self._max_message_bytes))])
             async with asyncio.timeout(self._connect_timeout):
                 admitted = await driver.admitted
         except TimeoutError:
@@ -290,8 +290,12 @@ class RemotePool(Pool):
         return self._driver.news
 
     def _on_news(self) -> None:
-        if self.news.version != self.weights.version:
-            self.weights.version = self.news.version
+        self.heard_of(self.news.version)
+
+    def heard_of(self, version: int) -> None:
+        """The pool has this version; news may come later than what a sender was told."""
+        if version > self.weights.version:
+            self.weights.version = version
             for told in list(self.weights.on_version):
                 told()
 
@@ -408,6 +412,7 @@ class _RemoteUpdates(LocalSender):
             drain_timeout=request.drain_timeout,
             wait=request.wait,
         )
+        self._pool.heard_of(report.version)
         return report
 
     async def update_from_disk(self, path: Any, request: UpdateRequest) -> UpdateReport:
@@ -422,6 +427,7 @@ class _RemoteUpdates(LocalSender):
             request.drain_timeout,
             request.wait,
         )
+        self._pool.heard_of(report.version)
         return report
 
     async def leave(self) -> None:

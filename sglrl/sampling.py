@@ -308,7 +308,10 @@ def _number(name: str, value: Any, low: float, high: float, open_low: bool = Fal
         number = math.inf
     except (TypeError, ValueError):
         raise InvalidRequest(f"{name} must be a number, got {value!r}") from None
-    if not math.isfinite(number) or number > high or number < low or (open_low and number == low):
+    # As engines have it: 1e39 is too large for them, and 1e-46 is 0.
+    with np.errstate(over="ignore", under="ignore"):
+        narrow = float(np.float32(number))
+    if not math.isfinite(narrow) or number > high or number < low or (open_low and narrow == low):
         bracket = "(" if open_low else "["
         upper = "inf)" if high == math.inf else f"{high:g}]"
         raise InvalidRequest(f"{name} must be in {bracket}{low:g}, {upper}, got {value}")

@@ -126,6 +126,13 @@ class TokenizerBox:
         self._tokenizer: Any = None
         self._lock = threading.Lock()
 
+    def __reduce__(self) -> tuple[type[TokenizerBox], tuple[str]]:
+        # Completions refer to it, and may be sent to other processes.
+        return TokenizerBox, (self.model,)
+
+    def __deepcopy__(self, memo: Any) -> TokenizerBox:
+        return self
+
     @property
     def tokenizer(self) -> Any:
         """Raises ``InvalidRequest`` when the model has none."""

@@ -124,7 +124,7 @@ class SglangWeights:
     def spare(self, names: Sequence[str]) -> dict[str, torch.Tensor] | None:
         assert self._plan is not None
         pages = self._pages
-        if pages is None or len(names) != len(self._plan.copies):
+        if pages is None or self._plan.copies.keys() != set(names):
             return None
         places = self._plan.places(pages.live) if self._spare is None else {}
         memory = None if places is None else pages.spare()
