@@ -6,10 +6,11 @@ import asyncio
 import concurrent.futures
 import contextlib
 import functools
+import logging
 import os
 import threading
 from collections.abc import Callable, Coroutine, Iterator
-from typing import Any, NoReturn, Self, TypeVar
+from typing import Any, Final, NoReturn, Self, TypeVar
 
 import numpy as np
 import uvloop
@@ -30,6 +31,10 @@ from .rollout.trajectory import Trajectory
 from .weights.local import TensorMetadata
 from .weights.report import UpdateReport
 
+logger = logging.getLogger("sglrl.blocking")
+
+_LONGEST_END: Final = 10.0
+"""Seconds that a cancelled task may take when the client is closed."""
 _T = TypeVar("_T")
 
 
@@ -381,9 +386,11 @@ async def _end_all(loop: asyncio.AbstractEventLoop) -> None:
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
         task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    if tasks:
+        _, left = await asyncio.wait(tasks, timeout=_LONGEST_END)
+        if left:
+            logger.warning("cancelled, and not ended with the client: %s", left)
     await loop.shutdown_asyncgens()
-    await loop.shutdown_default_executor()
 
 
 async def _done(call: Callable[[], _T]) -> _T:

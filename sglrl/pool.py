@@ -367,7 +367,13 @@ class Pool:
                 new ones is left.
         """
         self.check_open()
-        await self._processes.reconnect()
+        try:
+            await self._processes.reconnect()
+        except TimeoutError:
+            raise WorkerStartError(
+                f"the fork server was not ready within {self._config.start_timeout:g} s "
+                "(start_timeout)"
+            ) from None
         self.check_open()
         first = max(self._births) + 1
         indices = list(range(first, first + len(births)))

@@ -12,6 +12,7 @@ import contextlib
 import importlib
 import logging
 import os
+import time
 import traceback
 from functools import partial
 from typing import Any
@@ -155,7 +156,7 @@ class Host:
         if spec.streaming:
             async for value in method(**arguments):
                 self._put_value(call.id, ItemKind.CHUNK, spec, value)
-                if len(self._items) >= _AT_ONCE or self._loop.time() - self._first > _SECONDS:
+                if len(self._items) >= _AT_ONCE or time.monotonic() - self._first > _SECONDS:
                     # It may never wait for anything: let go what there is, and hear of its end.
                     await asyncio.sleep(0)
             self._put(Item(call.id, ItemKind.DONE))
@@ -174,7 +175,7 @@ class Host:
 
     def _put(self, item: Item, frames: list[Buffer] | None = None) -> None:
         if not self._items:
-            self._first = self._loop.time()
+            self._first = time.monotonic()
             self._loop.call_soon(self._flush)
         self._items.append(item)
         if frames:
