@@ -61,6 +61,18 @@ class FabricConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 _LONGEST: Final = 1e9
 """Seconds: event loops do not know much longer ones."""
+
+
+def strategies(routing: Any) -> tuple[str, ...]:
+    """Of routing, one or several in order. ``UsageError`` if they can be none; ``FabricConfig``
+    knows their names."""
+    if isinstance(routing, str):
+        return (routing,)
+    if not isinstance(routing, (tuple, list)):
+        raise UsageError(f"routing must be a list of strategies, got {routing!r}")
+    return tuple(routing)
+
+
 LEAST_MESSAGE_BYTES: Final = 16 << 10
 """Of which a fourth is kept for what a message is beside the call in it."""
 

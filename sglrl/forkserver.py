@@ -91,11 +91,13 @@ class ForkServer:
     def alive(self) -> bool:
         return self.pid == os.getpid() and self.process.poll() is None
 
-    def kill(self) -> None:
-        """End it at once. Its folder stays: pools that had workers of it have their sockets
-        there."""
-        self.process.kill()
-        self.process.wait()
+    def ended(self, timeout: float) -> bool:
+        """Whether it has, or does within so many seconds."""
+        try:
+            self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
 
     def close(self) -> None:
         """End the fork server and every worker of it."""
@@ -256,5 +258,5 @@ class ForkConnection(asyncio.Protocol):
 
 def _start_error(server: ForkServer) -> WorkerStartError:
     status = server.process.poll()
-    output = tail(server.log)
-    return WorkerStartError(f"the fork server ended with status {status}", output=output)
+    what = "took no connection" if status is None else f"ended with status {status}"
+    return WorkerStartError(f"the fork server {what}", output=tail(server.log))

@@ -310,6 +310,9 @@ class Gateway:
                 "message of this client (max_message_bytes)"
             )
             body = encode(ErrorBody(MessageTooLarge.__name__, what, ""))
+            if items[0].kind == ItemKind.CHUNK:
+                # For the client the call ends with this.
+                self._cancel(peer, items[0].id)
             item = Item(items[0].id, ItemKind.FAILED, body)
             self._send_answers(peer, [item], ends, [], news)
         elif not self._driver.send_to_peer(peer.identity, body, *frames):

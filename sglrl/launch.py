@@ -26,6 +26,7 @@ from .config import (
     check_timeout,
     install,
     positive,
+    strategies,
     visible_cuda_devices,
 )
 from .errors import ModelError, NotEnoughDevices, UsageError
@@ -144,11 +145,7 @@ def launch(
         raise UsageError(f"timeout must be more than 0 seconds, got {timeout}")
     if engine not in ("sglang", "fake"):
         raise UsageError(f"unknown engine {engine!r}; known: sglang, fake")
-    if isinstance(routing, str):
-        routing = (routing,)
-    if not isinstance(routing, (tuple, list)):
-        raise UsageError(f"routing must be a list of strategies, got {routing!r}")
-    fabric = FabricConfig(routing=tuple(routing), max_queue=max_queue)
+    fabric = FabricConfig(routing=strategies(routing), max_queue=max_queue)
     _check_engine_args(engine, engine_args)
     if engine == "sglang":
         path = check_model(path)

@@ -103,6 +103,8 @@ class Pool:
         self._tasks: set[asyncio.Task[None]] = set()
         self._entered = self._started = False
         self._closing = False
+        self._draining = 0
+        """How many wait for the last calls."""
         self._processes = Processes(preload, config.start_timeout, self._on_exited)
         self._folder: Path | None = None
         self._worker_keys: ClientKeys | None = None
@@ -267,6 +269,8 @@ class Pool:
             return
         if drain and self._started:
             await self._drain(timeout)
+            if self._closing:
+                return
         self._closing = True
         if self._monitor is not None:
             self._monitor.close()
@@ -298,6 +302,7 @@ class Pool:
     async def _drain(self, timeout: float | None) -> None:
         """No new calls. If this is cancelled, all is as it was before."""
         fabric = self.driver.fabric
+        self._draining += 1
         fabric.refusing = True
         try:
             async with asyncio.timeout(timeout):
@@ -305,7 +310,8 @@ class Pool:
         except TimeoutError:
             pass
         except BaseException:
-            fabric.refusing = False
+            self._draining -= 1
+            fabric.refusing = self._draining > 0
             raise
 
     async def _end(self, workers: Sequence[Worker]) -> None:

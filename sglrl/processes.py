@@ -17,6 +17,8 @@ from .forkserver import ForkConnection, ForkServer, fork_server
 from .messages import Dump, Fork, Kill, Ready, WorkerSpec
 
 _RANKS = 1024
+_LAST_SECONDS = 5.0
+"""That a fork server which has been killed may take to end."""
 
 
 class Worker:
@@ -89,8 +91,10 @@ class Processes:
             try:
                 self._connection = await self._connect(server)
             except WorkerStartError:
-                # It may be this one's end that is only just coming.
-                server.kill()
+                # It may be this one's end that is only just coming. One that lives has workers of
+                # other pools.
+                if not await asyncio.to_thread(server.ended, _LAST_SECONDS):
+                    raise
                 self._connection = await self._connect(fork_server(self._preload))
 
     @property

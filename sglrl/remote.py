@@ -332,6 +332,8 @@ class RemotePool(Pool):
             return
         if drain:
             await self._drain(timeout)
+            if self._closing:
+                return
         self._closing = True
         driver.close()
         with contextlib.suppress(Closed):

@@ -119,7 +119,10 @@ class GenerationReply(msgspec.Struct, eq=False):
         begun = self.begun
         if begun is not None:
             resumed += begun.resumed
-            submitted, sent = begun._submitted, begun._sent
+            submitted = begun._submitted
+            if begun.worker >= 0:
+                # It was not returned while it waited here.
+                sent = begun._sent
             if len(begun.output_ids):
                 first = begun._first or begun._finished
         return Completion(

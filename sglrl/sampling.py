@@ -311,7 +311,8 @@ def _number(name: str, value: Any, low: float, high: float, open_low: bool = Fal
     # As engines have it: 1e39 is too large for them, and 1e-46 is 0.
     with np.errstate(over="ignore", under="ignore"):
         narrow = float(np.float32(number))
-    if not math.isfinite(narrow) or number > high or number < low or (open_low and narrow == low):
+    finite = math.isfinite(number) and narrow < math.inf
+    if not finite or number > high or number < low or (open_low and narrow == low):
         bracket = "(" if open_low else "["
         upper = "inf)" if high == math.inf else f"{high:g}]"
         raise InvalidRequest(f"{name} must be in {bracket}{low:g}, {upper}, got {value}")
@@ -346,13 +347,12 @@ class Prepared:
         return raw
 
 
-_CONSTANT: Final = (int, float, str, bytes, type(None), np.generic)
+_CONSTANT: Final = (int, float, str, bytes, type(None), np.generic, tuple, list, Mapping)
 
 
 def _constant(value: Any) -> bool:
-    """It cannot change, as a tensor can, which is equal to nothing but itself."""
-    if isinstance(value, tuple):
-        return all(map(_constant, value))
+    """It is none of what can change, as a tensor can, and is equal to nothing but itself. (Lists
+    and dicts are taken for what they were when they were given.)"""
     return isinstance(value, _CONSTANT)
 
 
@@ -387,7 +387,7 @@ class SamplingCache:
                 if found is not None and found.params is params:
                     return found
             found = self._check(_merge(params, kwargs) if kwargs else params)
-            if not kwargs:
+            if not kwargs and all(map(_constant, msgspec.structs.astuple(params))):
                 self._bound(self._by_params)[id(params)] = found
             return found
         try:

@@ -16,7 +16,15 @@ from .actor import (
     endpoints_of,
 )
 from .by_value import by_value, importable_as
-from .config import FabricConfig, PoolConfig, check_env, check_restarts, check_target, positive
+from .config import (
+    FabricConfig,
+    PoolConfig,
+    check_env,
+    check_restarts,
+    check_target,
+    positive,
+    strategies,
+)
 from .errors import UsageError
 from .messages import ActorSpec
 from .pool import Birth, Pool, WorkerInfo, describe
@@ -125,7 +133,7 @@ def spawn(
     replicas: int = 1,
     env: Mapping[str, str] | None = None,
     window: int = 64,
-    routing: tuple[str, ...] = ("requests",),
+    routing: tuple[str, ...] | list[str] | str = ("requests",),
     max_queue: int = 100_000,
     start_timeout: float = 60.0,
     hang_timeout: float | None = None,
@@ -181,7 +189,7 @@ def spawn(
     pool = Pool(
         [birth] * replicas,
         preload="plain",
-        fabric=FabricConfig(routing=routing, max_queue=max_queue),
+        fabric=FabricConfig(routing=strategies(routing), max_queue=max_queue),
         config=PoolConfig(
             start_timeout=start_timeout,
             restarts=restarts,

@@ -86,6 +86,8 @@ class Mailbox:
         self._drop = Dropped(logger)
         self._held: set[int] = set()
         """Calls that have not been answered."""
+        self._unsendable: list[int] = []
+        """Calls that go on, and have had a part that was too large."""
         self._items: list[Item] = []
         self._frames: list[Buffer] = []
         """Raw frames of the items, in their order."""
@@ -114,6 +116,8 @@ class Mailbox:
     def receive(self, engine: Engine) -> bool:
         """Hand what has arrived to the engine, without waiting; True if there was anything."""
         any_ = False
+        while self._unsendable:
+            engine.abort(self._unsendable.pop())
         while (frames := self._dealer.receive()) is not None:
             any_ = True
             try:
@@ -233,6 +237,10 @@ class Mailbox:
                 self._send(part, own, there, kv_usage, waiting, preempted)
         else:
             (item,) = items
+            if item.kind == ItemKind.CHUNK:
+                # For the driver the call ends with this.
+                self._held.discard(item.id)
+                self._unsendable.append(item.id)
             what = (
                 f"the answer has {len(item.body):,} bytes, of at most {self._most_bytes:,} that "
                 "fit one message (max_message_bytes)"

@@ -28,7 +28,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -128,6 +128,7 @@ class Zygote:
         self.decoder: msgspec.msgpack.Decoder[ToForkServer] = msgspec.msgpack.Decoder(ToForkServer)
         self.listener = listener
         self.folder = Path(listener.getsockname()).parent
+        self.reserve = os.open(os.devnull, os.O_RDONLY)
         self.wake_read, self.wake_write = os.pipe()
         os.set_blocking(self.wake_write, False)
         os.set_blocking(self.wake_read, False)
@@ -179,13 +180,22 @@ class Zygote:
                 with contextlib.suppress(OSError):
                     self.fork_ahead()
 
+    @contextlib.contextmanager
+    def one_more_file(self) -> Iterator[None]:
+        """What is kept to say that there are no more. What cannot be done even so is left out."""
+        os.close(self.reserve)
+        with contextlib.suppress(OSError):
+            yield
+        self.reserve = os.open(os.devnull, os.O_RDONLY)
+
     def accept(self) -> None:
         try:
             connection, _ = self.listener.accept()
         except OSError:
-            # It goes on waiting to be accepted; perhaps somebody else leaves.
             traceback.print_exc()
-            time.sleep(_QUIET)
+            # Who comes is told so by the end of the connection.
+            with self.one_more_file():
+                self.listener.accept()[0].close()
             return
         client = Client(connection)
         self.clients[connection.fileno()] = client
@@ -238,7 +248,7 @@ class Zygote:
                 raise ChildProcessError("a process that has just been forked is gone")
         except OSError as error:
             # No more files, processes or memory: this worker cannot be, and the others live on.
-            with contextlib.suppress(OSError):
+            with self.one_more_file():
                 Path(request.log).write_text(f"the fork server could not fork: {error}\n")
             client.send(Exited(request.key, error.errno or 1))
             return
@@ -311,7 +321,8 @@ class Zygote:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
-        for fd in (null, self.wake_read, self.wake_write, self.pidfd, *self.ends.values()):
+        ours = (self.reserve, self.wake_read, self.wake_write, self.pidfd, *self.ends.values())
+        for fd in (null, *ours):
             os.close(fd)
         self.selector.close()
         self.listener.close()

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from sglrl.codec import Arguments
+from sglrl.codec import Arguments, Result
 from sglrl.errors import UsageError
 
 
@@ -97,6 +97,18 @@ def test_bytes_travel_as_frames(data: bytes, n: int) -> None:
     assert there(raw, data, n=n) == {"data": data, "more": b"more", "n": n}
     assert there(raw, memoryview(data))["data"] == data
     assert there(raw, bytearray(data))["data"] == data
+
+
+@pytest.mark.parametrize(
+    "view", [memoryview(b"abcdef")[::2], np.arange(3.0).data, np.ones((2, 3))[:, ::2].data]
+)
+def test_views_leave_as_bytes_in_one_piece(view: memoryview) -> None:
+    argument, _ = arguments_of(raw).encode((view,), {})[1]
+    (result,) = Result(bytes).encode(view)[1]
+    for frame in (argument, result):
+        assert memoryview(frame).contiguous
+        assert len(frame) == view.nbytes
+        assert bytes(frame) == view.tobytes()
 
 
 @pytest.mark.parametrize("value", ["text", 3, None, [b"x"]])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import pickle
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 from sglrl.completion import Chunk, Completion, VersionSpan, version_spans
 from sglrl.messages import TokenChunk
 from sglrl.sampling import SamplingParams
+from sglrl.tokens import TokenizerBox
 
 from .byte_decoder import decode_bytes
 
@@ -109,6 +112,26 @@ def test_top_logprobs_are_two_dimensional() -> None:
 def test_timing() -> None:
     assert complete(CHUNKS).timing == (0.5, 1.0, 2.0)
     assert complete(CHUNKS, first=0.0).timing == (0.5, 2.0, 2.0), "all tokens in one message"
+
+
+def pickled(value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value))
+
+
+@pytest.mark.parametrize("copied", [pickled, copy.deepcopy])
+def test_it_can_be_sent_elsewhere(copied: Callable[[Any], Any]) -> None:
+    completion = complete(CHUNKS, decode=TokenizerBox("a/model").decode)
+    for _ in range(2):
+        # The second time with what has been worked out meanwhile.
+        again = copied(completion)
+        for name in ("prompt_ids", "output_ids", "logprobs"):
+            np.testing.assert_array_equal(getattr(again, name), getattr(completion, name))
+        assert (again.timing, again.versions) == (completion.timing, completion.versions)
+
+
+def test_a_tokenizer_is_not_copied() -> None:
+    box = TokenizerBox("a/model")
+    assert copy.deepcopy([box])[0] is box
 
 
 def test_repr_is_for_people() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sglrl.actor import deadline_from
 from sglrl.config import check_timeout
 from sglrl.errors import UsageError
 
@@ -22,3 +23,18 @@ def test_time_outs(timeout: Any) -> None:
 def test_what_is_no_time_out(timeout: Any) -> None:
     with pytest.raises(UsageError, match="time_to_join must be a number of seconds"):
         check_timeout(timeout, "time_to_join")
+
+
+@pytest.mark.parametrize("timeout", [10**400, 1e10], ids=["10**400", "1e10"])
+def test_a_time_out_that_no_clock_can_tell(timeout: float) -> None:
+    with pytest.raises(UsageError, match="time_to_join is longer than"):
+        check_timeout(timeout, "time_to_join")
+
+
+def test_an_infinite_time_out_is_no_limit() -> None:
+    assert deadline_from(math.inf) is None
+
+
+def test_a_deadline_is_as_precise_as_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sglrl.actor.now", lambda: 1e7 + 0.25)
+    assert deadline_from(np.float32(0.5)) == 1e7 + 0.75  # type: ignore[arg-type]

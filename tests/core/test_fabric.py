@@ -102,6 +102,16 @@ def test_a_resumable_call_moves_as_long_as_it_comes_forward(stream: bool) -> Non
     assert isinstance(error, WorkerLost)
 
 
+def test_a_resumed_call_was_sent_when_its_first_worker_got_it() -> None:
+    fabric = make_fabric(2)
+    call = submit(fabric, idempotent=True, resumable=True)
+    assert call.worker is not None
+    fabric.results(call.worker, [Item(call.id, ItemKind.CHUNK)], 1.0)
+    fabric.member_lost(call.worker.index, "it was killed", 2.0)
+    assert worker_of(call) is not None
+    assert (call.sent_at, call.first_at) == (0.0, 1.0)
+
+
 def test_a_stream_that_has_begun_is_not_repeated() -> None:
     fabric = make_fabric(2)
     call = submit(fabric, idempotent=True, stream=True)

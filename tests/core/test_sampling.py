@@ -15,18 +15,25 @@ from hypothesis import strategies as st
 
 from sglrl.errors import InvalidRequest
 from sglrl.messages import Sampling
-from sglrl.sampling import ALIASES, TOP_K_ALL, Prepared, SamplingCache, SamplingParams
+from sglrl.sampling import (
+    ALIASES,
+    MOST_BIAS,
+    TOP_K_ALL,
+    Prepared,
+    SamplingCache,
+    SamplingParams,
+)
 
 NAN, INF = math.nan, math.inf
 
 BAD: dict[str, dict[str, list[Any]]] = {
     "must be in": {
-        "temperature": [NAN, INF, -INF, -0.1, 10**400, np.float32("nan")],
+        "temperature": [NAN, INF, -INF, -0.1, 10**400, np.float32("nan"), 1e39],
         "top_p": [NAN, 0.0, 0, 1.1, -0.5],
         "min_p": [NAN, -0.1, 1.1],
         "frequency_penalty": [NAN, -2.1, 2.1],
         "presence_penalty": [NAN, -2.1, 2.1],
-        "repetition_penalty": [NAN, 0.0, -1.0, 2.1],
+        "repetition_penalty": [NAN, 0.0, -1.0, 2.1, 1e-46],
         "logit_bias": [{1: NAN}, {1: INF}, {1: 1e7}],
     },
     "must be a number": {
@@ -44,7 +51,7 @@ BAD: dict[str, dict[str, list[Any]]] = {
         name: [True, "1", 1.0, [1], np.array([1, 2]), np.float64(1), np.bool_(True), Decimal(1)]
         for name in ("max_new_tokens", "top_k", "min_new_tokens", "seed")
     }
-    | {"logit_bias": [{"a": 1}, {1.5: 1}, {True: 1}, {None: 1}]}
+    | {"logit_bias": [{"a": 1}, {1.5: 1}, {True: 1}, {None: 1}, {"9" * 5000: 1}]}
     | {"stop_token_ids": [["a"], [1.0], [True], [None], np.array([[1]])]},
     "must be at least": {
         "max_new_tokens": [0, -1],
@@ -59,7 +66,7 @@ BAD: dict[str, dict[str, list[Any]]] = {
         "max_new_tokens": [1 << 31, 1 << 70],
         "stop_token_ids": [[1 << 70]],
     },
-    "must be a list of token ids": {"stop_token_ids": [5, "12", b"12", iter([1])]},
+    "must be a list of token ids": {"stop_token_ids": [5, "12", b"12", iter([1]), np.array(5)]},
     "must be a string or a list of strings": {
         name: [5, [5], ["a", None], {"a"}, b"a"] for name in ("stop", "stop_regex")
     },
@@ -287,6 +294,12 @@ def test_wire_form_of_the_defaults() -> None:
     assert SamplingParams(top_k=1 << 70).to_wire(1, None).top_k == TOP_K_ALL
 
 
+def test_an_empty_schema_is_a_grammar_too() -> None:
+    """Which ends by itself, so end-of-sequence must not be ignored."""
+    wire = SamplingParams(json_schema={}, ignore_eos=True).to_wire(5, None)
+    assert (wire.json_schema, wire.ignore_eos) == ("{}", False)
+
+
 def test_numpy_integers_become_plain_ones() -> None:
     prepared = Prepared(
         SamplingParams(max_new_tokens=np.int64(5), seed=np.int64(6))  # type: ignore[arg-type]
@@ -322,3 +335,32 @@ def test_what_was_asked_before_is_told_from_what_looks_like_it() -> None:
     assert cache.prepare(None, {"stop": stops}).params.stop_strings == ("a",)
     stops.append("b")
     assert cache.prepare(None, {"stop": stops}).params.stop_strings == ("a", "b")
+
+
+class Knob:
+    """A number that changes, as a tensor does."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def __float__(self) -> float:
+        return self.value
+
+
+def test_what_can_change_is_read_by_each_call() -> None:
+    cache = SamplingCache(100)
+    knob = Knob(1.0)
+    params = SamplingParams(temperature=knob)  # type: ignore[arg-type]
+    for value in (1.0, 0.25):
+        knob.value = value
+        for prepared in (
+            cache.prepare(None, {"temperature": knob}),
+            cache.prepare(params, {}),
+        ):
+            raw = prepared.wire(5, None)
+            assert msgspec.msgpack.decode(raw, type=Sampling).temperature == value
+
+
+def test_a_bias_against_a_token_may_be_of_any_size() -> None:
+    wire = SamplingParams(logit_bias={1: -1e39, 2: -math.inf}).to_wire(5, None)
+    assert wire.logit_bias == {1: -MOST_BIAS, 2: -MOST_BIAS}

@@ -84,6 +84,15 @@ def test_tensors() -> None:
         check_ids(Tensor([[1, 2]]), VOCAB)
 
 
+def test_a_tensor_of_a_type_that_numpy_has_not() -> None:
+    class Bfloat16(Tensor):
+        def numpy(self) -> np.ndarray[Any, Any]:
+            raise TypeError("Got unsupported ScalarType BFloat16")
+
+    with pytest.raises(InvalidRequest, match=r"sequence of integers: .*BFloat16"):
+        check_ids(Bfloat16([1, 2]), VOCAB)
+
+
 @pytest.mark.parametrize(
     ("ids", "text"),
     [

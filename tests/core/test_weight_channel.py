@@ -14,7 +14,13 @@ import pytest
 
 from sglrl.codec import decode_to_rank, encode
 from sglrl.core.weights import COMMIT, JOIN, PREPARE, STAGE
-from sglrl.errors import InvalidWeights, ProtocolError, UsageError, WeightUpdateError
+from sglrl.errors import (
+    InvalidWeights,
+    ProtocolError,
+    UsageError,
+    WeightUpdateError,
+    WorkerLost,
+)
 from sglrl.messages import (
     Abort,
     Commit,
@@ -67,6 +73,10 @@ class Pool:
         self.on_lost: Callable[[int], None]
         self.channel.attach(cast(Any, self), "inproc://none")
         self.identities = {rank_identity(b"w%d" % w, 0): w for w in range(workers)}
+        self.come()
+
+    def come(self) -> None:
+        """All workers are up, with the weights that they were started with."""
         for identity, worker in self.identities.items():
             self.channel.add_rank(worker, 0, identity)
             self.on_peer(identity, encode(RankHello(SETTINGS)))
@@ -299,6 +309,60 @@ async def test_a_manifest_that_a_rank_has_is_not_sent_again(pool: Pool) -> None:
 
 
 @played
+async def test_what_gives_all_weights_is_no_part(pool: Pool) -> None:
+    """So it may go where no worker has the current ones, whatever its caller calls it."""
+    other = TensorSpec("other", "float32", (1,))
+    pool.channel._description = ModelDescription([*SPECS, other], [])
+    sender = Sender(pool, "a")
+    whole = UpdateRequest(specs=[*SPECS, other], partial=True)
+    first = asyncio.create_task(pool.channel.update(whole, sender))
+    await pool.goes_well(sender, [0, 1], Join, Prepare, Stage, Commit)
+    await first
+    for worker in (0, 1):
+        pool.on_lost(worker)
+    pool.come()
+    part = UpdateRequest(specs=SPECS, partial=True)
+    with pytest.raises(WeightUpdateError, match="no worker has the weights of version 1"):
+        await pool.channel.update(part, sender)
+    again = asyncio.create_task(pool.channel.update(whole, sender))
+    await pool.goes_well(sender, [0, 1], Join, Prepare, Stage, Commit)
+    assert (await again).version == 2
+    assert pool.channel.versions == {0: 2, 1: 2}
+
+
+@played
+async def test_listeners_are_told_when_all_workers_have_their_version(pool: Pool) -> None:
+    told: list[dict[int, int]] = []
+    pool.channel.on_version.add(lambda: told.append(dict(pool.channel.versions)))
+    sender = Sender(pool, "a")
+    update = asyncio.create_task(pool.channel.update(UpdateRequest(specs=SPECS), sender))
+    await pool.describes_itself()
+    await pool.goes_well(sender, [0, 1], Join, Prepare, Stage, Commit)
+    await update
+    assert told == [{0: 1, 1: 1}]
+
+
+@played
+async def test_an_update_that_is_cancelled_too_late_is_one(pool: Pool) -> None:
+    """The pool is told, and no lock is held then."""
+    told: list[bool] = []
+    pool.channel.on_updated = lambda: told.append(pool.channel._lock.locked())
+    sender = Sender(pool, "a")
+    update = asyncio.create_task(pool.channel.update(UpdateRequest(specs=SPECS), sender))
+    await pool.describes_itself()
+    await pool.goes_well(sender, [0, 1], Join, Prepare, Stage)
+    commits = [await pool.next(who, Commit) for who in (0, 1)]
+    update.cancel()
+    await asyncio.sleep(0)
+    for who, message in enumerate(commits):
+        pool.say(who, answer(message))
+    with pytest.raises(asyncio.CancelledError):
+        await update
+    await asyncio.sleep(0)
+    assert told == [False]
+
+
+@played
 async def test_joining_another_sender_ends_the_group_before(pool: Pool) -> None:
     """Also if it fails: the ranks have left."""
     first, second = Sender(pool, "a"), Sender(pool, "b")
@@ -417,6 +481,18 @@ async def test_a_description_that_is_none(pool: Pool) -> None:
 
 
 @played
+async def test_settings_when_the_last_worker_is_lost_before_it_says_hello(pool: Pool) -> None:
+    pool.on_lost(0)
+    pool.on_lost(1)
+    pool.channel.add_rank(0, 0, rank_identity(b"w0", 0))
+    asked = asyncio.create_task(pool.channel.settings(5.0))
+    await asyncio.sleep(0)
+    pool.on_lost(0)
+    with pytest.raises(WorkerLost, match="no worker is left"):
+        await asked
+
+
+@played
 async def test_a_sender_that_is_gone_ends_nobody_elses_update(pool: Pool) -> None:
     token = pool.channel.address.partition("#")[2].encode()
     gone = b"sender/%s/gone" % token
@@ -458,6 +534,22 @@ def test_versions_that_are_none(version: Any) -> None:
 
 def test_versions_of_other_types() -> None:
     assert UpdateRequest(specs=SPECS, version=np.int64(7)).check(3) == 7
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("version", np.int64(7)),
+        ("bucket_bytes", np.uint32(4096)),
+        ("timeout", np.float32(2.5)),
+        ("timeout", np.float64(2.5)),
+        ("drain_timeout", np.float64(2.5)),
+    ],
+)
+def test_numbers_of_numpy_can_be_sent(name: str, value: Any) -> None:
+    request = UpdateRequest(specs=SPECS, **{name: value})
+    request.check_values()
+    assert msgspec.msgpack.decode(encode(getattr(request, name))) == value
 
 
 @pytest.mark.parametrize(

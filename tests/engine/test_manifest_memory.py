@@ -82,6 +82,18 @@ def test_what_is_refused_is_refused_again_and_forgotten() -> None:
     assert manifest.take(good, WANTED) == good
 
 
+def test_what_is_refused_leaves_how_experts_are_taken_apart() -> None:
+    prefix = "mlp.experts"
+    names = [f"{prefix}.{i}.{kind}_proj.weight" for i in range(2) for kind in ("gate", "up")]
+    wanted = ModelDescription([TensorSpec(name, "float32", (3, 2)) for name in names], [])
+    merged = [(f"{prefix}.gate_up_proj", torch.zeros(2, 6, 2))]
+    manifest = Manifest()
+    manifest.take(merged, wanted)
+    with pytest.raises(sglrl.InvalidWeights):
+        manifest.take([(names[0], torch.zeros(3, 2, dtype=torch.int32))], wanted)
+    assert [name for name, _ in manifest.take(merged, wanted)] == names
+
+
 def test_another_model_wants_other_dtypes() -> None:
     manifest = Manifest()
     given = named(a=torch.zeros(2, 3))

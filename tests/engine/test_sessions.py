@@ -147,7 +147,11 @@ async def test_a_turn_cut_short_is_ended_as_the_template_does(client: sglrl.Clie
     assert client.tokenizer.decode(added).startswith("<|im_end|>\n<|im_start|>user\nGo on.")
 
 
-async def test_messages_of_a_turn_that_failed_are_in_the_next_one(client: sglrl.Client) -> None:
+@pytest.mark.parametrize("during", [False, True])
+async def test_messages_of_a_turn_that_failed_are_in_the_next_one(
+    client: sglrl.Client, during: bool
+) -> None:
+    """With what was observed while it was being sampled, or behind it: no answer is between."""
     async with client.session(messages=ASK, **WORDS) as session:
         first = await session.generate()
         session.observe({"role": "tool", "content": "5"})
@@ -156,11 +160,14 @@ async def test_messages_of_a_turn_that_failed_are_in_the_next_one(client: sglrl.
             session.generate(regex=None, max_new_tokens=1500, ignore_eos=True)
         )
         await until_running(client, 1)
+        if during:
+            session.observe({"role": "user", "content": "Be brief."})
         failing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await failing
         assert session.ids.tolist() == before
-        session.observe({"role": "user", "content": "Be brief."})
+        if not during:
+            session.observe({"role": "user", "content": "Be brief."})
         second = await session.generate()
     messages = [
         *ASK,

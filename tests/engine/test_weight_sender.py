@@ -246,6 +246,20 @@ async def test_a_sender_does_not_wait_in_vain(
     await lab.check(PROMPTS[:1], 4)
 
 
+@pytest.mark.parametrize("way", ["tensors", "files"])
+async def test_a_connected_client_has_the_version_of_its_own_update(lab: Lab, way: str) -> None:
+    """News of it may come later than its report."""
+    async with sglrl.connect(lab.client.address) as other:
+        other._running().on_news = lambda: None  # type: ignore[attr-defined]
+        if way == "files":
+            report = await other.update_weights_from_disk(folder(lab, 1))
+        else:
+            report = await other.update_weights(lab.policies[1].model)
+        assert other.weight_version == report.version
+    lab.by_version[report.version] = lab.policies[1]
+    await lab.check(PROMPTS[:1], 4)
+
+
 async def test_a_wrong_address(lab: Lab) -> None:
     address = lab.client.weights_address
     before = lab.client.weight_version

@@ -367,6 +367,27 @@ def test_queries_can_be_reset(fake: sglrl.BlockingClient) -> None:
     assert fake.workers[0].load == 0
 
 
+def test_queries_from_before_an_update_are_reset_too(
+    fake: sglrl.BlockingClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = Counted(monkeypatch, fake._client)
+    model = AsyncSGLTransformer(fake)
+
+    async def run() -> None:
+        fake.pause()
+        old = asyncio.ensure_future(model.next_token_logprobs([1]))
+        await asyncio.to_thread(asked.wait, 1)
+        for told in list(fake._client._pool.weights.on_version):
+            fake._loop.call_soon_threadsafe(told)  # type: ignore[union-attr]
+        model.reset_async_queries()
+        with pytest.raises(asyncio.CancelledError):
+            await old
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+    fake.resume()
+    assert not model._unanswered
+
+
 @pytest.mark.parametrize("own_loop", [False, True])
 def test_other_callbacks_get_their_turn_between_answers(
     fake: sglrl.BlockingClient, own_loop: bool

@@ -206,6 +206,13 @@ def test_busy_actors_say_so_and_a_time_limit_ends_requests(replicas: AsyncSGLang
         replicas.generate(input_ids=[1], max_new_tokens=1, actor_index=1)
 
 
+@pytest.mark.parametrize("name", ["timeout", "timeout_seconds"])
+def test_no_time_at_all_is_a_time_limit(replicas: AsyncSGLang, name: str) -> None:
+    limit: dict[str, Any] = {name: 0}
+    with pytest.raises(sglrl.DeadlineExceeded):
+        replicas.generate(input_ids=[1, 2], max_new_tokens=30_000, **limit)
+
+
 def test_collective_rpc_is_for_declared_endpoints(replicas: AsyncSGLang) -> None:
     assert replicas.collective_rpc("flush_cache") == [True, True]
     found = replicas.collective_rpc("stats", timeout=10.0)
@@ -277,6 +284,14 @@ def test_load_balancer(replicas: AsyncSGLang, monkeypatch: pytest.MonkeyPatch) -
             replicas.create_load_balancer([])
     finally:
         replicas._load_balancer = None
+
+
+def test_the_load_balancer_refuses_ids_of_no_vocabulary(replicas: AsyncSGLang) -> None:
+    balancer = replicas.create_load_balancer("prefix-aware")
+    replicas._load_balancer = None
+    for wrong in (1 << 31, -(1 << 40)):
+        with pytest.raises(ValueError, match="outside of every vocabulary"):
+            balancer.select_actor([5, wrong])
 
 
 # --- life -----------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from sglrl.integrations.torchrl import (
     SGLangWeightSyncScheme,
     get_sglang_model_metadata,
 )
-from sglrl.integrations.torchrl.weights import PoolTransport
+from sglrl.integrations.torchrl.weights import FolderTransport, PoolTransport
 
 URL = "tcp://127.0.0.1:1#token"
 
@@ -338,3 +339,15 @@ def test_a_receiver_that_comes_late_misses_no_part(
     receiver.shutdown()
     late.shutdown()
     sender.shutdown()
+
+
+def test_a_folder_that_is_begun_anew_is_read_from_its_beginning(tmp_path: Path) -> None:
+    receiver = FolderTransport(tmp_path / "weights")
+    trainer = FolderTransport(tmp_path / "weights")
+    for value in (1.0, 2.0):
+        trainer.send_weights("model", {"a.b": torch.full((2,), value)})
+        assert receiver.receive_weights()["a.b"].tolist() == [value, value]
+    shutil.rmtree(tmp_path / "weights")
+    trainer.send_weights("model", {"a.b": torch.full((2,), 3.0)})
+    assert receiver.receive_weights()["a.b"].tolist() == [3.0, 3.0]
+    assert receiver.receive_weights() is None

@@ -6,6 +6,7 @@ import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -234,6 +235,29 @@ def test_distributions_are_the_references(
         torch.testing.assert_close(a[mask][1:], b[-int(mask.sum()) :][1:], atol=1e-4, rtol=1e-4)
     with pytest.raises(NotImplementedError, match="generate=True"):
         policy.get_dist(td)
+
+
+@layouts
+@pytest.mark.parametrize("key", ["full", "prompt"])
+def test_the_assistant_mask_of_a_text_is_that_of_its_tokens(
+    key: str, padded: bool, tiny: Path
+) -> None:
+    """Or there is none: of the prompt alone, or where the text leaves a token out."""
+    with sglrl.blocking(tiny, engine="fake", vocab_size=512) as client:
+        policy = SGLangWrapper(
+            client, input_mode="text", pad_output=padded, generate_kwargs={"max_new_tokens": 5}
+        )
+        # The fake engine repeats what it is given.
+        texts = ["hello there", "hi", f"hi{client.tokenizer.eos_token}"]
+        made = policy(TensorDict(text=Text(prompt=texts), batch_size=3))
+        scorer = policy.get_new_version(generate=False, input_key=("text", key))
+        found = scorer(made.copy())
+    for i, same in enumerate([key == "full", key == "full", False]):
+        mask = found[i]["masks"].all_assistant_mask
+        assert (mask is not None) is same
+        if same:
+            torch.testing.assert_close(found[i]["tokens"].full, made[i]["tokens"].full)
+            torch.testing.assert_close(mask, made[i]["masks"].all_assistant_mask)
 
 
 # --- layouts --------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import sys
 import time
@@ -37,6 +38,15 @@ class Picky:
         made = cls(0)
         made.n = n
         return made
+
+
+class Textless(Exception):
+    def __str__(self) -> str:
+        raise LookupError("there is no text")
+
+
+class Panic(BaseException):
+    """As an extension's, which is no ``Exception``."""
 
 
 class Label(msgspec.Struct):
@@ -75,6 +85,18 @@ class Values(sglrl.Actor):
     @sglrl.endpoint
     async def reverse(self, data: bytes) -> bytes:
         return data[::-1]
+
+    @sglrl.endpoint
+    async def view(self, data: bytes, floats: bool) -> bytes:
+        """Every other byte, or float."""
+        view = memoryview(data)
+        return (view.cast("d") if floats else view)[::2]  # type: ignore[return-value]
+
+    @sglrl.endpoint
+    async def rush(self) -> AsyncIterator[int]:
+        """Never awaits anything."""
+        for i in itertools.count():
+            yield i
 
     @sglrl.endpoint
     async def count(self, to: int) -> AsyncIterator[int]:
@@ -166,6 +188,15 @@ class Gate(sglrl.Actor):
     async def trickle(self) -> AsyncIterator[int]:
         yield 0
         yield await self._pass()
+
+    @sglrl.endpoint
+    async def trickle_lies(self) -> AsyncIterator[int]:
+        yield "no number"  # type: ignore[misc]
+        yield await self._pass()
+
+    @sglrl.endpoint
+    async def fail(self, kind: str) -> None:
+        raise {"Textless": Textless, "Panic": Panic}[kind]
 
     @sglrl.endpoint
     async def open(self) -> None:

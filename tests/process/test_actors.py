@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import sys
 from collections.abc import AsyncIterator
+from contextlib import aclosing
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,6 +61,36 @@ async def test_arrays_and_bytes(values: sglrl.ActorHandle) -> None:
     data = bytes(range(256)) * 4096
     assert await values.reverse(data) == data[::-1]
     assert await values.reverse(b"") == b""
+
+
+@pytest.mark.parametrize(
+    "view", [memoryview(b"abcdef")[::2], np.arange(6.0).data[::2]], ids=["bytes", "floats"]
+)
+async def test_views_with_gaps_as_arguments(values: sglrl.ActorHandle, view: memoryview) -> None:
+    """Beside other calls, and with more after them."""
+    reversed_, *others = await asyncio.gather(
+        values.reverse(view), *(values.add(n) for n in range(4))
+    )
+    assert reversed_ == view.tobytes()[::-1]
+    assert others == [10, 11, 12, 13]
+    assert await values.broadcast.add(1) == [11, 11]
+
+
+@pytest.mark.parametrize("floats", [False, True], ids=["bytes", "floats"])
+async def test_views_with_gaps_as_results(values: sglrl.ActorHandle, floats: bool) -> None:
+    data = bytes(range(32))
+    found, *others = await asyncio.gather(
+        values.view(data, floats), *(values.add(n) for n in range(4))
+    )
+    assert found == (data[:8] + data[16:24] if floats else data[::2])
+    assert others == [10, 11, 12, 13]
+    assert await values.broadcast.add(1) == [11, 11]
+
+
+async def test_the_size_of_a_view_is_that_of_its_bytes(values: sglrl.ActorHandle) -> None:
+    values._pool.driver.max_message_bytes = 1 << 16
+    with pytest.raises(sglrl.MessageTooLarge):
+        await values.reverse(np.zeros(1 << 14).data)
 
 
 async def test_streams(values: sglrl.ActorHandle) -> None:
@@ -197,6 +230,28 @@ async def test_a_handle_says_what_it_is() -> None:
     assert repr(handle) == "<ActorHandle of Values, no workers>"
 
 
+@pytest.mark.parametrize("kind", ["Textless", "Panic"])
+async def test_whatever_is_raised_fails_its_own_call_alone(kind: str) -> None:
+    async with sglrl.spawn(Gate, restarts=0) as gate:
+        held = asyncio.ensure_future(gate.enter())
+        await gate.until_begun(1)
+        with pytest.raises(sglrl.RemoteError) as caught:
+            await gate.fail(kind)
+        assert caught.value.kind == kind
+        await gate.open()
+        assert await held == gate.workers[0].pid
+
+
+async def test_a_stream_that_awaits_nothing_can_be_read_and_left(
+    values: sglrl.ActorHandle,
+) -> None:
+    async with aclosing(values.stream.rush()) as stream:
+        assert await anext(stream) == 0
+        assert await anext(stream) == 1
+    while any(worker.load for worker in values.workers):
+        await values.broadcast.pid()
+
+
 async def test_a_stream_that_breaks_gives_what_it_had(values: sglrl.ActorHandle) -> None:
     got = []
     with pytest.raises(sglrl.RemoteError, match="the stream broke"):
@@ -253,6 +308,25 @@ async def test_a_reply_that_raises_fails_its_own_call(
     assert await values.add(1, 1) == 2
 
 
+async def test_a_call_that_cannot_be_encoded_fails_alone(values: sglrl.ActorHandle) -> None:
+    driver = values._pool.driver
+    submit = driver.submit
+
+    def spoil(call: Call) -> None:
+        if call.args == Raw(encode([5, 10])):
+            call.args = object()  # type: ignore[assignment]
+        submit(call)
+
+    driver.submit = spoil  # type: ignore[method-assign]
+    found = await asyncio.gather(*(values.add(n) for n in range(10)), return_exceptions=True)
+    assert [found[n] for n in range(10) if n != 5] == [n + 10 for n in range(10) if n != 5]
+    assert isinstance(found[5], sglrl.UsageError)
+    assert "add: the call cannot be sent" in str(found[5])
+    # Its place is free again.
+    driver.fabric.validate()
+    assert [worker.load for worker in values.workers] == [0, 0]
+
+
 async def test_a_constructor_that_raises() -> None:
     with pytest.raises(sglrl.WorkerStartError) as caught:
         async with sglrl.spawn(Refuses, "raise", start_timeout=3600):
@@ -286,6 +360,32 @@ async def test_a_class_without_endpoints() -> None:
 
     with pytest.raises(sglrl.UsageError, match="declares no endpoint"):
         sglrl.spawn(Empty)
+
+
+@pytest.mark.parametrize("name", ["add_workers", "remove_worker", "wait_until_full"])
+def test_what_a_handle_has_itself_is_no_endpoint(name: str) -> None:
+    async def method(self: Any) -> None: ...
+
+    actor = type("Local", (sglrl.Actor,), {name: sglrl.endpoint(method)})
+    with pytest.raises(sglrl.UsageError, match=rf"Local\.{name}: the name is reserved"):
+        sglrl.spawn(actor)
+
+
+def test_a_parameter_that_is_the_callers() -> None:
+    class Local(sglrl.Actor):
+        @sglrl.endpoint
+        async def run(self, command: str, timeout: float = 5.0) -> None: ...
+
+    with pytest.raises(sglrl.UsageError, match="'timeout', which is the caller's"):
+        sglrl.spawn(Local)
+
+
+async def test_a_path_object_among_the_folders_of_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
+    async with sglrl.spawn(Values) as values:
+        assert await values.add(1) == 11
 
 
 async def test_a_class_defined_in_a_function() -> None:

@@ -167,6 +167,9 @@ async def test_bad_requests_are_never_sent(client: sglrl.Client) -> None:
         ({"timeout": 0}, "timeout"),
         ({"routing": "by-moon"}, "unknown routing"),
         ({"window": 0}, "window"),
+        ({"window": 1.5}, "window"),
+        ({"timeout": "5"}, "timeout"),
+        ({"routing": 5}, "routing"),
         ({"device": "gpu"}, "'auto', 'cuda' or 'cpu'"),
         ({"device": "cuda"}, "no use for GPUs"),
         ({"gpus": [0]}, "no use for GPUs"),
@@ -220,6 +223,73 @@ async def test_a_message_that_is_too_large() -> None:
         with pytest.raises(sglrl.MessageTooLarge, match="max_message_bytes"):
             await client.generate(input_ids=[1] * 10_000, max_new_tokens=1)
         assert len((await client.generate(input_ids=IDS, max_new_tokens=3)).output_ids) == 3
+
+
+async def test_answers_of_one_step_that_do_not_fit_one_message() -> None:
+    async with sglrl.launch("fake", engine="fake", max_message_bytes=20_000) as client:
+        pid = client.workers[0].pid
+        scores = await client.score([[1] * 100] * 5, top_logprobs=15)
+        assert [s.top_logprobs.shape for s in scores] == [(100, 15)] * 5
+        assert client.workers[0].pid == pid
+
+
+async def test_an_answer_that_does_not_fit_a_message() -> None:
+    async with sglrl.launch("fake", engine="fake", max_message_bytes=20_000) as client:
+        pid = client.workers[0].pid
+        failed, good = await asyncio.gather(
+            client.generate(input_ids=IDS, max_new_tokens=10_000),
+            client.generate(input_ids=IDS, max_new_tokens=5),
+            return_exceptions=True,
+        )
+        assert isinstance(failed, sglrl.MessageTooLarge)
+        assert isinstance(good, sglrl.Completion)
+        assert good.output_ids.tolist() == IDS
+        assert client.workers[0].pid == pid
+
+
+async def test_a_part_that_does_not_fit_a_message_ends_the_work() -> None:
+    async with sglrl.launch(
+        "fake",
+        engine="fake",
+        max_message_bytes=20_000,
+        tokens_per_step=10_000,
+        context_length=4_100_000,
+    ) as client:
+        with pytest.raises(sglrl.MessageTooLarge):
+            async for _ in client.stream(input_ids=IDS, max_new_tokens=4_000_000):
+                pass
+        # What it holds is told after what came before, so it has heard of the end.
+        while (await client.stats())[0].engine.running:
+            pass
+        assert (await client.stats())[0].engine.generated_tokens < 4_000_000
+
+
+async def test_scores_that_cannot_fit_a_message_are_not_asked_for() -> None:
+    async with sglrl.launch("fake", engine="fake", max_message_bytes=20_000) as client:
+        with pytest.raises(sglrl.MessageTooLarge, match="less top_logprobs"):
+            await client.score([1] * 100, top_logprobs=30)
+        assert client._pool.driver.fabric._next_id == 0
+
+
+async def test_an_engine_argument_that_cannot_be_sent() -> None:
+    client = sglrl.launch("fake", engine="fake", tokens_per_step=np.int64(4))
+    with pytest.raises(sglrl.UsageError, match="int64"):
+        await client.__aenter__()
+    await client.close()
+
+
+async def test_a_seed_of_numpys(client: sglrl.Client) -> None:
+    seed = np.int64(3)
+    made = await client.generate(input_ids=IDS, max_new_tokens=5, n=2, seed=seed)
+    assert [c.output_ids.tolist() for c in made] == [IDS, IDS]
+    stream = client.stream(input_ids=IDS, max_new_tokens=5, seed=np.int64(4))
+    assert np.concatenate([chunk.output_ids async for chunk in stream]).tolist() == IDS
+
+
+async def test_logprobs_of_a_stream_are_wanted_or_not(client: sglrl.Client) -> None:
+    with pytest.raises(sglrl.InvalidRequest, match="logprobs must be True or False, got 5"):
+        async for _ in client.stream(input_ids=IDS, logprobs=5):  # type: ignore[arg-type]
+            pass
 
 
 async def test_a_worker_that_fails_to_start() -> None:
@@ -304,6 +374,76 @@ def test_blocking() -> None:
     client.close()
 
 
+class SlowTokenizer:
+    """Ends when it is told to."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self.go_on = threading.Event()
+
+    def __call__(self, texts: list[str], **more: Any) -> dict[str, list[list[int]]]:
+        self.begun.set()
+        self.go_on.wait()
+        return {"input_ids": [[1] for _ in texts]}
+
+
+def test_closing_a_blocking_client_ends_the_calls_of_other_threads() -> None:
+    """At a worker, and on the way there."""
+    tokenizer = SlowTokenizer()
+    ends: list[type[BaseException]] = []
+
+    with sglrl.blocking("fake", engine="fake", tokens_per_step=1, step_seconds=0.01) as client:
+        client._client._tokenizer_box._tokenizer = tokenizer
+
+        def call(**values: Any) -> None:
+            try:
+                client.generate(max_new_tokens=20_000, **values)
+            except sglrl.SglrlError as error:
+                ends.append(type(error))
+            finally:
+                if "prompt" in values:
+                    tokenizer.go_on.set()
+
+        threads = [
+            threading.Thread(target=call, kwargs=values, daemon=True)
+            for values in ({"prompt": "text"}, {"input_ids": IDS})
+        ]
+        for thread in threads:
+            thread.start()
+        tokenizer.begun.wait()
+        while not client.stats()[0].engine.running:
+            pass
+    for thread in threads:
+        thread.join(20)
+    tokenizer.go_on.set()
+    assert ends == [sglrl.Closed] * 2
+
+
+def test_a_blocking_client_that_runs_is_not_entered_again() -> None:
+    with sglrl.blocking("fake", engine="fake") as client:
+        with pytest.raises(sglrl.UsageError, match="running already"), client:
+            pass
+        assert client.generate(input_ids=IDS, max_new_tokens=5).output_ids.tolist() == IDS
+    with pytest.raises(sglrl.Closed):
+        client.generate(input_ids=IDS)
+
+
+def test_a_blocking_session_is_closed_on_the_clients_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    closed_on = []
+
+    def close(session: sglrl.Session) -> None:
+        closed_on.append(threading.current_thread())
+
+    with sglrl.blocking("fake", engine="fake") as client:
+        monkeypatch.setattr(sglrl.Session, "close", close)
+        client.session(input_ids=IDS).close()
+        with client.session(input_ids=IDS):
+            pass
+        assert closed_on == [client._thread] * 2
+
+
 async def test_a_stream_goes_on_when_its_workers_are_killed_one_after_the_other() -> None:
     """No token twice and none missing, however often."""
     count = 400
@@ -337,7 +477,8 @@ async def test_a_stream_goes_on_when_its_workers_are_killed_one_after_the_other(
         for completion in made:
             assert completion.output_ids.tolist() == (IDS * count)[:count]
             np.testing.assert_allclose(completion.logprobs, -(np.arange(count) + 1) / 1024)
-            assert completion.timing.first_token <= completion.timing.total
+            timing = completion.timing
+            assert timing.queued <= timing.first_token <= timing.total
         assert np.concatenate([c.output_ids for c in chunks]).tolist() == (IDS * count)[:count]
 
 
@@ -345,8 +486,8 @@ async def test_a_stream_goes_on_when_its_workers_are_killed_one_after_the_other(
     ("wrong", "says"),
     [
         *(({"priority": p}, "priority must be") for p in (1.5, "x", None, True, 1 << 40)),
-        *(({"worker": w}, "worker must be") for w in ("0", True, 0.0)),
-        *(({"session": s}, "session must be") for s in (3, "", b"a")),
+        *(({"worker": w}, "worker must be") for w in ("0", True, 0.0, 1 << 70)),
+        *(({"session": s}, "session must be") for s in (3, "", b"a", "\udc80")),
     ],
 )
 async def test_where_a_call_cannot_go(client: sglrl.Client, wrong: Any, says: str) -> None:
@@ -367,7 +508,9 @@ async def test_where_a_call_cannot_go(client: sglrl.Client, wrong: Any, says: st
     assert len(made.output_ids) == 2
 
 
-@pytest.mark.parametrize("env", [{"A": 1}, {1: "a"}, {"": "a"}, {"A=B": "c"}, {"A": "\0"}])
+@pytest.mark.parametrize(
+    "env", [{"A": 1}, {1: "a"}, {"": "a"}, {"A=B": "c"}, {"A": "\0"}, {"A": "\udcff"}]
+)
 def test_variables_that_no_process_can_have(env: Any) -> None:
     with pytest.raises(sglrl.UsageError, match="env"):
         sglrl.launch("fake", engine="fake", env=env)

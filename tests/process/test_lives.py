@@ -59,7 +59,9 @@ async def test_no_time_at_all(gate: sglrl.ActorHandle, timeout: float) -> None:
     assert await gate.until_begun(0) == 0
 
 
-@pytest.mark.parametrize("timeout", ["1", True, float("nan"), -1, -0.5])
+@pytest.mark.parametrize(
+    "timeout", ["1", True, float("nan"), -1, -0.5, pytest.param(10**400, id="10**400")]
+)
 async def test_no_time_out(gate: sglrl.ActorHandle, timeout: object) -> None:
     with pytest.raises(sglrl.UsageError, match="timeout"):
         await gate.enter(timeout=timeout)
@@ -73,6 +75,14 @@ async def test_leaving_a_stream_stops_the_work(gate: sglrl.ActorHandle) -> None:
             await gate.until_begun(1)
             break
     assert await gate.until_cancelled(1) == 0
+
+
+async def test_an_item_of_another_type_stops_the_work(gate: sglrl.ActorHandle) -> None:
+    with pytest.raises(sglrl.SglrlError, match="declares"):
+        async for _ in gate.stream.trickle_lies():
+            pass
+    assert await gate.until_cancelled(1) == 0
+    assert gate.workers[0].load == 0
 
 
 async def test_an_unread_stream_has_a_deadline_too(gate: sglrl.ActorHandle) -> None:

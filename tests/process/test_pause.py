@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import sglrl
+from sglrl.driver import now
 
 IDS = [3, 1, 4, 1, 5]
 HANG_TIMEOUT = 0.5
@@ -148,6 +149,51 @@ async def test_a_turn_of_a_session_goes_on(client: sglrl.Client) -> None:
         made = await turn
         assert made.output_ids.tolist() == IDS * 400
         assert made.finish_reason == "length"
+
+
+async def test_a_close_that_waits_for_what_is_paused_can_be_helped_by_going_on(
+    client: sglrl.Client,
+) -> None:
+    await client.pause()
+    calls = begin(client, 12)
+    closing = asyncio.ensure_future(client.close(drain=True))
+    await asyncio.sleep(0)
+    with pytest.raises(sglrl.Closed, match="being closed"):
+        await client.generate(input_ids=IDS)
+    await client.resume()
+    check(await asyncio.gather(*calls))
+    await closing
+
+
+async def test_a_close_that_waits_for_what_is_paused_can_be_helped_by_abort(
+    client: sglrl.Client,
+) -> None:
+    await client.pause()
+    calls = begin(client, 12)
+    closing = asyncio.ensure_future(client.close(drain=True))
+    await asyncio.sleep(0)
+    assert await client.abort() == 12
+    assert {c.finish_reason for c in await asyncio.gather(*calls)} == {"abort"}
+    await closing
+
+
+async def test_a_turn_that_went_on_is_one_from_its_beginning(client: sglrl.Client) -> None:
+    session = client.session(input_ids=IDS)
+    turn = asyncio.ensure_future(session.generate(max_new_tokens=2000))
+    await until_running(client, 1)
+    (victim,) = (worker for worker in client.workers if worker.load)
+    os.kill(victim.pid, signal.SIGKILL)
+    async with asyncio.timeout(30):
+        while not any(w.load for w in client.workers if w.id != victim.id):
+            await client._running().change()
+    before = now()
+    assert await client.abort() == 1
+    made = await turn
+    assert made._submitted < before
+    assert made.resumed == 1
+    assert made.timing.queued <= made.timing.first_token <= made.timing.total
+    (told,) = session.trajectory(1.0).turns
+    assert (told.seconds, told.resumed) == (made.timing.total, 1)
 
 
 async def test_what_is_refused(client: sglrl.Client) -> None:

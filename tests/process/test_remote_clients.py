@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -15,6 +17,7 @@ import pytest
 
 import sglrl
 from sglrl.codec import decode_to_client, encode
+from sglrl.core.calls import Call
 from sglrl.gateway import _Peer
 from sglrl.keys import make_keys
 from sglrl.messages import (
@@ -99,6 +102,16 @@ async def test_it_does_what_the_pools_own_client_does(
     ]
 
 
+async def test_late_news_of_weights_change_nothing(remote: sglrl.Client) -> None:
+    weights, told = remote._pool.weights, []
+    weights.version = 3
+    weights.on_version.add(lambda: told.append(weights.version))
+    # What the pool last said is of version 0.
+    remote._running().on_news()  # type: ignore[attr-defined]
+    assert remote.weight_version == 3
+    assert told == []
+
+
 async def test_as_many_tokens_as_there_may_be_are_scored(remote: sglrl.Client) -> None:
     assert len(await remote.score([7] * remote.info.max_total_tokens)) == 40_000
 
@@ -140,6 +153,85 @@ async def test_calls_go_where_they_are_told(pool: sglrl.Client, remote: sglrl.Cl
             workers.add((await session.generate(max_new_tokens=3)).worker)
             session.observe([7])
     assert len(workers) == 1
+
+
+class Number(int):
+    """Not of a type that messages know."""
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"session": np.str_("game")},
+        {"timeout": np.float64(60)},
+        {"timeout": np.float32(60)},
+        {"timeout": math.inf},
+        {"priority": Number(1)},
+        {"worker": Number(1)},
+    ],
+    ids=lambda values: f"{values!r}",
+)
+async def test_values_of_other_types_arrive(
+    pool: sglrl.Client, remote: sglrl.Client, values: dict[str, Any]
+) -> None:
+    """Locally and remotely, beside a call without them."""
+    made = await asyncio.gather(
+        *(
+            client.generate(input_ids=IDS, max_new_tokens=5, **more)
+            for client in (pool, remote)
+            for more in (values, {})
+        )
+    )
+    assert [completion.output_ids.tolist() for completion in made] == [IDS] * 4
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"session": "\udc80"}, {"worker": 1 << 70}, {"timeout": 10**400}],
+    ids=lambda values: f"{values!a:.20}",
+)
+async def test_values_that_cannot_arrive_harm_no_other_call(
+    remote: sglrl.Client, values: dict[str, Any]
+) -> None:
+    refused, made = await asyncio.gather(
+        remote.generate(input_ids=IDS, **values),
+        remote.generate(input_ids=IDS, max_new_tokens=5),
+        return_exceptions=True,
+    )
+    assert isinstance(refused, sglrl.UsageError)
+    assert next(iter(values)) in str(refused)
+    assert isinstance(made, sglrl.Completion)
+    assert made.output_ids.tolist() == IDS
+
+
+async def test_a_call_that_cannot_be_encoded_fails_alone(remote: sglrl.Client) -> None:
+    driver = remote._running()
+    submit = driver.submit
+
+    def spoil(call: Call) -> None:
+        if call.priority == 7:
+            call.args = object()  # type: ignore[assignment]
+        submit(call)
+
+    driver.submit = spoil  # type: ignore[method-assign]
+    made = await asyncio.gather(
+        *(remote.generate(input_ids=[i], max_new_tokens=1, priority=i) for i in range(10)),
+        return_exceptions=True,
+    )
+    refused = made.pop(7)
+    assert isinstance(refused, sglrl.UsageError)
+    assert "generate: the call cannot be sent" in str(refused)
+    ids = [m.output_ids.tolist() for m in made if isinstance(m, sglrl.Completion)]
+    assert ids == [[i] for i in range(10) if i != 7]
+    driver.fabric.validate()
+    assert not driver.fabric.calls
+
+
+async def test_what_may_take_as_long_as_it_takes(remote: sglrl.Client) -> None:
+    await remote.wait_until_full(None)
+    await remote.pause(timeout=None)
+    assert await remote.abort(timeout=None) == 0
+    await remote.resume(timeout=None)
 
 
 async def test_many_at_once_share_the_workers(pool: sglrl.Client, remote: sglrl.Client) -> None:
@@ -226,6 +318,29 @@ async def test_too_much_work_is_refused_by_name() -> None:
         refused = [m for m in made if isinstance(m, BaseException)]
         assert len(refused) == 3
         assert {type(m) for m in refused} == {sglrl.Overloaded}
+
+
+@pytest.fixture
+async def small() -> AsyncIterator[sglrl.Client]:
+    """A client that takes little at once, of a pool whose answers come in one piece."""
+    async with (
+        sglrl.launch("fake", engine="fake") as pool,
+        sglrl.connect(pool.address, max_message_bytes=1 << 16) as client,
+    ):
+        yield client
+
+
+async def test_answers_that_are_together_more_than_a_client_takes(small: sglrl.Client) -> None:
+    made = await asyncio.gather(
+        *(small.generate(input_ids=[i], max_new_tokens=2000) for i in range(50))
+    )
+    assert [m.output_ids.tolist() for m in made] == [[i] * 2000 for i in range(50)]
+
+
+async def test_an_answer_that_is_more_than_a_client_takes(small: sglrl.Client) -> None:
+    with pytest.raises(sglrl.MessageTooLarge, match="of this client"):
+        await small.generate(input_ids=IDS, max_new_tokens=20_000)
+    assert (await small.generate(input_ids=IDS, max_new_tokens=1)).output_ids.tolist() == [3]
 
 
 async def run_program(address: str, what: str) -> asyncio.subprocess.Process:

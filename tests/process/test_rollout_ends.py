@@ -112,7 +112,10 @@ async def test_a_turn_that_is_given_up_at_the_gate_leaves_the_timeout(
 # --- pauses ---------------------------------------------------------------------------------------
 
 
-async def test_a_session_that_is_closed_at_the_gate(client: sglrl.Client) -> None:
+@pytest.mark.parametrize("timeout", [None, 30.0])
+async def test_a_session_that_is_closed_at_the_gate(
+    client: sglrl.Client, timeout: float | None
+) -> None:
     turns: list[asyncio.Task[Any]] = []
     begun, paused, asked = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
@@ -125,13 +128,32 @@ async def test_a_session_that_is_closed_at_the_gate(client: sglrl.Client) -> Non
         asked.set()
         return 1.0
 
-    async with sglrl.rollout(client, agent, ITEMS[:1]) as run:
+    async with sglrl.rollout(client, agent, ITEMS[:1], timeout=timeout) as run:
         await begun.wait()
         await run.pause()
         paused.set()
         await asked.wait()
         with pytest.raises(sglrl.Closed):
             await turns[0]
+
+
+async def test_closing_a_paused_run_ends_agents_that_go_on(client: sglrl.Client) -> None:
+    begun, refused = asyncio.Event(), asyncio.Event()
+
+    async def agent(session: sglrl.Session, item: Any) -> float:
+        await session.generate(max_new_tokens=2)
+        begun.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        with pytest.raises(sglrl.Closed):
+            await session.generate(max_new_tokens=2)
+        refused.set()
+        return 1.0
+
+    async with sglrl.rollout(client, agent, ITEMS[:1]) as run:
+        await begun.wait()
+        await run.pause()
+    assert refused.is_set()
 
 
 async def test_a_pause_that_is_ended_before_it_has_begun() -> None:
@@ -153,6 +175,88 @@ async def test_a_pause_that_is_ended_before_it_has_begun() -> None:
             run.resume()
             with pytest.raises(sglrl.UsageError, match="resumed before"):
                 await pause
+
+
+# --- ends from outside ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("connected", [False, True])
+async def test_a_run_ends_when_its_pool_drains(client: sglrl.Client, connected: bool) -> None:
+    """Nothing is dropped, and what was not finished can be run elsewhere."""
+    at_tools, draining = asyncio.Semaphore(0), asyncio.Event()
+
+    async def agent(session: sglrl.Session, item: Any) -> float:
+        await session.generate(max_new_tokens=2)
+        if item["id"] > 1:
+            at_tools.release()
+            await draining.wait()
+        await session.generate(max_new_tokens=2)
+        return 1.0
+
+    async with contextlib.AsyncExitStack() as stack:
+        own = client
+        if connected:
+            own = await stack.enter_async_context(sglrl.connect(client.address))
+        run = sglrl.rollout(own, agent, ITEMS, concurrency=4)
+        await stack.enter_async_context(run)
+        tasks = await stack.enter_async_context(asyncio.TaskGroup())
+        assert sorted(g.index for g in await run.take(2)) == [0, 1]
+        for _ in range(4):
+            await at_tools.acquire()
+        # The drain waits for this one.
+        await client.pause()
+        held = tasks.create_task(client.generate(input_ids=[1]))
+        await asyncio.sleep(0)
+        tasks.create_task(client.close(drain=True))
+        await asyncio.sleep(0)
+        assert client._pool.driver.fabric.refusing
+        draining.set()
+        with pytest.raises(sglrl.Closed):
+            await run.take(1)
+        assert run.state_dict() == {"next": 6, "unfinished": [2, 3, 4, 5]}
+        assert (run.metrics.groups_dropped, run.metrics.samples_lost) == (0, {})
+        held.cancel()
+
+
+async def test_what_agents_make_of_their_cancellation_is_no_failure(client: sglrl.Client) -> None:
+    at_tools = asyncio.Semaphore(0)
+
+    async def agent(session: sglrl.Session, item: Any) -> float:
+        await session.generate(max_new_tokens=2)
+        at_tools.release()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise RuntimeError("the tool was interrupted") from None
+        return 1.0
+
+    run = sglrl.rollout(client, agent, ITEMS, on_error="drop", retries=0, concurrency=3)
+    async with run:
+        for _ in range(3):
+            await at_tools.acquire()
+    assert run.state_dict() == {"next": 3, "unfinished": [0, 1, 2]}
+    assert run.metrics.samples_lost == {}
+    assert not run.errors
+
+
+async def test_failures_behind_a_success_do_not_end_the_run(client: sglrl.Client) -> None:
+    """Also if its group was dropped for another sample."""
+    done = asyncio.Event()
+
+    async def agent(session: sglrl.Session, item: Any) -> float:
+        if item["id"] == 0 and session.metadata["sample"] == 0:
+            await session.generate(max_new_tokens=2)
+            done.set()
+            return 1.0
+        await done.wait()
+        if item["id"] < 35:
+            raise RuntimeError("the environment broke")
+        return await one_turn(session, item)
+
+    run = sglrl.rollout(
+        client, agent, ITEMS, group_size=2, concurrency=2, retries=0, on_error="drop"
+    )
+    assert sorted([group.index async for group in run]) == [35, 36, 37, 38, 39]
 
 
 # --- what was done --------------------------------------------------------------------------------

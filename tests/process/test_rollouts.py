@@ -118,6 +118,14 @@ async def test_what_a_session_refuses(client: sglrl.Client) -> None:
         await session.generate()
 
 
+@pytest.mark.parametrize("value", [None, "x", [1.0, 2.0], 10**400], ids=type)
+async def test_rewards_that_are_no_numbers(client: sglrl.Client, value: Any) -> None:
+    session = client.session(input_ids=[1], max_new_tokens=2)
+    await session.generate()
+    with pytest.raises(sglrl.UsageError, match="a reward must be a number"):
+        session.reward(value)
+
+
 async def test_turns_fit_the_context_until_it_is_full(client: sglrl.Client) -> None:
     session = client.session(input_ids=[1] * 100)
     assert session.room > 0
@@ -600,6 +608,7 @@ async def never(group: sglrl.Group) -> bool:
         ({"agent": None}, "agent must be callable"),
         ({"seed": "x"}, "seed must be an integer"),
         ({"seed": 1.5}, "seed must be an integer"),
+        ({"timeout": "x"}, "timeout must be"),
     ],
 )
 async def test_arguments_that_no_run_can_have(

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
+import resource
 import signal
+import struct
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from processes import wait_for_end
 from readme import example
 
 import sglrl
@@ -30,6 +36,11 @@ def states(pool: sglrl.Client | sglrl.ActorHandle) -> list[str]:
 async def until(pool: sglrl.Client | sglrl.ActorHandle, wanted: list[str]) -> None:
     while states(pool) != wanted:
         await pool._pool.driver.change()
+
+
+def fork_server() -> forkserver.ForkServer:
+    (server,) = [s for s in forkserver._servers.values() if s.preload == "plain"]
+    return server
 
 
 def kill(pool: sglrl.Client | sglrl.ActorHandle, index: int) -> int:
@@ -244,12 +255,153 @@ async def test_close_does_not_wait_for_ever() -> None:
 async def test_the_fork_server_is_lost_too() -> None:
     async with sglrl.spawn(Values, replicas=2) as values:
         await values.add(1)
-        (server,) = [s for s in forkserver._servers.values() if s.preload == "plain"]
-        server.process.kill()
+        fork_server().process.kill()
         # Its workers die with it; a new one makes the replacements.
         await until(values, ["lost", "lost"])
         assert await values.add(1) == 11
         await values.wait_until_full()
+
+
+async def test_workers_are_added_when_the_fork_server_was_lost() -> None:
+    async with sglrl.spawn(Values, restarts=0) as values:
+        fork_server().process.kill()
+        await until(values, ["retired"])
+        assert await values.add_workers() == [1]
+        assert await values.add(1) == 11
+
+
+async def test_what_the_fork_server_cannot_read_ends_its_senders_workers_alone() -> None:
+    async with sglrl.spawn(Gate, restarts=0) as gate, sglrl.spawn(Values, restarts=0) as values:
+        held = asyncio.ensure_future(gate.enter())
+        await gate.until_begun(1)
+        connection = values._pool._processes._connection
+        assert connection is not None
+        assert connection._transport is not None
+        connection._transport.write(struct.pack("<I", 1) + b"\xc1")
+        await until(values, ["retired"])
+        assert wait_for_end([values.workers[0].pid], 10.0) == []
+        await gate.open()
+        assert await held == gate.workers[0].pid
+
+
+@contextmanager
+def files_used_up(pid: int) -> Iterator[None]:
+    """The process may open one more; a fork takes four."""
+    used = {int(name) for name in os.listdir(f"/proc/{pid}/fd")}
+    free = next(number for number in itertools.count() if number not in used)
+    soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (free + 1, hard))
+    try:
+        yield
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_a_fork_that_fails_harms_no_other_worker() -> None:
+    async with sglrl.spawn(Gate, restarts=0) as gate:
+        held = asyncio.ensure_future(gate.enter())
+        await gate.until_begun(1)
+        with (
+            files_used_up(fork_server().process.pid),
+            pytest.raises(sglrl.WorkerStartError, match=r"could not fork: .*Too many open files"),
+        ):
+            await gate.add_workers()
+        assert states(gate) == ["ready", "retired"]
+        await gate.open()
+        assert await held == gate.workers[0].pid
+        assert await gate.add_workers() == [2]
+
+
+async def test_waiting_for_a_worker_ends_with_the_pool() -> None:
+    async with sglrl.spawn(Values, replicas=2) as values:
+        kill(values, 0)
+        await until(values, ["lost", "ready"])
+        waiting = asyncio.ensure_future(values.wait_until_full())
+        await asyncio.sleep(0)
+        await values.close()
+        with pytest.raises(sglrl.Closed):
+            await waiting
+
+
+async def test_adding_workers_ends_with_the_pool() -> None:
+    async with sglrl.spawn(Values) as values:
+        adding = asyncio.ensure_future(values.add_workers())
+        await asyncio.sleep(0)
+        assert states(values) == ["ready", "starting"]
+        await values.close()
+        with pytest.raises(sglrl.Closed):
+            await adding
+
+
+async def test_adding_workers_that_wait_for_weights_ends_with_the_pool(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def never(*_: Any) -> bool:
+        return await asyncio.Event().wait()
+
+    async with sglrl.spawn(Values) as values:
+        monkeypatch.setattr(values._pool.driver, "must_sync", lambda index: True)
+        monkeypatch.setattr(values._pool.weights, "sync", never)
+        adding = asyncio.ensure_future(values.add_workers())
+        await until(values, ["ready", "syncing"])
+        await values.close()
+        with pytest.raises(sglrl.Closed):
+            await adding
+
+
+async def test_removing_a_worker_ends_with_the_pool() -> None:
+    async with sglrl.spawn(Gate, replicas=2) as gates:
+        held = asyncio.ensure_future(gates[0].enter())
+        await gates[0].until_begun(1)
+        removing = asyncio.ensure_future(gates.remove_worker(0))
+        await until(gates, ["draining", "ready"])
+        await gates.close()
+        for ended in (removing, held):
+            with pytest.raises(sglrl.Closed):
+                await ended
+
+
+async def test_a_worker_goes_also_when_nobody_waits_for_it() -> None:
+    async with sglrl.spawn(Gate, replicas=2) as gates:
+        held = asyncio.ensure_future(gates[0].turn())
+        removing = asyncio.ensure_future(gates.remove_worker(0))
+        await until(gates, ["draining", "ready"])
+        removing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await removing
+        await held
+        await until(gates, ["retired", "ready"])
+
+
+async def test_a_close_that_is_cancelled_changes_nothing() -> None:
+    async with sglrl.spawn(Gate) as gate:
+        held = asyncio.ensure_future(gate.enter())
+        await gate.until_begun(1)
+        closing = asyncio.ensure_future(gate.close(drain=True))
+        await asyncio.sleep(0)
+        with pytest.raises(sglrl.Closed, match="being closed"):
+            await gate.open()
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        await gate.open()
+        assert await held == gate.workers[0].pid
+
+
+async def test_a_close_that_is_cancelled_leaves_another_one_to_its_end() -> None:
+    async with sglrl.spawn(Gate) as gate:
+        held = asyncio.ensure_future(gate.enter())
+        await gate.until_begun(1)
+        one, other = (asyncio.ensure_future(gate.close(drain=True)) for _ in range(2))
+        await asyncio.sleep(0)
+        one.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await one
+        with pytest.raises(sglrl.Closed, match="being closed"):
+            await gate.open()
+        held.cancel()
+        await other
+        assert [worker.state for worker in gate.workers] == ["retired"]
 
 
 async def test_waiting_for_a_worker_that_does_not_come() -> None:
@@ -263,9 +415,16 @@ async def test_waiting_for_a_worker_that_does_not_come() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"restarts": -1}, {"restarts": True}, {"restarts": 1.5}, {"restart_period": 0}]
+    "wrong",
+    [
+        {"restarts": -1},
+        {"restarts": True},
+        {"restarts": 1.5},
+        {"restart_period": 0},
+        {"restart_period": "x"},
+    ],
 )
-def test_wrong_budgets(wrong: dict[str, float]) -> None:
+def test_wrong_budgets(wrong: dict[str, Any]) -> None:
     with pytest.raises(sglrl.UsageError, match=next(iter(wrong))):
         sglrl.launch("fake", engine="fake", **wrong)
     with pytest.raises(sglrl.UsageError, match=next(iter(wrong))):

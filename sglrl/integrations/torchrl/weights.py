@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import secrets
 import shutil
 import weakref
 from collections.abc import Callable, Mapping
@@ -247,10 +248,12 @@ class PoolTransport:
 
 class _Latest(msgspec.Struct):
     """``number``: of the last update; 0: there is none. ``tensors``: by name, the update that has
-    the value."""
+    the value. ``series``: in which updates are numbered; another one when the folder was begun
+    anew."""
 
     number: int
     tensors: dict[str, int]
+    series: str = ""
 
 
 class FolderTransport:
@@ -264,6 +267,7 @@ class FolderTransport:
         self.folder = Path(folder)
         self.num_threads = num_threads
         self.read = 0
+        self._series = ""
         """The last update that was received here."""
 
     def init_all_workers_group(self, model_metadata: Metadata | None = None) -> None:
@@ -281,7 +285,11 @@ class FolderTransport:
         tensors = {name: tensor.detach().cpu() for name, tensor in _flat(weights).items()}
         whole = TensorDict(tensors, batch_size=[]).unflatten_keys(".")
         whole.memmap(str(target), copy_existing=True, num_threads=self.num_threads)
-        now = _Latest(number, (before.tensors if partial else {}) | dict.fromkeys(tensors, number))
+        now = _Latest(
+            number,
+            (before.tensors if partial else {}) | dict.fromkeys(tensors, number),
+            before.series or secrets.token_hex(8),
+        )
         marker = self.folder / f"{_LATEST}.new"
         marker.write_bytes(msgspec.json.encode(now))
         marker.replace(self.folder / _LATEST)
@@ -293,10 +301,9 @@ class FolderTransport:
     def receive_weights(self, timeout: float | None = None, **kwargs: Any) -> Any:
         """What has come since this was last asked, by flat name; None: nothing."""
         latest = self._latest()
-        if latest.number < self.read:
-            # The folder was begun anew.
-            self.read = 0
-        while latest.number != self.read:
+        while (latest.series, latest.number) != (self._series, self.read):
+            if latest.series != self._series:
+                self._series, self.read = latest.series, 0
             since = {n for n in latest.tensors.values() if n > self.read}
             try:
                 folders = {

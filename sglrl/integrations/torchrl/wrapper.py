@@ -413,11 +413,15 @@ class SGLangWrapper(LLMWrapperBase):  # type: ignore[misc]
         masks = []
         given = self._given_assistant_masks(inputs)
         for row, mask, ids in zip(inputs, given, encoded, strict=True):
-            tokens = _plain(row.get((self.masks_key, "all_attention_mask"), None))
+            tokens = row.get((self.masks_key, "all_attention_mask"), None)
+            known = row.get((self.tokens_key, "full"), None)
             if mask is not None and tokens is not None and tokens.shape == mask.shape:
                 mask = mask[tokens.bool().cpu()]
+                if known is not None and known.shape == tokens.shape:
+                    known = known[tokens.bool()]
             # One of other tokens, of an end that the text leaves out, say, says nothing here.
-            masks.append(mask if mask is not None and mask.shape == (len(ids),) else None)
+            fits = mask is not None and mask.shape == (len(ids),)
+            masks.append(mask if fits and (known is None or known.tolist() == ids) else None)
         return [
             Sample(torch.tensor(ids, dtype=torch.long), text=text, assistant_mask=mask)
             for ids, text, mask in zip(encoded, texts, masks, strict=True)
