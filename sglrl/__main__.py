@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import signal
 import sys
 from collections.abc import Sequence
+
+from .config import open_standard_files
 
 INTERRUPTED = 130
 """The exit code shells give a program that SIGINT ended."""
@@ -13,6 +16,14 @@ INTERRUPTED = 130
 def main(arguments: Sequence[str] | None = None, name: str = "sglrl") -> None:
     """Run a command and exit. A Ctrl-C, whenever it comes, is one line and no traceback."""
     code: object = 0
+    open_standard_files()
+    sys.stdin = sys.stdin or open(0)  # noqa: SIM115
+    sys.stdout = sys.stdout or open(1, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(2, "w")  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # What a terminal has no letter for is no reason to lose an answer.
+            stream.reconfigure(errors="backslashreplace")
     try:
         from .cli import app
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from .client import Client
 from .completion import Chunk, Completion, NextTokenLogprobs
+from .config import open_standard_files
 from .controls import WorkerStats
 from .errors import Closed, UsageError
 from .launch import launch
@@ -54,6 +55,7 @@ class BlockingClient:
     def __enter__(self) -> Self:
         if self._loop is not None:
             raise UsageError("this client is running already; make another one")
+        open_standard_files()
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="sglrl-blocking", daemon=True

@@ -6,6 +6,8 @@ Exit codes: 0 success, 1 a check failed or the engine did, 2 wrong usage, 130 Ct
 from __future__ import annotations
 
 import functools
+import importlib.util
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +17,7 @@ import msgspec
 import typer
 from rich.console import Console
 
+from .config import install
 from .errors import SglrlError, UsageError
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -42,6 +45,14 @@ def _command(function: _F) -> _F:
                 f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True
             )
             raise typer.Exit(2 if isinstance(error, UsageError) else 1) from None
+        except BrokenPipeError:
+            raise
+        except (OSError, ImportError) as error:
+            hint = f"; {install('sglang')}" if isinstance(error, ImportError) else ""
+            Console(stderr=True).print(
+                f"error: {error}{hint}", style="red", markup=False, highlight=False, soft_wrap=True
+            )
+            raise typer.Exit(1) from None
 
     app.command()(run)
     return function
@@ -83,11 +94,17 @@ def demo(
     in time, if waiting for every batch is no slower than running ahead, or if a logprob differs
     from what Hugging Face transformers computes with the weights of its policy version.
     """
+    # What would be missed only after minutes.
+    for module in ("matplotlib", "tensordict"):
+        if importlib.util.find_spec(module) is None:
+            raise UsageError(f"the demo needs {module}: {install('demo')}")
+    _check_target("--json", json)
+    _check_target("--plot", plot, makes_folder=True)
+
     from .demo.report import save_plot, table_of
     from .demo.run import DemoSettings, run_demo
     from .demo.tasks import TASKS
 
-    _check_folder(json)
     report = run_demo(
         DemoSettings(
             tasks=tuple(task or TASKS),
@@ -101,10 +118,10 @@ def demo(
         Console(stderr=True),
     )
     Console().print(table_of(report))
-    save_plot(report, plot)
-    Console().print(f"plot: {plot}", highlight=False, soft_wrap=True)
     if json is not None:
         json.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
+    save_plot(report, plot)
+    Console().print(f"plot: {plot}", highlight=False, soft_wrap=True)
     if report.failures:
         raise typer.Exit(1)
 
@@ -139,7 +156,7 @@ def check(
     from .check.report import table_of
     from .check.run import CheckSettings, run_check
 
-    _check_folder(json)
+    _check_target("--json", json)
     report = run_check(
         CheckSettings(
             model=model,
@@ -194,7 +211,9 @@ def generate(
     from .launch import launch
 
     if not prompts:
-        prompts = [line.rstrip("\n") for line in sys.stdin]
+        prompts = [line.rstrip("\r\n") for line in sys.stdin]
+        if "" in prompts:
+            raise UsageError(f"line {prompts.index('') + 1} of standard input is empty")
     if not prompts:
         raise UsageError("there is no prompt: give one as an argument, or lines on standard input")
     inputs: dict[str, Any] = {"prompt": prompts}
@@ -220,8 +239,7 @@ def generate(
     _quiet()
     for i, completion in enumerate(uvloop.run(sample())):
         if json:
-            line = _as_json(prompts[i // n], completion)
-            sys.stdout.write(msgspec.json.encode(line).decode() + "\n")
+            _print_json(msgspec.json.encode(_as_json(prompts[i // n], completion)))
         else:
             sys.stdout.write(completion.text + "\n")
 
@@ -239,7 +257,7 @@ def doctor(
     _quiet()
     findings = examine(engine)
     if json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(findings)).decode() + "\n")
+        _print_json(msgspec.json.format(msgspec.json.encode(findings)))
     else:
         Console().print(table_of(findings))
     if not all(finding.ok for finding in findings):
@@ -276,7 +294,7 @@ def keys(
     if add is None:
         lines += [
             f"{DRIVER}.secret stays here. In the program that has the workers:",
-            f'  launch(..., address="tcp://0.0.0.0:*", keys="{folder}")',
+            f'  launch(..., address="tcp://0.0.0.0:*", keys={str(folder)!r})',
         ]
     lines += [
         f"Copy {client}.secret and {DRIVER}.public into a folder on the host that sends weights,",
@@ -286,9 +304,20 @@ def keys(
     sys.stdout.write("\n".join(lines) + "\n")
 
 
-def _check_folder(json: Path | None) -> None:
-    if json is not None and not json.absolute().parent.is_dir():
-        raise UsageError(f"--json {json}: there is no such folder")
+def _check_target(option: str, file: Path | None, *, makes_folder: bool = False) -> None:
+    """Raise ``UsageError`` if the file cannot be written, before there is anything to write."""
+    if file is None:
+        return
+    file = file.absolute()
+    folder = file.parent
+    while makes_folder and not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    if not folder.is_dir():
+        raise UsageError(f"{option} {file}: there is no such folder")
+    if file.is_dir():
+        raise UsageError(f"{option} {file} is a folder; name a file")
+    if not os.access(file if file.exists() else folder, os.W_OK):
+        raise UsageError(f"{option} {file} cannot be written")
 
 
 def _model(name: str) -> str:
@@ -297,6 +326,13 @@ def _model(name: str) -> str:
 
         return str(tiny_model())
     return name
+
+
+def _print_json(text: bytes) -> None:
+    """In UTF-8, whatever the terminal's encoding is."""
+    sys.stdout.flush()
+    sys.stdout.buffer.write(text + b"\n")
+    sys.stdout.flush()
 
 
 def _as_json(prompt: str, completion: Any) -> dict[str, Any]:

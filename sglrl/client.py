@@ -119,6 +119,8 @@ class Client:
                 are refused with ``Closed``.
         """
         await self._pool.close(drain=drain, timeout=timeout)
+        if self._pool._is_forked:
+            return
         self._weights.close()
         if self._gateway is not None:
             await self._gateway.close()

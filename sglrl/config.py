@@ -229,6 +229,17 @@ def positive(name: str, value: Any) -> int:
     return value
 
 
+def open_standard_files() -> None:
+    """Those of 0, 1 and 2 that are closed, on nothing: libuv ends a program in which it gets one of
+    them for a file of its own."""
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            # The lowest number that is free, which is this one.
+            os.open(os.devnull, os.O_RDWR)
+
+
 def install(extra: str) -> str:
     """What to do for an extra that is missing, as a message says it."""
     return f"pip install -e '.[{extra}]' in sglrl's folder"

@@ -201,6 +201,15 @@ class Driver:
     def shut_down_worker(self, index: int) -> None:
         self._send(self.fabric.members[index], [encode(Shutdown())])
 
+    def check_loop(self) -> None:
+        """Raises ``UsageError`` on another event loop than the one that it was made on."""
+        if asyncio.get_running_loop() is not self.loop:
+            raise UsageError(
+                "this was started on another event loop than the one that it is used on, where its "
+                "answers would never arrive; use it on the loop that started it (pytest-asyncio: "
+                "the same loop_scope), or sglrl.blocking"
+            )
+
     # --- calls ------------------------------------------------------------------------------------
 
     def submit(self, call: Call) -> None:
@@ -212,12 +221,7 @@ class Driver:
                 # Workers begin with these while the tasks of this turn make more.
                 self._flush()
             return
-        if asyncio.get_running_loop() is not self.loop:
-            raise UsageError(
-                "this was started on another event loop than the one that it is used on, where its "
-                "answers would never arrive; use it on the loop that started it (pytest-asyncio: "
-                "the same loop_scope), or sglrl.blocking"
-            )
+        self.check_loop()
         fabric.submit(call, now())
         self._flush_scheduled = True
         self.loop.call_soon(self._end_of_turn)

@@ -38,6 +38,7 @@ _decoder = msgspec.msgpack.Decoder(FromForkServer)
 _servers: dict[str, ForkServer] = {}
 _dead: list[ForkServer] = []
 _lock = threading.Lock()
+_at_exit = False
 
 
 def tail(path: str | Path, lines: int = 40) -> str:
@@ -52,6 +53,25 @@ def tail(path: str | Path, lines: int = 40) -> str:
     return "\n".join(text.splitlines()[-lines:])
 
 
+_LONGEST_BASE = 64
+"""Bytes of a path: with a pool's folder behind it a socket's fits into what the system has for
+it, 107."""
+
+
+def _private_folder() -> Path:
+    """Of sockets, for this user alone. Where ``TMPDIR`` is too long for these, in /tmp."""
+    base = tempfile.gettempdir()
+    if len(os.fsencode(base)) > _LONGEST_BASE:
+        base = "/tmp"
+    try:
+        return Path(tempfile.mkdtemp(prefix="sglrl-", dir=base))
+    except OSError as error:
+        raise WorkerStartError(
+            f"no folder for sockets can be made in {base} ({error.strerror}); set TMPDIR to one "
+            f"that can be written, with a path of at most {_LONGEST_BASE} bytes"
+        ) from None
+
+
 class ForkServer:
     """A running fork server process and the private folder (0700) that its sockets live in."""
 
@@ -60,20 +80,27 @@ class ForkServer:
         self.warm = False
         self.leaving = False
         self.pid = os.getpid()
-        self.folder = Path(tempfile.mkdtemp(prefix="sglrl-"))
+        self.folder = _private_folder()
         self.path = self.folder / "fork.sock"
         self.log = self.folder / "fork.log"
+        try:
+            self.process = self._start()
+        except BaseException:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            raise
+
+    def _start(self) -> subprocess.Popen[bytes]:
         with self.log.open("wb") as log, socket.socket(socket.AF_UNIX) as listener:
             # Bound here and inherited, so that a connection can be made before the child runs.
             listener.bind(str(self.path))
             listener.listen(64)
-            self.process = subprocess.Popen(
+            return subprocess.Popen(
                 [
                     sys.executable,
                     "-m",
                     "sglrl_workers.zygote",
                     str(listener.fileno()),
-                    preload,
+                    self.preload,
                     str(self.pid),
                 ],
                 pass_fds=[listener.fileno()],
@@ -119,6 +146,8 @@ class ForkServer:
 def fork_server(preload: str) -> ForkServer:
     """The process's fork server for ``preload`` ("plain" or "sglang"), started if need be."""
     with _lock:
+        if _at_exit:
+            raise WorkerStartError("the program ends: no fork server is started any more")
         server = _servers.get(preload)
         if server is None or not server.alive:
             if server is not None:
@@ -141,7 +170,13 @@ def shutdown_fork_servers() -> None:
         server.close()
 
 
-atexit.register(shutdown_fork_servers)
+def _exit() -> None:
+    global _at_exit
+    _at_exit = True
+    shutdown_fork_servers()
+
+
+atexit.register(_exit)
 
 
 class ForkConnection(asyncio.Protocol):

@@ -50,7 +50,10 @@ def make_keys(folder: str | PathLike[str], *, force: bool = False) -> list[Path]
         UsageError: there are keys already (``force`` replaces them), or it cannot be written.
         InvalidKeys: the folder exists and others can get into it.
     """
-    path = Path(folder).expanduser()
+    try:
+        path = Path(folder).expanduser()
+    except RuntimeError as error:
+        raise UsageError(f"{folder}: {error}") from None
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         mode = path.stat().st_mode

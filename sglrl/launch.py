@@ -406,7 +406,7 @@ class _Progress:
             logger.info("%s", text)
 
     def begin(self) -> None:
-        if not sys.stderr.isatty():
+        if sys.stderr is None or not sys.stderr.isatty():
             return
         from rich.console import Console
 

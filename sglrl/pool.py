@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import secrets
 import time
 from collections import Counter
@@ -102,6 +103,7 @@ class Pool:
         self._supervision: dict[int, Supervision] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._entered = self._started = False
+        self._pid = os.getpid()
         self._closing = False
         self._draining = 0
         """How many wait for the last calls."""
@@ -144,6 +146,12 @@ class Pool:
     def ready(self, index: int) -> Ready:
         """What worker ``index`` said of itself when it became ready."""
         return self._workers[index].ready.result()
+
+    @property
+    def _is_forked(self) -> bool:
+        """This process is a copy of the one that has the pool: what it does with the sockets, and
+        their locks, harms or hangs."""
+        return os.getpid() != self._pid
 
     def _enter_once(self) -> None:
         if self._entered:
@@ -265,8 +273,10 @@ class Pool:
             drain: first wait until the calls made so far have ended, at most ``timeout`` seconds;
                 new ones are refused with ``Closed``.
         """
-        if self._closing:
+        if self._closing or self._is_forked:
             return
+        if self._driver is not None:
+            self._driver.check_loop()
         if drain and self._started:
             await self._drain(timeout)
             if self._closing:
@@ -339,6 +349,7 @@ class Pool:
             DeadlineExceeded: some do not within ``timeout`` seconds; says which.
             WorkerLost: all are retired.
         """
+        self.driver.check_loop()
         check_timeout(timeout)
         try:
             async with asyncio.timeout(timeout):
@@ -373,6 +384,7 @@ class Pool:
                 new ones is left.
         """
         self.check_open()
+        self.driver.check_loop()
         try:
             await self._processes.reconnect()
         except TimeoutError:
@@ -428,6 +440,7 @@ class Pool:
             UsageError: there is no such worker, it is going already, or it is the last one.
         """
         self.check_open()
+        self.driver.check_loop()
         check_timeout(timeout)
         member = self.driver.fabric.members.get(index)
         if member is None or member.state in (DRAINING, RETIRED):
@@ -617,6 +630,8 @@ class Pool:
             said = f"; its last output:\n{output}" if output else ""
             level = logging.DEBUG if self._processes.leaving else logging.ERROR
             logger.log(level, "worker %d was lost: %s%s", index, reason, said)
+        if self._processes.leaving:
+            worker.returns = False
         self._lost(worker, reason)
         if worker.running:
             # One rank is gone: the others cannot go on without it.

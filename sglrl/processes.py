@@ -115,7 +115,11 @@ class Processes:
         Raises:
             UsageError: something in it cannot be sent.
         """
-        here = os.getcwd()
+        try:
+            here = os.getcwd()
+        except OSError:
+            # It was removed.
+            here = "/"
         # Others are no folders to Python either.
         path = [p or here for p in sys.path if isinstance(p, str) and is_text(p)]
         try:

@@ -328,8 +328,9 @@ class RemotePool(Pool):
     async def close(self, *, drain: bool = False, timeout: float = 600.0) -> None:
         """Take leave; the pool goes on."""
         driver = self._driver
-        if self._closing or driver is None:
+        if self._closing or driver is None or self._is_forked:
             return
+        driver.check_loop()
         if drain:
             await self._drain(timeout)
             if self._closing:

@@ -345,7 +345,9 @@ class Zygote:
         # In C, so that it also works while no Python can run.
         faulthandler.register(signal.SIGUSR1, file=2, all_threads=True, chain=False)
         os.environ.update(request.env)
-        os.chdir(request.cwd)
+        with contextlib.suppress(OSError):
+            # It may have been removed.
+            os.chdir(request.cwd)
         sys.path[:] = request.sys_path
         sys.argv[:] = ["sglrl-worker"]
         from .__main__ import run

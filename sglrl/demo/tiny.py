@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import quote
 
 from ..config import cache_dir
+from ..errors import UsageError
 
 RECIPE = 1
 """Changes whenever what is made changes, so that an old cache is not used."""
@@ -157,8 +158,14 @@ def tiny_model(**options: Any) -> Path:
     folder = cache_dir() / "-".join(["tiny", str(RECIPE), *values])
     if folder.is_dir():
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=".making-", dir=folder.parent))
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=".making-", dir=folder.parent))
+    except OSError as error:
+        raise UsageError(
+            f"{folder.parent} cannot be written ({error.strerror}); set SGLRL_CACHE to a folder "
+            "for models that are made here"
+        ) from None
     try:
         make_model(scratch, **options)
         os.replace(scratch, folder)

@@ -21,7 +21,7 @@ class RolloutProgress:
     """``wanted`` None: on a terminal only. ``total``: items of the data set, if that is known."""
 
     def __init__(self, total: int | None, wanted: bool | None) -> None:
-        terminal = sys.stderr.isatty()
+        terminal = sys.stderr is not None and sys.stderr.isatty()
         self._total = total
         self._wanted = terminal if wanted is None else wanted
         self._terminal = terminal

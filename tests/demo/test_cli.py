@@ -117,7 +117,7 @@ def test_keys_says_what_it_made_and_what_goes_where(tmp_path: Path) -> None:
         wanted = 0o600 if name.endswith(".secret") else 0o644
         assert (folder / name).stat().st_mode & 0o777 == wanted
         assert name in process.stdout
-    assert f'launch(..., address="tcp://0.0.0.0:*", keys="{folder}")' in process.stdout
+    assert f'launch(..., address="tcp://0.0.0.0:*", keys={str(folder)!r})' in process.stdout
     assert "Copy trainer.secret and driver.public into a folder" in process.stdout
     for name in names:
         assert (folder / name).read_text().strip() not in process.stdout
