@@ -331,6 +331,7 @@ class ScoreArgs(msgspec.Struct, array_like=True, gc=False, frozen=True):
     input_ids: bytes
     start: int = 0
     top_logprobs: int = 0
+    priority: int = 0
 
 
 class NextTokenArgs(msgspec.Struct, array_like=True, gc=False, frozen=True):
@@ -340,6 +341,7 @@ class NextTokenArgs(msgspec.Struct, array_like=True, gc=False, frozen=True):
 
     input_ids: bytes
     top_k: int = 0
+    priority: int = 0
 
 
 class PauseArgs(msgspec.Struct, array_like=True, frozen=True):

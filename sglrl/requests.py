@@ -235,7 +235,7 @@ class Requests:
                 )
             future: asyncio.Future[Any] = loop.create_future()
             futures.append(future)
-            args = ScoreArgs(ids, start, top)
+            args = ScoreArgs(ids, start, top, priority)
             if len(ids) > self._max_ids:
                 self._check_size(args)
             calls.append(
@@ -266,7 +266,7 @@ class Requests:
             self._check_length(len(ids) // 4)
         if top_k is not None and (type(top_k) is not int or not 1 <= top_k <= self.vocab_size):
             raise InvalidRequest(f"top_k must be None or in 1..{self.vocab_size}, got {top_k!r}")
-        args = NextTokenArgs(ids, top_k or 0)
+        args = NextTokenArgs(ids, top_k or 0, priority)
         if len(ids) > self._max_ids:
             self._check_size(args)
         return Call(

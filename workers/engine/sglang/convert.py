@@ -28,6 +28,8 @@ from .no_tokenizer import NoTokenizer
 
 _sampling = msgspec.msgpack.Decoder(Sampling)
 _SAMPLINGS = 256
+_MOST_BYTES = 4
+"""Of a character."""
 PROGRESS_TOKENS = 64
 """A call that is not streamed still reports so often, in tokens: what a lost worker's call loses at
 most. Each report costs the scheduler's thread as much as several tokens."""
@@ -105,6 +107,11 @@ def sampling_params(raw: bytes, stream: bool, tokenizer: Any, vocab_size: int) -
     try:
         params.normalize(tokenizer)
         params.verify(vocab_size)
+        # How many of the last tokens SGLang looks at. It takes as many as the tokenizer makes of
+        # the text, and one for each character of an expression; but a model may write the same
+        # text in as many tokens as it has bytes.
+        params.stop_str_max_len = max((len(text.encode()) for text in s.stop), default=0)
+        params.stop_regex_max_len *= _MOST_BYTES
     except (ValueError, re.error, OverflowError, RecursionError) as error:
         raise InvalidRequest(str(error)) from None
     return params
@@ -133,7 +140,9 @@ def generate_request(
     )
 
 
-def score_request(id_: int, args: ScoreArgs, params: SamplingParams) -> TokenizedGenerateReqInput:
+def score_request(
+    id_: int, args: ScoreArgs, params: SamplingParams, priority: int | None = None
+) -> TokenizedGenerateReqInput:
     """A prefill that returns the logprobs of the prompt's own tokens."""
     return _request(
         id_,
@@ -144,11 +153,12 @@ def score_request(id_: int, args: ScoreArgs, params: SamplingParams) -> Tokenize
         logprob_start_len=max(0, args.start - 1),
         top_logprobs_num=args.top_logprobs,
         stream=False,
+        priority=priority,
     )
 
 
 def next_token_request(
-    id_: int, args: NextTokenArgs, params: SamplingParams
+    id_: int, args: NextTokenArgs, params: SamplingParams, priority: int | None = None
 ) -> TokenizedGenerateReqInput:
     """A prefill whose logits are read where they are computed (``next_token.py``)."""
     return _request(
@@ -159,6 +169,7 @@ def next_token_request(
         logprob_start_len=-1,
         top_logprobs_num=0,
         stream=False,
+        priority=priority,
     )
 
 

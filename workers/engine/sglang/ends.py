@@ -1,8 +1,10 @@
-"""What ends an output: SGLang's rules, but for two.
+"""What ends an output: SGLang's rules, but for three.
 
 * The last token that a request may have can be the one that ends it: an end of sequence, a stop
   token, or the end of a stop string. SGLang (0.5.17 to 0.5.23) looks at the length first and at
   nothing else then, so a complete answer was "length": cut off, to a trainer that masks those.
+* An abort lets a request make one more step. If the token of that ends it, it has ended: who goes
+  on with what was aborted (a session's turn) would go on behind the end.
 * ``ignore_eos`` is about the model's own end. SGLang leaves the request's ``stop_token_ids`` out,
   too.
 """
@@ -12,7 +14,12 @@ from __future__ import annotations
 from functools import wraps
 from typing import Any
 
-from sglang.srt.managers.schedule_batch import FINISH_LENGTH, FINISH_MATCHED_TOKEN, Req
+from sglang.srt.managers.schedule_batch import (
+    FINISH_ABORT,
+    FINISH_LENGTH,
+    FINISH_MATCHED_TOKEN,
+    Req,
+)
 
 _update = Req.update_finish_state
 _check_tokens = Req._check_token_based_finish
@@ -31,14 +38,19 @@ def install() -> None:
 def _update_finish_state(self: Any, new_accepted_len: int = 1) -> None:
     ended = self.finished()
     _update(self, new_accepted_len)
-    if ended or type(self.finished_reason) is not FINISH_LENGTH or not self.output_ids:
+    reason = self.finished_reason
+    # With a status it is an error, and none that somebody asked for.
+    asked = type(reason) is FINISH_ABORT and reason.status_code is None
+    if ended or not (asked or type(reason) is FINISH_LENGTH):
         return
-    length, self.finished_reason = self.finished_reason, None
+    if not self.output_ids or not new_accepted_len:
+        return
+    self.finished_reason = None
     self._check_str_based_finish(new_accepted_len)
     if self.finished_reason is None:
         self._check_token_based_finish(self.output_ids[-new_accepted_len:])
     if self.finished_reason is None:
-        self.finished_reason = length
+        self.finished_reason = reason
 
 
 @wraps(_check_tokens)

@@ -3,16 +3,21 @@ its tokens so far are output, not prompt, so every limit, stop string, penalty a
 from where it was. Prefill covers prompt and output; nothing is sent twice.
 
 SGLang forgets the penalties of a retracted request (its penalizers begin anew with each prefill);
-here they are given back, to retracted requests too.
+here they are given back, to retracted requests too. And with overlap SGLang (0.5.17 to 0.5.23)
+tells its penalizers of a request's last token once a step, whatever has come since the step before:
+a prefill in between has it leave one token out and count the next one twice, and the first step
+counts the prompt's last token. Here they are told of each token once, when it is there.
 """
 
 from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import torch
+from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.sampling.penaltylib import (
     BatchedFrequencyPenalizer,
     BatchedMinNewTokensPenalizer,
@@ -68,19 +73,48 @@ def install() -> None:
         if orchestrator.is_required:
             for penalizer in orchestrator.penalizers.values():
                 if penalizer.is_prepared():
-                    restore(penalizer, [seen(request, batch) for request in batch.reqs])
+                    restore(penalizer, [seen(request) for request in batch.reqs])
         return info
 
     SamplingBatchInfo.from_schedule_batch = classmethod(with_penalties)
+    ScheduleBatch.cumulate_penalty_output_tokens = _cumulate
 
 
-def seen(request: Any, batch: Any) -> list[int]:
-    """The tokens that SGLang's penalizers would have been told of by now. With overlap it tells
-    them of each one a step late, and first of the prompt's last."""
-    output = list(request.output_ids)
-    if not output or not batch.enable_overlap:
-        return output
-    return [request.origin_input_ids[-1], *output[:-1]]
+_of_last_tokens = ScheduleBatch.cumulate_penalty_output_tokens
+
+
+@wraps(_of_last_tokens)
+def _cumulate(self: Any) -> None:
+    """Of a batch that is about to decode."""
+    if not self.enable_overlap:
+        _of_last_tokens(self)
+        return
+    new = [len(request.output_ids) - getattr(request, "sglrl_told", 0) for request in self.reqs]
+    if all(count == 1 for count in new):
+        for request in self.reqs:
+            request.sglrl_told = len(request.output_ids)
+        _of_last_tokens(self)
+        return
+    rows = [
+        list(request.output_ids[len(request.output_ids) - count :])
+        for request, count in zip(self.reqs, new, strict=True)
+    ]
+    for request in self.reqs:
+        request.sglrl_told = len(request.output_ids)
+    for penalizer in self.sampling_info.penalizer_orchestrator.penalizers.values():
+        if not penalizer.is_prepared():
+            continue
+        if isinstance(penalizer, BatchedMinNewTokensPenalizer):
+            # Of steps, also of the one whose token is not there yet.
+            penalizer.len_output_tokens += 1
+        else:
+            restore(penalizer, rows)
+
+
+def seen(request: Any) -> list[int]:
+    """Of a request that is prefilled: what penalizers that begin anew are told of."""
+    request.sglrl_told = len(request.output_ids)
+    return list(request.output_ids)
 
 
 def restore(penalizer: Any, outputs: list[list[int]]) -> None:

@@ -99,7 +99,8 @@ _REQUESTS = (TokenizedGenerateReqInput, Resume)
 @dataclass
 class PauseCommand:
     """Travels through SGLang's own broadcast to all ranks of a replica, like a request. ``call``:
-    that asked for it, or -1. ``mode``: "in_place", "retract" or "" (go on). ``inflight``: as of a
+    that asked for it, or -1. ``mode``: "in_place", "retract", "" (go on) or "wait": who runs gives
+    its place back, in an engine that is paused by then. ``inflight``: as of a
     ``WeightCommand``: "drain": it is to come when nothing runs any more."""
 
     call: int
@@ -184,9 +185,8 @@ class Adapter:
         scheduler = self.scheduler
         check_top(args.top_logprobs, scheduler.model_config.vocab_size)
         params = self.samplings.get(bytes(args.sampling), args.stream)
-        priority = args.priority if scheduler.enable_priority_scheduling else None
         begun = convert.token_array(args.resume)
-        asked = convert.generate_request(id_, args, params, priority)
+        asked = convert.generate_request(id_, args, params, self._priority(args))
         if begun:
             self.incoming.append(Resume(convert.request_id(id_), begun))
         self.incoming.append(asked)
@@ -205,16 +205,20 @@ class Adapter:
             raise InvalidRequest(f"start={args.start} is not within the {count} tokens given")
         check_top(args.top_logprobs, self.scheduler.model_config.vocab_size)
         params = convert.score_params()
-        self.incoming.append(convert.score_request(id_, args, params))
+        self.incoming.append(convert.score_request(id_, args, params, self._priority(args)))
         self.requests[id_] = _Request(self.scheduler.sglrl_version, args.top_logprobs, args.start)
 
     def next_token_logprobs(self, id_: int, args: NextTokenArgs) -> None:
         if len(args.input_ids) < 4:
             raise InvalidRequest("there is no token given")
         check_top(args.top_k, self.scheduler.model_config.vocab_size)
-        self.incoming.append(convert.next_token_request(id_, args, self.next_tokens.params))
+        params, priority = self.next_tokens.params, self._priority(args)
+        self.incoming.append(convert.next_token_request(id_, args, params, priority))
         self.requests[id_] = _Request(self.scheduler.sglrl_version, args.top_k)
         self.next_tokens.wanted[convert.request_id(id_)] = args.top_k
+
+    def _priority(self, args: GenerateArgs | ScoreArgs | NextTokenArgs) -> int | None:
+        return args.priority if self.scheduler.enable_priority_scheduling else None
 
     def abort(self, id_: int) -> None:
         if id_ not in self.requests:
@@ -270,6 +274,10 @@ class Adapter:
 
     def resume(self, id_: int) -> None:
         self._forget_pausing()
+        held = [r for r in self.held_back if isinstance(r, PauseCommand)]
+        self.held_back = [r for r in self.held_back if not isinstance(r, PauseCommand)]
+        for command in held:
+            self.paused(command)
         self.incoming.append(PauseCommand(id_, ""))
 
     def _forget_pausing(self) -> None:
@@ -289,9 +297,7 @@ class Adapter:
     def _aborts(self, except_for: set[str]) -> list[Any]:
         """What makes SGLang return the ``generate`` requests that it has, with what they have. In a
         paused engine nothing ends that runs: there they are made to wait first."""
-        aborts: list[Any] = []
-        if self.scheduler.sglrl_paused:
-            aborts.append(PauseCommand(-1, "retract"))
+        aborts: list[Any] = [PauseCommand(-1, "wait")]
         for id_, request in self.requests.items():
             rid = convert.request_id(id_)
             known = id_ in self.cancelled or id_ in self.returned
@@ -425,18 +431,27 @@ class Adapter:
             fresh = {r.rid for r in incoming if isinstance(r, TokenizedGenerateReqInput)}
             if command.inflight == "abort":
                 incoming += self._aborts(fresh)
-                if self.scheduler.sglrl_paused:
+                goes_on = any(isinstance(r, PauseCommand) and not r.mode for r in incoming)
+                if self.scheduler.sglrl_paused and not goes_on:
                     # What waits to be returned does so at once, and nothing else runs.
                     return [*incoming, command]
             self.draining = command
-        self.held_back += [r for r in incoming if isinstance(r, _REQUESTS)]
-        passed = [r for r in incoming if not isinstance(r, _REQUESTS)]
+        # Who is paused ends nothing: what is to come when nothing runs would never come.
+        waits = isinstance(self.draining, PauseCommand) or self.draining.inflight == "abort"
+
+        def is_later(request: Any) -> bool:
+            pauses = isinstance(request, PauseCommand) and request.mode in ("in_place", "retract")
+            return isinstance(request, _REQUESTS) or (waits and pauses)
+
+        self.held_back += [r for r in incoming if is_later(r)]
+        passed = [r for r in incoming if not is_later(r)]
         if passed or not self.scheduler.is_fully_idle():
             return passed
         command, self.draining = self.draining, None
         back, self.held_back = self.held_back, []
+        pauses = [r for r in back if isinstance(r, PauseCommand)]
         # Behind the command they are prefilled with the new weights.
-        return [*back, command]
+        return [*(r for r in back if not isinstance(r, PauseCommand)), command, *pauses]
 
     def _given_up(self, command: WeightCommand | PauseCommand) -> bool:
         if isinstance(command, PauseCommand):
@@ -701,6 +716,10 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
         super().process_input_requests(theirs)
 
     def _sglrl_pause(self, command: PauseCommand) -> None:
+        if command.mode == "wait":
+            if self.sglrl_paused:
+                self.pause_generation(PauseGenerationReqInput(mode="retract"))
+            return
         if command.mode == "retract":
             self.pause_generation(PauseGenerationReqInput(mode="retract"))
         self._engine_paused = bool(command.mode)
