@@ -62,6 +62,17 @@ async def test_the_last_token_may_end_a_stop_string(client: sglrl.Client, room: 
     assert (made.finish_reason, made.stop_match) == ("length", None)
 
 
+@pytest.mark.parametrize("stop", ["answer", "日本"])
+async def test_stop_strings_are_found_in_whatever_tokens(client: sglrl.Client, stop: str) -> None:
+    """A model need not write a text in the tokens that its tokenizer makes of it."""
+    wanted: dict[str, Any] = {"regex": f"xx {stop} yyyy zzz", "max_new_tokens": 60, "n": 20}
+    for how in ({"stop": stop}, {"stop_regex": stop}):
+        found = await client.generate(messages=ASK, temperature=2.0, **wanted, **how)
+        for made in found:
+            assert made.finish_reason == "stop"
+            assert made.text == ("xx " if "stop" in how else f"xx {stop}")
+
+
 @pytest.mark.parametrize("room", [0, 5])
 async def test_stop_tokens_count_also_where_the_models_own_end_does_not(
     client: sglrl.Client, room: int

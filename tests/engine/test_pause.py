@@ -215,6 +215,58 @@ async def test_new_weights_while_it_is_paused(lab: Lab, inflight: str, mode: Any
     await lab.check()
 
 
+async def test_pausing_while_what_runs_is_being_ended(lab: Lab) -> None:
+    client = lab.client
+    for also in (client.pause("abort"), lab.other(inflight="abort")):
+        calls = begin(client, 4, ENDLESS)
+        await until_running(client, 4)
+        await asyncio.gather(also, client.pause())
+        assert {c.finish_reason for c in await asyncio.gather(*calls)} == {"abort"}
+        await standing(client)
+        await client.resume()
+    await lab.check()
+
+
+async def test_ending_all_beside_pausing_and_going_on(lab: Lab) -> None:
+    client = lab.client
+    for first in ("pause", "resume"):
+        calls = begin(client, 4, ENDLESS)
+        await until_running(client, 4)
+        if first == "resume":
+            await client.pause()
+        _, ended = await asyncio.gather(getattr(client, first)(), client.abort())
+        assert ended == 4
+        assert {c.finish_reason for c in await asyncio.gather(*calls)} == {"abort"}
+        if first == "pause":
+            await client.resume()
+        (made,) = await client.generate(input_ids=PROMPTS[:1], **SHORT)
+        assert made.finish_reason == "length"
+
+
+async def test_a_turn_that_has_ended_is_not_gone_on_with(lab: Lab) -> None:
+    client = lab.client
+    (eos,) = client.info.eos_token_ids
+    running = True
+
+    async def keep_aborting() -> None:
+        while running:
+            await client.abort()
+
+    async def turn(i: int) -> str:
+        async with client.session(input_ids=PROMPTS[i % len(PROMPTS)]) as session:
+            made = await session.generate(regex="(ab|cd)+", max_new_tokens=60)
+            assert made.finish_reason in ("stop", "length")
+            assert eos not in made.output_ids[:-1]
+            return made.text
+
+    aborting = asyncio.ensure_future(keep_aborting())
+    texts = await asyncio.gather(*(turn(i) for i in range(40)))
+    running = False
+    await aborting
+    for text in texts:
+        assert set(zip(text[::2], text[1::2], strict=False)) <= {("a", "b"), ("c", "d")}
+
+
 async def test_what_the_readme_shows(lab: Lab) -> None:
     code = example("next_token_logprobs")
     names: dict[str, Any] = {"client": lab.client, "ids": PROMPTS[1], "n": 2}

@@ -222,3 +222,30 @@ async def test_a_resumed_request_goes_through_a_weight_update(
     assert second.stop == 1000
     whole = await client.generate(input_ids=PROMPT, **long)
     assert made.output_ids.tolist() == whole.output_ids.tolist()
+
+
+async def test_with_overlap_penalties_count_every_token_once(
+    qwen: Path, reference: Reference
+) -> None:
+    """But for the last one, which may not be there yet; also while others are prefilled."""
+    penalty = 0.7
+    async with sglrl.launch(qwen, device="cpu", disable_overlap_schedule=False) as client:
+        call = asyncio.ensure_future(
+            client.generate(input_ids=PROMPT, frequency_penalty=penalty, **WANTED)
+        )
+        prompts = ([100 + i % 300, i % 97 + 3, 7] for i in range(1 << 20))
+        while not call.done():
+            await client.generate(input_ids=next(prompts), max_new_tokens=1)
+        made = await call
+    output = made.output_ids.tolist()
+    logits = reference.logits([*PROMPT, *output])[len(PROMPT) - 1 :]
+    assert made.logprobs is not None
+    for at, (token, logprob) in enumerate(zip(output, made.logprobs, strict=True)):
+        off = []
+        for counted in (output[:at], output[: max(0, at - 1)]):
+            row = logits[at].clone()
+            row.index_add_(
+                0, torch.tensor(counted, dtype=torch.long), torch.full((len(counted),), -penalty)
+            )
+            off.append(abs(float(torch.log_softmax(row, -1)[token]) - float(logprob)))
+        assert min(off) < 1e-3, (at, off)
