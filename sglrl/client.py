@@ -50,6 +50,7 @@ class Client:
         more: Callable[[int, list[Birth]], list[Birth]] | None = None,
     ) -> None:
         self._pool = pool
+        self._pid = os.getpid()
         self._more = more
         self._weight_device = weight_device
         self._timeout = timeout
@@ -118,9 +119,10 @@ class Client:
             drain: first wait for the calls that there are, at most ``timeout`` seconds; new ones
                 are refused with ``Closed``.
         """
-        await self._pool.close(drain=drain, timeout=timeout)
-        if self._pool._is_forked:
+        if os.getpid() != self._pid:
+            # This is a copy of the process that has it.
             return
+        await self._pool.close(drain=drain, timeout=timeout)
         self._weights.close()
         if self._gateway is not None:
             await self._gateway.close()

@@ -72,6 +72,50 @@ def test_generate_writes_a_line_per_sample() -> None:
         assert line["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize("closed", [0, 1, 2])
+def test_generate_without_a_standard_file(closed: int) -> None:
+    """As daemons have none of them, or ``<&-`` says."""
+    command = "generate tiny hello --engine fake --max-new-tokens 5"
+    sign = "<" if closed == 0 else ">"
+    process = subprocess.run(
+        ["sh", "-c", f"exec {sys.executable} -m sglrl {command} {closed}{sign}&-"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.startswith("hello") == (closed != 1)
+
+
+def test_generate_where_the_terminal_has_no_letter_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    command = ("generate", "tiny", "hé", "--engine", "fake", "--max-new-tokens", "3")
+    process = run(*command)
+    assert process.stdout == "h\\xe9\n", process.stderr
+    found = subprocess.run(
+        [sys.executable, "-m", "sglrl", *command, "--json"], capture_output=True, check=True
+    )
+    assert msgspec.json.decode(found.stdout)["text"] == "hé"
+
+
+def test_folders_whose_names_are_too_long_for_sockets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / ("long" * 20)
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    assert run("doctor").returncode == 0
+    assert not [*folder.glob("sglrl-*")]
+
+
+def test_an_empty_line_is_told_by_its_number() -> None:
+    process = run("generate", "tiny", "--engine", "fake", stdin="one\n\nthree\n")
+    assert process.returncode == 2
+    assert "line 2 of standard input is empty" in process.stderr
+
+
 def test_generate_prints_text() -> None:
     process = run("generate", "tiny", "hello world", "--engine", "fake", "--max-new-tokens", "64")
     assert process.returncode == 0, process.stderr
@@ -90,7 +134,10 @@ def test_generate_prints_text() -> None:
         (["check", "--device", "tpu"], "device must be"),
         (["demo", "--json", "/no/such/folder/x.json"], "there is no such folder"),
         (["check", "--json", "/no/such/folder/x.json"], "there is no such folder"),
+        (["check", "--json", "/"], "is a folder"),
+        (["demo", "--plot", "/"], "is a folder"),
         (["check", "--rollouts", "0"], "--rollouts"),
+        (["keys", "~nobody-of-this-name/x"], "home directory"),
         (["demo", "--task", "sing"], "unknown task 'sing'; known: repeat, lookup"),
         (["demo", "--steps", "0"], "--steps"),
         (["keys", "/proc/none"], "/proc/none cannot be made"),

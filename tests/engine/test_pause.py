@@ -217,10 +217,10 @@ async def test_new_weights_while_it_is_paused(lab: Lab, inflight: str, mode: Any
 
 async def test_pausing_while_what_runs_is_being_ended(lab: Lab) -> None:
     client = lab.client
-    for also in (client.pause("abort"), lab.other(inflight="abort")):
+    for ends in (lambda: client.pause("abort"), lambda: lab.other(inflight="abort")):
         calls = begin(client, 4, ENDLESS)
         await until_running(client, 4)
-        await asyncio.gather(also, client.pause())
+        await asyncio.gather(ends(), client.pause())
         assert {c.finish_reason for c in await asyncio.gather(*calls)} == {"abort"}
         await standing(client)
         await client.resume()

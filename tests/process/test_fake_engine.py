@@ -271,6 +271,20 @@ async def test_scores_that_cannot_fit_a_message_are_not_asked_for() -> None:
         assert client._pool.driver.fabric._next_id == 0
 
 
+async def test_what_is_done_on_another_loop() -> None:
+    async with sglrl.launch("fake", engine="fake", replicas=2) as client:
+        for work in (
+            client.close(),
+            client.close(drain=True),
+            client.add_workers(),
+            client.remove_worker(0),
+            client.wait_until_full(),
+        ):
+            with pytest.raises(sglrl.UsageError, match="another event loop"):
+                await asyncio.to_thread(asyncio.run, work)
+        assert [worker.state for worker in client.workers] == ["ready", "ready"]
+
+
 async def test_an_engine_argument_that_cannot_be_sent() -> None:
     client = sglrl.launch("fake", engine="fake", tokens_per_step=np.int64(4))
     with pytest.raises(sglrl.UsageError, match="int64"):

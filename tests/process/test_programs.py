@@ -145,6 +145,45 @@ print(client.generate(input_ids=[7, 8], max_new_tokens=2).output_ids.tolist())
     assert run("-c", program, cwd=tmp_path) == "[7, 8]\n"
 
 
+def test_a_copy_of_the_process_leaves_the_pool_alone(tmp_path: Path) -> None:
+    program = """
+import asyncio, os, sglrl
+
+async def main():
+    async with sglrl.launch("fake", engine="fake") as client:
+        child = os.fork()
+        if not child:
+            raise SystemExit(3)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        print((await client.generate(input_ids=[7], max_new_tokens=1)).output_ids)
+
+asyncio.run(main())
+"""
+    assert run("-c", program, cwd=tmp_path) == "3\n[7]\n"
+
+
+def test_a_folder_that_is_gone(tmp_path: Path) -> None:
+    """Workers start in it, and are replaced."""
+    program = """
+import asyncio, os, signal, sglrl
+
+async def main():
+    async with sglrl.launch("fake", engine="fake") as client:
+        os.rmdir(os.getcwd())
+        os.kill(client.workers[0].pid, signal.SIGKILL)
+        print((await client.generate(input_ids=[7], max_new_tokens=1)).output_ids)
+    async with sglrl.launch("fake", engine="fake") as client:
+        print((await client.generate(input_ids=[8], max_new_tokens=1)).output_ids)
+
+import logging
+logging.disable()
+asyncio.run(main())
+"""
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    assert run("-c", program, cwd=folder) == "[7]\n[8]\n"
+
+
 async def test_inside_a_running_loop_as_in_a_notebook() -> None:
     cells = [
         "import sglrl",
