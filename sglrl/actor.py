@@ -70,7 +70,8 @@ def endpoint(*, idempotent: bool = False, timeout: float | None = None) -> Calla
 def endpoint(
     function: Any = None, /, *, idempotent: bool = False, timeout: float | None = None
 ) -> Any:
-    """Declare a method callable from other processes.
+    """Declare a method callable from other processes. None of its parameters may be called
+    ``timeout``, which belongs to the call.
 
     Args:
         idempotent: running it twice is harmless, so a call that lost its worker is repeated on
@@ -235,6 +236,8 @@ class StreamReply:
             self.error = error
             self.done = True
             self.give_up()
+            self._wake()
+            return
         self.unread += size
         if len(self.items) > MOST_UNREAD_ITEMS or self.unread > MOST_UNREAD_BYTES:
             self.error = Overloaded(

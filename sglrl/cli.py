@@ -31,6 +31,12 @@ app = typer.Typer(
 )
 
 
+def _complain(what: str) -> None:
+    Console(stderr=True).print(
+        f"error: {what}", style="red", markup=False, highlight=False, soft_wrap=True
+    )
+
+
 def _command(function: _F) -> _F:
     """Register a command whose errors are a line for a person, not a traceback."""
 
@@ -41,17 +47,13 @@ def _command(function: _F) -> _F:
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
         except SglrlError as error:
-            Console(stderr=True).print(
-                f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True
-            )
+            _complain(str(error))
             raise typer.Exit(2 if isinstance(error, UsageError) else 1) from None
         except BrokenPipeError:
             raise
         except (OSError, ImportError) as error:
             hint = f"; {install('sglang')}" if isinstance(error, ImportError) else ""
-            Console(stderr=True).print(
-                f"error: {error}{hint}", style="red", markup=False, highlight=False, soft_wrap=True
-            )
+            _complain(f"{error}{hint}")
             raise typer.Exit(1) from None
 
     app.command()(run)

@@ -50,7 +50,6 @@ class Client:
         more: Callable[[int, list[Birth]], list[Birth]] | None = None,
     ) -> None:
         self._pool = pool
-        self._pid = os.getpid()
         self._more = more
         self._weight_device = weight_device
         self._timeout = timeout
@@ -119,8 +118,7 @@ class Client:
             drain: first wait for the calls that there are, at most ``timeout`` seconds; new ones
                 are refused with ``Closed``.
         """
-        if os.getpid() != self._pid:
-            # This is a copy of the process that has it.
+        if self._driver is not None and self._driver.is_copied:
             return
         await self._pool.close(drain=drain, timeout=timeout)
         self._weights.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
@@ -104,6 +105,7 @@ class Driver:
         self._members: dict[bytes, Member] = {}
         self._rows: dict[Member, RowsReader] = {}
         self.loop = asyncio.get_running_loop()
+        self._pid = os.getpid()
         self._flush_scheduled = False
         self._flushing = False
         self._timer: asyncio.TimerHandle | None = None
@@ -200,6 +202,12 @@ class Driver:
 
     def shut_down_worker(self, index: int) -> None:
         self._send(self.fabric.members[index], [encode(Shutdown())])
+
+    @property
+    def is_copied(self) -> bool:
+        """This process was forked from the one that has it: what it does with the sockets, and
+        their locks, harms or hangs."""
+        return os.getpid() != self._pid
 
     def check_loop(self) -> None:
         """Raises ``UsageError`` on another event loop than the one that it was made on."""

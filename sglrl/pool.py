@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import secrets
 import time
 from collections import Counter
@@ -103,7 +102,6 @@ class Pool:
         self._supervision: dict[int, Supervision] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._entered = self._started = False
-        self._pid = os.getpid()
         self._closing = False
         self._draining = 0
         """How many wait for the last calls."""
@@ -146,12 +144,6 @@ class Pool:
     def ready(self, index: int) -> Ready:
         """What worker ``index`` said of itself when it became ready."""
         return self._workers[index].ready.result()
-
-    @property
-    def _is_forked(self) -> bool:
-        """This process is a copy of the one that has the pool: what it does with the sockets, and
-        their locks, harms or hangs."""
-        return os.getpid() != self._pid
 
     def _enter_once(self) -> None:
         if self._entered:
@@ -273,9 +265,11 @@ class Pool:
             drain: first wait until the calls made so far have ended, at most ``timeout`` seconds;
                 new ones are refused with ``Closed``.
         """
-        if self._closing or self._is_forked:
+        if self._closing:
             return
         if self._driver is not None:
+            if self._driver.is_copied:
+                return
             self._driver.check_loop()
         if drain and self._started:
             await self._drain(timeout)

@@ -328,7 +328,7 @@ class RemotePool(Pool):
     async def close(self, *, drain: bool = False, timeout: float = 600.0) -> None:
         """Take leave; the pool goes on."""
         driver = self._driver
-        if self._closing or driver is None or self._is_forked:
+        if self._closing or driver is None or driver.is_copied:
             return
         driver.check_loop()
         if drain:

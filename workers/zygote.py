@@ -127,6 +127,7 @@ class Zygote:
         self.clients: dict[int, Client] = {}
         self.decoder: msgspec.msgpack.Decoder[ToForkServer] = msgspec.msgpack.Decoder(ToForkServer)
         self.listener = listener
+        listener.setblocking(False)
         self.folder = Path(listener.getsockname()).parent
         self.reserve = os.open(os.devnull, os.O_RDONLY)
         self.wake_read, self.wake_write = os.pipe()
@@ -191,6 +192,9 @@ class Zygote:
     def accept(self) -> None:
         try:
             connection, _ = self.listener.accept()
+        except BlockingIOError:
+            # Who came has gone again.
+            return
         except OSError:
             traceback.print_exc()
             # Who comes is told so by the end of the connection.

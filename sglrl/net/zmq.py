@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from ipaddress import ip_address
 from math import ceil
 from typing import Any, Final
+from weakref import WeakSet
 
 import zmq
 from zmq.utils import z85
@@ -202,6 +203,7 @@ class _Pump:
         self.scheduled = False
         self.closed = False
         self.on_pause: OnPause | None = None
+        _pumps.add(self)
 
     def begin(self) -> None:
         self.loop = asyncio.get_running_loop()
@@ -268,6 +270,19 @@ class _Pump:
         if self.loop is not None and not self.loop.is_closed():
             self.loop.remove_reader(self.socket.fileno())
         _end(self.socket, 0)
+
+
+_pumps: Final[WeakSet[_Pump]] = WeakSet()
+
+
+def _leave_alone() -> None:
+    """In a forked process, whose event loop is a copy, too: the sockets are the other one's, and
+    ZeroMQ answers nothing but "interrupted" here."""
+    for pump in _pumps:
+        pump.closed = True
+
+
+os.register_at_fork(after_in_child=_leave_alone)
 
 
 class _Gate(_Pump):

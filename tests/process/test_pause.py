@@ -151,8 +151,9 @@ async def test_a_turn_of_a_session_goes_on(client: sglrl.Client) -> None:
         assert made.finish_reason == "length"
 
 
-async def test_a_close_that_waits_for_what_is_paused_can_be_helped_by_going_on(
-    client: sglrl.Client,
+@pytest.mark.parametrize("how", ["resume", "abort"])
+async def test_a_close_that_waits_for_what_is_paused_can_be_helped(
+    client: sglrl.Client, how: str
 ) -> None:
     await client.pause()
     calls = begin(client, 12)
@@ -160,20 +161,12 @@ async def test_a_close_that_waits_for_what_is_paused_can_be_helped_by_going_on(
     await asyncio.sleep(0)
     with pytest.raises(sglrl.Closed, match="being closed"):
         await client.generate(input_ids=IDS)
-    await client.resume()
-    check(await asyncio.gather(*calls))
-    await closing
-
-
-async def test_a_close_that_waits_for_what_is_paused_can_be_helped_by_abort(
-    client: sglrl.Client,
-) -> None:
-    await client.pause()
-    calls = begin(client, 12)
-    closing = asyncio.ensure_future(client.close(drain=True))
-    await asyncio.sleep(0)
-    assert await client.abort() == 12
-    assert {c.finish_reason for c in await asyncio.gather(*calls)} == {"abort"}
+    if how == "resume":
+        await client.resume()
+        check(await asyncio.gather(*calls))
+    else:
+        assert await client.abort() == 12
+        assert {c.finish_reason for c in await asyncio.gather(*calls)} == {"abort"}
     await closing
 
 

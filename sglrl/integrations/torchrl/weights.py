@@ -267,8 +267,9 @@ class FolderTransport:
         self.folder = Path(folder)
         self.num_threads = num_threads
         self.read = 0
-        self._series = ""
         """The last update that was received here."""
+        self._series = ""
+        """Of which series it is."""
 
     def init_all_workers_group(self, model_metadata: Metadata | None = None) -> None:
         """There is no group."""
