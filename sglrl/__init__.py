@@ -15,6 +15,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from . import _compiled
+
 if TYPE_CHECKING:
     from . import errors as errors
     from .actor import Actor, endpoint
@@ -72,6 +74,8 @@ if TYPE_CHECKING:
     from .stream import Stream
 
 __version__ = "0.1.0"
+
+_compiled.choose()
 
 _HOME = {
     "Actor": "actor",

@@ -10,46 +10,36 @@ import asyncio
 import contextlib
 import os
 import secrets
-from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Final, Self
 
 from .actor import UnaryCaller, endpoints_of
 from .client import Client
-from .codec import Buffer, decode_to_client, encode, split_frames
+from .codec import encode
 from .config import FabricConfig, PoolConfig, check_timeout
 from .controls import Controls
-from .core.calls import Call
 from .core.concurrency import Load
-from .core.fabric import RESTART
-from .core.members import READY, Member
-from .driver import Driver, now
-from .errors import Closed, DeadlineExceeded, ProtocolError, UsageError
+from .core.members import READY
+from .errors import Closed, DeadlineExceeded, UsageError
 from .gateway import PoolEndpoints
 from .keys import read_client_keys
 from .messages import (
     PROTOCOL_VERSION,
-    Admitted,
-    Answers,
     Approach,
-    Dismissed,
     EngineInfo,
     Leave,
     ModelDescription,
     News,
     Piece,
     Ready,
-    Requests,
 )
-from .net.base import OnDriverMessage, OnPause
 from .net.zmq import ZmqDealer, check_address
 from .pool import Pool, WorkerInfo
+from .remote_driver import Line, RemoteDriver
 from .weights.coordinator import WeightChannel
 from .weights.local import LocalSender
 from .weights.report import UpdateReport
 from .weights.request import UpdateRequest
 
-_ANY_NUMBER: Final = 1 << 62
 _GRACE: Final = 10.0
 _GONE: Final = "the process that has the pool is gone or has closed it"
 
@@ -58,118 +48,6 @@ def _a_bit_more(timeout: float | None) -> float | None:
     """Of what is asked of the pool, which keeps to ``timeout`` itself."""
     check_timeout(timeout)
     return None if timeout is None else timeout + _GRACE
-
-
-class _Line:
-    """The one connection there is, as a ``DriverTransport``."""
-
-    def __init__(self, dealer: ZmqDealer, address: str) -> None:
-        self._dealer = dealer
-        self.address = address
-
-    def start(self, on_message: OnDriverMessage, on_pause: OnPause | None = None) -> None:
-        self._dealer.on_pause = on_pause
-        self._dealer.start(partial(on_message, b""))
-
-    def send(self, peer: bytes, frames: Sequence[Buffer]) -> bool:
-        self._dealer.send(frames)
-        return True
-
-    def close(self) -> None:
-        self._dealer.close()
-
-
-class RemoteDriver(Driver):
-    """A ``Driver`` whose one worker is another process's pool. ``news``: what that last said of
-    itself; ``on_news`` is called when it changes. ``admitted`` is its first answer."""
-
-    def __init__(self, line: _Line, max_message_bytes: int) -> None:
-        super().__init__(line, FabricConfig(), max_message_bytes)
-        self.admitted: asyncio.Future[Admitted] = asyncio.get_running_loop().create_future()
-        self.news = News(0, 0, [])
-        self.on_news: Callable[[], None] = lambda: None
-        self._names: dict[int, Member] = {}
-        self._sessions = 0
-        self._session_prefix = secrets.token_hex(8)
-        self.add_worker(0, b"")
-        self._pool = self.fabric.members[0]
-
-    def submit(self, call: Call) -> None:
-        # Which of the pool's workers it is for is said in the request; here there is but one.
-        worker, call.pinned = call.pinned, None
-        super().submit(call)
-        call.pinned = worker
-
-    @property
-    def ready(self) -> list[int]:
-        return [w.id for w in self.news.workers if w.state == READY]
-
-    def lose(self, reason: str) -> None:
-        """Nobody will answer any more."""
-        if not self.admitted.done():
-            self.admitted.set_exception(Closed(reason))
-        self.close(reason)
-
-    def _on_message(self, identity: bytes, frames: list[Buffer]) -> None:
-        try:
-            message = decode_to_client(frames[0])
-        except (ProtocolError, IndexError) as error:
-            self._drop("a message of the pool: %s", error)
-            return
-        match message:
-            case Answers():
-                self._on_answers(message, frames)
-            case Admitted() if not self.admitted.done():
-                self.fabric.member_ready(0, _ANY_NUMBER, now())
-                self.news = message.news
-                self.admitted.set_result(message)
-            case Dismissed(reason=reason):
-                self.lose(f"the pool dismissed this client ({reason})")
-            case _:
-                self._drop("the pool says %r", message)
-
-    def _on_answers(self, answers: Answers, frames: list[Buffer]) -> None:
-        if len(frames) > 1:
-            try:
-                owned = split_frames(answers.items, frames)
-            except ProtocolError as error:
-                self._drop("a message of the pool: %s", error)
-                return
-            self._raw |= zip(map(id, answers.items), owned, strict=True)
-        held = self._pool.calls
-        for end in answers.ends:
-            call = held.get(end.id)
-            if call is None:
-                continue
-            if end.again:
-                self.fabric.outbox.append((RESTART, call, None))
-            elif end.worker >= 0:
-                call.worker = self._names.setdefault(end.worker, Member(end.worker))
-                call.attempts = end.attempts
-                call.sent_at = call.submitted_at + end.queued
-                call.first_at = call.submitted_at + end.first if end.first else 0.0
-        self.fabric.results(self._pool, answers.items, now())
-        if answers.news is not None:
-            self.news = answers.news
-            for look in self.on_loads:
-                look()
-            self.on_news()
-
-    def _message(self, calls: list[Call]) -> list[Any]:
-        requests: list[Any] = [self._request(call) for call in calls]
-        return [encode(Requests(requests))]
-
-    def _request(self, call: Call) -> tuple[Any, ...]:
-        """As ``Request``, whose arguments the pool leaves encoded until it knows the endpoint."""
-        route, session = call.route, None
-        if route is not None:
-            if route.sticky and route.session is None:
-                # A conversation, which goes where its turn before went.
-                self._sessions += 1
-                route.session = f"{self._session_prefix}-{self._sessions}"
-            session = route.session
-        timeout = None if call.deadline is None else call.deadline - now()
-        return (call.id, call.endpoint, call.args, timeout, call.priority, call.pinned, session)
 
 
 class _RemoteWeights(WeightChannel):
@@ -246,7 +124,7 @@ class RemotePool(Pool):
             keys=self._client_keys,
             on_break=tell,
         )
-        driver = RemoteDriver(_Line(dealer, self._url), self._max_message_bytes)
+        driver = RemoteDriver(Line(dealer, self._url), self._max_message_bytes)
         self._driver = driver
         driver.on_news = self._on_news
         driver.start()

@@ -30,7 +30,8 @@ class Requests:
     """Of one client, made when its pool has started. ``ids`` are checked ones, int32.
 
     Every method that makes a call raises ``InvalidRequest`` for a prompt that does not fit the
-    context, and ``MessageTooLarge``.
+    context, and ``MessageTooLarge``. What nobody has checked before is ``Any``: all other types are
+    enforced when this is compiled, with ``TypeError``.
     """
 
     def __init__(
@@ -70,8 +71,8 @@ class Requests:
                 "likeliest tokens use top_logprobs=k"
             )
 
-    def deadline(self, timeout: float | None) -> float | None:
-        """See ``deadline_from``. None: the client's own time-out."""
+    def deadline(self, timeout: Any) -> float | None:
+        """See ``deadline_from``, which checks it. None: the client's own time-out."""
         if timeout is None:
             timeout = self._timeout
         return None if timeout is None else deadline_from(timeout)
@@ -255,13 +256,13 @@ class Requests:
     def next_token_call(
         self,
         ids: bytes,
-        top_k: int | None,
+        top_k: Any,
         future: asyncio.Future[NextTokenLogprobs],
-        timeout: float | None,
+        timeout: Any,
         worker: int | None = None,
         priority: int = 0,
     ) -> Call:
-        """A call that is still to be submitted."""
+        """A call that is still to be submitted. ``top_k`` and ``timeout`` are checked here."""
         if len(ids) // 4 > self._most_prompt_tokens:
             self._check_length(len(ids) // 4)
         if top_k is not None and (type(top_k) is not int or not 1 <= top_k <= self.vocab_size):

@@ -17,8 +17,6 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Final
 
-import msgspec
-
 from ..config import FabricConfig
 from .calls import Call
 from .members import READY, LoadIndex, Member
@@ -42,10 +40,9 @@ then eight on the way to twice as many. Of a prefix that two prompts share at mo
 block, goes unnoticed, and a prompt of 512 blocks has 56 beginnings."""
 
 
-class Route(msgspec.Struct, eq=False):
+class Route:
     """What routing may know of a call; shared by the n samples of one prompt, and by the calls of
-    one conversation, which go where the one before went (``extend``). (A struct, because one is
-    made for almost every call.)
+    one conversation, which go where the one before went (``extend``).
 
     Attributes:
         tokens: the prompt as int32 bytes.
@@ -59,15 +56,28 @@ class Route(msgspec.Struct, eq=False):
         _hashed: for how many bytes the keys are.
     """
 
-    tokens: bytes
-    version: int = 0
-    session: str | None = None
-    sticky: bool = False
-    member: Member | None = None
-    recorded: int = 0
-    _keys: list[int] = []
-    _beginnings: int = 0
-    _hashed: int = 0
+    __slots__ = (
+        "_beginnings",
+        "_hashed",
+        "_keys",
+        "member",
+        "recorded",
+        "session",
+        "sticky",
+        "tokens",
+        "version",
+    )
+
+    def __init__(self, tokens: bytes, version: int = 0, session: str | None = None) -> None:
+        self.tokens = tokens
+        self.version = version
+        self.session = session
+        self.sticky = False
+        self.member: Member | None = None
+        self.recorded = 0
+        self._keys: list[int] = []
+        self._beginnings = 0
+        self._hashed = 0
 
     def extend(self, tokens: bytes, version: int) -> None:
         """The next call of a conversation: its tokens begin with those of the one before."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import pickle
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from msgspec import Raw
@@ -283,47 +284,55 @@ async def test_a_type_that_raises_when_it_is_made(values: sglrl.ActorHandle) -> 
     assert await values.pick(Picky(5)) == 5
 
 
+def spoil(monkeypatch: pytest.MonkeyPatch, how: Callable[[Call], None]) -> None:
+    """Of all calls the one with the arguments 5 and 10."""
+
+    def make(endpoint: str, args: Any, *rest: Any, **more: Any) -> Call:
+        call = Call(endpoint, args, *rest, **more)
+        if args == Raw(encode([5, 10])):
+            how(call)
+        return call
+
+    monkeypatch.setattr("sglrl.actor.Call", make)
+
+
 async def test_a_reply_that_raises_fails_its_own_call(
-    values: sglrl.ActorHandle, caplog: pytest.LogCaptureFixture
+    values: sglrl.ActorHandle, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(body: Any, frames: Any) -> Any:
         raise MemoryError("no room")
 
-    driver = values._pool.driver
-    submit = driver.submit
+    def break_reply(call: Call) -> None:
+        call.reply.result = SimpleNamespace(decode=broken)
 
-    def spoil(call: Call) -> None:
-        if call.args == Raw(encode([5, 10])):
-            call.reply.result = SimpleNamespace(decode=broken)
-        submit(call)
-
-    driver.submit = spoil  # type: ignore[method-assign]
+    spoil(monkeypatch, break_reply)
     found = await asyncio.gather(*(values.add(n) for n in range(10)), return_exceptions=True)
     assert [found[n] for n in range(10) if n != 5] == [n + 10 for n in range(10) if n != 5]
     assert isinstance(found[5], sglrl.SglrlError)
     assert "MemoryError: no room" in str(found[5])
     assert isinstance(found[5].__cause__, MemoryError)
     assert "the answer to add could not be taken in" in caplog.text
-    assert not driver.fabric.calls
+    assert not values._pool.driver.fabric.calls
     assert await values.add(1, 1) == 2
 
 
-async def test_a_call_that_cannot_be_encoded_fails_alone(values: sglrl.ActorHandle) -> None:
-    driver = values._pool.driver
-    submit = driver.submit
+class Unencodable(msgspec.Struct):
+    what: object
 
-    def spoil(call: Call) -> None:
-        if call.args == Raw(encode([5, 10])):
-            call.args = object()  # type: ignore[assignment]
-        submit(call)
 
-    driver.submit = spoil  # type: ignore[method-assign]
+async def test_a_call_that_cannot_be_encoded_fails_alone(
+    values: sglrl.ActorHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def break_args(call: Call) -> None:
+        call.args = Unencodable(object())
+
+    spoil(monkeypatch, break_args)
     found = await asyncio.gather(*(values.add(n) for n in range(10)), return_exceptions=True)
     assert [found[n] for n in range(10) if n != 5] == [n + 10 for n in range(10) if n != 5]
     assert isinstance(found[5], sglrl.UsageError)
     assert "add: the call cannot be sent" in str(found[5])
     # Its place is free again.
-    driver.fabric.validate()
+    values._pool.driver.fabric.validate()
     assert [worker.load for worker in values.workers] == [0, 0]
 
 

@@ -17,7 +17,6 @@ import pytest
 
 import sglrl
 from sglrl.codec import decode_to_client, encode
-from sglrl.core.calls import Call
 from sglrl.gateway import _Peer
 from sglrl.keys import make_keys
 from sglrl.messages import (
@@ -204,16 +203,19 @@ async def test_values_that_cannot_arrive_harm_no_other_call(
     assert made.output_ids.tolist() == IDS
 
 
-async def test_a_call_that_cannot_be_encoded_fails_alone(remote: sglrl.Client) -> None:
-    driver = remote._running()
-    submit = driver.submit
+async def test_a_call_that_cannot_be_encoded_fails_alone(
+    remote: sglrl.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Unencodable(GenerateArgs, frozen=True):
+        what: object = 1j
 
-    def spoil(call: Call) -> None:
-        if call.priority == 7:
-            call.args = object()  # type: ignore[assignment]
-        submit(call)
+    def make(
+        ids: bytes, wire: Any, logprobs: bool, top: int, stream: bool, priority: int, resume: bytes
+    ) -> GenerateArgs:
+        made = Unencodable if priority == 7 else GenerateArgs
+        return made(ids, wire, logprobs, top, stream, priority, resume)
 
-    driver.submit = spoil  # type: ignore[method-assign]
+    monkeypatch.setattr("sglrl.requests.GenerateArgs", make)
     made = await asyncio.gather(
         *(remote.generate(input_ids=[i], max_new_tokens=1, priority=i) for i in range(10)),
         return_exceptions=True,
@@ -223,6 +225,7 @@ async def test_a_call_that_cannot_be_encoded_fails_alone(remote: sglrl.Client) -
     assert "generate: the call cannot be sent" in str(refused)
     ids = [m.output_ids.tolist() for m in made if isinstance(m, sglrl.Completion)]
     assert ids == [[i] for i in range(10) if i != 7]
+    driver = remote._running()
     driver.fabric.validate()
     assert not driver.fabric.calls
 
