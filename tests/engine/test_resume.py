@@ -61,9 +61,11 @@ async def pair(
         qwen, device="cpu", replicas=2, restarts=0, disable_overlap_schedule=not request.param
     ) as client:
         fabric = client._driver.fabric  # type: ignore[union-attr]
-        fabric.router.choose = lambda call: next(  # type: ignore[method-assign]
-            (m for m in fabric.members.values() if m.state is READY and m.has_room), None
-        )
+        fabric.router.chain[:] = [
+            lambda call: next(
+                (m for m in fabric.members.values() if m.state is READY and m.has_room), None
+            )
+        ]
         yield client, request.param
 
 

@@ -26,6 +26,7 @@ from sglrl.demo.tiny import make_character_tokenizer, make_model
 from sglrl.integrations import genlm
 from sglrl.integrations.genlm import AsyncSGLTransformer, Token
 from sglrl.integrations.vocabulary import token_bytes, token_strings
+from sglrl.messages import NextTokenArgs
 
 TEXTS = [
     "There might be something wrong, it may be because ",
@@ -39,19 +40,17 @@ ODD = "’•¶∂ƒ˙∆£Ħ爨ൠᅘ∰፨ \n\t\x00 zero"
 class Counted:
     """What the engine is asked for."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, client: sglrl.Client) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.keys: list[bytes] = []
         self._changed = threading.Condition()
-        requests = client._started()
-        make = requests.next_token_call
 
-        def counted(ids: bytes, *args: Any) -> Any:
+        def counted(ids: bytes, *args: Any) -> NextTokenArgs:
             with self._changed:
                 self.keys.append(ids)
                 self._changed.notify_all()
-            return make(ids, *args)
+            return NextTokenArgs(ids, *args)
 
-        monkeypatch.setattr(requests, "next_token_call", counted)
+        monkeypatch.setattr("sglrl.requests.NextTokenArgs", counted)
 
     def wait(self, count: int) -> None:
         with self._changed:
@@ -235,7 +234,7 @@ def test_only_the_likeliest(pool: sglrl.BlockingClient, model: Any, prompts: Any
 def test_identical_queries_in_flight_are_one(
     fake: sglrl.BlockingClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = Counted(monkeypatch, fake._client)
+    asked = Counted(monkeypatch)
     model = AsyncSGLTransformer(fake)
 
     async def run() -> list[torch.Tensor]:
@@ -269,7 +268,7 @@ def test_identical_queries_in_flight_are_one(
 def test_what_was_asked_is_kept(
     fake: sglrl.BlockingClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = Counted(monkeypatch, fake._client)
+    asked = Counted(monkeypatch)
     model = AsyncSGLTransformer(fake, cache_size=3)
     first = model.next_token_logprobs_sync([1])
     model.batch_next_token_logprobs_sync([[2], [3], [1]])
@@ -310,7 +309,7 @@ def test_a_closed_model_keeps_nothing(
     fake: sglrl.BlockingClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody tells it of new weights any more."""
-    asked = Counted(monkeypatch, fake._client)
+    asked = Counted(monkeypatch)
     model = AsyncSGLTransformer(fake, cache_size=3)
     model.next_token_logprobs_sync([1])
     model.next_token_logprobs_sync([1])
@@ -324,7 +323,7 @@ def test_a_closed_model_keeps_nothing(
 def test_new_weights_end_what_may_be_shared(
     fake: sglrl.BlockingClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = Counted(monkeypatch, fake._client)
+    asked = Counted(monkeypatch)
     model = AsyncSGLTransformer(fake, cache_size=3)
     weights = fake._client._pool.weights
 
@@ -370,7 +369,7 @@ def test_queries_can_be_reset(fake: sglrl.BlockingClient) -> None:
 def test_queries_from_before_an_update_are_reset_too(
     fake: sglrl.BlockingClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = Counted(monkeypatch, fake._client)
+    asked = Counted(monkeypatch)
     model = AsyncSGLTransformer(fake)
 
     async def run() -> None:

@@ -52,9 +52,11 @@ async def pair(hang_file: Path) -> AsyncIterator[sglrl.Client]:
         restarts=0,
     ) as client:
         fabric = client._driver.fabric  # type: ignore[union-attr]
-        fabric.router.choose = lambda call: next(  # type: ignore[method-assign]
-            (m for m in fabric.members.values() if m.state is READY and m.has_room), None
-        )
+        fabric.router.chain[:] = [
+            lambda call: next(
+                (m for m in fabric.members.values() if m.state is READY and m.has_room), None
+            )
+        ]
         yield client
 
 
