@@ -6,11 +6,13 @@ import asyncio
 import json
 import re
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
 
 import sglrl
+from sglrl.messages import GenerateArgs
 
 from .reference import Reference
 
@@ -221,6 +223,27 @@ async def test_bad_grammars(client: sglrl.Client, grammar: dict[str, object]) ->
     with pytest.raises(sglrl.InvalidRequest):
         await client.generate(input_ids=PROMPT, max_new_tokens=4, timeout=60, **grammar)
     assert len((await client.generate(input_ids=PROMPT, max_new_tokens=4)).output_ids) <= 4
+
+
+async def test_tokens_to_go_on_from_that_do_not_fit_the_grammar(
+    client: sglrl.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which no client of ours asks for, but another process may."""
+    letters = np.array(client.tokenizer.encode("ab"), "<i4").tobytes()
+
+    def make(*args: Any) -> GenerateArgs:
+        return GenerateArgs(*args[:-1], letters)
+
+    before = client.workers[0].pid
+    with monkeypatch.context() as context:
+        context.setattr("sglrl.requests.GenerateArgs", make)
+        wrong = client.generate("Call", max_new_tokens=9, regex="[0-9]{4}", timeout=60)
+        right = client.generate("Call", max_new_tokens=9, regex="ab[0-9]{2}", timeout=60)
+        refused, made = await asyncio.gather(wrong, right, return_exceptions=True)
+    assert isinstance(refused, sglrl.EngineError | sglrl.UsageError)
+    assert "tokens to go on from do not fit the grammar" in str(refused)
+    assert re.fullmatch("[0-9]{2}", made.text)
+    assert client.workers[0].pid == before
 
 
 async def test_stop_regexes(client: sglrl.Client) -> None:

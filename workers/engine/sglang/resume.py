@@ -55,12 +55,18 @@ def begin(request: Any, ids: array[int]) -> None:
 
 def enter(request: Any) -> None:
     """When SGLang is about to queue it: bring the grammar, if there is one, to where the output is,
-    and ask for logprobs from there on."""
+    and ask for logprobs from there on. One whose output its grammar does not allow ends with an
+    error, as one does whose grammar cannot be compiled."""
     if request.return_logprob:
         request.logprob_start_len = len(request.origin_input_ids) + len(request.output_ids)
     if request.grammar is not None:
-        for token in request.output_ids:
-            request.grammar.accept_token(token)
+        try:
+            for token in request.output_ids:
+                request.grammar.accept_token(token)
+        except ValueError:
+            request.set_finish_with_abort(
+                f"the {len(request.output_ids)} tokens to go on from do not fit the grammar"
+            )
 
 
 def install() -> None:
