@@ -28,6 +28,7 @@ from .requests import Requests
 from .rollout.session import Opening, Session
 from .sampling import SamplingParams
 from .stream import Stream
+from .together import submit_all
 from .tokens import TokenIds, TokenizerBox, check_ids
 from .weights.local import LocalSender, TensorMetadata
 from .weights.report import UpdateReport
@@ -488,9 +489,11 @@ class Client:
                 requests.driver.cancel(call)
                 raise
             return [completion] if several else completion
-        groups = await requests.sample_all(
+        calls, futures = requests.samples(
             prompts, n, prepared, logprobs, top_logprobs, session, deadline, priority, worker
         )
+        made = await submit_all(requests.driver, calls, futures)
+        groups = made if n == 1 else [made[i : i + n] for i in range(0, len(made), n)]
         return groups if several else groups[0]
 
     def stream(
@@ -557,7 +560,8 @@ class Client:
             raise InvalidRequest(f"start must be an integer of at least 0, got {start!r}")
         priority, worker, _ = check_target(priority, worker, None)
         requests.check_top(top_logprobs)
-        results = await requests.score_all(prompts, start, top_logprobs, deadline, priority, worker)
+        calls, futures = requests.scores(prompts, start, top_logprobs, deadline, priority, worker)
+        results = await submit_all(requests.driver, calls, futures)
         return results if several else results[0]
 
     async def next_token_logprobs(

@@ -18,7 +18,7 @@ from .core.calls import Call
 from .errors import Closed, UnknownEndpoint, UsageError, WorkerLost
 from .messages import EngineStats, TokenChunk
 from .pool import Pool
-from .requests import submit_all
+from .together import submit_all
 
 _FIRST: Final = 1 << 62
 """Priority of what a worker must be told before it gets anything else."""

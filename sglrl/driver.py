@@ -180,18 +180,18 @@ class Driver:
             change, self._change = self._change, None
             change.set_result(None)
 
-    async def change(self) -> None:
-        """Wait until a worker changes its state."""
+    def change(self) -> asyncio.Future[None]:
+        """Await it to wait until a worker changes its state."""
         if self._change is None:
             self._change = self.loop.create_future()
-        await asyncio.shield(self._change)
+        return asyncio.shield(self._change)
 
-    async def idle(self) -> None:
-        """Wait until no call is left."""
-        while self.fabric.calls:
-            if self._idle is None:
-                self._idle = self.loop.create_future()
-            await asyncio.shield(self._idle)
+    def idle(self) -> asyncio.Future[None]:
+        """Await it, while there are calls, to wait until none is left. Others may have come by the
+        time that who waits goes on."""
+        if self._idle is None:
+            self._idle = self.loop.create_future()
+        return asyncio.shield(self._idle)
 
     def send_to_peer(self, identity: bytes, *frames: Buffer) -> bool:
         """To a peer of ``on_peer`` or ``on_client``. False if it is not connected."""

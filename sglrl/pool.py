@@ -310,7 +310,8 @@ class Pool:
         fabric.refusing = True
         try:
             async with asyncio.timeout(timeout):
-                await self.driver.idle()
+                while fabric.calls:
+                    await self.driver.idle()
         except TimeoutError:
             pass
         except BaseException:

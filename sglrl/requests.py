@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, Final
 
 from msgspec import Raw
@@ -77,17 +77,15 @@ class Requests:
             timeout = self._timeout
         return None if timeout is None else deadline_from(timeout)
 
-    async def encode_prompts(
+    def encode_prompts(
         self,
         prompt: Any,
         input_ids: Any,
         messages: Any,
         template: Mapping[str, Any] | None = None,
-    ) -> tuple[bool, list[bytes]]:
+    ) -> Awaitable[tuple[bool, list[bytes]]]:
         """See ``prompts.encode_prompts``."""
-        return await encode_prompts(
-            self.box, self.vocab_size, prompt, input_ids, messages, template
-        )
+        return encode_prompts(self.box, self.vocab_size, prompt, input_ids, messages, template)
 
     # --- calls ------------------------------------------------------------------------------------
 
@@ -133,7 +131,7 @@ class Requests:
         self.driver.submit(call)
         return call, future
 
-    async def sample_all(
+    def samples(
         self,
         prompts: Sequence[bytes],
         n: int,
@@ -144,8 +142,9 @@ class Requests:
         deadline: float | None,
         priority: int,
         worker: int | None,
-    ) -> list[Any]:
-        """For each prompt a continuation, or a list of n if n > 1."""
+    ) -> tuple[list[Call], list[asyncio.Future[Completion]]]:
+        """Calls that are still to be submitted, n for each prompt, and where their answers will
+        be."""
         loop = asyncio.get_running_loop()
         calls: list[Call] = []
         futures: list[asyncio.Future[Completion]] = []
@@ -173,8 +172,7 @@ class Requests:
                         resumable=True,
                     )
                 )
-        results = await submit_all(self.driver, calls, futures)
-        return results if n == 1 else [results[i : i + n] for i in range(0, len(results), n)]
+        return calls, futures
 
     def stream_call(
         self,
@@ -205,7 +203,7 @@ class Requests:
         )
         return call, reply
 
-    async def score_all(
+    def scores(
         self,
         prompts: Sequence[bytes],
         start: int,
@@ -213,8 +211,9 @@ class Requests:
         deadline: float | None,
         priority: int,
         worker: int | None,
-    ) -> list[Any]:
-        """The scores of each prompt."""
+    ) -> tuple[list[Call], list[asyncio.Future[Any]]]:
+        """Calls that are still to be submitted, one for each prompt, and where their answers will
+        be."""
         loop = asyncio.get_running_loop()
         calls: list[Call] = []
         futures: list[asyncio.Future[Any]] = []
@@ -251,7 +250,7 @@ class Requests:
                     idempotent=True,
                 )
             )
-        return await submit_all(self.driver, calls, futures)
+        return calls, futures
 
     def next_token_call(
         self,
@@ -325,25 +324,3 @@ class Requests:
 
     def _route(self, ids: bytes, session: str | None = None) -> Route:
         return Route(ids, self._weights.version, session)
-
-
-async def submit_all(
-    driver: Driver,
-    calls: list[Call],
-    futures: Sequence[asyncio.Future[Any]],
-    *,
-    return_exceptions: bool = False,
-) -> list[Any]:
-    """All results in order. The first failure cancels the rest and is raised, or
-    (``return_exceptions``) is a result."""
-    submitted = 0
-    try:
-        for call in calls:
-            driver.submit(call)
-            submitted += 1
-        return await asyncio.gather(*futures, return_exceptions=return_exceptions)
-    finally:
-        for call, future in zip(calls[:submitted], futures, strict=False):
-            # One whose answer was malformed may still be computed.
-            if not future.done() or future.cancelled() or future.exception() is not None:
-                driver.cancel(call)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
 import shutil
@@ -27,6 +28,15 @@ def test_the_compiled_part_is_there_where_a_compiler_is() -> None:
     compiler = (sysconfig.get_config_var("CC") or "cc").split()[0]
     compiled = importlib.util.find_spec("sglrl._ids") is not None and not _compiled.why_not
     assert compiled or shutil.which(compiler) is None
+
+
+@pytest.mark.parametrize("path", _compiled.SOURCES.values(), ids=lambda path: path.stem)
+def test_what_is_compiled_is_nothing_that_mypyc_makes_otherwise(path: Path) -> None:
+    """A coroutine of mypyc's hands on exceptions in a way that Python 3.12 warns of; options of a
+    class, as a msgspec struct has, it forgets."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        assert not isinstance(node, ast.AsyncFunctionDef), f"{node.name} is a coroutine"
+        assert not (isinstance(node, ast.ClassDef) and node.keywords), f"{node.name} has options"
 
 
 @pytest.fixture

@@ -284,7 +284,8 @@ async def test_leaving_early_leaves_nothing(client: sglrl.Client) -> None:
         await run.take(1)
     async with asyncio.timeout(60):
         # The workers confirm that they have stopped.
-        await client._driver.idle()
+        while client._driver.fabric.calls:
+            await client._driver.idle()
     assert await run.take(1) == []
     with pytest.raises(sglrl.UsageError, match="begun once"):
         await run.__aenter__()
