@@ -49,10 +49,6 @@ LEGAL: Final[dict[int, tuple[int, ...]]] = {
 }
 
 
-class IllegalTransition(SglrlError):
-    """A bug in the core: the message carries the call's history."""
-
-
 class Call:
     """One call and where it stands. Created by the shell, owned by the fabric once submitted.
 
@@ -125,9 +121,10 @@ class Call:
         self.first_at = 0.0
 
     def move(self, state: int) -> None:
-        """Change state; raises ``IllegalTransition`` when the table above does not allow it."""
+        """Change state. ``SglrlError``, which is a bug of the core, when the table above does not
+        allow it."""
         if state not in LEGAL[self.state]:
-            raise IllegalTransition(
+            raise SglrlError(
                 f"{self!r}: {STATE_NAMES[self.state]} -> {STATE_NAMES[state]} is not legal"
             )
         self.state = state

@@ -14,8 +14,8 @@ from sglrl.core.calls import (
     RUNNING,
     SENT,
     STATE_NAMES,
-    IllegalTransition,
 )
+from sglrl.errors import SglrlError
 
 from .pool import make_call
 
@@ -45,7 +45,7 @@ def test_transition(old: int, new: int) -> None:
         call.move(new)
         assert call.state == new
         return
-    with pytest.raises(IllegalTransition) as caught:
+    with pytest.raises(SglrlError) as caught:
         call.move(new)
     assert call.state == old, "a refused transition changes nothing"
     text = str(caught.value)

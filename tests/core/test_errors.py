@@ -9,7 +9,6 @@ import re
 import pytest
 
 from sglrl import errors
-from sglrl.core.calls import IllegalTransition
 from sglrl.errors import (
     RemoteError,
     SglrlError,
@@ -37,7 +36,7 @@ def make(cls: type[SglrlError]) -> SglrlError:
     return cls("what to do")
 
 
-@pytest.mark.parametrize("cls", [*TREE, IllegalTransition])
+@pytest.mark.parametrize("cls", TREE)
 def test_survives_pickle_with_its_attributes(cls: type[SglrlError]) -> None:
     error = make(cls)
     error.add_note("said on the way")
