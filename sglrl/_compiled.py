@@ -23,6 +23,7 @@ MODULES: Final = (
     "core.routing",
     "driver",
     "remote_driver",
+    "replies",
     "requests",
 )
 _HERE: Final = Path(__file__).parent

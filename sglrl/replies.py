@@ -50,20 +50,40 @@ def _malformed(how: object) -> ProtocolError:
     return ProtocolError(f"the worker sent a malformed answer: {how}")
 
 
-class GenerationReply(msgspec.Struct, eq=False):
-    """Collects one call's chunks and resolves its future with a ``Completion``. (A struct, because
-    one is made for every call.)"""
+class GenerationReply:
+    """Collects one call's chunks and resolves its future with a ``Completion``. ``begun``: what was
+    returned unfinished, and goes on with this call."""
 
-    decode: Decode
-    future: asyncio.Future[Completion]
-    prompt: bytes
-    prepared: Prepared
-    logprobs: bool
-    top: int
-    chunks: list[TokenChunk] | None = None
-    resumed_at: tuple[int, ...] = ()
-    begun: Completion | None = None
-    """What was returned unfinished, and goes on with this call."""
+    __slots__ = (
+        "begun",
+        "chunks",
+        "decode",
+        "future",
+        "logprobs",
+        "prepared",
+        "prompt",
+        "resumed_at",
+        "top",
+    )
+
+    def __init__(
+        self,
+        decode: Decode,
+        future: asyncio.Future[Completion],
+        prompt: bytes,
+        prepared: Prepared,
+        logprobs: bool,
+        top: int,
+    ) -> None:
+        self.decode = decode
+        self.future = future
+        self.prompt = prompt
+        self.prepared = prepared
+        self.logprobs = logprobs
+        self.top = top
+        self.chunks: list[TokenChunk] | None = None
+        self.resumed_at: tuple[int, ...] = ()
+        self.begun: Completion | None = None
 
     def chunk(self, item: Item, frames: Sequence[Buffer]) -> None:
         if self.future.done():
