@@ -33,7 +33,7 @@ def compiled() -> list[Extension]:
         remove_old()
     modules = runpy.run_path(str(HERE / "sglrl" / "_compiled.py"))
     group = modules["group_name"]()
-    paths = [str(path.relative_to(HERE)) for path in modules["SOURCES"].values()]
+    paths = [os.path.relpath(path, HERE) for path in modules["SOURCES"].values()]
     # What these import is looked at, but not complained of: much of it is not installed here.
     options = ["--ignore-missing-imports", "--follow-imports=silent", "--no-warn-unused-ignores"]
     try:

@@ -13,7 +13,6 @@ import sys
 import zlib
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec, spec_from_file_location
-from pathlib import Path
 from typing import Any, Final
 
 MODULES: Final = (
@@ -26,8 +25,14 @@ MODULES: Final = (
     "replies",
     "requests",
 )
-_HERE: Final = Path(__file__).parent
-SOURCES: Final = {f"sglrl.{name}": _HERE / f"{name.replace('.', '/')}.py" for name in MODULES}
+
+
+def _source(name: str) -> str:
+    return os.path.join(os.path.dirname(__file__), *name.split(".")) + ".py"
+
+
+# Not of pathlib, whose import takes longer than all that is done here.
+SOURCES: Final = {name: _source(name) for name in MODULES}
 
 why_not = ""
 """Why the source is used; empty if it is not. Set by ``choose``."""
@@ -39,25 +44,30 @@ def group_name() -> str:
     """
     digest = 0
     for path in SOURCES.values():
-        digest = zlib.crc32(path.read_bytes(), digest)
+        with open(path, "rb") as file:
+            digest = zlib.crc32(file.read(), digest)
     return f"sglrl_{digest:08x}"
 
 
 class _Sources:
-    """A finder that comes before Python's own, which prefers what is compiled."""
+    """A finder that comes before Python's own, which prefers what is compiled. For all modules: one
+    may be left from when it was compiled, too. (``_ids`` has no other source.)"""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        source = SOURCES.get(name)
-        return None if source is None else spec_from_file_location(name, source)
+        package, _, inner = name.partition(".")
+        source = _source(inner)
+        if package != "sglrl" or not os.path.isfile(source):
+            return None
+        return spec_from_file_location(name, source)
 
 
 def _reason() -> str:
     if os.environ.get("SGLRL_COMPILED") == "0":
         return "SGLRL_COMPILED is 0"
     for name, source in SOURCES.items():
-        found = PathFinder.find_spec(name, [str(source.parent)])
-        if found is None or found.origin == str(source):
+        found = PathFinder.find_spec(f"sglrl.{name}", [os.path.dirname(source)])
+        if found is None or found.origin == source:
             return "not compiled: no C compiler, or no headers of Python, when it was installed"
     if find_spec(f"{group_name()}__mypyc") is None:
         return "the source was edited since; install sglrl again to compile it"

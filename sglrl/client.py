@@ -250,6 +250,7 @@ class Client:
             WorkerLost: that worker is lost.
         """
         self._running(urgent=True)
+        check_target(0, worker, None)
         return await self._controls.abort(worker, timeout)
 
     # --- weights ----------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import msgspec
 
-from .config import FabricConfig, PoolConfig, check_timeout
+from .config import FabricConfig, PoolConfig, check_target, check_timeout
 from .core.members import DRAINING, READY, RETIRED, STALE, SYNCING
 from .core.supervision import Supervision
 from .driver import Driver
@@ -437,6 +437,7 @@ class Pool:
         self.check_open()
         self.driver.check_loop()
         check_timeout(timeout)
+        check_target(0, index, None)
         member = self.driver.fabric.members.get(index)
         if member is None or member.state in (DRAINING, RETIRED):
             what = "there is no" if member is None else f"already {member.state}:"

@@ -8,6 +8,7 @@ import signal
 from collections.abc import AsyncIterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 import sglrl
@@ -123,6 +124,15 @@ async def test_abort_of_one_worker(client: sglrl.Client) -> None:
     check(await asyncio.gather(*others))
     with pytest.raises(sglrl.UsageError, match="no worker 7"):
         await client.abort(worker=7)
+
+
+@pytest.mark.parametrize("worker", ["1", 1.0, True, np.int64(1)])
+async def test_what_is_no_id_of_a_worker(client: sglrl.Client, worker: Any) -> None:
+    with pytest.raises(sglrl.UsageError, match="worker must be the id of a worker"):
+        await client.abort(worker=worker)
+    with pytest.raises(sglrl.UsageError, match="worker must be the id of a worker"):
+        await client.remove_worker(worker)
+    assert [w.state for w in client.workers] == ["ready", "ready"]
 
 
 async def test_pausing_with_abort(client: sglrl.Client) -> None:
