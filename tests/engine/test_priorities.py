@@ -1,0 +1,47 @@
+"""Who is more urgent goes first: at the driver, and at an engine that schedules by priority."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import sglrl
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"enable_priority_scheduling": True, "window": 32}, {"window": 1}],
+    ids=["engine", "driver"],
+)
+async def test_the_more_urgent_first(qwen: Path, options: dict[str, Any]) -> None:
+    ended: list[tuple[int, int]] = []
+    async with sglrl.launch(
+        qwen, device="cpu", max_running_requests=1, timeout=60, **options
+    ) as client:
+
+        async def note(priority: int, kind: int, call: Awaitable[Any]) -> None:
+            await call
+            ended.append((priority, kind))
+
+        def calls(priority: int) -> list[Awaitable[None]]:
+            ids = [5 + priority, 6, 7, 8]
+            made = (
+                client.generate(input_ids=ids, max_new_tokens=2, priority=priority),
+                client.score(ids, priority=priority),
+                client.next_token_logprobs(ids, priority=priority),
+            )
+            return [note(priority, kind, call) for kind, call in enumerate(made)]
+
+        first = asyncio.create_task(
+            client.generate(input_ids=[1, 2, 3], max_new_tokens=200, ignore_eos=True)
+        )
+        await asyncio.sleep(0)
+        await asyncio.gather(*(call for priority in (0, 2, 1) for call in calls(priority)))
+        await first
+    assert [priority for priority, _ in ended] == [2] * 3 + [1] * 3 + [0] * 3
