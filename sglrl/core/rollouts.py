@@ -182,8 +182,12 @@ class Plan:
         return group
 
     def next_lessened(self) -> Group | None:
-        """One that is READY with fewer samples than before, once."""
-        return self.lessened.popitem()[0] if self.lessened else None
+        """One that is READY with fewer samples than before, until it is filtered or kept."""
+        return next(iter(self.lessened), None)
+
+    def keep(self, group: Group) -> None:
+        """It is wanted with the samples that it has left."""
+        del self.lessened[group]
 
     def filter(self, group: Group) -> None:
         """A READY group is not wanted; another may take its place."""

@@ -120,7 +120,7 @@ def policy_loss(
         stats = PolicyStats(
             ratio=float(masked_mean(ratios, mask)),
             clipped=float(masked_mean(clipped.float(), mask)),
-            kl=float(masked_mean(kl_estimate(old_logprobs, logprobs), mask)),
+            kl=float(masked_mean(kl_estimate(old_logprobs, logprobs, mask), mask)),
         )
     return loss, stats
 
@@ -141,12 +141,18 @@ def reinforce_loss(
     return -masked_mean(gains, mask, average)
 
 
-def kl_estimate(logprobs: Tensor, reference: Tensor) -> Tensor:
+def kl_estimate(logprobs: Tensor, reference: Tensor, mask: Tensor | None = None) -> Tensor:
     """[b, t]: per token, an estimate of KL(policy || reference) for tokens that the policy sampled.
-    Never negative and, as its expectation, exact: "k3" of http://joschu.net/blog/kl-approx.html."""
+    Never negative and, as its expectation, exact: "k3" of http://joschu.net/blog/kl-approx.html.
+
+    0 where ``mask`` is False. As a part of a loss it needs one: ``masked_mean`` leaves values out,
+    but not the NaN that is the gradient of what stands in the padding."""
     _same_shape(logprobs, reference=reference)
     difference = _wide(reference) - _wide(logprobs)
-    return difference.exp() - 1 - difference
+    if mask is not None:
+        _same_shape(logprobs, mask=mask)
+        difference = difference.masked_fill(~mask, 0.0)
+    return difference.clamp(max=_MOST_LOG_RATIO).exp() - 1 - difference
 
 
 def masked_mean(values: Tensor, mask: Tensor, average: Average = "tokens") -> Tensor:

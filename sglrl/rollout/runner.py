@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from ..config import check_timeout
 from ..core import rollouts as core
 from ..core.concurrency import Concurrency
-from ..errors import Closed, DeadlineExceeded, SglrlError, UsageError, WorkerLost
+from ..errors import DeadlineExceeded, SglrlError, UsageError
 from ..sampling import SamplingParams, own_names
 from .gate import Gate
 from .group import Group, RolloutMetrics
@@ -273,6 +273,7 @@ class Rollout:
         self._fatal = False
         """Something has ended the run, and all its tasks with it."""
         self._begun = self._looked = 0.0
+        self._ended_at: float | None = None
         self.errors: deque[Exception] = deque(maxlen=100)
         """What the agent raised lately, and when it was too late."""
         total = length(dataset)
@@ -304,7 +305,7 @@ class Rollout:
         state = "closed" if self._closed else "not begun" if self._task is None else "running"
         return (
             f"<Rollout, {state}: {plan.taken} groups taken, {len(plan.ready)} ready, "
-            f"{plan.running} samples running>"
+            f"{self.metrics.samples_running} samples running>"
         )
 
     async def close(self) -> None:
@@ -313,6 +314,10 @@ class Rollout:
         task = self._task
         if task is not None:
             task.cancel()
+            self._client._pool.weights.on_version.discard(self._on_version)
+            driver = self._client._driver
+            if self._limit is not None and driver is not None:
+                driver.on_loads.discard(self._look)
             # Whatever it ended with has been raised by ``take``, or nobody wants it any more.
             done, _ = await asyncio.wait([task], timeout=_LONGEST_END)
             if not done:
@@ -324,10 +329,7 @@ class Rollout:
                     items[:20],
                 )
                 await asyncio.wait([task])
-            self._client._pool.weights.on_version.discard(self._on_version)
-            driver = self._client._driver
-            if self._limit is not None and driver is not None:
-                driver.on_loads.discard(self._look)
+            self._ended_at = self._ended_at or time.monotonic()
             self._progress.end(self.metrics)
         self._tell_takers()
 
@@ -351,6 +353,7 @@ class Rollout:
             if isinstance(failure, asyncio.CancelledError):
                 raise
         finally:
+            self._ended_at = time.monotonic()
             self._tell_takers()
 
     def _fill(self, tasks: asyncio.TaskGroup) -> None:
@@ -400,8 +403,8 @@ class Rollout:
             self._openings[group] = opening
         seed = None if self._seed is None else _seed(self._seed, sample, self._plan.retries)
         session = Session(opening, self._gate, self._count, seed)
-        session.metadata["item"] = group.index
-        session.metadata["sample"] = sample.index
+        session.metadata.setdefault("item", group.index)
+        session.metadata.setdefault("sample", sample.index)
         self._running[sample] = session
         tasks.create_task(self._one(sample, session))
 
@@ -456,19 +459,20 @@ class Rollout:
         if reason is None and self._is_ending and not isinstance(error, asyncio.CancelledError):
             # What it makes of its cancellation is no failure of its own.
             raise asyncio.CancelledError from error
-        if isinstance(error, asyncio.CancelledError):
-            if reason is not None:
-                self._ended(sample, reason)
-            elif self._is_ending:
-                raise error
-            else:
-                failure = SglrlError("the agent was cancelled by something that it awaited")
-                failure.__cause__ = error
-                self._failed(sample, failure)
-        elif isinstance(error, TimeoutError) and limit is not None and limit.expired():
+        if reason is not None:
+            self._ended(sample, reason)
+        elif isinstance(error, asyncio.CancelledError) and self._is_ending:
+            raise error
+        elif limit is not None and limit.expired():
+            # Whatever it has made of its cancellation.
             late = DeadlineExceeded(f"the agent took longer than {self._timeout:g} s (timeout)")
+            late.__cause__ = error
             self._count_failure(late)
             self._ended(sample, "timeout")
+        elif isinstance(error, asyncio.CancelledError):
+            failure = SglrlError("the agent was cancelled by something that it awaited")
+            failure.__cause__ = error
+            self._failed(sample, failure)
         elif isinstance(error, Exception):
             self._failed(sample, error)
         else:
@@ -495,11 +499,10 @@ class Rollout:
             raise error
 
     def _failed(self, sample: core.Sample, error: Exception) -> None:
-        alone = isinstance(error, (Closed, WorkerLost)) and not self._client._is_alive
         session = self._running.get(sample)
-        # Nor would any other sample get a turn.
-        refused = session is not None and session.refused
-        fatal = self._on_error == "raise" or alone or refused or self._hopeless
+        # Nor would any other sample get a turn, whatever the agent has made of it.
+        refused = not self._client._is_alive or (session is not None and session.refused)
+        fatal = self._on_error == "raise" or refused or self._hopeless
         self._count_failure(error, fatal=fatal)
         retry = self._on_error == "retry" and not isinstance(error, UsageError)
         logger.warning(
@@ -651,6 +654,15 @@ class Rollout:
     def _hint(self) -> None:
         """Somebody waits, and if it is for new weights, may not know."""
         plan = self._plan
+        states = [worker.state for worker in self._client.workers]
+        if "stale" in states and "ready" not in states:
+            logger.warning(
+                "a rollout waits for new weights: no worker serves, and nobody could give those "
+                "that were replaced (%d) the weights of version %d; they serve after the next "
+                "update_weights, for which no groups are needed",
+                states.count("stale"),
+                plan.version,
+            )
         bounded = plan.max_staleness is not None and not plan.may_begin()
         if bounded and not self._running and len(plan.ready) < plan.ahead:
             logger.warning(
@@ -667,7 +679,9 @@ class Rollout:
         plan = self._plan
         while self._keep is not None and (lessened := plan.next_lessened()) is not None:
             # It was to be kept for samples that it has lost since.
-            if not self._keep(self._made(lessened)):
+            if self._keep(self._made(lessened)):
+                plan.keep(lessened)
+            else:
                 plan.filter(lessened)
                 self._wake.set()
         while len(self._partial) < n:
@@ -747,14 +761,17 @@ class Rollout:
     def metrics(self) -> RolloutMetrics:
         """A snapshot."""
         plan = self._plan
+        # What runs when the run ends is neither done nor lost.
+        runs = self._ended_at is None
+        until = self._ended_at or time.monotonic()
         return RolloutMetrics(
             groups_taken=plan.taken,
             groups_filtered=plan.filtered,
             groups_dropped=plan.dropped,
             groups_ready=len(plan.ready),
-            groups_running=len(plan.live) - len(plan.ready),
+            groups_running=len(plan.live) - len(plan.ready) if runs else 0,
             samples_done=plan.samples_done,
-            samples_running=plan.running,
+            samples_running=plan.running if runs else 0,
             samples_retried=plan.retried,
             samples_lost=dict(plan.lost),
             concurrency=self.concurrency,
@@ -764,7 +781,7 @@ class Rollout:
             cached_tokens=self._cached,
             mean_reward=sum(self._rewards) / len(self._rewards) if self._rewards else math.nan,
             mean_staleness=self._staleness / plan.taken if plan.taken else 0.0,
-            seconds=time.monotonic() - self._begun if self._begun else 0.0,
+            seconds=until - self._begun if self._begun else 0.0,
         )
 
     def _on_turn(self, prompt: int, cached: int, new: int) -> None:

@@ -272,8 +272,11 @@ class Session:
                 del pending[:taken]
                 if encoded is not None:
                     _, self._messages, self._answer_at = encoded
-        except Closed:
-            self.refused = not self._closed
+        except BaseException as error:
+            if not self._turns:
+                self._oldest = None
+            if isinstance(error, Closed):
+                self.refused = not self._closed
             raise
         finally:
             self._busy = False

@@ -174,6 +174,8 @@ class PlanMachine(RuleBasedStateMachine):
             assert not lessened
         else:
             assert group in lessened
+            assert self.plan.next_lessened() is group
+            self.plan.keep(group)
             self.counted[group] = len(group.done)
 
     def lessened(self) -> list[Group]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -13,7 +15,7 @@ import pytest
 import sglrl
 from sglrl.rl import has_signal
 
-from .test_rollouts import ITEMS, new_weights
+from .test_rollouts import ITEMS, new_weights, of_now
 
 
 @pytest.fixture
@@ -237,6 +239,168 @@ async def test_what_agents_make_of_their_cancellation_is_no_failure(client: sglr
     assert run.state_dict() == {"next": 3, "unfinished": [0, 1, 2]}
     assert run.metrics.samples_lost == {}
     assert not run.errors
+
+
+@pytest.mark.parametrize("on_error", ["raise", "drop", "retry"])
+@pytest.mark.parametrize("why", ["stale", "timeout", "given up"])
+async def test_what_comes_of_being_given_up_is_no_failure(
+    client: sglrl.Client, why: str, on_error: Any
+) -> None:
+    """A tool's clean-up raises when the sample is cancelled."""
+    begun: list[int] = []
+    waits = asyncio.Event()
+
+    async def agent(session: sglrl.Session, item: Any) -> float:
+        index = session.metadata["sample"]
+        begun.append(index)
+        await session.generate(max_new_tokens=2)
+        if why == "given up" and index == 1:
+            await waits.wait()
+            raise asyncio.CancelledError
+        if why == "stale" and len(begun) > 1:
+            return 1.0
+        try:
+            waits.set()
+            await asyncio.Event().wait()
+        finally:
+            raise ProcessLookupError("the tool has ended already")
+
+    options: dict[str, Any] = {
+        "stale": {"batch_size": 1, "max_staleness": 0},
+        "timeout": {"timeout": 0.2},
+        "given up": {"group_size": 2, "min_group": 2},
+    }[why]
+    run = sglrl.rollout(client, agent, ITEMS[:1], on_error=on_error, retries=0, **options)
+    failed = {"given up": {"error": 1}}.get(why, {})
+    async with run:
+        taking = asyncio.create_task(run.take())
+        await waits.wait()
+        if why == "stale":
+            new_weights(client)
+        if why == "stale":
+            assert await taking == []
+        else:
+            with pytest.raises((sglrl.DeadlineExceeded, sglrl.SglrlError)) as error:
+                await taking
+            assert "ProcessLookupError" not in repr(error.value)
+    if (why, on_error) != ("given up", "raise"):
+        assert run.metrics.samples_lost == {why: 1, **failed}
+    assert not any(isinstance(error, ProcessLookupError) for error in run.errors)
+    assert len(begun) == (2 if why == "given up" else 1)
+
+
+@pytest.mark.parametrize("how", ["as it is", "in a group", "as another"])
+async def test_a_pool_that_is_gone_ends_the_run(how: str) -> None:
+    async def agent(session: sglrl.Session, item: Any) -> float:
+        if how == "as it is":
+            await session.generate(max_new_tokens=40)
+        elif how == "in a group":
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(session.generate(max_new_tokens=40))
+        else:
+            try:
+                await session.generate(max_new_tokens=40)
+            except sglrl.SglrlError as error:
+                raise RuntimeError("no turn") from error
+        return 1.0
+
+    items = [{"input_ids": [1, 2]}] * 200
+    async with sglrl.launch(
+        "fake", engine="fake", vocab_size=1000, restarts=0, step_seconds=0.002, tokens_per_step=4
+    ) as client:
+        run = sglrl.rollout(client, agent, items, concurrency=4)
+        taken = 0
+        with pytest.raises((sglrl.WorkerLost, ExceptionGroup, RuntimeError)):
+            async with run:
+                while await run.take():
+                    taken += 1
+                    if taken == 5:
+                        os.kill(client.workers[0].pid, signal.SIGKILL)
+        state = run.state_dict()
+        assert state["next"] < 50
+        assert state["next"] - len(state["unfinished"]) == taken
+        assert run.metrics.groups_dropped == 0
+
+
+async def test_a_first_turn_that_failed_has_no_version() -> None:
+    """So the sample is not too old when new weights come."""
+
+    async def agent(session: sglrl.Session, item: Any) -> sglrl.Trajectory:
+        with pytest.raises(sglrl.DeadlineExceeded):
+            await session.generate(max_new_tokens=200)
+        assert session.oldest_version is None
+        new_weights(client)
+        session._opening.timeout = None
+        return await of_now(session, item)
+
+    item = {"id": 1, "input_ids": [1, 2, 3]}
+    async with sglrl.launch("fake", engine="fake", step_seconds=0.01, tokens_per_step=1) as client:
+        run = sglrl.rollout(
+            client,
+            agent,
+            [item],
+            open_session=lambda item: {"input_ids": item["input_ids"], "timeout": 0.1},
+            batch_size=1,
+            max_staleness=0,
+            retries=0,
+        )
+        async with run:
+            (group,) = await run.take()
+    assert (run.metrics.samples_lost, group.failed) == ({}, 0)
+
+
+async def test_an_ended_run_runs_nothing(client: sglrl.Client) -> None:
+    async def agent(session: sglrl.Session, item: Any) -> float:
+        await asyncio.Event().wait()
+        return 1.0
+
+    run = sglrl.rollout(client, agent, ITEMS, concurrency=3)
+    async with run:
+        with pytest.raises(sglrl.DeadlineExceeded):
+            await run.take(timeout=0.05)
+        assert (run.metrics.samples_running, run.metrics.groups_running) == (3, 3)
+    before = run.metrics
+    assert (before.samples_running, before.groups_running) == (0, 0)
+    assert "0 samples running" in repr(run)
+    await asyncio.sleep(0.01)
+    assert run.metrics.seconds == before.seconds
+
+
+async def test_metadata_of_an_item_is_its_own(client: sglrl.Client) -> None:
+    made = [{"item": "mine", "sample": "s"}, {"item": "x"}, {}]
+
+    def opened(item: int) -> dict[str, Any]:
+        return {"input_ids": [item + 1], "metadata": made[item]}
+
+    found: dict[int, Any] = {}
+    async for group in sglrl.rollout(client, one_turn, range(3), open_session=opened):
+        found[group.index] = group.trajectories[0].metadata
+    assert found == {0: made[0], 1: {"item": "x", "sample": 0}, 2: {"item": 2, "sample": 0}}
+
+
+async def test_an_error_of_keep_is_no_decision(client: sglrl.Client) -> None:
+    """When a group is looked at again, and then once more."""
+    asked: list[int] = []
+    is_ready = asyncio.Event()
+
+    def keep(group: sglrl.rollout.Group) -> bool:
+        is_ready.set()
+        asked.append(len(group.trajectories))
+        if asked == [3, 2]:
+            raise ValueError("once")
+        return len(group.trajectories) == 3
+
+    run = sglrl.rollout(
+        client, one_turn, ITEMS[:1], group_size=3, keep=keep, min_group=1, retries=0
+    )
+    async with run:
+        await is_ready.wait()
+        (group,) = run._plan.ready
+        run._plan._lose(group.samples[0], "stale")
+        with pytest.raises(ValueError, match="once"):
+            await run.take()
+        assert await run.take() == []
+    assert asked == [3, 2, 2]
 
 
 async def test_failures_behind_a_success_do_not_end_the_run(client: sglrl.Client) -> None:

@@ -269,3 +269,14 @@ def test_entropy_of_what_cannot_be_drawn() -> None:
     torch.testing.assert_close(entropies[0, 1], torch.tensor(2.0).log())
     entropies.sum().backward()
     assert torch.isfinite(logits.grad).all()
+
+
+def test_what_stands_in_the_padding_is_in_no_gradient() -> None:
+    logprobs = torch.tensor([[-1.0, -500.0, -torch.inf, torch.nan]], requires_grad=True)
+    reference = torch.tensor([[-2.0, 0.0, -torch.inf, -1.0]])
+    mask = torch.tensor([[True, False, False, False]])
+    penalty = masked_mean(kl_estimate(logprobs, reference, mask), mask)
+    assert penalty.item() == pytest.approx(math.exp(-1) - 1 + 1)
+    penalty.backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == [[pytest.approx(1 - math.exp(-1)), 0, 0, 0]]

@@ -197,6 +197,11 @@ def _matrix(rows: list[Any], k: int, dtype: str) -> bytes:
     return np.array([row[:k] for row in rows], dtype=dtype).tobytes()
 
 
+def cached_tokens(output: BatchTokenIDOutput | SimpleNamespace, i: int) -> int:
+    """Of the prompt of request ``i``. What it goes on from may be in the cache, too."""
+    return min(int(output.cached_tokens[i]), int(output.prompt_tokens[i]))
+
+
 def token_chunks(
     output: BatchTokenIDOutput | SimpleNamespace, i: int, top: int, parts: list[tuple[int, int]]
 ) -> list[TokenChunk]:
@@ -221,7 +226,7 @@ def token_chunks(
                 ids[span].tobytes(),
                 values[span].tobytes() if values is not None else b"",
                 finished["type"] if finished and last else "",
-                output.cached_tokens[i],
+                cached_tokens(output, i),
                 version,
                 top_ids,
                 top_values,
@@ -275,6 +280,7 @@ def rest_of(request: Any, sent: int) -> SimpleNamespace:
         output_token_logprobs_val=rest("output_token_logprobs_val"),
         output_top_logprobs_val=rest("output_top_logprobs_val"),
         output_top_logprobs_idx=rest("output_top_logprobs_idx"),
+        prompt_tokens=[0],
         cached_tokens=[0],
     )
 

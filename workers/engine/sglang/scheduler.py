@@ -496,7 +496,7 @@ class Adapter:
             del self.requests[id_]
             next_token = self.next_tokens.wanted.pop(rid, None) is not None
             self.prompt_tokens += output.prompt_tokens[i]
-            self.cached_tokens += output.cached_tokens[i]
+            self.cached_tokens += convert.cached_tokens(output, i)
             self.generated_tokens += output.completion_tokens[i] - request.resumed
             if id_ in self.cancelled:
                 self.cancelled.discard(id_)
