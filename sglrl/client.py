@@ -215,7 +215,7 @@ class Client:
             mode: what becomes of running ``generate`` calls. "in_place": they keep their KV cache,
                 and go on with it after ``resume``; "retract": they give it back, and it is computed
                 again after ``resume``; "abort": they return what they have, with finish_reason
-                "abort".
+                "abort", and other calls are computed again after ``resume``.
             timeout: seconds that an engine may take.
 
         Raises:
@@ -304,7 +304,8 @@ class Client:
             inflight: what happens to running requests when the new weights become live:
                 "continue": they go on, on the KV cache they have; "retract": they go on, and their
                 KV cache is computed again with the new weights; "abort": they return what they
-                have, with finish_reason "abort"; "drain": they are awaited first, and new ones
+                have, with finish_reason "abort" (other calls, as with "retract", are computed again
+                with the new weights); "drain": they are awaited first, and new ones
                 wait from then on until the update has ended.
             mode: "full": staged beside the live weights, which takes as much GPU memory again (kept
                 for the next update while 4 GiB are free);
@@ -552,7 +553,7 @@ class Client:
             Position 0 has no context and is NaN. With ``top_logprobs``: ``Scores``. A list of that
             for a list. Where a text is prefilled in several parts and a weight update with
             inflight="continue" comes in between, each part is of the weights that it met; with
-            "retract" or "drain" all is of one version.
+            "retract", "abort" or "drain" all is of one version.
         """
         requests = self._started()
         deadline = requests.deadline(timeout)

@@ -719,7 +719,8 @@ class Rollout:
 
     async def pause(self, *, timeout: float | None = None) -> None:
         """Begin no further turn, and wait until those that run have ended: then the engines have
-        nothing of this run to do. Agents wait with their next turn; tools go on.
+        nothing of this run's sessions to do. Agents wait with their next turn; tools go on, and so
+        do calls that agents make without their session.
 
         Raises:
             DeadlineExceeded: turns still run after ``timeout`` seconds; it stays paused.

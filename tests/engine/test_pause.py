@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import pytest_asyncio
 from readme import example
@@ -224,6 +225,44 @@ async def test_pausing_while_what_runs_is_being_ended(lab: Lab) -> None:
         assert {c.finish_reason for c in await asyncio.gather(*calls)} == {"abort"}
         await standing(client)
         await client.resume()
+    await lab.check()
+
+
+@pytest.mark.parametrize("what", ["pause", "two pauses", "update", "bucketed update"])
+async def test_what_returns_nothing_does_not_hold_up_who_aborts(lab: Lab, what: str) -> None:
+    """Scores and next-token logprobs are computed again, with the weights that there are then."""
+    client = lab.client
+    texts = [[3 + (i * 7 + k * k) % 200 for k in range(300 + i)] for i in range(80)]
+    before = lab.current
+    calls = begin(client, 3, ENDLESS)
+    await until_running(client, 3)
+    scores = [asyncio.ensure_future(client.score(ids)) for ids in texts[:40]]
+    asked = [asyncio.ensure_future(client.next_token_logprobs(ids)) for ids in texts[40:]]
+    others = [*scores, *asked]
+    await asyncio.wait(others, return_when=asyncio.FIRST_COMPLETED)
+    if what == "pause":
+        await client.pause("abort")
+    elif what == "two pauses":
+        await asyncio.gather(client.pause("abort"), client.pause("abort"))
+    else:
+        mode = "bucketed" if "bucketed" in what else "full"
+        await lab.other(inflight="abort", mode=mode)
+    done = [call.done() for call in others]
+    assert not all(done), "it has waited for all of them"
+    assert {c.finish_reason for c in await asyncio.gather(*calls)} == {"abort"}
+    if "pause" in what:
+        assert (await standing(client)).running == 0
+        await client.resume()
+    for index, call in enumerate(others):
+        found, ids = await call, texts[index]
+        rows = [lab.current.logprobs(ids)]
+        if lab.current is not before and (done[index] or index >= len(scores)):
+            rows.append(before.logprobs(ids))
+        if index < len(scores):
+            found, rows = found[1:], [row[np.arange(len(ids) - 1), ids[1:]] for row in rows]
+        else:
+            found, rows = found.logprobs, [row[-1] for row in rows]
+        assert min(abs(found - row).max() for row in rows) < lab.tolerance
     await lab.check()
 
 

@@ -9,6 +9,7 @@ import signal
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -904,3 +905,22 @@ async def test_who_waits_for_new_weights_is_told(
         assert caplog.text.count("waits for new weights") == 1
         new_weights(client)
         assert len(await run.take(2)) == 2
+
+
+async def test_who_waits_while_nobody_has_the_weights_is_told(
+    client: sglrl.Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(runner, "_HINT_SECONDS", 0.05)
+    await client.pause()
+    async with sglrl.rollout(client, two_turns, ITEMS[:1], concurrency=1) as run:
+        with pytest.raises(sglrl.DeadlineExceeded):
+            await run.take(timeout=0.2)
+        assert "waits for new weights" not in caplog.text, "the worker serves"
+        stale = [msgspec.structs.replace(client.workers[0], state="stale")]
+        monkeypatch.setattr(sglrl.Client, "workers", stale)
+        with pytest.raises(sglrl.DeadlineExceeded):
+            await run.take(timeout=0.2)
+        assert "(1) the weights of version 0" in caplog.text
+        monkeypatch.undo()
+        await client.resume()
+        assert len(await run.take()) == 1

@@ -98,12 +98,12 @@ _REQUESTS = (TokenizedGenerateReqInput, Resume)
 
 @dataclass
 class PauseCommand:
-    """Travels through SGLang's own broadcast to all ranks of a replica, like a request. ``call``:
-    that asked for it, or -1. ``mode``: "in_place", "retract", "" (go on) or "wait": who runs gives
-    its place back, in an engine that is paused by then. ``inflight``: as of a
-    ``WeightCommand``: "drain": it is to come when nothing runs any more."""
+    """Travels through SGLang's own broadcast to all ranks of a replica, like a request. ``calls``:
+    that asked for it. ``mode``: "in_place", "retract", "" (go on) or "wait": who runs gives its
+    place back, in an engine that is paused by then. ``inflight``: as of a ``WeightCommand``:
+    "abort": it is to come when all that is being returned has been."""
 
-    call: int
+    calls: tuple[int, ...]
     mode: str
     inflight: str = "continue"
     given_up: bool = False
@@ -265,12 +265,15 @@ class Adapter:
         check_mode(mode)
         if mode == "abort":
             self.abort_all()
+            if self.pausing is not None:
+                # What has come since is returned, too.
+                self.pausing.calls += (id_,)
+                return
             if not self.scheduler.sglrl_paused:
-                self._forget_pausing()
-                self.pausing = PauseCommand(id_, "in_place", "drain")
+                self.pausing = PauseCommand((id_,), "retract", "abort")
                 self.commands.append(self.pausing)
                 return
-        self.incoming.append(PauseCommand(id_, "retract" if mode == "retract" else "in_place"))
+        self.incoming.append(PauseCommand((id_,), "retract" if mode == "retract" else "in_place"))
 
     def resume(self, id_: int) -> None:
         self._forget_pausing()
@@ -278,7 +281,7 @@ class Adapter:
         self.held_back = [r for r in self.held_back if not isinstance(r, PauseCommand)]
         for command in held:
             self.paused(command)
-        self.incoming.append(PauseCommand(id_, ""))
+        self.incoming.append(PauseCommand((id_,), ""))
 
     def _forget_pausing(self) -> None:
         if self.pausing is not None:
@@ -289,15 +292,16 @@ class Adapter:
         """It has been executed, or is not wanted any more."""
         if command is self.pausing:
             self.pausing = None
-        if command.call >= 0:
-            self.mailbox.put_value(command.call, None)
+        for id_ in command.calls:
+            self.mailbox.put_value(id_, None)
+        if command.calls:
             # The loop may have nothing else to do.
             self.mailbox.flush()
 
     def _aborts(self, except_for: set[str]) -> list[Any]:
         """What makes SGLang return the ``generate`` requests that it has, with what they have. In a
         paused engine nothing ends that runs: there they are made to wait first."""
-        aborts: list[Any] = [PauseCommand(-1, "wait")]
+        aborts: list[Any] = [PauseCommand((), "wait")]
         for id_, request in self.requests.items():
             rid = convert.request_id(id_)
             known = id_ in self.cancelled or id_ in self.returned
@@ -416,8 +420,8 @@ class Adapter:
         return bool(self.flushes or self.commands or self.draining is not None)
 
     def _with_commands(self, incoming: list[Any]) -> list[Any]:
-        """Put the next command behind the requests, at once or when what runs has ended: then new
-        requests are kept back until it is done."""
+        """Put the next command behind the requests, at once or when what runs has ended, or been
+        returned: then new requests are kept back until it is done."""
         if self.draining is not None and self._given_up(self.draining):
             self.draining = None
             back, self.held_back = self.held_back, []
@@ -428,16 +432,16 @@ class Adapter:
                 return incoming
             if command.inflight in ("continue", "retract"):
                 return [*incoming, command]
-            fresh = {r.rid for r in incoming if isinstance(r, TokenizedGenerateReqInput)}
-            if command.inflight == "abort":
+            if command.inflight == "abort" and isinstance(command, WeightCommand):
+                fresh = {r.rid for r in incoming if isinstance(r, TokenizedGenerateReqInput)}
                 incoming += self._aborts(fresh)
                 goes_on = any(isinstance(r, PauseCommand) and not r.mode for r in incoming)
                 if self.scheduler.sglrl_paused and not goes_on:
                     # What waits to be returned does so at once, and nothing else runs.
                     return [*incoming, command]
             self.draining = command
-        # Who is paused ends nothing: what is to come when nothing runs would never come.
-        waits = isinstance(self.draining, PauseCommand) or self.draining.inflight == "abort"
+        # Who is paused ends nothing: what is to come when something has ended would never come.
+        waits = self.draining.inflight == "abort"
 
         def is_later(request: Any) -> bool:
             pauses = isinstance(request, PauseCommand) and request.mode in ("in_place", "retract")
@@ -445,13 +449,18 @@ class Adapter:
 
         self.held_back += [r for r in incoming if is_later(r)]
         passed = [r for r in incoming if not is_later(r)]
-        if passed or not self.scheduler.is_fully_idle():
+        if passed or (self._is_returning if waits else not self.scheduler.is_fully_idle()):
             return passed
         command, self.draining = self.draining, None
         back, self.held_back = self.held_back, []
         pauses = [r for r in back if isinstance(r, PauseCommand)]
         # Behind the command they are prefilled with the new weights.
         return [*(r for r in back if not isinstance(r, PauseCommand)), command, *pauses]
+
+    @property
+    def _is_returning(self) -> bool:
+        """Something that is to be returned has not been."""
+        return any(id_ in self.requests for id_ in self.returned)
 
     def _given_up(self, command: WeightCommand | PauseCommand) -> bool:
         if isinstance(command, PauseCommand):
@@ -491,7 +500,8 @@ class Adapter:
                     for chunk in convert.token_chunks(output, i, request.top, parts):
                         mailbox.put(id_, kind, chunk)
                 continue
-            if id_ in self.returned and kind == ItemKind.ERROR:
+            if id_ in self.returned:
+                self.returned.discard(id_)
                 kind = ItemKind.DONE
             del self.requests[id_]
             next_token = self.next_tokens.wanted.pop(rid, None) is not None
@@ -512,7 +522,6 @@ class Adapter:
                 assert self.rows is not None
                 self.rows.put(mailbox, id_, rid, output.cached_tokens[i], self.result_version)
             else:
-                self.returned.discard(id_)
                 self._return(id_, request, output, i)
         self._flush()
 
@@ -578,11 +587,12 @@ class Adapter:
         if request is None:
             return
         self.next_tokens.wanted.pop(output.rid, None)
+        returned = id_ in self.returned
+        self.returned.discard(id_)
         if id_ in self.cancelled:
             self.cancelled.discard(id_)
             self.mailbox.put(id_, ItemKind.CANCELLED)
-        elif id_ in self.returned:
-            self.returned.discard(id_)
+        elif returned:
             self._return(id_, request, convert.rest_of(about, request.sent), 0)
         else:
             reason: Any = output.finished_reason or {}

@@ -246,7 +246,8 @@ class SglangWeights:
         """Between two steps."""
         if self.given_up(command):
             return
-        if command.inflight == "retract":
+        if command.inflight in ("retract", "abort"):
+            # With "abort" only what returns nothing runs by now: scores, next-token logprobs.
             self._retract()
         if command.hold:
             self._hold(command)
