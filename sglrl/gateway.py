@@ -316,11 +316,11 @@ class Gateway:
             item = Item(items[0].id, ItemKind.FAILED, body)
             self._send_answers(peer, [item], ends, [], news)
         elif not self._driver.send_to_peer(peer.identity, body, *frames):
-            self._forget(peer)
+            self._lose(peer)
 
     def _tell(self, peer: _Peer, message: ToClient) -> None:
         if not self._driver.send_to_peer(peer.identity, encode(message)):
-            self._forget(peer)
+            self._lose(peer)
 
     def _tell_all(self) -> None:
         if self._peers:
@@ -355,6 +355,16 @@ class Gateway:
         while True:
             await self._driver.change()
             self._tell_all()
+
+    def _lose(self, peer: _Peer) -> None:
+        """It is gone, or cannot be told anything any more."""
+        if calls := len(peer.calls) + len(peer.tasks):
+            logger.warning(
+                "a client in another process is gone, or has not read for so long that nothing "
+                "more can be sent to it; its calls (%d) are given up",
+                calls,
+            )
+        self._forget(peer)
 
     def _forget(self, peer: _Peer) -> None:
         """Nobody waits for its calls any more."""

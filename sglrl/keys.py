@@ -50,10 +50,7 @@ def make_keys(folder: str | PathLike[str], *, force: bool = False) -> list[Path]
         UsageError: there are keys already (``force`` replaces them), or it cannot be written.
         InvalidKeys: the folder exists and others can get into it.
     """
-    try:
-        path = Path(folder).expanduser()
-    except RuntimeError as error:
-        raise UsageError(f"{folder}: {error}") from None
+    path = _path(folder)
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         mode = path.stat().st_mode
@@ -71,7 +68,7 @@ def add_client(folder: str | PathLike[str], name: str, *, force: bool = False) -
         UsageError: the name is taken (``force`` replaces the keys) or is no name.
         InvalidKeys: it is not a driver's folder.
     """
-    path = Path(folder).expanduser()
+    path = _path(folder)
     if name == DRIVER or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
         raise UsageError(f"{name!r} cannot be a client's name: use letters, digits, '_', '-', '.'")
     read_driver_keys(path)
@@ -91,7 +88,7 @@ def read_client_keys(where: str | PathLike[str]) -> ClientKeys:
     ``InvalidKeys`` if it is not."""
     from .net.zmq import public_key
 
-    path = Path(where).expanduser()
+    path = _path(where)
     folder = _checked_folder(path.parent if path.is_file() else path)
     if folder == path:
         own = [file for file in sorted(path.glob("*.secret")) if file.stem != DRIVER]
@@ -105,6 +102,8 @@ def read_client_keys(where: str | PathLike[str]) -> ClientKeys:
                 f"{DRIVER}.public there from the folder that 'sglrl keys' made"
             )
         (path,) = own
+    elif path.suffix == ".public" or path.stem == DRIVER:
+        raise InvalidKeys(f"{path} is not a client's secret key; those are NAME.secret")
     secret = _read_key(path)
     return ClientKeys(
         driver=_read_key(folder / f"{DRIVER}.public"), public=public_key(secret), secret=secret
@@ -124,8 +123,15 @@ def is_key(text: str) -> bool:
     return True
 
 
+def _path(name: str | PathLike[str]) -> Path:
+    try:
+        return Path(name).expanduser()
+    except RuntimeError as error:
+        raise UsageError(f"{name}: {error}") from None
+
+
 def _checked_folder(folder: str | PathLike[str]) -> Path:
-    path = Path(folder).expanduser()
+    path = _path(folder)
     if not path.is_dir():
         raise InvalidKeys(f"there is no folder {path}; 'sglrl keys {path}' makes one with keys")
     if path.stat().st_mode & 0o022:

@@ -31,6 +31,7 @@ from .messages import (
     News,
     Piece,
     Ready,
+    Requests,
 )
 from .net.zmq import ZmqDealer, check_address
 from .pool import Pool, WorkerInfo
@@ -41,6 +42,8 @@ from .weights.report import UpdateReport
 from .weights.request import UpdateRequest
 
 _GRACE: Final = 10.0
+_CHECK_SECONDS = 15.0
+"""After which a client that waits makes sure that the pool still knows it."""
 _GONE: Final = "the process that has the pool is gone or has closed it"
 
 
@@ -99,6 +102,7 @@ class RemotePool(Pool):
         self._max_message_bytes = max_message_bytes
         self.weights = _RemoteWeights(self)
         self.model = ""
+        self._check: asyncio.TimerHandle | None = None
         self._engine: EngineInfo | None = None
         self._specs = endpoints_of(PoolEndpoints)
 
@@ -153,7 +157,15 @@ class RemotePool(Pool):
         self.weights.sender_address = admitted.weights_address
         self._engine = admitted.engine
         self._on_news()
+        self._check = loop.call_later(_CHECK_SECONDS, self._make_sure)
         return self
+
+    def _make_sure(self) -> None:
+        """A client that does not read for so long that no more fits the connection is forgotten,
+        and cannot be told. Who says something to a pool that does not know it is told so."""
+        if self.driver.fabric.calls:
+            self.driver.send_to_peer(b"", encode(Requests([])))
+        self._check = asyncio.get_running_loop().call_later(_CHECK_SECONDS, self._make_sure)
 
     def _on_break(self) -> None:
         driver = self._driver
@@ -214,6 +226,8 @@ class RemotePool(Pool):
             if self._closing:
                 return
         self._closing = True
+        if self._check is not None:
+            self._check.cancel()
         driver.close()
         with contextlib.suppress(Closed):
             driver.send_to_peer(b"", encode(Leave()))

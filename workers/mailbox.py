@@ -170,6 +170,15 @@ class Mailbox:
             rows[slots[0]][:] = np.frombuffer(row, "<f4")
             self.put_slot(id_, chunk, slots[0])
             return
+        if len(row) > self._most_bytes:
+            self.put_error(
+                id_,
+                MessageTooLarge.__name__,
+                f"the logprobs of all tokens have {len(row):,} bytes, of at most "
+                f"{self._most_bytes:,} that fit one message (max_message_bytes); ask for the "
+                "likeliest with top_k=",
+            )
+            return
         if self._slots:
             self.flush()
         self._held.discard(id_)

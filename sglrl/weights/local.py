@@ -10,7 +10,7 @@ import msgspec
 
 from ..core.manifest import FLOAT_BYTES, check_manifest, is_computed
 from ..core.weights import Member
-from ..errors import InvalidWeights
+from ..errors import InvalidWeights, UpdateInProgress
 from ..messages import Piece, TensorSpec
 from .coordinator import WeightChannel
 from .files import fingerprint, safetensors_specs
@@ -33,6 +33,8 @@ class LocalSender:
 
     def __init__(self, channel: WeightChannel) -> None:
         self._channel = channel
+        self._turn = asyncio.Lock()
+        """Of who uses ``_end``, or puts another in its place."""
         self._end: Any = None
         self._manifest: Manifest | None = None
 
@@ -44,8 +46,9 @@ class LocalSender:
 
     async def connect(self, device: Any, host: str, timeout: float) -> float:
         """Form the group now. Milliseconds that it took."""
-        end = await self._ending(device, host, [], timeout)
-        return await self._channel.join(end, timeout)
+        async with self._turn:
+            end = await self._ending(device, host, [], timeout)
+            return await self._channel.join(end, timeout)
 
     async def update(
         self,
@@ -68,14 +71,17 @@ class LocalSender:
         # Now: another update may come in between.
         specs, total = self._manifest.specs, self._manifest.total
         check_ties(self._manifest, named)
-        end = await self._ending(device, host, tensors, request.timeout)
-        request = request.with_specs(specs, total)
-        assert request.bucket_bytes is not None
-        cargo = Cargo(tensors, ready, specs, request.bucket_bytes)
-        try:
-            return await self._channel.update(request, end, lambda: end.load(cargo))
-        finally:
-            end.unload(cargo)
+        if self._turn.locked() and not request.wait:
+            raise UpdateInProgress("another weight update is running")
+        async with self._turn:
+            end = await self._ending(device, host, tensors, request.timeout)
+            request = request.with_specs(specs, total)
+            assert request.bucket_bytes is not None
+            cargo = Cargo(tensors, ready, specs, request.bucket_bytes)
+            try:
+                return await self._channel.update(request, end, lambda: end.load(cargo))
+            finally:
+                end.unload(cargo)
 
     async def update_from_disk(self, path: Any, request: UpdateRequest) -> UpdateReport:
         """The workers read the folder's safetensors files themselves."""
@@ -121,13 +127,13 @@ class LocalSender:
             return self._end
         found = sending_device(device, tensors, backend)
         if self._end is None or self._end.device != found or self._end.host != host:
-            self.close()
             end: Any = None
 
             def answer(message: Any) -> None:
                 self._channel.sender_answered(end, message)
 
             end = SendingEnd(found, host, answer)
+            self.close()
             self._end = end
         return self._end
 

@@ -45,14 +45,27 @@ RING: Final = 2
 """Buckets in memory of their own: one is packed while the one before is on its way."""
 
 
-class Cargo(msgspec.Struct, frozen=True):
+class Cargo(msgspec.Struct):
     """What one update sends: tensors with their specs, which say the dtype they are sent in.
-    ``ready``: CUDA events that are awaited before the tensors are read."""
+    ``ready``: CUDA events that are awaited before the tensors are read. ``begun``: some may have
+    been gathered."""
 
     tensors: Named
     ready: list[Any]
     specs: list[TensorSpec]
     bucket_bytes: int
+    begun: bool = False
+
+    @property
+    def is_gathered(self) -> bool:
+        """Other ranks of the trainer take part in the sending, once."""
+        distributed = torch.distributed
+        several = distributed.is_available() and distributed.is_initialized()
+        return (
+            several
+            and distributed.get_world_size() > 1
+            and any(hasattr(tensor, "full_tensor") for _, tensor in self.tensors)
+        )
 
 
 class _Packing:
@@ -184,6 +197,12 @@ class SendingEnd:
     def _stage(self, link: Link, update: int, cargo: Cargo | None) -> SentStage:
         if cargo is None:
             raise WeightUpdateError("the update was withdrawn")
+        if cargo.begun and cargo.is_gathered:
+            raise WeightUpdateError(
+                "a worker was lost while DTensors were being gathered, in which the trainer's "
+                "other ranks take part once (gather); update again on all of them"
+            )
+        cargo.begun = True
         packing = self._packing_for(link, cargo)
         with torch.no_grad(), self._on_stream(), _frequent_switches():
             for event in cargo.ready:
@@ -313,19 +332,22 @@ def _thread_pools() -> Any:
 def sending_device(wanted: str | torch.device | None, tensors: Named, backend: str) -> torch.device:
     """Where to pack for workers on ``backend``: as asked, else where the tensors are."""
     if wanted is not None:
-        device = torch.device(wanted)
+        try:
+            device = torch.device(wanted)
+        except RuntimeError:
+            raise UsageError(f"device={wanted!r} is no device that torch knows") from None
     elif backend == "cpu":
         device = torch.device("cpu")
     else:
         found = next((t.device for _, t in tensors if t.device.type == "cuda"), None)
         device = found or torch.device("cuda", torch.cuda.current_device())
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
     if device.type != backend:
         raise UsageError(
             f"the workers are on {backend} and the sender is to be on {device}; weights are sent "
             f"from a {backend} device (device={backend!r})"
         )
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
     return device
 
 

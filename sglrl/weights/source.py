@@ -157,7 +157,28 @@ class Manifest:
             ]
             self._wanted, self._given = wanted, given
         spread = self.spread(named)
+        self._check_left_out(spread)
         return _gathered_once([spread[index] for index in self._sent])
+
+    def _check_left_out(self, spread: Named) -> None:
+        """``gather`` gathers all DTensors: the others would wait for one that is not sent."""
+        if len(self._sent) == len(spread):
+            return
+        sent = set(self._sent)
+        left = {
+            name: _place(tensor)
+            for index, (name, tensor) in enumerate(spread)
+            if index not in sent and getattr(tensor, "device_mesh", None) is not None
+            if tensor.device_mesh.size() > 1
+        }
+        if not left:
+            return
+        places = {_place(spread[i][1]) for i in sent if isinstance(spread[i][1], torch.Tensor)}
+        if wrong := [name for name, place in left.items() if place not in places]:
+            raise InvalidWeights(
+                f"the engine keeps no copy of {', '.join(wrong)}, which other ranks would gather; "
+                "leave such tensors out of what is given, here and to gather()"
+            )
 
     def spread(self, named: Named) -> Named:
         """What was last taken, by the names of the engine."""
@@ -263,7 +284,8 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def gather(weights: Any) -> None:
     """For the ranks of a trainer that do not send: take part in the gathering of DTensors, in the
-    order in which the sending rank asks for them; of tied ones once."""
+    order in which the sending rank asks for them; of tied ones once. Where the sending rank raises
+    before it has gathered all of them, this waits until the process group's own time-out."""
     seen = set()
     with torch.no_grad():
         for _, tensor in named_tensors(weights):

@@ -534,3 +534,29 @@ async def test_what_the_readme_shows(lab: Lab, capsys: pytest.CaptureFixture[str
     assert f"weights v{version}: " in capsys.readouterr().out
     assert [span.version for span in names["completion"].versions] == [version]
     await lab.check(PROMPTS[:1], 4)
+
+
+async def test_updates_from_several_addresses_take_turns(lab: Lab) -> None:
+    """None ends the connection that another one is sent through."""
+    client, policies = lab.client, lab.policies
+    async with asyncio.timeout(60):
+        reports = await asyncio.gather(
+            *(
+                client.update_weights(policies[1 + i % 2].model, host=host)
+                for i, host in enumerate(["127.0.0.1", "localhost", "127.0.0.1", "localhost"])
+            )
+        )
+        first = client.weight_version - 3
+        assert [r.version for r in reports] == [first, first + 1, first + 2, first + 3]
+        running = asyncio.ensure_future(client.update_weights(policies[1].model))
+        await asyncio.sleep(0)
+        with pytest.raises(sglrl.UpdateInProgress):
+            await client.update_weights(policies[2].model, host="127.0.0.1", wait=False)
+        with pytest.raises(sglrl.UsageError):
+            await client.update_weights(policies[2].model, host="no such host")
+        for wrong in ("cuda", "nothing"):
+            with pytest.raises(sglrl.UsageError):
+                await client.update_weights(policies[2].model, device=wrong)
+        report = await running
+    lab.by_version[report.version] = policies[1]
+    await lab.check()

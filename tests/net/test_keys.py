@@ -131,3 +131,17 @@ def test_what_zeromq_would_not_take_is_none(text: str) -> None:
     if is_key(text):
         assert z85.encode(z85.decode(text)).decode() == text
     assert not is_key("#" * 40)
+
+
+def test_what_is_no_secret_of_a_client(folder: Path) -> None:
+    for name in ("trainer.public", "driver.secret", "driver.public"):
+        with pytest.raises(InvalidKeys, match="not a client's secret key"):
+            read_client_keys(folder / name)
+
+
+@pytest.mark.parametrize("read", [read_driver_keys, read_client_keys, make_keys])
+def test_the_home_of_nobody(read: Callable[[str], object]) -> None:
+    with pytest.raises(UsageError, match="~nobody-of-that-name/keys"):
+        read("~nobody-of-that-name/keys")
+    with pytest.raises(UsageError, match="~nobody-of-that-name/keys"):
+        add_client("~nobody-of-that-name/keys", "second")

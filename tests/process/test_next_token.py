@@ -198,3 +198,17 @@ def test_without_await() -> None:
     with sglrl.blocking("fake", engine="fake", vocab_size=100) as client:
         assert int(client.next_token_logprobs([1, 2, 17]).logprobs.argmax()) == 17
         assert client.next_token_logprobs([3], top_k=2).token_ids.tolist() == [3, 4]
+
+
+async def test_a_row_that_is_more_than_a_message_takes() -> None:
+    """Its caller is told, and its worker goes on."""
+    async with sglrl.launch(
+        "fake", engine="fake", vocab_size=8192, context_length=64, max_message_bytes=20_000
+    ) as client:
+        pid = client.workers[0].pid
+        for i in range(3):
+            with pytest.raises(sglrl.MessageTooLarge, match="32,768 bytes, of at most 20,000"):
+                await client.next_token_logprobs([i])
+        top = await client.next_token_logprobs([1], top_k=3)
+        assert len(top.logprobs) == 3
+        assert client.workers[0].pid == pid

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import sglrl
+from sglrl import remote as remote_module
 from sglrl.codec import decode_to_client, encode
 from sglrl.gateway import _Peer
 from sglrl.keys import make_keys
@@ -368,6 +369,26 @@ async def test_a_client_that_dies_is_forgotten_with_its_calls(pool: sglrl.Client
     await program.wait()
     await until(pool, lambda: not peers(pool))
     await until(pool, lambda: all(w.load == 0 for w in pool.workers))
+
+
+async def test_who_could_not_be_told_anything_hears_that_it_is_forgotten(
+    pool: sglrl.Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(remote_module, "_CHECK_SECONDS", 0.05)
+    async with sglrl.connect(pool.address) as remote:
+        # It is asked while all is well, too.
+        call = asyncio.ensure_future(remote.generate(input_ids=IDS, max_new_tokens=2000))
+        assert len((await call).output_ids) == 2000
+        call = asyncio.ensure_future(remote.generate(input_ids=IDS, max_new_tokens=30_000))
+        await until(pool, lambda: bool(peers(pool)[0].calls))
+        driver, (peer,) = pool._running(), peers(pool)
+        with monkeypatch.context() as full:
+            full.setattr(driver.transport, "send", lambda identity, frames: False)
+            pool._gateway._tell(peer, Answers([], []))  # type: ignore[union-attr]
+        assert "its calls (1) are given up" in caplog.text
+        with pytest.raises(sglrl.Closed, match="not known to the pool any more"):
+            await call
+    await until(pool, lambda: all(w.load <= 1 for w in pool.workers))
 
 
 async def test_when_the_pool_closes() -> None:
