@@ -98,15 +98,13 @@ _REQUESTS = (TokenizedGenerateReqInput, Resume)
 
 @dataclass
 class PauseCommand:
-    """Travels through SGLang's own broadcast to all ranks of a replica, like a request. ``calls``:
-    that asked for it. ``mode``: "in_place", "retract", "" (go on) or "wait": who runs gives its
-    place back, in an engine that is paused by then. ``inflight``: as of a ``WeightCommand``:
-    "abort": it is to come when all that is being returned has been."""
+    """Travels through SGLang's own broadcast to all ranks of a replica, like a request. ``call``:
+    that asked for it, or -1. ``mode``: "in_place", "retract" or "" (go on); or, which pauses
+    nothing: "back": who runs gives its place back; "wait": the same, in an engine that is paused by
+    then."""
 
-    calls: tuple[int, ...]
+    call: int
     mode: str
-    inflight: str = "continue"
-    given_up: bool = False
 
 
 class _Request:
@@ -164,13 +162,12 @@ class Adapter:
         self.cancelled: set[int] = set()
         self.returned: set[int] = set()
         self.flushes: list[int] = []
-        self.commands: collections.deque[WeightCommand | PauseCommand] = collections.deque()
+        self.commands: collections.deque[WeightCommand] = collections.deque()
         self.expected = threading.Event()
         self.arrived = threading.Event()
         self.due: float | None = None
         """When the command that is expected will come."""
-        self.draining: WeightCommand | PauseCommand | None = None
-        self.pausing: PauseCommand | None = None
+        self.draining: WeightCommand | None = None
         """That has been asked for, and waits until nothing runs."""
         self.held_back: list[Any] = []
         self.next_tokens = NextTokens(mailbox)
@@ -237,10 +234,14 @@ class Adapter:
         self.incoming.append(AbortReq(rid=rid))
 
     def abort_all(self) -> int:
+        # In a paused engine nothing ends that runs: there it is made to wait first.
+        return self._abort_all("wait")
+
+    def _abort_all(self, before: str) -> int:
         ended: set[str] = set()
         self.incoming = self._return_unsent(self.incoming, ended)
         self.held_back = self._return_unsent(self.held_back, ended)
-        aborts = self._aborts(set())
+        aborts = self._aborts(set(), before)
         self.incoming += aborts
         return len(ended) + sum(isinstance(request, AbortReq) for request in aborts)
 
@@ -264,44 +265,25 @@ class Adapter:
     def pause(self, id_: int, mode: str) -> None:
         check_mode(mode)
         if mode == "abort":
-            self.abort_all()
-            if self.pausing is not None:
-                # What has come since is returned, too.
-                self.pausing.calls += (id_,)
-                return
-            if not self.scheduler.sglrl_paused:
-                self.pausing = PauseCommand((id_,), "retract", "abort")
-                self.commands.append(self.pausing)
-                return
-        self.incoming.append(PauseCommand((id_,), "retract" if mode == "retract" else "in_place"))
+            self._abort_all("back")
+        self.incoming.append(PauseCommand(id_, "retract" if mode == "retract" else "in_place"))
 
     def resume(self, id_: int) -> None:
-        self._forget_pausing()
-        held = [r for r in self.held_back if isinstance(r, PauseCommand)]
-        self.held_back = [r for r in self.held_back if not isinstance(r, PauseCommand)]
-        for command in held:
-            self.paused(command)
-        self.incoming.append(PauseCommand((id_,), ""))
-
-    def _forget_pausing(self) -> None:
-        if self.pausing is not None:
-            self.pausing.given_up = True
-            self.paused(self.pausing)
+        self.incoming.append(PauseCommand(id_, ""))
 
     def paused(self, command: PauseCommand) -> None:
-        """It has been executed, or is not wanted any more."""
-        if command is self.pausing:
-            self.pausing = None
-        for id_ in command.calls:
-            self.mailbox.put_value(id_, None)
-        if command.calls:
+        """It has been executed."""
+        if command.call >= 0:
+            self.mailbox.put_value(command.call, None)
             # The loop may have nothing else to do.
             self.mailbox.flush()
 
-    def _aborts(self, except_for: set[str]) -> list[Any]:
-        """What makes SGLang return the ``generate`` requests that it has, with what they have. In a
-        paused engine nothing ends that runs: there they are made to wait first."""
-        aborts: list[Any] = [PauseCommand((), "wait")]
+    def _aborts(self, except_for: set[str], before: str) -> list[Any]:
+        """What makes SGLang return the ``generate`` requests that it has, with what they have:
+        those that wait at once, those that run in the next step that continues requests, which
+        comes when no other waits to be begun. ``before``: the mode of a ``PauseCommand`` that makes
+        them wait."""
+        aborts: list[Any] = [PauseCommand(-1, before)]
         for id_, request in self.requests.items():
             rid = convert.request_id(id_)
             known = id_ in self.cancelled or id_ in self.returned
@@ -420,8 +402,8 @@ class Adapter:
         return bool(self.flushes or self.commands or self.draining is not None)
 
     def _with_commands(self, incoming: list[Any]) -> list[Any]:
-        """Put the next command behind the requests, at once or when what runs has ended, or been
-        returned: then new requests are kept back until it is done."""
+        """Put the next command behind the requests, at once or when what runs has ended: then new
+        requests are kept back until it is done."""
         if self.draining is not None and self._given_up(self.draining):
             self.draining = None
             back, self.held_back = self.held_back, []
@@ -430,41 +412,23 @@ class Adapter:
             command = self.commands.popleft()
             if self._given_up(command):
                 return incoming
-            if command.inflight in ("continue", "retract"):
-                return [*incoming, command]
-            if command.inflight == "abort" and isinstance(command, WeightCommand):
+            if command.inflight == "abort":
                 fresh = {r.rid for r in incoming if isinstance(r, TokenizedGenerateReqInput)}
-                incoming += self._aborts(fresh)
-                goes_on = any(isinstance(r, PauseCommand) and not r.mode for r in incoming)
-                if self.scheduler.sglrl_paused and not goes_on:
-                    # What waits to be returned does so at once, and nothing else runs.
-                    return [*incoming, command]
+                # What returns nothing, a score, is computed again: nobody waits for it here.
+                return [*incoming, *self._aborts(fresh, "back"), command]
+            if command.inflight != "drain":
+                return [*incoming, command]
             self.draining = command
-        # Who is paused ends nothing: what is to come when something has ended would never come.
-        waits = self.draining.inflight == "abort"
-
-        def is_later(request: Any) -> bool:
-            pauses = isinstance(request, PauseCommand) and request.mode in ("in_place", "retract")
-            return isinstance(request, _REQUESTS) or (waits and pauses)
-
-        self.held_back += [r for r in incoming if is_later(r)]
-        passed = [r for r in incoming if not is_later(r)]
-        if passed or (self._is_returning if waits else not self.scheduler.is_fully_idle()):
+        self.held_back += [r for r in incoming if isinstance(r, _REQUESTS)]
+        passed = [r for r in incoming if not isinstance(r, _REQUESTS)]
+        if passed or not self.scheduler.is_fully_idle():
             return passed
         command, self.draining = self.draining, None
         back, self.held_back = self.held_back, []
-        pauses = [r for r in back if isinstance(r, PauseCommand)]
         # Behind the command they are prefilled with the new weights.
-        return [*(r for r in back if not isinstance(r, PauseCommand)), command, *pauses]
+        return [*back, command]
 
-    @property
-    def _is_returning(self) -> bool:
-        """Something that is to be returned has not been."""
-        return any(id_ in self.requests for id_ in self.returned)
-
-    def _given_up(self, command: WeightCommand | PauseCommand) -> bool:
-        if isinstance(command, PauseCommand):
-            return command.given_up
+    def _given_up(self, command: WeightCommand) -> bool:
         assert self.scheduler.sglrl_weights is not None
         return self.scheduler.sglrl_weights.given_up(command)
 
@@ -726,15 +690,23 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
         super().process_input_requests(theirs)
 
     def _sglrl_pause(self, command: PauseCommand) -> None:
-        if command.mode == "wait":
-            if self.sglrl_paused:
-                self.pause_generation(PauseGenerationReqInput(mode="retract"))
+        if command.mode in ("back", "wait"):
+            if command.mode == "back" or self.sglrl_paused:
+                self.sglrl_retract()
             return
         if command.mode == "retract":
             self.pause_generation(PauseGenerationReqInput(mode="retract"))
         self._engine_paused = bool(command.mode)
         if self.sglrl_adapter is not None:
             self.sglrl_adapter.paused(command)
+
+    def sglrl_retract(self) -> None:
+        """Running requests go back to the queue. Paused, or not, the engine stays as it was."""
+        paused, updating = self._engine_paused, self._sglrl_updating
+        self._sglrl_updating = True
+        self.pause_generation(PauseGenerationReqInput(mode="retract"))
+        self._sglrl_updating = updating
+        self._engine_paused = paused
 
     @property
     def sglrl_paused(self) -> bool:

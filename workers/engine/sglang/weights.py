@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
 from sglrl.errors import EngineError
 from sglrl.messages import ModelDescription, Piece
@@ -246,9 +245,9 @@ class SglangWeights:
         """Between two steps."""
         if self.given_up(command):
             return
-        if command.inflight in ("retract", "abort"):
-            # With "abort" only what returns nothing runs by now: scores, next-token logprobs.
-            self._retract()
+        if command.inflight == "retract":
+            # Their KV is computed again with the new weights.
+            self._scheduler.sglrl_retract()
         if command.hold:
             self._hold(command)
         else:
@@ -329,14 +328,6 @@ class SglangWeights:
         scheduler.sglrl_version = version
         for request in (*scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue):
             request.extra_key = str(version)
-
-    def _retract(self) -> None:
-        """Running requests go back to the queue; their KV is computed again with the new
-        weights."""
-        scheduler = self._scheduler
-        paused = scheduler.sglrl_paused
-        scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
-        scheduler._engine_paused = paused
 
     def _stream(self) -> Any:
         """The one that the model's kernels run on."""
