@@ -44,4 +44,7 @@ async def test_the_more_urgent_first(qwen: Path, options: dict[str, Any]) -> Non
         await asyncio.sleep(0)
         await asyncio.gather(*(call for priority in (0, 2, 1) for call in calls(priority)))
         await first
-    assert [priority for priority, _ in ended] == [2] * 3 + [1] * 3 + [0] * 3
+    # Some next-token logprobs an engine has at once, whoever waits.
+    count = 3 if options["window"] == 1 else 2
+    found = [priority for priority, kind in ended if kind < count]
+    assert found == [2] * count + [1] * count + [0] * count
