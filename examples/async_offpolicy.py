@@ -18,7 +18,7 @@ from sglrl.rl import has_signal, leave_one_out, policy_loss, token_logprobs
 from sglrl.rollout import stack
 
 MODEL = str(tiny_model(characters="0123456789", initializer_range=0.02))
-GROUPS, SAMPLES, STALENESS, WIDTH = 16, 16, 2, 16
+GROUPS, SAMPLES, WIDTH = 16, 16, 16
 
 
 def questions():
@@ -60,10 +60,10 @@ async def main(steps):
     # Of one batch: what is older is overwritten. Each trajectory is drawn once.
     storage, sampler = LazyTensorStorage(GROUPS * SAMPLES), SamplerWithoutReplacement()
     buffer = ReplayBuffer(storage=storage, sampler=sampler)
-    sizes = {"group_size": SAMPLES, "batch_size": GROUPS, "max_staleness": STALENESS}
+    whole = {"group_size": SAMPLES, "min_group": SAMPLES, "batch_size": GROUPS, "max_staleness": 2}
     async with (
         sglrl.launch(MODEL, device="cpu") as client,
-        sglrl.rollout(client, agent, questions(), keep=has_signal, **sizes) as run,
+        sglrl.rollout(client, agent, questions(), keep=has_signal, **whole) as run,
     ):
         for step in range(steps):
             for group in await run.take(GROUPS, timeout=120):
