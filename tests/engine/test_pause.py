@@ -306,6 +306,20 @@ async def test_a_turn_that_has_ended_is_not_gone_on_with(lab: Lab) -> None:
         assert set(zip(text[::2], text[1::2], strict=False)) <= {("a", "b"), ("c", "d")}
 
 
+async def test_a_turn_that_goes_on_has_no_more_cached_than_its_prompt(lab: Lab) -> None:
+    client = lab.client
+    async with client.session(input_ids=PROMPTS[1], ignore_eos=True) as session:
+        turn = asyncio.ensure_future(session.generate(max_new_tokens=1000))
+        await until_running(client, 1)
+        await until_grown(client)
+        assert await client.abort() == 1
+        made = await turn
+        assert len(made.output_ids) == 1000
+        assert made.cached_tokens == len(PROMPTS[1]), "it was there when the turn went on"
+        (stats,) = await client.stats()
+        assert stats.engine.cached_tokens <= stats.engine.prompt_tokens
+
+
 async def test_what_the_readme_shows(lab: Lab) -> None:
     code = example("next_token_logprobs")
     names: dict[str, Any] = {"client": lab.client, "ids": PROMPTS[1], "n": 2}

@@ -869,6 +869,18 @@ def test_blocking() -> None:
         assert state["next"] >= 5
 
 
+def test_a_blocking_run_is_looped_over_once() -> None:
+    with sglrl.blocking("fake", engine="fake", vocab_size=1000) as client:
+        left = client.rollout(two_turns, ITEMS)
+        for _ in left:
+            break
+        whole = client.rollout(two_turns, ITEMS)
+        assert len(list(whole)) == len(ITEMS)
+        for run in (left, whole):
+            with pytest.raises(sglrl.UsageError, match="has ended"):
+                list(run)
+
+
 def test_the_blocking_forms_have_what_the_others_have() -> None:
     for blocking, other in (
         (sglrl.BlockingSession, sglrl.Session),
