@@ -350,9 +350,8 @@ class BlockingRollout:
             with self:
                 yield from self
             return
-        if self._run._closed:
-            # For what it raises.
-            aiter(self._run)
+        # For what it raises.
+        aiter(self._run)
         while groups := self.take(1):
             yield from groups
 

@@ -695,7 +695,7 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
                 self.sglrl_retract()
             return
         if command.mode == "retract":
-            self.pause_generation(PauseGenerationReqInput(mode="retract"))
+            self.sglrl_retract()
         self._engine_paused = bool(command.mode)
         if self.sglrl_adapter is not None:
             self.sglrl_adapter.paused(command)
