@@ -21,6 +21,7 @@ MODULES: Final = (
     "core.members",
     "core.routing",
     "driver",
+    "relay",
     "remote_driver",
     "replies",
     "requests",

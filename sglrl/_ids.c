@@ -1,4 +1,4 @@
-/* Token ids on their way in: the one loop over a prompt that every call makes.
+/* Token ids on their way in: the loops over a prompt that every call makes.
  *
  * tokens.py does without where this could not be compiled. Not of the stable ABI, whose functions
  * for every item take three times as long as the macros.
@@ -64,7 +64,38 @@ pack(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
     return packed;
 }
 
+PyDoc_STRVAR(in_range_doc,
+"in_range(ids, vocab_size)\n--\n\n"
+"Whether bytes are int32 ids, little-endian, all in [0, vocab_size). vocab_size: at most 2**31.");
+
+static PyObject *
+in_range(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 2) {
+        PyErr_Format(PyExc_TypeError, "in_range() takes 2 arguments, got %zd", nargs);
+        return NULL;
+    }
+    long long vocab_size = PyLong_AsLongLong(args[1]);
+    if (vocab_size == -1 && PyErr_Occurred())
+        return NULL;
+    char *data;
+    Py_ssize_t size;
+    if (PyBytes_AsStringAndSize(args[0], &data, &size) < 0)
+        return NULL;
+    if (size % 4 || vocab_size < 0 || vocab_size > (1LL << 31))
+        Py_RETURN_FALSE;
+    /* Negative ones are the largest of all when they are taken as unsigned. */
+    uint32_t largest = 0;
+    for (const unsigned char *at = (unsigned char *)data, *end = at + size; at < end; at += 4) {
+        uint32_t id = at[0] | (uint32_t)at[1] << 8 | (uint32_t)at[2] << 16 | (uint32_t)at[3] << 24;
+        if (id > largest)
+            largest = id;
+    }
+    return PyBool_FromLong(!size || largest < vocab_size);
+}
+
 static PyMethodDef methods[] = {
+    {"in_range", (PyCFunction)(void (*)(void))in_range, METH_FASTCALL, in_range_doc},
     {"pack", (PyCFunction)(void (*)(void))pack, METH_FASTCALL, pack_doc},
     {NULL, NULL, 0, NULL},
 };

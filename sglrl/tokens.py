@@ -41,11 +41,20 @@ def _pack(ids: Any, vocab_size: int, /) -> bytes | None:
     return _packer(len(ids))(*ids)
 
 
+def _in_range(ids: bytes, vocab_size: int, /) -> bool:
+    """What ``_ids.c`` does."""
+    if len(ids) % 4:
+        return False
+    tokens = np.frombuffer(ids, "<u4")
+    return not len(tokens) or int(tokens.max()) < vocab_size
+
+
 try:
-    from ._ids import pack
+    from ._ids import in_range as in_range
+    from ._ids import pack as pack
 except ImportError:
     # It could not be compiled here.
-    pack = _pack
+    in_range, pack = _in_range, _pack
 
 
 def check_ids(ids: Any, vocab_size: int) -> bytes:

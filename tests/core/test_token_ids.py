@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglrl.errors import InvalidRequest
-from sglrl.tokens import _check_list, _pack, check_ids
+from sglrl.tokens import _check_list, _in_range, _pack, check_ids, in_range
 
 VOCAB = 1000
 Check = Callable[[Any, int], bytes]
@@ -144,3 +144,15 @@ def test_any_list(check_ids: Check, ids: list[Any]) -> None:
     else:
         with pytest.raises(InvalidRequest):
             check_ids(ids, VOCAB)
+
+
+@pytest.mark.parametrize("in_range", [in_range, _in_range], ids=["compiled", "without"])
+@given(ids=st.lists(st.integers(-(2**31), 2**31 - 1)), vocab_size=st.integers(1, 2**31))
+def test_whether_bytes_are_ids(
+    in_range: Callable[[bytes, int], bool], ids: list[int], vocab_size: int
+) -> None:
+    packed = np.array(ids, "<i4").tobytes()
+    assert in_range(packed, vocab_size) is all(0 <= id_ < vocab_size for id_ in ids)
+    assert not in_range(packed + b"x", vocab_size)
+    inside = np.array(ids, "<i8") % vocab_size
+    assert in_range(inside.astype("<i4").tobytes(), vocab_size)

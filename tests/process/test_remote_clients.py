@@ -18,7 +18,6 @@ import pytest
 import sglrl
 from sglrl import remote as remote_module
 from sglrl.codec import decode_to_client, encode
-from sglrl.gateway import _Peer
 from sglrl.keys import make_keys
 from sglrl.messages import (
     PROTOCOL_VERSION,
@@ -34,6 +33,7 @@ from sglrl.messages import (
     Sampling,
 )
 from sglrl.net.zmq import ZmqDealer, ZmqRouter
+from sglrl.relay import Peer
 
 IDS = [3, 1, 4, 1, 5]
 PROGRAM = Path(__file__).with_name("remote_program.py")
@@ -59,7 +59,7 @@ async def remote(pool: sglrl.Client) -> AsyncIterator[sglrl.Client]:
         yield client
 
 
-def peers(client: sglrl.Client) -> list[_Peer]:
+def peers(client: sglrl.Client) -> list[Peer]:
     assert client._gateway is not None
     return [*client._gateway._peers.values()]
 
@@ -555,6 +555,10 @@ async def test_a_client_that_does_not_keep_to_the_rules(pool: sglrl.Client) -> N
     await until(pool, lambda: driver.dropped == dropped + len(nonsense) + 1)
     hostile.send([encode(Cancel([50, 50, 51]))])
     await until(pool, lambda: not peers(pool)[0].calls)
+    # Sampling values that were checked before, with a prompt that they do not fit.
+    said.clear()
+    hostile.send([encode(Requests([request(60, [1] * 2000, sampling(39_000))]))])
+    await until(pool, lambda: failed() == {60})
     hostile.send([encode(Leave())])
     await until(pool, lambda: not peers(pool))
     hostile.close()
