@@ -105,9 +105,11 @@ def _agents(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
 
 
 async def _agents_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
+    """``processes``: in which the agents run; none: in this one. Their start is not measured."""
     import sglrl
 
     count, turns, replicas = options["agents"], options["turns"], options["replicas"]
+    processes = options.get("processes")
     prompts, tool = Prompts(), Tool(options["tool"])
 
     async def agent(session: sglrl.rollout.Session, item: Mapping[str, Any]) -> float:
@@ -117,31 +119,53 @@ async def _agents_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]
             await session.generate()
         return 1.0
 
+    class Tuned:
+        """The same, in a process whose collector is as this one's."""
+
+        def __init__(self) -> None:
+            settle()
+
+        async def __call__(self, session: sglrl.rollout.Session, item: Mapping[str, Any]) -> float:
+            return await agent(session, item)
+
+    settle = settle_collector
     note("starting workers")
     async with sglrl.launch("fake", engine="fake", replicas=replicas, vocab_size=VOCAB) as client:
 
-        async def run(agents: int) -> None:
-            items = ({"number": i, "input_ids": prompts[i]} for i in range(agents))
+        async def all_of(run: sglrl.Rollout, agents: int) -> None:
             done = 0
-            async for group in sglrl.rollout(
-                client, agent, items, concurrency=count, max_new_tokens=TOKENS
-            ):
+            async for group in run:
                 (trajectory,) = group.trajectories
                 assert len(trajectory.turns) == turns
                 assert len(trajectory.response_ids) == turns * (TOKENS + TOOL_TOKENS) - TOOL_TOKENS
                 done += 1
             assert done == agents
 
-        await run(min(count, 500))
+        async def measured(agents: int) -> Cost:
+            items = ({"number": i, "input_ids": prompts[i]} for i in range(agents))
+            async with sglrl.rollout(
+                client,
+                agent if processes is None else Tuned,
+                items,
+                concurrency=count,
+                max_new_tokens=TOKENS,
+                processes=processes,
+            ) as run:
+                return await _cost(agents * turns, all_of(run, agents))
+
+        await measured(min(count, 500))
         gc.collect()
         memory = _PeakMemory()
         watch = asyncio.create_task(memory.watch())
         costs = []
         for repetition in range(options["repeats"]):
             note(f"repetition {repetition + 1} of {options['repeats']}")
-            costs.append(await _cost(count * turns, run(count)))
+            costs.append(await measured(count))
         watch.cancel()
-        return _summary(costs) | {"bytes_per_agent": (memory.peak - memory.before) / count}
+        found = _summary(costs) | {"bytes_per_agent": (memory.peak - memory.before) / count}
+        if processes is not None:
+            found["processes"] = processes
+        return found
 
 
 # --- the same over HTTP -----------------------------------------------------------------------

@@ -26,7 +26,8 @@ from .messages import EngineInfo
 from .pool import WorkerInfo
 from .remote import connect
 from .rollout.group import Group, RolloutMetrics
-from .rollout.runner import Agent, Rollout, rollout
+from .rollout.play import Agent
+from .rollout.runner import Rollout, rollout
 from .rollout.session import Session
 from .rollout.trajectory import Trajectory
 from .weights.local import TensorMetadata

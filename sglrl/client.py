@@ -21,7 +21,7 @@ from .core.routing import Route
 from .driver import Driver
 from .errors import Closed, InvalidRequest, UsageError
 from .gateway import Gateway
-from .messages import EngineInfo
+from .messages import ClientKeys, EngineInfo
 from .pool import Birth, Pool, WorkerInfo, describe
 from .prompts import Message, check_given_ids
 from .requests import Requests
@@ -654,6 +654,16 @@ class Client:
         )
 
     # --- inside -----------------------------------------------------------------------------------
+
+    @property
+    def _way_in(self) -> tuple[str, ClientKeys | None, bool]:
+        """For processes of this machine: address, keys and whether there need not be any, of
+        ``sglrl.connect``."""
+        if self._gateway is None:
+            raise _not_started()
+        _, _, token = self._gateway.address.partition("#")
+        address = self._running().transport.address
+        return f"{address}#{token}", self._pool._worker_keys, self._pool._config.insecure
 
     @property
     def _is_alive(self) -> bool:

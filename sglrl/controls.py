@@ -121,7 +121,9 @@ class Controls:
             # Should it be lost first, its replacement is told.
             future.add_done_callback(lambda done: done.cancelled() or done.exception())
             with contextlib.suppress(Closed):
-                driver.submit(_control(_PAUSING["pause"], ("in_place",), {}, worker, future, None))
+                driver.submit(
+                    urgent_call(_PAUSING["pause"], ("in_place",), {}, worker, future, None)
+                )
 
     async def _ask_all(
         self,
@@ -140,7 +142,7 @@ class Controls:
         calls, futures = [], []
         for index in workers:
             future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-            calls.append(_control(spec, args, kwargs or {}, index, future, timeout))
+            calls.append(urgent_call(spec, args, kwargs or {}, index, future, timeout))
             futures.append(future)
         found = await submit_all(driver, calls, futures, return_exceptions=worker is None)
         answers = {}
@@ -152,7 +154,7 @@ class Controls:
         return answers
 
 
-def _control(
+def urgent_call(
     spec: EndpointSpec,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -160,7 +162,7 @@ def _control(
     future: asyncio.Future[Any],
     timeout: float | None,
 ) -> Call:
-    """A call to one engine that goes out at once: it may be about the calls that the engine has."""
+    """A call to one worker that goes out at once: it may be about the calls that the worker has."""
     body, _ = spec.arguments.encode(args, kwargs)
     return Call(
         spec.name,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -53,6 +54,9 @@ NEWS_SECONDS: Final = 0.1
 _KNOWN_SAMPLINGS: Final = 256
 """Sampling values that are remembered as checked. Clients use few different ones."""
 
+_KNOWN_CONVERSATIONS: Final = 1 << 14
+_TAIL: Final = 64
+
 _decode_generate: Final = msgspec.msgpack.Decoder(GenerateArgs).decode
 _decode_score: Final = msgspec.msgpack.Decoder(ScoreArgs).decode
 _decode_next_token: Final = msgspec.msgpack.Decoder(NextTokenArgs).decode
@@ -75,12 +79,41 @@ class Peer:
         self.told = 0.0
 
 
+class Conversation:
+    """A session of which a turn has been here: what routing knows of it, for the next one. What
+    its tokens were is forgotten meanwhile, but for how many bytes, and the last of them."""
+
+    __slots__ = ("route", "size", "tail", "turn_runs")
+
+    def __init__(self, route: Route) -> None:
+        self.route = route
+        self.size = 0
+        self.tail = b""
+        self.turn_runs = False
+
+    def goes_on(self, ids: bytes) -> bool:
+        """Whether this can be its next turn's prompt. (One that is taken for it and is not costs a
+        miss in a prefix cache, never a wrong result.)"""
+        tail = self.tail
+        return not self.turn_runs and ids.startswith(tail, self.size - len(tail))
+
+    def begin(self, ids: bytes) -> None:
+        self.turn_runs = True
+        self.size = len(ids)
+        self.tail = ids[-_TAIL:]
+
+    def end(self) -> None:
+        self.turn_runs = False
+        self.route.tokens = b""
+
+
 class Forward:
     """The ``Reply`` of a call that a client in another process made."""
 
-    __slots__ = ("begun", "id", "peer", "relay", "resumable")
+    __slots__ = ("begun", "conversation", "id", "peer", "relay", "resumable")
 
     def __init__(self, relay: Relay, peer: Peer, id_: int, resumable: bool, begun: bytes) -> None:
+        self.conversation: Conversation | None = None
         self.relay = relay
         self.peer = peer
         self.id = id_
@@ -105,6 +138,8 @@ class Forward:
 
     def end(self, call: Call, outcome: Item | SglrlError, frames: Sequence[Buffer]) -> None:
         peer = self.peer
+        if self.conversation is not None:
+            self.conversation.end()
         peer.calls.pop(self.id, None)
         peer.ends.append(_end_of(self.id, call, False))
         if isinstance(outcome, Item):
@@ -251,6 +286,8 @@ class Admission:
         self._max_body = driver.max_message_bytes - ENVELOPE_BYTES
         self._controls = controls
         self._version = version
+        self._conversations: OrderedDict[str, Conversation] = OrderedDict()
+        """By the names that the router knows their sessions by. Of the latest."""
         self._samplings: dict[bytes, int] = {}
         """max_new_tokens of those that were checked, as they came."""
 
@@ -320,17 +357,37 @@ class Admission:
         if session is not None and len(session) > _LONGEST_NAME:
             raise InvalidRequest(f"a session's name has at most {_LONGEST_NAME} characters")
         generate = endpoint == "generate"
+        forward = Forward(self._relay, peer, request.id, generate, begun)
+        version = self._version()
+        if session is None:
+            route = Route(ids, version)
+        else:
+            forward.conversation = conversation = self._conversation(session, ids)
+            route = conversation.route
+            route.extend(ids, version)
         return Call(
             endpoint,
             args,
-            Forward(self._relay, peer, request.id, generate, begun),
+            forward,
             deadline=deadline,
             priority=request.priority,
             pinned=request.worker,
-            route=Route(ids, self._version(), session),
+            route=route,
             idempotent=True,
             resumable=generate,
         )
+
+    def _conversation(self, session: str, ids: bytes) -> Conversation:
+        """That the session is, from now on with a turn that runs."""
+        conversations = self._conversations
+        found = conversations.get(session)
+        if found is None or not found.goes_on(ids):
+            found = conversations[session] = Conversation(Route(b"", 0, session))
+            if len(conversations) > _KNOWN_CONVERSATIONS:
+                conversations.popitem(last=False)
+        conversations.move_to_end(session)
+        found.begin(ids)
+        return found
 
     def _generate(self, request: Request) -> tuple[GenerateArgs, bytes, bytes]:
         wanted = _decode_generate(request.args)

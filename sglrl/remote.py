@@ -25,6 +25,7 @@ from .keys import read_client_keys
 from .messages import (
     PROTOCOL_VERSION,
     Approach,
+    ClientKeys,
     EngineInfo,
     Leave,
     ModelDescription,
@@ -41,6 +42,8 @@ from .weights.local import LocalSender
 from .weights.report import UpdateReport
 from .weights.request import UpdateRequest
 
+_CONNECT_SECONDS: Final = 60.0
+_MOST_BYTES: Final = 256 << 20
 _GRACE: Final = 10.0
 _CHECK_SECONDS = 15.0
 """After which a client that waits makes sure that the pool still knows it."""
@@ -85,7 +88,7 @@ class RemotePool(Pool):
         self,
         address: str,
         *,
-        keys: str | os.PathLike[str] | None,
+        keys: str | os.PathLike[str] | ClientKeys | None,
         insecure: bool,
         connect_timeout: float,
         max_message_bytes: int,
@@ -97,7 +100,9 @@ class RemotePool(Pool):
         check_address(url, keys=keys is not None, insecure=insecure)
         check_timeout(connect_timeout, "connect_timeout")
         self._url, self._token = url, token
-        self._client_keys = None if keys is None else read_client_keys(keys)
+        self._client_keys: ClientKeys | None = None
+        if keys is not None:
+            self._client_keys = keys if isinstance(keys, ClientKeys) else read_client_keys(keys)
         self._connect_timeout = connect_timeout
         self._max_message_bytes = max_message_bytes
         self.weights = _RemoteWeights(self)
@@ -348,6 +353,7 @@ class RemoteClient(Client):
     ) -> None:
         super().__init__(pool, model=model or "", timeout=timeout)
         self._given_address = address
+        self._insecure = insecure
         self._controls = _RemoteControls(pool, timeout)
         self._weights = self._updates = _RemoteUpdates(pool, keys, insecure)
 
@@ -369,6 +375,10 @@ class RemoteClient(Client):
     @property
     def address(self) -> str:
         return self._given_address
+
+    @property
+    def _way_in(self) -> tuple[str, ClientKeys | None, bool]:
+        return self._given_address, self._pool._client_keys, self._insecure
 
     async def add_workers(self, n: int = 1) -> list[int]:
         raise _not_here("workers are added")
@@ -399,9 +409,9 @@ def connect(
     keys: str | os.PathLike[str] | None = None,
     insecure: bool = False,
     timeout: float | None = None,
-    connect_timeout: float = 60.0,
+    connect_timeout: float = _CONNECT_SECONDS,
     model: str | os.PathLike[str] | None = None,
-    max_message_bytes: int = 256 << 20,
+    max_message_bytes: int = _MOST_BYTES,
 ) -> Client:
     """A client for the pool of another process: ``async with sglrl.connect(address) as client``.
 
@@ -442,3 +452,18 @@ def connect(
         keys=keys,
         insecure=insecure,
     )
+
+
+def reconnect(
+    address: str, keys: ClientKeys | None, insecure: bool, model: str, timeout: float | None
+) -> Client:
+    """``connect`` for a process of the same program (``Client._way_in``), which is given the keys
+    themselves."""
+    pool = RemotePool(
+        address,
+        keys=keys,
+        insecure=insecure,
+        connect_timeout=_CONNECT_SECONDS,
+        max_message_bytes=_MOST_BYTES,
+    )
+    return RemoteClient(pool, address, model=model, timeout=timeout, keys=None, insecure=insecure)

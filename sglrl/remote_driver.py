@@ -20,6 +20,10 @@ from .net.base import OnDriverMessage, OnPause
 from .net.zmq import ZmqDealer
 
 _ANY_NUMBER: Final = 1 << 62
+_MANY: Final = 64
+_APART: Final = 0.001
+"""With many calls under way their messages are at least so many seconds apart. A message costs the
+pool's process, which has those of all clients, as much as several calls do."""
 
 
 class Line:
@@ -52,6 +56,7 @@ class RemoteDriver(Driver):
         self.on_news: Callable[[], None] = lambda: None
         self._names: dict[int, Member] = {}
         self._sessions = 0
+        self._sent_at = 0.0
         self._session_prefix = secrets.token_hex(8)
         self.add_worker(0, b"")
         self._pool = self.fabric.members[0]
@@ -116,6 +121,15 @@ class RemoteDriver(Driver):
             for look in self.on_loads:
                 look()
             self.on_news()
+
+    def _end_of_turn(self) -> None:
+        at = now()
+        wait = self._sent_at + _APART - at
+        if wait > 0 and len(self.fabric.calls) >= _MANY:
+            self.loop.call_later(wait, self._end_of_turn)
+            return
+        self._sent_at = at
+        super()._end_of_turn()
 
     def _message(self, calls: list[Call]) -> list[Any]:
         requests: list[Any] = [self._request(call) for call in calls]

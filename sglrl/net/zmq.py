@@ -46,6 +46,12 @@ _COPIED_OUT: Final = 192 << 10
 lets go of them costs more than a copy."""
 _COPIED_IN: Final = 64 << 10
 """Raw frames of at least so many bytes are read from ZeroMQ's own memory."""
+# As plain integers: with pyzmq's enums a message takes twice as long.
+_LAST: Final = int(zmq.NOBLOCK)
+_MORE: Final = int(zmq.NOBLOCK) | int(zmq.SNDMORE)
+_EVENTS: Final = int(zmq.EVENTS)
+_POLLIN: Final = int(zmq.POLLIN)
+_RCVMORE: Final = int(zmq.RCVMORE)
 _RECONNECT_MS: Final = 1000
 """Where a broken connection is told: more than the end of what it breaks for may take."""
 _MOST_UNTAKEN: Final = 4096
@@ -139,8 +145,7 @@ def _socket(
 def _send(socket: zmq.Socket[bytes], frames: Sequence[Frame]) -> None:
     last = len(frames) - 1
     for i, frame in enumerate(frames):
-        flags = zmq.NOBLOCK | (zmq.SNDMORE if i < last else 0)
-        socket.send(frame, flags, copy=len(frame) <= _COPIED_OUT)
+        socket.send(frame, _MORE if i < last else _LAST, len(frame) <= _COPIED_OUT)
 
 
 def _dealer(
@@ -217,7 +222,7 @@ class _Pump:
 
     def after_send(self) -> None:
         """The send may have swallowed the edge that announces an arrival."""
-        if self.loop is not None and int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+        if self.loop is not None and self.socket.getsockopt(_EVENTS) & _POLLIN:  # type: ignore[operator]
             self.schedule()
 
     def drain(self) -> None:
@@ -250,8 +255,8 @@ class _Pump:
         ``plain`` ones, are views of ZeroMQ's own memory: a copy of half a megabyte takes longer
         than all else that is done with it."""
         socket = self.socket
-        frames: list[Frame] = [socket.recv(zmq.NOBLOCK)]
-        while socket.getsockopt(zmq.RCVMORE):
+        frames: list[Frame] = [socket.recv(_LAST)]
+        while socket.getsockopt(_RCVMORE):
             if len(frames) < plain:
                 frames.append(socket.recv())
                 continue

@@ -8,7 +8,7 @@
     each record:
         8 bytes   its length
         4 bytes   its CRC-32
-        the trajectory as a msgpack array (``_Record``)
+        the trajectory as a msgpack array (``Record``)
 """
 
 from __future__ import annotations
@@ -25,26 +25,12 @@ import msgspec
 import numpy as np
 
 from ..errors import UsageError
-from .trajectory import Trajectory, TrajectoryTiming, Turn
+from .trajectory import Record, Trajectory, record_of
 
 _MAGIC: Final = b"sglrltrj"
 _VERSION: Final = 1
 _HEADER: Final = struct.Struct("<8sIQ")
 _FRAME: Final = struct.Struct("<QI")
-
-
-class _Record(msgspec.Struct, array_like=True, frozen=True):
-    """The fields of a ``Trajectory``, arrays as their bytes (loss_mask: one for each token). Fields
-    may be added at the end, with defaults; anything else makes a new version of the format."""
-
-    prompt_ids: bytes
-    response_ids: bytes
-    loss_mask: bytes
-    logprobs: bytes
-    versions: bytes
-    turns: tuple[Turn, ...]
-    timing: TrajectoryTiming
-    metadata: dict[Any, Any]
 
 
 def save(path: str | os.PathLike[str], trajectories: Iterable[Trajectory]) -> None:
@@ -137,24 +123,14 @@ def _plain(value: Any) -> Any:
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
-_decoder = msgspec.msgpack.Decoder(_Record)
+_decoder = msgspec.msgpack.Decoder(Record)
 
 
 def _encode(trajectory: Trajectory, index: int) -> bytes:
     if not isinstance(trajectory, Trajectory):
         raise UsageError(f"item {index} is a {type(trajectory).__name__}, not a Trajectory")
-    record = (
-        trajectory.prompt_ids.data,
-        trajectory.response_ids.data,
-        trajectory.loss_mask.data,
-        trajectory.logprobs.data,
-        trajectory.versions.data,
-        trajectory.turns,
-        trajectory.timing,
-        trajectory.metadata,
-    )
     try:
-        return _encoder.encode(record)
+        return _encoder.encode(record_of(trajectory))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         # Of all else the constructor has seen that it is what it should be.
         raise UsageError(f"the metadata of trajectory {index} cannot be saved: {error}") from error

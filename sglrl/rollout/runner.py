@@ -16,31 +16,33 @@ from collections.abc import (
     AsyncGenerator,
     AsyncIterable,
     AsyncIterator,
-    Awaitable,
     Callable,
     Iterable,
     Mapping,
 )
+from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ..config import check_timeout
 from ..core import rollouts as core
 from ..core.concurrency import Concurrency
-from ..errors import DeadlineExceeded, SglrlError, UsageError
+from ..errors import DeadlineExceeded, ProtocolError, RemoteError, SglrlError, UsageError
 from ..sampling import SamplingParams, own_names
 from .gate import Gate
 from .group import Group, RolloutMetrics
 from .items import Items, length
+from .outcome import DONE, LATE, STALE, Outcome, Settings, error_from
+from .play import Agent, NotAsync, as_failure, made_ready, play, too_late
 from .progress import RolloutProgress
 from .session import Opening, Session
 from .trajectory import Trajectory
 
 if TYPE_CHECKING:
     from ..client import Client
+    from .processes import AgentProcesses, Away
 
 logger = logging.getLogger("sglrl.rollout")
 
-Agent = Callable[[Session, Any], Awaitable[Any]]
 OnError = Literal["retry", "drop", "raise"]
 
 _SUSPECT = 32
@@ -71,6 +73,7 @@ def rollout(
     keep: Callable[[Group], bool] | None = None,
     open_session: Callable[[Any], Mapping[str, Any]] | None = None,
     ahead: int | None = None,
+    processes: int | None = None,
     progress: bool | None = None,
     state: Mapping[str, Any] | None = None,
     seed: int | None = None,
@@ -94,7 +97,8 @@ def rollout(
 
     Args:
         agent: ``await agent(session, item)`` returns the reward, or a ``Trajectory``; or None, if
-            it has called ``session.reward``.
+            it has called ``session.reward``. A class: an instance of it is made, and entered if it
+            is an async context manager; with ``processes``, in each of them.
         dataset: items, one group each. A text is a prompt, a list of messages a conversation; of a
             mapping, "prompt", "messages" or "input_ids" is. For anything else, or more, give
             ``open_session``: the arguments of ``Client.session`` for an item.
@@ -115,6 +119,11 @@ def rollout(
             ``sglrl.rl.has_signal``.
         ahead: finished groups that may wait to be taken before no further one is begun; None: 64,
             or two batches if that is more.
+        processes: run the agents in so many processes of their own, and not on this event loop: for
+            agents that compute, and for a program that computes meanwhile. They get the agent by
+            value, with all that it refers to, and items as msgpack holds them (tuples are lists
+            then). A process that dies is replaced; its samples count as failed. One whose event
+            loop is held up for 300 s is ended.
         progress: show it on a terminal, or in the log (True: always, None: on a terminal only).
         state: of an earlier run's ``state_dict``: items that it had finished are left out.
         seed: makes every sample's draws repeatable, each with seeds of its own.
@@ -138,6 +147,7 @@ def rollout(
         keep=keep,
         open_session=open_session or session_arguments,
         ahead=ahead,
+        processes=processes,
         progress=progress,
         state=state,
         seed=seed,
@@ -187,6 +197,7 @@ class Rollout:
         keep: Callable[[Group], bool] | None,
         open_session: Callable[[Any], Mapping[str, Any]],
         ahead: int | None,
+        processes: int | None,
         progress: bool | None,
         state: Mapping[str, Any] | None,
         seed: int | None,
@@ -201,6 +212,7 @@ class Rollout:
             ("retries", retries, 0),
             ("min_group", min_group, 1),
             ("ahead", ahead, 1),
+            ("processes", processes, 1),
         ):
             if value is not None and (type(value) is not int or value < least):
                 raise UsageError(f"{name} must be an integer of at least {least}, got {value!r}")
@@ -247,7 +259,7 @@ class Rollout:
         self._fixed = concurrency
         self._state = _checked_state(state)
         self._openings: dict[core.Group, Opening] = {}
-        self._running: dict[core.Sample, Session] = {}
+        self._running: dict[core.Sample, Session | Away] = {}
         self._tasks: dict[core.Sample, asyncio.Task[None]] = {}
         """Of samples that run and have taken their first step: one that is cancelled before would
         end without a word."""
@@ -270,8 +282,29 @@ class Rollout:
         self._failures = self._successes = 0
         self._looped = False
         """Over all of it, and not within ``async with``."""
+        self._processes: AgentProcesses | None = None
+        if processes is not None:
+            # Here, because it brings what trajectories and their files can do without: sockets.
+            from .processes import AgentProcesses
+
+            settings = Settings(
+                *client._way_in,
+                client.model,
+                client._timeout,
+                agent,
+                open_session,
+                timeout,
+                max_staleness,
+                sampling,
+                self._values,
+            )
+            self._processes = AgentProcesses(settings, processes, self._on_away)
+        self._stack = AsyncExitStack()
+        """What the run has entered: its agent, or its processes."""
         self._fatal = False
         """Something has ended the run, and all its tasks with it."""
+        self._broken: BaseException | None = None
+        """That, when it was no task of the run that raised it."""
         self._begun = self._looked = 0.0
         self._ended_at: float | None = None
         self.errors: deque[Exception] = deque(maxlen=100)
@@ -287,6 +320,11 @@ class Rollout:
     async def __aenter__(self) -> Self:
         if self._closed or self._task is not None:
             raise UsageError("a run is begun once; make another one")
+        if self._processes is not None:
+            await self._processes.start()
+            self._stack.push_async_callback(self._processes.close)
+        else:
+            self._play = await self._stack.enter_async_context(made_ready(self._agent))
         self._begun = time.monotonic()
         weights = self._client._pool.weights
         self._plan.version = self._plan.first_version = weights.version
@@ -329,6 +367,7 @@ class Rollout:
                     items[:20],
                 )
                 await asyncio.wait([task])
+            await self._stack.aclose()
             self._ended_at = self._ended_at or time.monotonic()
             self._progress.end(self.metrics)
         self._tell_takers()
@@ -340,6 +379,8 @@ class Rollout:
                     while not self._plan.over:
                         self._wake.clear()
                         self._fill(tasks)
+                        if self._broken is not None:
+                            raise self._broken
                         await self._wake.wait()
                 except BaseException:
                     # Agents that go on after their cancellation get no turn, nor wait for one.
@@ -391,6 +432,13 @@ class Rollout:
 
     def _start(self, sample: core.Sample, tasks: asyncio.TaskGroup) -> None:
         group = sample.group
+        seed = None if self._seed is None else _seed(self._seed, sample, self._plan.retries)
+        if self._processes is not None:
+            try:
+                self._running[sample] = self._processes.begin(sample, seed)
+            except SglrlError as error:
+                self._failed(sample, error)
+            return
         opening = self._openings.get(group)
         if opening is None:
             try:
@@ -401,7 +449,6 @@ class Rollout:
                 self._failed(sample, error)
                 return
             self._openings[group] = opening
-        seed = None if self._seed is None else _seed(self._seed, sample, self._plan.retries)
         session = Session(opening, self._gate, self._count, seed)
         session.metadata.setdefault("item", group.index)
         session.metadata.setdefault("sample", sample.index)
@@ -419,29 +466,11 @@ class Rollout:
             try:
                 if sample in self._given_up:
                     raise asyncio.CancelledError
-                made = self._agent(session, sample.group.item)
-                if not inspect.isawaitable(made):
-                    self._hopeless = True
-                    raise UsageError(f"the agent must be async: it returned {made!r:.100}")
-                if limit is None:
-                    result = await made
-                else:
-                    async with limit:
-                        result = await made
-                    if limit.expired():
-                        # It was told so, and went on.
-                        raise TimeoutError
-                trajectory = _trajectory(session, result)
+                trajectory = await play(self._play, session, sample.group.item, limit)
             except (asyncio.CancelledError, SystemExit, Exception) as error:
                 self._went_wrong(sample, error, limit)
             else:
-                self._given_up.pop(sample, None)
-                self._successes += 1
-                self._rewards.append(trajectory.reward)
-                del self._running[sample]
-                self._settle(
-                    sample.group, self._plan.done(sample, trajectory, trajectory.oldest_version)
-                )
+                self._went_well(sample, trajectory)
         except asyncio.CancelledError:
             raise
         except BaseException:
@@ -464,22 +493,53 @@ class Rollout:
         elif isinstance(error, asyncio.CancelledError) and self._is_ending:
             raise error
         elif limit is not None and limit.expired():
-            # Whatever it has made of its cancellation.
-            late = DeadlineExceeded(f"the agent took longer than {self._timeout:g} s (timeout)")
-            late.__cause__ = error
-            self._count_failure(late)
+            self._count_failure(too_late(self._timeout, error))
             self._ended(sample, "timeout")
-        elif isinstance(error, asyncio.CancelledError):
-            failure = SglrlError("the agent was cancelled by something that it awaited")
-            failure.__cause__ = error
-            self._failed(sample, failure)
-        elif isinstance(error, Exception):
-            self._failed(sample, error)
         else:
-            assert isinstance(error, SystemExit)
-            failure = SglrlError(f"the agent tried to leave the program, with {error.code!r}")
-            failure.__cause__ = error
-            self._failed(sample, failure)
+            self._hopeless |= isinstance(error, NotAsync)
+            self._failed(sample, as_failure(error))
+
+    def _went_well(self, sample: core.Sample, trajectory: Trajectory) -> None:
+        self._given_up.pop(sample, None)
+        self._successes += 1
+        self._rewards.append(trajectory.reward)
+        del self._running[sample]
+        self._settle(sample.group, self._plan.done(sample, trajectory, trajectory.oldest_version))
+
+    def _on_away(self, away: Away, outcome: Outcome | SglrlError) -> None:
+        """A sample that was played in another process has ended."""
+        sample = away.sample
+        if self._closed or self._running.get(sample) is not away:
+            return
+        try:
+            if isinstance(outcome, SglrlError):
+                self._failed(sample, outcome)
+            else:
+                self._take_in(sample, away, outcome)
+        except BaseException as error:
+            # It ends the run.
+            self._fatal = True
+            self._broken = self._broken or error
+            self._wake.set()
+
+    def _take_in(self, sample: core.Sample, away: Away, outcome: Outcome) -> None:
+        self._turns += outcome.turns
+        self._prompt_bytes += outcome.prompt_bytes
+        self._cached += outcome.cached_tokens
+        self._generated_bytes += outcome.new_bytes
+        error = None if outcome.error is None else error_from(outcome.error)
+        if outcome.how == DONE and outcome.trajectory is not None:
+            trajectory = Trajectory.from_record(outcome.trajectory, outcome.oldest)
+            self._went_well(sample, trajectory)
+        elif outcome.how == LATE and isinstance(error, Exception):
+            self._count_failure(error)
+            self._ended(sample, "timeout")
+        elif outcome.how == STALE:
+            self._ended(sample, core.STALE)
+        else:
+            away.refused = outcome.refused
+            self._hopeless |= outcome.hopeless
+            self._failed(sample, error or ProtocolError(f"a sample ended {outcome.how!r}"))
 
     @property
     def _is_ending(self) -> bool:
@@ -501,7 +561,11 @@ class Rollout:
     def _failed(self, sample: core.Sample, error: Exception) -> None:
         session = self._running.get(sample)
         # Nor would any other sample get a turn, whatever the agent has made of it.
-        refused = not self._client._is_alive or (session is not None and session.refused)
+        refused = (
+            not self._client._is_alive
+            or (session is not None and session.refused)
+            or (self._processes is not None and not self._processes.alive)
+        )
         fatal = self._on_error == "raise" or refused or self._hopeless
         self._count_failure(error, fatal=fatal)
         retry = self._on_error == "retry" and not isinstance(error, UsageError)
@@ -510,7 +574,8 @@ class Rollout:
             sample.index,
             sample.group.index,
             type(error).__name__,
-            error,
+            # Not every time the whole traceback of another process.
+            error.message if isinstance(error, RemoteError) and self._failures > 3 else error,
             exc_info=None if isinstance(error, SglrlError) or self._failures > 3 else error,
         )
         self._ended(sample, "error", retry=retry)
@@ -537,11 +602,21 @@ class Rollout:
         for sample in samples:
             if sample not in self._running or sample in self._given_up:
                 continue
-            if self._plan.is_stale(sample, self._running[sample].oldest_version):
+            running = self._running[sample]
+            if self._plan.is_stale(sample, running.oldest_version):
                 alive = sample.group.state is core.RUNNING
                 self._given_up[sample] = core.STALE if alive else core.GIVEN_UP
+                if not isinstance(running, Session):
+                    running.close()
+                    asyncio.get_running_loop().call_soon(self._cancelled, sample)
                 if sample in self._tasks:
                     self._tasks[sample].cancel()
+
+    def _cancelled(self, sample: core.Sample) -> None:
+        """It was given up where it was played."""
+        reason = self._given_up.pop(sample, None)
+        if reason is not None and sample in self._running:
+            self._ended(sample, reason)
 
     def _on_version(self) -> None:
         plan = self._plan
@@ -731,16 +806,19 @@ class Rollout:
         try:
             async with asyncio.timeout(timeout):
                 paused = await self._gate.empty()
+                if paused and self._processes is not None:
+                    paused = await self._processes.pause()
         except TimeoutError:
-            raise DeadlineExceeded(
-                f"{self._gate.inside} turns still run after {timeout:g} s"
-            ) from None
+            count = "" if self._processes is not None else f"{self._gate.inside} "
+            raise DeadlineExceeded(f"{count}turns still run after {timeout:g} s") from None
         if not paused:
             raise UsageError("the run was resumed before its turns had ended, so it is not paused")
 
     def resume(self) -> None:
         """Go on after ``pause``."""
         self._gate.open()
+        if self._processes is not None and self._task is not None and not self._closed:
+            self._processes.resume()
         self._wake.set()
 
     def state_dict(self) -> dict[str, Any]:
@@ -799,22 +877,6 @@ class Rollout:
             loads, queued = self._client._loads()
             if self._limit.look(now, self._plan.running, queued, loads):
                 self._wake.set()
-
-
-def _trajectory(session: Session, result: Any) -> Trajectory:
-    if isinstance(result, Trajectory):
-        if result.oldest_version < 0:
-            raise UsageError("the agent returned a trajectory in which nothing was sampled")
-        return result
-    if result is None:
-        if not session.rewarded:
-            raise UsageError("the agent returned None; return its reward, or call session.reward")
-        return session.trajectory()
-    if isinstance(result, (str, bytes)) or not hasattr(result, "__float__"):
-        raise UsageError(
-            f"the agent must return its reward or a Trajectory, got {type(result).__name__}"
-        )
-    return session.trajectory(result)
 
 
 def _seed(seed: int, sample: core.Sample, retries: int) -> int:

@@ -15,7 +15,7 @@ from msgspec.structs import force_setattr
 from numpy.typing import NDArray
 
 from ..completion import Completion
-from ..errors import UsageError
+from ..errors import ProtocolError, UsageError
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -70,6 +70,37 @@ class TrajectoryTiming(NamedTuple):
     started: float = 0.0
     total: float = 0.0
     generating: float = 0.0
+
+
+class Record(msgspec.Struct, array_like=True, frozen=True):
+    """A ``Trajectory`` as msgpack: its fields, arrays as their bytes (loss_mask: one for each
+    token), little-endian. Files hold it: fields may be added at the end, with defaults; anything
+    else makes a new version of their format."""
+
+    prompt_ids: bytes
+    response_ids: bytes
+    loss_mask: bytes
+    logprobs: bytes
+    versions: bytes
+    turns: tuple[Turn, ...]
+    timing: TrajectoryTiming
+    metadata: dict[Any, Any]
+
+
+def record_of(trajectory: Trajectory) -> Record:
+    """To be encoded: its arrays are views."""
+    arrays: list[Any] = [getattr(trajectory, name).data for name in _DTYPES]
+    prompt, response, mask, logprobs, versions = arrays
+    return Record(
+        prompt,
+        response,
+        mask,
+        logprobs,
+        versions,
+        trajectory.turns,
+        trajectory.timing,
+        trajectory.metadata,
+    )
 
 
 class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=True, eq=False):
@@ -218,15 +249,61 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
             mask.append(bytes(size - at))
             logprobs.append(bytes(4 * (size - at)))
             versions.append(_NO_VERSION * (size - at))
+        timing = TrajectoryTiming(time.time() - total, total, generating)
+        return cls._unchecked(
+            prompt,
+            response,
+            b"".join(mask),
+            b"".join(logprobs),
+            b"".join(versions),
+            tuple(marked),
+            timing,
+            metadata,
+            oldest,
+        )
+
+    @classmethod
+    def from_record(cls, record: Record, oldest: int) -> Trajectory:
+        """What another process of this run made, whose constructor has checked it. ``oldest``: its
+        ``oldest_version``. ``ProtocolError`` if the arrays do not belong together."""
+        size = len(record.response_ids)
+        sizes = (4 * len(record.loss_mask), len(record.logprobs), len(record.versions))
+        if not record.prompt_ids or len(record.prompt_ids) % 4 or sizes != (size, size, size):
+            raise ProtocolError("a trajectory whose arrays do not belong together")
+        return cls._unchecked(
+            record.prompt_ids,
+            record.response_ids,
+            record.loss_mask,
+            record.logprobs,
+            record.versions,
+            record.turns,
+            record.timing,
+            record.metadata,
+            oldest,
+        )
+
+    @classmethod
+    def _unchecked(
+        cls,
+        prompt: bytes,
+        response: bytes,
+        mask: bytes,
+        logprobs: bytes,
+        versions: bytes,
+        turns: tuple[Turn, ...],
+        timing: TrajectoryTiming,
+        metadata: dict[str, Any],
+        oldest: int,
+    ) -> Trajectory:
         # A copy is not checked again.
         self = copy(_BLANK)
         force_setattr(self, "prompt_ids", np.frombuffer(prompt, _INT32))
         force_setattr(self, "response_ids", np.frombuffer(response, _INT32))
-        force_setattr(self, "loss_mask", np.frombuffer(b"".join(mask), _BOOL))
-        force_setattr(self, "logprobs", np.frombuffer(b"".join(logprobs), _FLOAT32))
-        force_setattr(self, "versions", np.frombuffer(b"".join(versions), _INT32))
-        force_setattr(self, "turns", tuple(marked))
-        force_setattr(self, "timing", TrajectoryTiming(time.time() - total, total, generating))
+        force_setattr(self, "loss_mask", np.frombuffer(mask, _BOOL))
+        force_setattr(self, "logprobs", np.frombuffer(logprobs, _FLOAT32))
+        force_setattr(self, "versions", np.frombuffer(versions, _INT32))
+        force_setattr(self, "turns", turns)
+        force_setattr(self, "timing", timing)
         force_setattr(self, "metadata", metadata)
         self.__dict__["oldest_version"] = oldest
         return self

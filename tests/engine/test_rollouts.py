@@ -33,12 +33,20 @@ async def lab(models: Path) -> AsyncIterator[Lab]:
         yield Lab(client, policies)
 
 
-async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:
-    for observed in ([7, 8], [300]):
-        await session.generate(max_new_tokens=25, ignore_eos=True)
-        session.observe(observed)
-    await session.generate(max_new_tokens=10)
-    return float(session.ids.sum() % 7)
+def made() -> Any:
+    """As a function within one it can be sent to processes that need not import this module."""
+
+    async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:
+        for observed in ([7, 8], [300]):
+            await session.generate(max_new_tokens=25, ignore_eos=True)
+            session.observe(observed)
+        await session.generate(max_new_tokens=10)
+        return float(session.ids.sum() % 7)
+
+    return agent
+
+
+agent = made()
 
 
 def replay(lab: Lab, trajectory: sglrl.Trajectory) -> None:
@@ -65,8 +73,10 @@ def replay(lab: Lab, trajectory: sglrl.Trajectory) -> None:
         )
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
-async def test_training_on_rollouts_that_run_ahead(lab: Lab, staleness: int) -> None:
+@pytest.mark.parametrize(("staleness", "processes"), [(0, None), (1, None), (1, 2)])
+async def test_training_on_rollouts_that_run_ahead(
+    lab: Lab, staleness: int, processes: int | None
+) -> None:
     client = lab.client
     run = sglrl.rollout(
         client,
@@ -76,6 +86,7 @@ async def test_training_on_rollouts_that_run_ahead(lab: Lab, staleness: int) -> 
         batch_size=3,
         max_staleness=staleness,
         concurrency=12,
+        processes=processes,
         seed=1,
     )
     spans = set()
@@ -95,8 +106,8 @@ async def test_training_on_rollouts_that_run_ahead(lab: Lab, staleness: int) -> 
 
 
 async def test_the_same_seed_gives_the_same_rollouts(lab: Lab) -> None:
-    async def rolled(seed: int | None) -> list[list[list[int]]]:
-        run = sglrl.rollout(lab.client, agent, ITEMS, group_size=3, seed=seed)
+    async def rolled(seed: int, processes: int | None = None) -> list[list[list[int]]]:
+        run = sglrl.rollout(lab.client, agent, ITEMS, group_size=3, seed=seed, processes=processes)
         groups = {g.index: g async for g in run}
         return [
             [t.response_ids.tolist() for t in groups[i].trajectories] for i in range(len(ITEMS))
@@ -105,8 +116,32 @@ async def test_the_same_seed_gives_the_same_rollouts(lab: Lab) -> None:
     first = await rolled(3)
     assert await rolled(3) == first
     assert await rolled(4) != first
+    assert await rolled(3, processes=2) == first
     for group in first:
         assert len({tuple(ids) for ids in group}) == 3, "samples of a group differ"
+
+
+async def test_conversations_in_other_processes(lab: Lab) -> None:
+    """They load the tokenizer there, and end up with the same tokens."""
+
+    async def talk(session: sglrl.Session, item: Any) -> float:
+        turn = await session.generate(max_new_tokens=8)
+        session.observe({"role": "user", "content": f"You said {turn.text!r}. Why?"})
+        await session.generate(max_new_tokens=8)
+        session.metadata["text"] = session.text
+        return 1.0
+
+    items: list[Any] = [
+        {"messages": [{"role": "user", "content": "2 + 2?"}]},
+        [{"role": "user", "content": "And 3 + 3?"}],
+    ]
+    found = []
+    for processes in (None, 1):
+        run = sglrl.rollout(lab.client, talk, items, seed=7, processes=processes)
+        groups = {g.index: g.trajectories[0] async for g in run}
+        found.append([(groups[i].input_ids.tolist(), groups[i].metadata["text"]) for i in range(2)])
+    assert found[0] == found[1]
+    assert "Why?" in found[0][0][1]
 
 
 async def test_turns_of_a_group_share_the_prefix_cache(lab: Lab) -> None:

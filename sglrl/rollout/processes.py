@@ -1,0 +1,189 @@
+"""Agents in processes of their own, as the driver of a run sees them: see ``host.py`` for their
+end.
+
+They are plain actors (``sglrl.spawn``). A sample is one call to the least loaded of them, so that
+cancellation, a process that dies, and its replacement are what they are for any actor; no task of
+the driver waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from ..actor import EndpointSpec, endpoints_of, error_of
+from ..codec import Body, Buffer
+from ..controls import urgent_call
+from ..core.calls import Call
+from ..core.rollouts import Sample
+from ..driver import ENVELOPE_BYTES
+from ..errors import Closed, MessageTooLarge, ProtocolError, SglrlError, UsageError, WorkerLost
+from ..messages import Item, ItemKind
+from ..spawn import ActorHandle, spawn
+from ..together import submit_all
+from .host import AgentHost
+from .outcome import Outcome, Settings
+
+_ANY_NUMBER: Final = 1 << 30
+"""How many samples run is said by the run, and not by its processes."""
+_HANG_SECONDS: Final = 300.0
+"""After which a process is ended whose event loop an agent holds up."""
+_START_SECONDS: Final = 120.0
+
+OnEnd = Callable[["Away", Outcome | SglrlError], None]
+
+
+class Away:
+    """A sample that is played in another process. It is the ``Reply`` of its call."""
+
+    __slots__ = ("call", "processes", "refused", "sample")
+
+    oldest_version: int | None = None
+    """It is known where the sample is, and looked at there."""
+
+    def __init__(self, processes: AgentProcesses, sample: Sample) -> None:
+        self.processes = processes
+        self.sample = sample
+        self.call: Call | None = None
+        self.refused = False
+
+    def close(self) -> None:
+        """It is cancelled, and nothing more is heard of it."""
+        if self.call is not None:
+            self.processes.driver.cancel(self.call)
+
+    def chunk(self, item: Item, frames: Sequence[Buffer]) -> None:
+        """There are none."""
+
+    def restart(self, call: Call) -> None:
+        """An agent may have done anything: it is not begun again by itself."""
+
+    def end(self, call: Call, outcome: Item | SglrlError, frames: Sequence[Buffer]) -> None:
+        found: Outcome | SglrlError
+        if isinstance(outcome, SglrlError):
+            found = outcome
+        elif outcome.kind != ItemKind.DONE:
+            found = error_of(outcome)
+        else:
+            try:
+                found = self.processes.run_endpoint.result.decode(outcome.body, frames)
+            except ProtocolError as error:
+                found = error
+        self.processes.on_end(self, found)
+
+
+class AgentProcesses:
+    """Those of one run. ``on_end`` is called with each sample that has ended, and what it has come
+    to; not with those that were closed."""
+
+    def __init__(self, settings: Settings, count: int, on_end: OnEnd) -> None:
+        # By value, with what it refers to, over the private socket of their fork server.
+        cls = type("AgentProcess", (AgentHost,), {"settings": settings, "__module__": __name__})
+        self.on_end = on_end
+        self._specs: dict[str, EndpointSpec] = endpoints_of(cls)
+        self.run_endpoint = self._specs["run"]
+        self._arguments = Body(Any)
+        self._paused = False
+        try:
+            self._handle: ActorHandle = spawn(
+                cls,
+                replicas=count,
+                window=_ANY_NUMBER,
+                max_queue=_ANY_NUMBER,
+                start_timeout=_START_SECONDS,
+                hang_timeout=_HANG_SECONDS,
+            )
+        except Exception as error:
+            # Whatever it refers to may refuse, in any way.
+            raise UsageError(
+                "this agent, or open_session, cannot be sent to other processes "
+                f"({type(error).__name__}: {error}); what cannot be, it makes there: give a class, "
+                "of which each process makes an instance"
+            ) from error
+
+    @property
+    def driver(self) -> Any:
+        return self._handle._pool.driver
+
+    @property
+    def alive(self) -> bool:
+        """Whether a process is there, or is to come."""
+        return bool(self.driver.fabric.alive)
+
+    async def start(self) -> None:
+        """Raises ``WorkerStartError``, or what the agent's class raises."""
+        try:
+            await self._handle.__aenter__()
+            self.driver.before_serving = self._before_serving
+            await self._handle.broadcast.begin()
+        except BaseException:
+            await self._handle.close()
+            raise
+
+    async def close(self) -> None:
+        await self._handle.close()
+
+    def begin(self, sample: Sample, seed: int | None) -> Away:
+        """Play it.
+
+        Raises:
+            UsageError: its item cannot be sent.
+            WorkerLost: no process is left.
+        """
+        away = Away(self, sample)
+        group = sample.group
+        try:
+            # As the arguments of ``AgentHost.run`` are encoded.
+            body, frames = self._arguments.encode((group.index, sample.index, seed, group.item))
+        except (TypeError, ValueError, OverflowError) as error:
+            raise UsageError(
+                f"item {group.index} of the data set cannot be sent to the agents' processes: "
+                f"{error}"
+            ) from None
+        most = self.driver.max_message_bytes - ENVELOPE_BYTES
+        if max(len(body), *map(len, frames), 0) > most:
+            raise MessageTooLarge(
+                f"item {group.index} of the data set is larger than a message may be ({most:,} "
+                "bytes)"
+            )
+        call = Call("run", msgspec.Raw(body), away, frames=frames)
+        self.driver.submit(call)
+        away.call = call
+        return away
+
+    async def pause(self) -> bool:
+        """Wait until no turn runs. False: resumed before that."""
+        self._paused = True
+        driver = self.driver
+        futures: list[asyncio.Future[bool]] = [driver.loop.create_future() for _ in driver.ready]
+        calls = [
+            urgent_call(self._specs["pause"], (), {}, index, future, None)
+            for index, future in zip(driver.ready, futures, strict=True)
+        ]
+        found = await submit_all(driver, calls, futures, return_exceptions=True)
+        for one in found:
+            # What runs in a process that is lost runs no more.
+            if isinstance(one, BaseException) and not isinstance(one, WorkerLost):
+                raise one
+        return self._paused and False not in found
+
+    def resume(self) -> None:
+        self._paused = False
+        for index in self.driver.ready:
+            self._tell("resume", index)
+
+    def _before_serving(self, index: int) -> None:
+        """A process that comes while the run is paused is paused, too."""
+        if self._paused:
+            self._tell("pause", index)
+
+    def _tell(self, endpoint: str, index: int) -> None:
+        future = self.driver.loop.create_future()
+        # Should it be lost first, its replacement is told.
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())
+        with contextlib.suppress(Closed, WorkerLost):
+            self.driver.submit(urgent_call(self._specs[endpoint], (), {}, index, future, None))

@@ -1,0 +1,528 @@
+"""Agents in processes of their own: what comes of a run is what comes of it in this one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from processes import descendants
+
+import sglrl
+from sglrl.keys import make_keys
+
+ITEMS = [{"input_ids": [1 + i % 900, 2, 3], "id": i} for i in range(24)]
+FAKE: dict[str, Any] = {
+    "engine": "fake",
+    "replicas": 2,
+    "tokens_per_step": 4,
+    "vocab_size": 1000,
+    "context_length": 256,
+}
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[sglrl.Client]:
+    async with sglrl.launch("fake", **FAKE) as client:
+        yield client
+
+
+def agents() -> Callable[..., Any]:
+    """One that is defined in a function, and so travels by value."""
+
+    async def two_turns(session: sglrl.Session, item: dict[str, Any]) -> float:
+        await session.generate(max_new_tokens=6)
+        session.reward(0.5)
+        session.observe([7, 8])
+        await session.generate(max_new_tokens=3)
+        session.metadata["pid"] = os.getpid()
+        return float(item["id"])
+
+    return two_turns
+
+
+async def until(condition: Callable[[], Any]) -> Any:
+    """Of what another process writes, of which no event tells."""
+    async with asyncio.timeout(20):
+        while not (found := condition()):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    return found
+
+
+def new_weights(client: sglrl.Client) -> None:
+    """What the weight channel does when an update is done; the fake engine has no weights."""
+    weights = client._pool.weights
+    weights.version += 1
+    for listener in list(weights.on_version):
+        listener()
+
+
+async def test_the_trajectories_are_those_of_one_process(client: sglrl.Client) -> None:
+    async def run(processes: int | None) -> tuple[dict[int, sglrl.Group], sglrl.RolloutMetrics]:
+        found = sglrl.rollout(client, agents(), ITEMS, group_size=3, seed=5, processes=processes)
+        return {group.index: group async for group in found}, found.metrics
+
+    here, metrics = await run(None)
+    away, metrics_away = await run(3)
+    assert here.keys() == away.keys() == {*range(24)}
+    for index, group in here.items():
+        assert away[index].item is ITEMS[index]
+        for one, other in zip(group.trajectories, away[index].trajectories, strict=True):
+            for name in ("prompt_ids", "response_ids", "loss_mask", "logprobs", "versions"):
+                mine, its = getattr(one, name), getattr(other, name)
+                np.testing.assert_array_equal(mine, its)
+                assert mine.dtype == its.dtype
+                assert not its.flags.writeable
+            assert one.rewards.tolist() == other.rewards.tolist() == [0.5, float(index)]
+            assert one.oldest_version == other.oldest_version == 0
+            for mine, its in zip(one.turns, other.turns, strict=True):
+                assert (mine.start, mine.stop, mine.prompt_tokens, mine.finish_reason) == (
+                    (its.start, its.stop, its.prompt_tokens, its.finish_reason)
+                )
+            assert 0 < other.timing.generating <= other.timing.total
+            assert one.metadata["sample"] == other.metadata["sample"]
+            assert other.metadata["item"] == index
+            # Whatever came from there is checked when a changed one is made of it.
+            other.replace(metadata={})
+    pids = {t.metadata["pid"] for group in away.values() for t in group.trajectories}
+    assert len(pids) == 3
+    assert os.getpid() not in pids
+    for name in ("turns", "generated_tokens", "prompt_tokens", "samples_done", "samples_lost"):
+        assert getattr(metrics, name) == getattr(metrics_away, name), name
+
+
+async def test_items_and_metadata_of_every_kind(client: sglrl.Client) -> None:
+    async def agent(session: sglrl.Session, item: Any) -> float:
+        session.metadata["got"] = item["extra"]
+        session.metadata["doubled"] = item["extra"]["array"] * 2
+        await session.generate(max_new_tokens=1)
+        return float(item["extra"]["array"].sum())
+
+    extra = {"array": np.arange(3.0), "text": "ä", "pair": (1, 2), "none": None, 7: b"bytes"}
+    run = sglrl.rollout(client, agent, [{"input_ids": [1], "extra": extra}], processes=1)
+    ((group,)) = [g async for g in run]
+    (trajectory,) = group.trajectories
+    got = trajectory.metadata["got"]
+    assert got["array"].tolist() == [0, 1, 2]
+    assert (got["text"], got["pair"], got["none"], got[7]) == ("ä", [1, 2], None, b"bytes")
+    assert trajectory.metadata["doubled"].tolist() == [0, 2, 4]
+    assert trajectory.reward == 3
+
+
+async def test_a_trajectory_of_the_agents_own(client: sglrl.Client) -> None:
+    async def agent(session: sglrl.Session, item: Any) -> sglrl.Trajectory:
+        await session.generate(max_new_tokens=2)
+        made = session.trajectory(1.0)
+        return made.replace(loss_mask=[1, 0], versions=[0, -1], logprobs=[-1, 0])
+
+    (group,) = [g async for g in sglrl.rollout(client, agent, ITEMS[:1], processes=1)]
+    (trajectory,) = group.trajectories
+    assert trajectory.logprobs.tolist() == [-1, 0]
+    assert trajectory.oldest_version == 0
+
+
+@pytest.mark.parametrize("processes", [None, 2])
+async def test_a_class_is_made_where_its_agents_run(
+    client: sglrl.Client, tmp_path: Path, processes: int | None
+) -> None:
+    class Agent:
+        def __init__(self) -> None:
+            self.lock = threading.Lock()  # cannot be pickled
+            self.entered = False
+
+        async def __aenter__(self) -> Agent:
+            self.entered = True
+            (tmp_path / f"entered-{os.getpid()}").touch(exist_ok=False)
+            return self
+
+        async def __aexit__(self, *exc: object) -> None:
+            (tmp_path / f"left-{os.getpid()}").touch(exist_ok=False)
+
+        async def __call__(self, session: sglrl.Session, item: dict[str, Any]) -> float:
+            with self.lock:
+                assert self.entered
+            await session.generate(max_new_tokens=1)
+            return 1.0
+
+    run = sglrl.rollout(client, Agent, ITEMS, processes=processes)
+    assert len([g async for g in run]) == 24
+    names = sorted(name.split("-")[0] for name in os.listdir(tmp_path))
+    assert names == ["entered", "left"] if processes is None else ["entered"] * 2 + ["left"] * 2
+
+
+@pytest.mark.parametrize("processes", [None, 2])
+async def test_a_class_of_which_no_instance_can_be_made(
+    client: sglrl.Client, processes: int | None
+) -> None:
+    class Broken:
+        def __init__(self) -> None:
+            raise RuntimeError("no database")
+
+    class Uncallable:
+        pass
+
+    for agent, error in ((Broken, Exception), (Uncallable, sglrl.UsageError)):
+        match = "no database" if agent is Broken else "Uncallable cannot be called"
+        run = sglrl.rollout(client, agent, ITEMS, processes=processes)
+        with pytest.raises(error, match=match):  # type: ignore[arg-type]
+            async with run:
+                pass
+
+
+async def test_an_agent_that_depends_on_what_the_driver_has(client: sglrl.Client) -> None:
+    async def agent(session: sglrl.Session, item: Any) -> float:
+        return float(len(await client.stats()))
+
+    with pytest.raises(sglrl.UsageError, match=r"cannot be sent to other processes.*give a class"):
+        sglrl.rollout(client, agent, ITEMS, processes=2)
+    with pytest.raises(sglrl.UsageError, match="processes must be an integer of at least 1"):
+        sglrl.rollout(client, agents(), ITEMS, processes=0)
+
+
+async def test_an_item_that_cannot_be_sent_costs_its_own_group(client: sglrl.Client) -> None:
+    items = [*ITEMS[:3], {"input_ids": [1], "id": 3, "lock": object()}, *ITEMS[4:6]]
+    run = sglrl.rollout(client, agents(), items, processes=1, retries=1)
+    assert sorted([g.index async for g in run]) == [0, 1, 2, 4, 5]
+    assert "item 3 of the data set cannot be sent" in str(run.errors[-1])
+    assert run.metrics.samples_lost == {"error": 2}
+    assert run.metrics.samples_retried == 0, "it is the data set that is wrong"
+
+
+# --- what goes wrong there ------------------------------------------------------------------------
+
+
+async def test_errors_are_told_and_run_again(client: sglrl.Client, tmp_path: Path) -> None:
+    async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:
+        await session.generate(max_new_tokens=2)
+        try:
+            (tmp_path / f"{item['id']}-{session.metadata['sample']}").touch(exist_ok=False)
+        except FileExistsError:
+            return 1.0
+        raise KeyError(f"the environment of {item['id']} broke")
+
+    run = sglrl.rollout(client, agent, ITEMS[:4], group_size=2, processes=2)
+    assert len([g async for g in run]) == 4
+    assert run.metrics.samples_retried == 8
+    assert run.metrics.turns == 16, "those of failed samples count"
+    error = run.errors[0]
+    assert isinstance(error, sglrl.RemoteError)
+    assert error.kind == "KeyError"
+    assert "in agent" in error.traceback
+    assert __file__ in error.traceback
+
+
+async def test_an_error_may_end_the_run(client: sglrl.Client) -> None:
+    async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:
+        await session.generate(max_new_tokens=1)
+        if item["id"] == 5:
+            raise ValueError("the environment broke")
+        return 1.0
+
+    with pytest.raises(sglrl.RemoteError, match="ValueError: the environment broke"):
+        async for _ in sglrl.rollout(client, agent, ITEMS, on_error="raise", processes=2):
+            pass
+
+
+async def test_errors_of_sglrl_are_what_they_are_here(client: sglrl.Client) -> None:
+    async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:
+        await session.generate(max_new_tokens=1)
+        if item["id"] == 0:
+            await session.generate(max_new_token=1)
+        if item["id"] == 1:
+            raise sglrl.DeadlineExceeded("a tool took too long")
+        if item["id"] == 2:
+            session.metadata["lock"] = threading.Lock()
+        if item["id"] == 3:
+            return "a text"  # type: ignore[return-value]
+        return 1.0
+
+    run = sglrl.rollout(client, agent, ITEMS[:8], processes=1, retries=1)
+    assert sorted([g.index async for g in run]) == [4, 5, 6, 7]
+    kinds = {type(error).__name__ for error in run.errors}
+    assert kinds == {"InvalidRequest", "DeadlineExceeded", "UsageError"}
+    # Those that are wrong as they stand are not run again, but with their group.
+    assert run.metrics.samples_retried == 2
+    said = "".join(map(str, run.errors))
+    for text in ("did you mean", "metadata of this trajectory cannot be sent", "must return its"):
+        assert text in said
+
+
+async def test_an_agent_that_is_not_async_ends_the_run(client: sglrl.Client) -> None:
+    def agent(session: sglrl.Session, item: Any) -> float:
+        return 1.0
+
+    with pytest.raises(sglrl.UsageError, match="the agent must be async: it returned"):
+        async for _ in sglrl.rollout(client, agent, ITEMS, processes=1):  # type: ignore[arg-type]
+            pass
+
+
+async def test_an_agent_that_never_works_is_not_run_over_all_data(client: sglrl.Client) -> None:
+    async def agent(session: sglrl.Session, item: Any) -> float:
+        raise RuntimeError("nothing works")
+
+    endless = (ITEMS[i % 24] for i in range(10**9))
+    with pytest.raises(sglrl.RemoteError, match="nothing works") as caught:
+        async for _ in sglrl.rollout(client, agent, endless, processes=2):
+            pass
+    assert "none of the first 32 samples" in "".join(caught.value.__notes__)
+
+
+async def test_stragglers_are_cancelled_and_counted(client: sglrl.Client, tmp_path: Path) -> None:
+    async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:
+        await session.generate(max_new_tokens=1)
+        if item["id"] == 7:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                (tmp_path / "cancelled").touch()
+        return 1.0
+
+    run = sglrl.rollout(client, agent, ITEMS[:9], timeout=0.5, processes=2, retries=0)
+    assert sorted([g.index async for g in run]) == [0, 1, 2, 3, 4, 5, 6, 8]
+    assert run.metrics.samples_lost == {"timeout": 1}
+    assert "took longer than 0.5 s" in str(run.errors[-1])
+    assert (tmp_path / "cancelled").exists()
+
+
+async def test_a_group_that_is_given_up_takes_its_samples_with_it(
+    client: sglrl.Client, tmp_path: Path
+) -> None:
+    async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:
+        await session.generate(max_new_tokens=1)
+        if item["id"] == 1 and session.metadata["sample"]:
+            try:
+                (tmp_path / "waits").touch()
+                await asyncio.Event().wait()
+            finally:
+                (tmp_path / "cancelled").touch()
+        if item["id"] == 1:
+            await until(lambda: (tmp_path / "waits").exists())
+            raise RuntimeError("the other one is of no use then")
+        return 1.0
+
+    run = sglrl.rollout(
+        client, agent, ITEMS[:3], group_size=2, on_error="drop", retries=0, processes=2
+    )
+    assert sorted([g.index async for g in run]) == [0, 2]
+    assert run.metrics.samples_lost == {"error": 1, "given up": 1}
+    await until(lambda: (tmp_path / "cancelled").exists())
+
+
+async def test_a_process_that_dies_costs_its_samples_a_try(
+    client: sglrl.Client, tmp_path: Path
+) -> None:
+    async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:
+        await session.generate(max_new_tokens=2)
+        if item["id"] == 11 and not (tmp_path / "died").exists():
+            (tmp_path / "died").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        session.metadata["pid"] = os.getpid()
+        return float(item["id"])
+
+    run = sglrl.rollout(client, agent, ITEMS, group_size=2, processes=2, concurrency=8)
+    groups = {g.index: g async for g in run}
+    assert groups.keys() == {*range(24)}
+    assert all(len(group.trajectories) == 2 for group in groups.values())
+    assert 1 <= run.metrics.samples_retried <= 8
+    assert any(isinstance(error, sglrl.WorkerLost) for error in run.errors)
+    # The pool's clients are those that are there.
+    gateway = client._gateway
+    assert gateway is not None
+    await until(lambda: not any(peer.calls for peer in gateway._peers.values()))
+
+
+async def test_processes_that_always_die_end_the_run(client: sglrl.Client) -> None:
+    async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return 1.0
+
+    run = sglrl.rollout(client, agent, ITEMS, processes=1, concurrency=1, retries=100)
+    with pytest.raises(sglrl.WorkerLost):
+        async for _ in run:
+            pass
+
+
+async def test_the_pools_end_ends_the_run() -> None:
+    async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:
+        while True:
+            await session.generate(max_new_tokens=2)
+            session = session._opening.client.session(input_ids=[1])
+
+    async with sglrl.launch("fake", **FAKE) as client:
+        run = sglrl.rollout(client, agent, ITEMS, processes=2, retries=1000)
+        async with run:
+            taking = asyncio.ensure_future(run.take(1))
+            await until(lambda: run.metrics.samples_running == 24)
+            await client.close()
+            with pytest.raises(sglrl.SglrlError):
+                await taking
+
+
+# --- its life -------------------------------------------------------------------------------------
+
+
+async def test_leaving_early_leaves_nothing(client: sglrl.Client, tmp_path: Path) -> None:
+    async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:
+        await session.generate(max_new_tokens=1)
+        if item["id"]:
+            try:
+                (tmp_path / f"waits-{item['id']}").touch()
+                await asyncio.Event().wait()
+            finally:
+                (tmp_path / f"cancelled-{item['id']}").touch()
+        return 1.0
+
+    before = set(descendants())
+    run = sglrl.rollout(client, agent, ITEMS[:8], processes=2, concurrency=8)
+    async with run:
+        assert [group.index for group in await run.take(1)] == [0]
+        await until(lambda: len(os.listdir(tmp_path)) == 7)
+    assert len(os.listdir(tmp_path)) == 14
+    new = {pid: name for pid, name in descendants().items() if pid not in before}
+    assert not [name for name in new.values() if "spare" not in name and "fork" not in name], new
+    assert await client.generate(input_ids=[1], max_new_tokens=1)
+
+
+async def test_a_paused_run_samples_nothing(client: sglrl.Client) -> None:
+    async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:
+        for _ in range(60):
+            await session.generate(max_new_tokens=2)
+            await asyncio.sleep(0.005)
+        return 1.0
+
+    async def generated() -> int:
+        return sum(s.engine.generated_tokens for s in await client.stats())
+
+    run = sglrl.rollout(client, agent, ITEMS, processes=2, concurrency=12)
+    async with run:
+        while not await generated():
+            pass
+        for _ in range(3):
+            await run.pause(timeout=10)
+            before = await generated()
+            await asyncio.sleep(0.1)
+            assert await generated() == before
+            assert run.metrics.samples_running
+            run.resume()
+        assert len(await run.take(24)) == 24
+    assert run.metrics.samples_lost == {}
+
+
+async def test_a_process_that_comes_while_the_run_is_paused(
+    client: sglrl.Client, tmp_path: Path
+) -> None:
+    """Samples that wait for it do not begin turns then."""
+
+    async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:
+        (tmp_path / str(os.getpid())).touch()
+        await until(lambda: (tmp_path / "go").exists())
+        await session.generate(max_new_tokens=2)
+        return 1.0
+
+    run = sglrl.rollout(client, agent, ITEMS, processes=1, concurrency=4, retries=5)
+    async with run:
+        (first,) = await until(lambda: os.listdir(tmp_path))
+        os.kill(int(first), signal.SIGKILL)
+        # What it had is to be run again, and waits for the next one.
+        await until(lambda: run.metrics.samples_retried == 4)
+        await run.pause(timeout=10)
+        (tmp_path / "go").touch()
+        await until(lambda: len(os.listdir(tmp_path)) == 3)
+        await asyncio.sleep(0.1)
+        assert [s.engine.generated_tokens for s in await client.stats()] == [0, 0]
+        run.resume()
+        assert len(await run.take(24)) == 24
+    assert run.metrics.samples_retried == 4
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+async def test_tokens_that_are_too_old_are_not_handed_out(
+    client: sglrl.Client, tmp_path: Path, staleness: int
+) -> None:
+    async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:
+        await session.generate(max_new_tokens=2)
+        if item["id"] == 1 and not (tmp_path / "held").exists():
+            (tmp_path / "held").touch()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                (tmp_path / "cancelled").touch()
+        return 1.0
+
+    run = sglrl.rollout(
+        client, agent, ITEMS, batch_size=4, max_staleness=staleness, processes=2, concurrency=4
+    )
+    async with run:
+        await until(lambda: (tmp_path / "held").exists())
+        await until(lambda: run.metrics.groups_ready >= 3)
+        for _ in range(staleness):
+            new_weights(client)
+        assert not (tmp_path / "cancelled").exists()
+        new_weights(client)
+        await until(lambda: (tmp_path / "cancelled").exists())
+        await until(lambda: run.metrics.samples_lost.get("stale", 0) >= 1)
+
+
+async def test_it_is_bounded_how_far_they_run_ahead(client: sglrl.Client, tmp_path: Path) -> None:
+    async def agent(session: sglrl.Session, item: dict[str, Any]) -> sglrl.Trajectory:
+        (tmp_path / str(item["id"])).touch()
+        await session.generate(max_new_tokens=2)
+        made = session.trajectory(1.0)
+        version = session._client.weight_version
+        return made.replace(versions=np.where(made.loss_mask, version, -1))
+
+    run = sglrl.rollout(client, agent, ITEMS, batch_size=4, max_staleness=1, processes=2)
+    async with run:
+        for step in range(4):
+            batch = await run.take(4)
+            assert all(group.staleness <= 1 for group in batch)
+            await until(lambda: run.metrics.groups_ready == 4)
+            assert len(os.listdir(tmp_path)) == (step + 2) * 4
+            new_weights(client)
+
+
+async def test_a_run_that_was_stopped_goes_on_where_it_was(client: sglrl.Client) -> None:
+    run = sglrl.rollout(client, agents(), ITEMS, processes=1)
+    async with run:
+        done = {group.index for group in await run.take(10)}
+        state = run.state_dict()
+    rest = sglrl.rollout(client, agents(), ITEMS, processes=1, state=state)
+    assert {group.index async for group in rest} == {*range(24)} - done
+
+
+# --- whose client it is ---------------------------------------------------------------------------
+
+
+async def test_of_a_client_in_another_process(client: sglrl.Client) -> None:
+    async with sglrl.connect(client.address) as remote:
+        run = sglrl.rollout(remote, agents(), ITEMS, processes=2)
+        assert len([g async for g in run]) == 24
+
+
+async def test_with_keys(tmp_path: Path) -> None:
+    folder = tmp_path / "keys"
+    make_keys(folder)
+    async with sglrl.launch("fake", address="tcp://127.0.0.1:*", keys=folder, **FAKE) as client:
+        run = sglrl.rollout(client, agents(), ITEMS, processes=2)
+        assert len([g async for g in run]) == 24
+        async with sglrl.connect(client.address, keys=folder) as remote:
+            run = sglrl.rollout(remote, agents(), ITEMS, processes=1)
+            assert len([g async for g in run]) == 24
+
+
+def test_blocking() -> None:
+    with sglrl.blocking("fake", **FAKE) as client:
+        with client.rollout(agents(), ITEMS, processes=2, batch_size=8) as run:
+            begun = time.monotonic()
+            assert [len(batch) for batch in run.batches()] == [8, 8, 8]
+            assert time.monotonic() - begun < 30
+        assert len([*client.rollout(agents(), ITEMS, processes=1)]) == 24
