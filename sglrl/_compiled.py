@@ -19,6 +19,7 @@ MODULES: Final = (
     "core.calls",
     "core.fabric",
     "core.members",
+    "core.rollouts",
     "core.routing",
     "driver",
     "relay",

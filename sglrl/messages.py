@@ -159,7 +159,8 @@ class Approach(msgspec.Struct, array_like=True, frozen=True, tag=60):
 
 class Request(msgspec.Struct, array_like=True, gc=False, frozen=True):
     """One call that it makes, of an engine or of the pool as a whole. ``args`` as in
-    ``CallMessage``. ``timeout``: seconds that are left."""
+    ``CallMessage``. ``timeout``: seconds that are left. ``conversation``: a number of the client's
+    for one of which it is a turn; -1: of none."""
 
     id: int
     endpoint: str
@@ -168,6 +169,7 @@ class Request(msgspec.Struct, array_like=True, gc=False, frozen=True):
     priority: int = 0
     worker: int | None = None
     session: str | None = None
+    conversation: int = -1
 
 
 class Requests(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=61):

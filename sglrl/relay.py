@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -71,6 +70,8 @@ class Peer:
         self.most_bytes = most_bytes
         """Of a frame."""
         self.calls: dict[int, Call] = {}
+        self.conversations: dict[int, Turns] = {}
+        """By the client's numbers; the latest."""
         self.tasks: dict[int, Any] = {}
         """Of what it asks of the pool as a whole."""
         self.items: list[Item] = []
@@ -79,41 +80,44 @@ class Peer:
         self.told = 0.0
 
 
-class Conversation:
-    """A session of which a turn has been here: what routing knows of it, for the next one. What
-    its tokens were is forgotten meanwhile, but for how many bytes, and the last of them."""
+class Turns:
+    """Those of one conversation: what routing knows of it, for the next one. Of the tokens that the
+    last one's prompt had it is remembered how many bytes they were, and the last of these."""
 
-    __slots__ = ("route", "size", "tail", "turn_runs")
+    __slots__ = ("route", "runs", "size", "tail")
 
-    def __init__(self, route: Route) -> None:
-        self.route = route
+    def __init__(self) -> None:
+        self.route = Route(b"")
         self.size = 0
         self.tail = b""
-        self.turn_runs = False
+        self.runs = False
+        """One does, now."""
 
-    def goes_on(self, ids: bytes) -> bool:
-        """Whether this can be its next turn's prompt. (One that is taken for it and is not costs a
+    def go_on(self, ids: bytes) -> bool:
+        """Whether this can be the next one's prompt. (One that is taken for it and is not costs a
         miss in a prefix cache, never a wrong result.)"""
         tail = self.tail
-        return not self.turn_runs and ids.startswith(tail, self.size - len(tail))
+        return not self.runs and ids.startswith(tail, self.size - len(tail))
 
-    def begin(self, ids: bytes) -> None:
-        self.turn_runs = True
+    def begin(self, ids: bytes, version: int) -> None:
+        self.runs = True
         self.size = len(ids)
         self.tail = ids[-_TAIL:]
+        self.route.extend(ids, version)
 
     def end(self) -> None:
-        self.turn_runs = False
+        self.runs = False
         self.route.tokens = b""
 
 
 class Forward:
     """The ``Reply`` of a call that a client in another process made."""
 
-    __slots__ = ("begun", "conversation", "id", "peer", "relay", "resumable")
+    __slots__ = ("begun", "id", "peer", "relay", "resumable", "turns")
 
     def __init__(self, relay: Relay, peer: Peer, id_: int, resumable: bool, begun: bytes) -> None:
-        self.conversation: Conversation | None = None
+        self.turns: Turns | None = None
+        """Of the conversation that the call is a turn of."""
         self.relay = relay
         self.peer = peer
         self.id = id_
@@ -138,8 +142,8 @@ class Forward:
 
     def end(self, call: Call, outcome: Item | SglrlError, frames: Sequence[Buffer]) -> None:
         peer = self.peer
-        if self.conversation is not None:
-            self.conversation.end()
+        if self.turns is not None:
+            self.turns.end()
         peer.calls.pop(self.id, None)
         peer.ends.append(_end_of(self.id, call, False))
         if isinstance(outcome, Item):
@@ -286,8 +290,6 @@ class Admission:
         self._max_body = driver.max_message_bytes - ENVELOPE_BYTES
         self._controls = controls
         self._version = version
-        self._conversations: OrderedDict[str, Conversation] = OrderedDict()
-        """By the names that the router knows their sessions by. Of the latest."""
         self._samplings: dict[bytes, int] = {}
         """max_new_tokens of those that were checked, as they came."""
 
@@ -359,12 +361,12 @@ class Admission:
         generate = endpoint == "generate"
         forward = Forward(self._relay, peer, request.id, generate, begun)
         version = self._version()
-        if session is None:
-            route = Route(ids, version)
+        if request.conversation < 0 or session is not None:
+            route = Route(ids, version, session)
         else:
-            forward.conversation = conversation = self._conversation(session, ids)
-            route = conversation.route
-            route.extend(ids, version)
+            forward.turns = turns = _turns(peer, request.conversation, ids)
+            turns.begin(ids, version)
+            route = turns.route
         return Call(
             endpoint,
             args,
@@ -376,18 +378,6 @@ class Admission:
             idempotent=True,
             resumable=generate,
         )
-
-    def _conversation(self, session: str, ids: bytes) -> Conversation:
-        """That the session is, from now on with a turn that runs."""
-        conversations = self._conversations
-        found = conversations.get(session)
-        if found is None or not found.goes_on(ids):
-            found = conversations[session] = Conversation(Route(b"", 0, session))
-            if len(conversations) > _KNOWN_CONVERSATIONS:
-                conversations.popitem(last=False)
-        conversations.move_to_end(session)
-        found.begin(ids)
-        return found
 
     def _generate(self, request: Request) -> tuple[GenerateArgs, bytes, bytes]:
         wanted = _decode_generate(request.args)
@@ -447,6 +437,19 @@ class Admission:
         if len(raw) < 1024:
             self._samplings[raw] = new
         return new
+
+
+def _turns(peer: Peer, number: int, ids: bytes) -> Turns:
+    """Those that this may be one more of."""
+    conversations = peer.conversations
+    found = conversations.pop(number, None)
+    if found is None or not found.go_on(ids):
+        found = Turns()
+        if len(conversations) >= _KNOWN_CONVERSATIONS:
+            # The one that has been silent for longest.
+            del conversations[next(iter(conversations))]
+    conversations[number] = found
+    return found
 
 
 def _check_top(count: int, most: int) -> None:

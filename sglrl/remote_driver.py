@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
@@ -55,9 +54,8 @@ class RemoteDriver(Driver):
         self.news = News(0, 0, [])
         self.on_news: Callable[[], None] = lambda: None
         self._names: dict[int, Member] = {}
-        self._sessions = 0
+        self._conversations = 0
         self._sent_at = 0.0
-        self._session_prefix = secrets.token_hex(8)
         self.add_worker(0, b"")
         self._pool = self.fabric.members[0]
 
@@ -137,12 +135,23 @@ class RemoteDriver(Driver):
 
     def _request(self, call: Call) -> tuple[Any, ...]:
         """As ``Request``, whose arguments the pool leaves encoded until it knows the endpoint."""
-        route, session = call.route, None
+        route, session, number = call.route, None, -1
         if route is not None:
-            if route.sticky and route.session is None:
-                # A conversation, which goes where its turn before went.
-                self._sessions += 1
-                route.session = f"{self._session_prefix}-{self._sessions}"
             session = route.session
+            if route.sticky and session is None:
+                # It goes where its turn before went.
+                if route.number < 0:
+                    self._conversations += 1
+                    route.number = self._conversations
+                number = route.number
         timeout = None if call.deadline is None else call.deadline - now()
-        return (call.id, call.endpoint, call.args, timeout, call.priority, call.pinned, session)
+        return (
+            call.id,
+            call.endpoint,
+            call.args,
+            timeout,
+            call.priority,
+            call.pinned,
+            session,
+            number,
+        )

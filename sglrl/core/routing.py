@@ -49,6 +49,7 @@ class Route:
         version: policy version; KV of different versions is never shared, so neither are prefixes.
         session: name of the session that the call is a turn of.
         sticky: it is a conversation.
+        number: of the conversation, where it has one: in a process that has no pool of its own.
         member: who got the call before; it gets the next one of a conversation.
         recorded: keys that were there when ``member`` got the call before, the whole prompt's
             aside.
@@ -61,6 +62,7 @@ class Route:
         "_hashed",
         "_keys",
         "member",
+        "number",
         "recorded",
         "session",
         "sticky",
@@ -73,6 +75,7 @@ class Route:
         self.version = version
         self.session = session
         self.sticky = False
+        self.number = -1
         self.member: Member | None = None
         self.recorded = 0
         self._keys: list[int] = []

@@ -8,6 +8,7 @@ a sample is played, and ended if it is late or stale.
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections import OrderedDict
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -88,6 +89,9 @@ class AgentHost(Actor):
                 )
                 self._client = await self._stack.enter_async_context(client)
                 client._pool.weights.on_version.add(self._on_version)
+            # What ``rollout`` advises a program to do, which this process can do by itself.
+            gc.freeze()
+            gc.set_threshold(50_000, 20, 100)
             self._agent = await self._stack.enter_async_context(made_ready(settings.agent))
 
     @endpoint

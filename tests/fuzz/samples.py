@@ -231,6 +231,7 @@ def from_client() -> list[list[bytes]]:
                 [
                     Request(3, "generate", generate_args(ids(3, 1), resume=ids(3), stream=True)),
                     Request(4, "score", raw(ScoreArgs(ids(3, 1, 4), 1)), 1e-9),
+                    Request(9, "generate", args, None, 0, None, None, 2),
                     Request(5, "next_token_logprobs", raw(NextTokenArgs(ids(3), 2))),
                 ]
             ),

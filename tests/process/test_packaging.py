@@ -17,7 +17,7 @@ import sglrl
 from sglrl import _compiled
 
 LOOK = """
-import sys, sglrl._compiled, sglrl.requests, sglrl.remote_driver, sglrl.relay
+import sys, sglrl._compiled, sglrl.core.rollouts, sglrl.relay, sglrl.remote_driver, sglrl.requests
 print(*(sys.modules["sglrl." + name].__file__ for name in sglrl._compiled.MODULES))
 """
 
