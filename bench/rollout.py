@@ -7,6 +7,8 @@ prefix cache of a real engine holds is found in it.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -32,6 +34,7 @@ _PARTS = "bench.rollout_parts"
 _LIMIT = 600.0
 _TURNS = 5
 _OURS = "sglrl.rollout"
+_AWAY = "sglrl.rollout, agents in {} processes"
 _HTTP = "gather over HTTP"
 _BARE = "client.generate, one turn"
 _ADAPTS = "as it adapts"
@@ -49,6 +52,14 @@ def main(
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Repetitions; the median counts.")] = 3,
     replicas: Annotated[int, typer.Option(min=1, help="Fake engines.")] = 4,
+    processes: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Measure the agents in so many processes of their own, too. None: 4 on a machine "
+            "of 12 cores or more, else 0.",
+        ),
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Few agents, for CI.")] = False,
     peers: Annotated[bool, typer.Option(help="Measure the HTTP loop too.")] = True,
     device: Annotated[
@@ -58,7 +69,10 @@ def main(
     """Cost of an agent's turn, how busy engines are, hits in the prefix cache."""
     if case == "fake":
         count = agents or (400 if quick else 10_000)
-        _fake(json, count, 1 if quick else repeats, replicas, quick, peers)
+        if processes is None:
+            # Beside these, the driver and the engines want cores of their own.
+            processes = 4 if (os.cpu_count() or 1) >= 12 else 0
+        _fake(json, count, 1 if quick else repeats, replicas, processes, quick, peers)
     else:
         _h200(json, agents or (32 if device == "cpu" else 512), repeats, device)
 
@@ -67,7 +81,13 @@ def main(
 
 
 def _fake(
-    json: Path | None, agents: int, repeats: int, replicas: int, quick: bool, peers: bool
+    json: Path | None,
+    agents: int,
+    repeats: int,
+    replicas: int,
+    processes: int,
+    quick: bool,
+    peers: bool,
 ) -> None:
     info = machine()
     load = {
@@ -101,6 +121,9 @@ def _fake(
         (_OURS, _PARTS, "agents", load),
         (_BARE, "bench.fabric_parts", "sglrl", bare),
     ]
+    away = _AWAY.format(processes)
+    if processes:
+        plan.insert(1, (away, _PARTS, "agents", load | {"processes": processes}))
     if peers:
         plan.append((_HTTP, _PARTS, "http", load | {"in_flight": 512}))
     plan.append(("busy", _PARTS, "busy", busy))
@@ -119,10 +142,10 @@ def _fake(
         results[_BARE] = results[_BARE]["rates"]["512"]
 
     console.print(describe(info))
-    _print_cost(results, failed, agents)
+    _print_cost(results, failed, (_OURS, away, _BARE, _HTTP), agents)
     if "busy" in results:
         _print_busy(results["busy"], busy)
-    targets = _targets(results, peers)
+    targets = _targets(results, away, peers)
     print_targets(targets)
     document = {
         "bench": "rollout",
@@ -137,9 +160,11 @@ def _fake(
         raise typer.Exit(1)
 
 
-def _print_cost(results: dict[str, Any], failed: dict[str, str], agents: int) -> None:
+def _print_cost(
+    results: dict[str, Any], failed: dict[str, str], names: Sequence[str], agents: int
+) -> None:
     rows = []
-    for name in (_OURS, _BARE, _HTTP):
+    for name in names:
         if name not in results:
             continue
         result = results[name]
@@ -194,8 +219,9 @@ def _print_busy(result: dict[str, Any], options: dict[str, Any]) -> None:
     )
 
 
-def _targets(results: dict[str, Any], peers: bool) -> list[Target]:
+def _targets(results: dict[str, Any], away: str, peers: bool) -> list[Target]:
     ours, http = results.get(_OURS), results.get(_HTTP)
+    most = results.get(away, ours)
     busy = results.get("busy")
     targets = [
         Target("turns/s of a driver core, all threads", 20_000, ours and 1e6 / ours["cpu_us"], ""),
@@ -207,8 +233,9 @@ def _targets(results: dict[str, Any], peers: bool) -> list[Target]:
         ),
     ]
     if peers:
-        ratio = ours["rate"] / http["rate"] if ours and http else None
-        targets.append(Target("times the turns/s over HTTP", 10, ratio, ""))
+        what = f"times the turns/s over HTTP{', agents in processes' if away in results else ''}"
+        ratio = most["rate"] / http["rate"] if most and http else None
+        targets.append(Target(what, 10, ratio, ""))
     return targets
 
 

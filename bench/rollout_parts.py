@@ -119,16 +119,6 @@ async def _agents_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]
             await session.generate()
         return 1.0
 
-    class Tuned:
-        """The same, in a process whose collector is as this one's."""
-
-        def __init__(self) -> None:
-            settle()
-
-        async def __call__(self, session: sglrl.rollout.Session, item: Mapping[str, Any]) -> float:
-            return await agent(session, item)
-
-    settle = settle_collector
     note("starting workers")
     async with sglrl.launch("fake", engine="fake", replicas=replicas, vocab_size=VOCAB) as client:
 
@@ -145,7 +135,7 @@ async def _agents_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]
             items = ({"number": i, "input_ids": prompts[i]} for i in range(agents))
             async with sglrl.rollout(
                 client,
-                agent if processes is None else Tuned,
+                agent,
                 items,
                 concurrency=count,
                 max_new_tokens=TOKENS,

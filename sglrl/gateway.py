@@ -129,7 +129,7 @@ class Gateway:
             driver,
             client.info,
             controls,
-            lambda: client.weight_version,
+            pool.weights,
             endpoints_of(PoolEndpoints),
             self._ask,
         )

@@ -264,9 +264,9 @@ class Relay:
 class Admission:
     """Makes calls of requests that clients in other processes have sent, which are not trusted.
 
-    ``controls``: endpoints of the engines beside those that take tokens. ``version``: of the
-    weights, now. ``of_pool``: endpoints of the pool as a whole, for which ``ask`` is called with
-    the client and its request.
+    ``controls``: endpoints of the engines beside those that take tokens. ``weights``: what has
+    their ``version`` of now. ``of_pool``: endpoints of the pool as a whole, for which ``ask`` is
+    called with the client and its request.
     """
 
     def __init__(
@@ -275,7 +275,7 @@ class Admission:
         driver: Driver,
         info: EngineInfo,
         controls: Mapping[str, EndpointSpec],
-        version: Callable[[], int],
+        weights: Any,
         of_pool: Mapping[str, EndpointSpec],
         ask: Callable[[Peer, Request, EndpointSpec], None],
     ) -> None:
@@ -289,7 +289,7 @@ class Admission:
         self._most_top = most_top_logprobs(info.vocab_size)
         self._max_body = driver.max_message_bytes - ENVELOPE_BYTES
         self._controls = controls
-        self._version = version
+        self._weights = weights
         self._samplings: dict[bytes, int] = {}
         """max_new_tokens of those that were checked, as they came."""
 
@@ -360,7 +360,7 @@ class Admission:
             raise InvalidRequest(f"a session's name has at most {_LONGEST_NAME} characters")
         generate = endpoint == "generate"
         forward = Forward(self._relay, peer, request.id, generate, begun)
-        version = self._version()
+        version: int = self._weights.version
         if request.conversation < 0 or session is not None:
             route = Route(ids, version, session)
         else:
