@@ -37,6 +37,7 @@ _OURS = "sglrl.rollout"
 _AWAY = "sglrl.rollout, agents in {} processes"
 _HTTP = "gather over HTTP"
 _BARE = "client.generate, one turn"
+_BESIDE = "beside a program that computes"
 _ADAPTS = "as it adapts"
 _TOOL_SECONDS = (0.01, 0.05)
 
@@ -126,6 +127,15 @@ def _fake(
         plan.insert(1, (away, _PARTS, "agents", load | {"processes": processes}))
     if peers:
         plan.append((_HTTP, _PARTS, "http", load | {"in_flight": 512}))
+    beside = {
+        "agents": 500 if quick else 5000,
+        "turns": 4,
+        "tool": (0.01, 0.03),
+        "at_a_time": 256,
+        "replicas": 2,
+        "ways": (1, processes) if processes > 1 else (1, 2),
+    }
+    plan.append((_BESIDE, _PARTS, "beside", beside))
     plan.append(("busy", _PARTS, "busy", busy))
 
     results: dict[str, Any] = {}
@@ -143,6 +153,8 @@ def _fake(
 
     console.print(describe(info))
     _print_cost(results, failed, (_OURS, away, _BARE, _HTTP), agents)
+    if _BESIDE in results:
+        _print_beside(results[_BESIDE]["ways"], beside)
     if "busy" in results:
         _print_busy(results["busy"], busy)
     targets = _targets(results, away, peers)
@@ -187,6 +199,24 @@ def _print_cost(
     )
     for name, reason in failed.items():
         console.print(f"{name}: not measured: {reason}", markup=False)
+
+
+def _print_beside(ways: Sequence[dict[str, Any]], options: dict[str, Any]) -> None:
+    table(
+        f"{options['at_a_time']} agents of {options['turns']} turns at a time, 1 ms of Python for "
+        "each one's reward; a thread of the driver computes in Python all the time, or does not",
+        ("agents in", "turns/s alone", "beside the thread", "of that", "its steps/s"),
+        [
+            (
+                "the driver" if alone["processes"] is None else f"{alone['processes']} processes",
+                number(alone["rate"]),
+                number(busy["rate"]),
+                f"{busy['rate'] / alone['rate']:.0%}",
+                number(busy["steps_per_s"]),
+            )
+            for alone, busy in zip(ways[::2], ways[1::2], strict=True)
+        ],
+    )
 
 
 def _print_busy(result: dict[str, Any], options: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -156,6 +157,84 @@ async def _agents_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]
         if processes is not None:
             found["processes"] = processes
         return found
+
+
+# --- beside a program that computes -------------------------------------------------------------
+
+
+def _beside(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
+    """Agents whose rewards take a millisecond of Python each, while a thread of the driver computes
+    in Python or does not; in the driver, and in processes of their own."""
+    return uvloop.run(_beside_main(options, note))
+
+
+async def _beside_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
+    import sglrl
+
+    agents, turns, at_a_time = options["agents"], options["turns"], options["at_a_time"]
+    prompts, tool = Prompts(), Tool(options["tool"])
+
+    async def agent(session: sglrl.rollout.Session, item: Mapping[str, Any]) -> float:
+        for turn in range(turns):
+            if turn:
+                session.observe(await tool(item["number"], turn))
+            await session.generate()
+        until = time.thread_time() + 0.001
+        while time.thread_time() < until:
+            pass
+        return 1.0
+
+    computes = False
+    steps = 0
+
+    def train() -> None:
+        nonlocal steps
+        while computes:
+            sum(i * i for i in range(1000))
+            steps += 1
+
+    found = []
+    async with sglrl.launch(
+        "fake",
+        engine="fake",
+        replicas=options["replicas"],
+        vocab_size=VOCAB,
+        step_seconds=0.002,
+        tokens_per_step=16,
+    ) as client:
+        for processes in (None, *options["ways"]):
+            for computes in (False, True):
+                beside = "beside a thread that computes" if computes else "alone"
+                note(f"agents in {processes or 'the same'} process(es), {beside}")
+                items = ({"number": i, "input_ids": prompts[i]} for i in range(agents + 100))
+                async with sglrl.rollout(
+                    client,
+                    agent,
+                    items,
+                    concurrency=at_a_time,
+                    max_new_tokens=TOKENS,
+                    processes=processes,
+                ) as run:
+                    await run.take(100)
+                    thread = threading.Thread(target=train)
+                    steps = 0
+                    begun = time.perf_counter()
+                    thread.start()
+                    try:
+                        await run.take(agents)
+                    finally:
+                        seconds = time.perf_counter() - begun
+                        busy, computes = computes, False
+                        thread.join()
+                found.append(
+                    {
+                        "processes": processes,
+                        "beside": busy,
+                        "rate": agents * turns / seconds,
+                        "steps_per_s": steps / seconds,
+                    }
+                )
+    return {"ways": found}
 
 
 # --- the same over HTTP -----------------------------------------------------------------------
@@ -454,7 +533,9 @@ def _cached(trajectories: Sequence[Any], system: int) -> list[list[int]]:
 
 
 if __name__ == "__main__":
-    serve_part({"agents": _agents, "http": _http, "busy": _busy, "prefix": _prefix})
+    serve_part(
+        {"agents": _agents, "beside": _beside, "http": _http, "busy": _busy, "prefix": _prefix}
+    )
     sys.stderr.flush()
     # As in bench.engine: what SGLang brings can take seconds to end.
     os._exit(0)
