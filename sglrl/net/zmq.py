@@ -2,7 +2,7 @@
 
 On an event loop the socket's file descriptor is watched and drained without blocking. That
 descriptor is edge-triggered, and *any* operation on the socket may consume its edge: so after
-every burst of sends the socket is asked once whether something arrived meanwhile
+every burst of sends it is looked at once, for what has arrived meanwhile
 (http://api.zeromq.org/4-3:zmq-getsockopt, ZMQ_FD). A receive is never cancelled or timed out, so
 no message can be lost between two owners.
 
@@ -49,8 +49,6 @@ _COPIED_IN: Final = 64 << 10
 # As plain integers: with pyzmq's enums a message takes twice as long.
 _LAST: Final = int(zmq.NOBLOCK)
 _MORE: Final = int(zmq.NOBLOCK) | int(zmq.SNDMORE)
-_EVENTS: Final = int(zmq.EVENTS)
-_POLLIN: Final = int(zmq.POLLIN)
 _RCVMORE: Final = int(zmq.RCVMORE)
 _RECONNECT_MS: Final = 1000
 """Where a broken connection is told: more than the end of what it breaks for may take."""
@@ -221,9 +219,9 @@ class _Pump:
             self.loop.call_soon(self.drain)
 
     def after_send(self) -> None:
-        """The send may have swallowed the edge that announces an arrival."""
-        if self.loop is not None and self.socket.getsockopt(_EVENTS) & _POLLIN:  # type: ignore[operator]
-            self.schedule()
+        """The send may have swallowed the edge that announces an arrival. What is here is looked at
+        when the loop's turn ends: once, however much was sent in it."""
+        self.schedule()
 
     def drain(self) -> None:
         self.scheduled = False
