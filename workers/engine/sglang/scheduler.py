@@ -702,10 +702,8 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
 
     def sglrl_retract(self) -> None:
         """Running requests go back to the queue. Paused, or not, the engine stays as it was."""
-        paused, updating = self._engine_paused, self._sglrl_updating
-        self._sglrl_updating = True
+        paused = self._engine_paused
         self.pause_generation(PauseGenerationReqInput(mode="retract"))
-        self._sglrl_updating = updating
         self._engine_paused = paused
 
     @property
@@ -733,7 +731,7 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
             self._sglrl_entering.add(req.rid)
 
     def _add_request_to_queue(self, req: Any, is_retracted: bool = False, **kwargs: Any) -> None:
-        if is_retracted and not self._sglrl_updating:
+        if is_retracted:
             self.sglrl_preempted += 1
         if req.rid in self._sglrl_entering:
             self._sglrl_entering.discard(req.rid)
