@@ -28,7 +28,7 @@ from .policies import PROMPTS, Lab, Policies, until_idle, until_running
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-LONG: dict[str, Any] = {"max_new_tokens": 200, "logprobs": True, "ignore_eos": True}
+ENDLESS: dict[str, Any] = {"max_new_tokens": 1900, "logprobs": True, "ignore_eos": True}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -365,13 +365,15 @@ async def test_weights_from_files(lab: Lab) -> None:
     for seed in (3, 1):
         policy = lab.policies[seed]
         await until_idle(client)
-        call = asyncio.ensure_future(client.generate(input_ids=PROMPTS[0], **LONG))
+        call = asyncio.ensure_future(client.generate(input_ids=PROMPTS[0], **ENDLESS))
         await until_running(client, 1)
         report = await client.update_weights_from_disk(policy.folder)
         lab.by_version[report.version] = policy
         assert report.mode == "disk"
         assert report.bytes == sum(t.nbytes for t in policy.model.state_dict().values())
         await lab.check()
+        # However long the files take: it has run before the update, and behind it.
+        await client.abort()
         completion = await call
         assert len(completion.versions) == 2
         lab.check_history(completion)
