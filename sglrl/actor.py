@@ -53,9 +53,14 @@ _MARK = "__sglrl_endpoint__"
 class Actor:
     """Base class of everything that runs in a worker.
 
-    ``__init__`` runs in the worker, with arguments typed by its annotations. Override ``close``
-    to release what it holds; it runs when the worker is told to leave, and not when it is killed.
+    ``__init__`` runs in the worker, with arguments typed by its annotations. Override ``open`` for
+    what must be awaited before it serves, and ``close`` to release what it holds: both run in one
+    task; ``close`` when the worker is told to leave, and not when it is killed. (An endpoint may
+    have the name ``open``; then there is nothing to be awaited.)
     """
+
+    async def open(self) -> None:
+        """Called once, before the first call. A worker in which it raises does not start."""
 
     async def close(self) -> None:
         """Called once, before the worker process ends in good order."""

@@ -52,6 +52,8 @@ class BlockingClient:
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         """What is begun under it on the loop is there when the loop ends."""
+        self._runs: set[Rollout] = set()
+        """That have been entered, and not closed."""
 
     def __enter__(self) -> Self:
         if self._loop is not None:
@@ -85,9 +87,16 @@ class BlockingClient:
         """See ``Client.close``."""
         if self._loop is not None:
             try:
-                self._wait(self._client.close(**kwargs))
+                self._wait(self._close(kwargs))
             finally:
                 self._stop()
+
+    async def _close(self, kwargs: dict[str, Any]) -> None:
+        try:
+            await self._client.close(**kwargs)
+        finally:
+            for run in list(self._runs):
+                await run.close()
 
     def add_workers(self, n: int = 1) -> list[int]:
         """See ``Client.add_workers``."""
@@ -125,8 +134,8 @@ class BlockingClient:
         return BlockingSession(self, self._client.session(*args, **kwargs))
 
     def rollout(self, agent: Agent, dataset: Any, **kwargs: Any) -> BlockingRollout:
-        """See ``sglrl.rollout``. The agent is a coroutine function; it runs on the client's thread,
-        and goes on while the caller trains."""
+        """See ``sglrl.rollout``. The agent is as there, a coroutine function or a class; it runs on
+        the client's thread, or in ``processes`` of its own, and goes on while the caller trains."""
         return BlockingRollout(self, rollout(self._client, agent, dataset, **kwargs))
 
     def score(self, *args: Any, **kwargs: Any) -> Any:
@@ -336,15 +345,24 @@ class BlockingRollout:
 
     def __enter__(self) -> Self:
         self._begun = True
-        self._client._wait(self._run.__aenter__())
+        self._client._wait(self._enter())
         return self
+
+    async def _enter(self) -> None:
+        await self._run.__aenter__()
+        self._client._runs.add(self._run)
+
+    async def _close(self) -> None:
+        await self._run.close()
+        self._client._runs.discard(self._run)
 
     def __exit__(self, *exc: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """See ``Rollout.close``."""
-        self._client._wait(self._run.close())
+        """See ``Rollout.close``. A closed client has closed its runs."""
+        if self._client._loop is not None:
+            self._client._wait(self._close())
 
     def __iter__(self) -> Iterator[Group]:
         if not self._begun:

@@ -666,13 +666,13 @@ class Client:
         return f"{address}#{token}", self._pool._worker_keys, self._pool._config.insecure
 
     @property
+    def _is_connected(self) -> bool:
+        return self._driver is not None and not self._driver.fabric.closed
+
+    @property
     def _is_alive(self) -> bool:
         """Whether a worker is there, or is to come."""
-        return (
-            self._driver is not None
-            and not self._driver.fabric.closed
-            and any(w.state != "retired" for w in self.workers)
-        )
+        return self._is_connected and any(w.state != "retired" for w in self.workers)
 
     def _loads(self) -> tuple[list[Load], int]:
         """How full each engine says it is, and how many calls wait here for one with room."""

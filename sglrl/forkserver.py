@@ -83,6 +83,8 @@ class ForkServer:
         self.folder = _private_folder()
         self.path = self.folder / "fork.sock"
         self.log = self.folder / "fork.log"
+        self.environ = dict(os.environ)
+        """As it is there."""
         try:
             self.process = self._start()
         except BaseException:

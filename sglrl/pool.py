@@ -326,6 +326,12 @@ class Pool:
                 for worker in workers:
                     await worker.gone.wait()
         except TimeoutError:
+            left = [worker.index for worker in workers if worker.running]
+            logger.warning(
+                "workers %s did not end within %.0f s, and are killed",
+                left,
+                self._config.shutdown_timeout,
+            )
             for worker in workers:
                 self._processes.kill(worker)
             try:

@@ -109,8 +109,8 @@ class Processes:
     def requests(
         self, worker: Worker, specs: Sequence[WorkerSpec], env: Mapping[str, str]
     ) -> list[bytes]:
-        """To start the worker's processes, with the driver's environment and ``env``: a message for
-        each, encoded.
+        """To start the worker's processes, with the driver's environment as it is now and ``env``:
+        a message for each, encoded. (What is no longer in the driver's is in theirs.)
 
         Raises:
             UsageError: something in it cannot be sent.
@@ -120,6 +120,16 @@ class Processes:
         except OSError:
             # It was removed.
             here = "/"
+        assert self._server is not None
+        before = self._server.environ
+        # Which GPUs there are is said by whoever places workers on them.
+        since = {
+            name: value
+            for name, value in os.environ.items()
+            if before.get(name) != value
+            and name != "CUDA_VISIBLE_DEVICES"
+            and is_text(name + value)
+        }
         # Others are no folders to Python either.
         path = [p or here for p in sys.path if isinstance(p, str) and is_text(p)]
         try:
@@ -128,7 +138,7 @@ class Processes:
                     Fork(
                         key=worker.index * _RANKS + rank,
                         spec=spec,
-                        env=dict(env),
+                        env={**since, **env},
                         log=str(worker.log),
                         cwd=here,
                         sys_path=path,

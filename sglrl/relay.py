@@ -124,6 +124,12 @@ class Forward:
         self.resumable = resumable
         self.begun: list[TokenChunk] = [TokenChunk(begun)] if begun else []
 
+    def let_go(self) -> None:
+        """The call is no more."""
+        if self.turns is not None:
+            self.turns.end()
+            self.turns = None
+
     def chunk(self, item: Item, frames: Sequence[Buffer]) -> None:
         if self.resumable:
             try:
@@ -142,8 +148,7 @@ class Forward:
 
     def end(self, call: Call, outcome: Item | SglrlError, frames: Sequence[Buffer]) -> None:
         peer = self.peer
-        if self.turns is not None:
-            self.turns.end()
+        self.let_go()
         peer.calls.pop(self.id, None)
         peer.ends.append(_end_of(self.id, call, False))
         if isinstance(outcome, Item):
@@ -214,12 +219,14 @@ class Relay:
             task.cancel()
         peer.calls.clear()
         peer.tasks.clear()
+        peer.conversations.clear()
 
     def cancel(self, peer: Peer, id_: int) -> None:
         call = peer.calls.pop(id_, None)
         task = peer.tasks.pop(id_, None)
         if call is not None:
             self._driver.cancel(call)
+            call.reply.let_go()
         elif task is not None:
             task.cancel()
         else:
@@ -307,7 +314,11 @@ class Admission:
                     self._ask(peer, request, spec)
                 else:
                     call = self._call(peer, request)
-                    self._driver.submit(call)
+                    try:
+                        self._driver.submit(call)
+                    except SglrlError:
+                        call.reply.let_go()
+                        raise
                     peer.calls[id_] = call
             except SglrlError as error:
                 self._relay.fail(peer, id_, error)

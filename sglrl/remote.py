@@ -43,7 +43,6 @@ from .weights.report import UpdateReport
 from .weights.request import UpdateRequest
 
 _CONNECT_SECONDS: Final = 60.0
-_MOST_BYTES: Final = 256 << 20
 _GRACE: Final = 10.0
 _CHECK_SECONDS = 15.0
 """After which a client that waits makes sure that the pool still knows it."""
@@ -411,7 +410,7 @@ def connect(
     timeout: float | None = None,
     connect_timeout: float = _CONNECT_SECONDS,
     model: str | os.PathLike[str] | None = None,
-    max_message_bytes: int = _MOST_BYTES,
+    max_message_bytes: int = 256 << 20,
 ) -> Client:
     """A client for the pool of another process: ``async with sglrl.connect(address) as client``.
 
@@ -455,8 +454,13 @@ def connect(
 
 
 def reconnect(
-    address: str, keys: ClientKeys | None, insecure: bool, model: str, timeout: float | None
-) -> Client:
+    address: str,
+    keys: ClientKeys | None,
+    insecure: bool,
+    model: str,
+    timeout: float | None,
+    max_message_bytes: int,
+) -> RemoteClient:
     """``connect`` for a process of the same program (``Client._way_in``), which is given the keys
     themselves."""
     pool = RemotePool(
@@ -464,6 +468,6 @@ def reconnect(
         keys=keys,
         insecure=insecure,
         connect_timeout=_CONNECT_SECONDS,
-        max_message_bytes=_MOST_BYTES,
+        max_message_bytes=max_message_bytes,
     )
     return RemoteClient(pool, address, model=model, timeout=timeout, keys=None, insecure=insecure)

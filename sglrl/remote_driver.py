@@ -61,9 +61,8 @@ class RemoteDriver(Driver):
 
     def submit(self, call: Call) -> None:
         # Which of the pool's workers it is for is said in the request; here there is but one.
-        worker, call.pinned = call.pinned, None
+        call.target, call.pinned = call.pinned, None
         super().submit(call)
-        call.pinned = worker
 
     @property
     def ready(self) -> list[int]:
@@ -151,7 +150,7 @@ class RemoteDriver(Driver):
             call.args,
             timeout,
             call.priority,
-            call.pinned,
+            call.target,
             session,
             number,
         )

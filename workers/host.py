@@ -231,6 +231,8 @@ async def _main(spec: WorkerSpec, body: ActorSpec) -> None:
         arguments = constructor_arguments(cls).decode(body.args, body.frames)
         actor = cls(**arguments)
         start_beats(spec, Turns().look)
+        if "open" not in endpoints_of(cls):
+            await actor.open()
         host = Host(actor, endpoints_of(cls), transport, spec.max_message_bytes)
         await host.serve(body.window)
     finally:

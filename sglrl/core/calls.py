@@ -58,7 +58,8 @@ class Call:
     begun cannot be repeated from the start unnoticed. ``resumable``: another worker can go on from
     the chunks received so far. ``losses``: workers lost while they held it, since it last received
     a chunk. ``urgent``: it is sent at once to the READY worker that it is pinned to, whose window
-    may be full: it is about the calls that the worker holds.
+    may be full: it is about the calls that the worker holds. ``target``: in a process that has no
+    pool of its own, the worker of the pool that it is for.
     """
 
     __slots__ = (
@@ -80,6 +81,7 @@ class Call:
         "state",
         "stream",
         "submitted_at",
+        "target",
         "urgent",
         "worker",
     )
@@ -107,6 +109,7 @@ class Call:
         self.deadline = deadline
         self.priority = priority
         self.pinned = pinned
+        self.target: int | None = None
         self.route = route
         self.idempotent = idempotent
         self.stream = stream

@@ -34,21 +34,26 @@ DROPPED: Final = "dropped"
 
 STALE: Final = "stale"
 """Why a sample was lost: its oldest token is too old."""
+MOST_LOSSES: Final = 3
+"""Of one sample."""
+SUSPECT: Final = 2
+"""After so many it is run where no other such sample is: then it is clear whose fault the next one
+is."""
 GIVEN_UP: Final = "given up"
 """Its group was given up. Other reasons are the caller's words."""
 
 
 class Sample:
-    """One rollout of an item. ``tries``: how often it has failed. ``oldest``: the policy version
-    of its oldest token, when it is DONE."""
+    """One rollout of an item. ``tries``: how often it has failed. ``losses``: how often what ran it
+    was lost. ``oldest``: the policy version of its oldest token, when it is DONE."""
 
-    __slots__ = ("group", "index", "oldest", "result", "state", "tries")
+    __slots__ = ("group", "index", "losses", "oldest", "result", "state", "tries")
 
     def __init__(self, group: Group, index: int) -> None:
         self.group = group
         self.index = index
         self.state = WAITING
-        self.tries = 0
+        self.tries = self.losses = 0
         self.result: Any = None
         self.oldest = 0
 
@@ -116,6 +121,8 @@ class Plan:
         self.lessened: dict[Group, None] = {}
         """Those that are READY with fewer samples than they once were."""
         self.waiting: deque[Sample] = deque()
+        self.suspects: deque[Sample] = deque()
+        """Those that wait and have been lost ``SUSPECT`` times."""
         self.again: deque[tuple[int, Any, int]] = deque()
         """Items of groups that were given up, with their number and how often they were begun."""
         self.running = 0
@@ -200,11 +207,14 @@ class Plan:
 
     # --- samples ----------------------------------------------------------------------------------
 
-    def start(self) -> Sample | None:
-        """The next sample to run."""
-        if not self.waiting:
+    def start(self, *, suspect: bool = False) -> Sample | None:
+        """The next sample to run; ``suspect``: it may be one."""
+        if suspect and self.suspects:
+            sample = self.suspects.popleft()
+        elif self.waiting:
+            sample = self.waiting.popleft()
+        else:
             return None
-        sample = self.waiting.popleft()
         sample.state = RUNNING
         self.running += 1
         return sample
@@ -234,10 +244,27 @@ class Plan:
             sample.state = WAITING
             self.retried += 1
             # At once: the others of the group wait for it.
-            self.waiting.appendleft(sample)
+            self._queue_of(sample).appendleft(sample)
             return None
         self._lose(sample, reason)
         return sample.group if sample.group.state is READY else None
+
+    def interrupted(self, sample: Sample) -> bool:
+        """What a running sample ran in is gone, which may not be its fault: it is run again, and
+        that is no try. False: it has happened too often, or its group was given up; then it has
+        ``failed``."""
+        assert sample.state is RUNNING, sample
+        if sample.losses >= MOST_LOSSES or sample.group.state is not RUNNING:
+            return False
+        self.running -= 1
+        sample.losses += 1
+        sample.state = WAITING
+        self.retried += 1
+        self._queue_of(sample).appendleft(sample)
+        return True
+
+    def _queue_of(self, sample: Sample) -> deque[Sample]:
+        return self.suspects if sample.losses >= SUSPECT else self.waiting
 
     def is_stale(self, sample: Sample, oldest: int | None) -> bool:
         """Whether a running sample whose oldest token so far is of this version can still be of
@@ -270,7 +297,7 @@ class Plan:
                     self.samples_done -= 1
                 if sample.state is WAITING or sample.state is DONE:
                     if sample.state is WAITING:
-                        self.waiting.remove(sample)
+                        self._queue_of(sample).remove(sample)
                     sample.state = LOST
                     self.lost[GIVEN_UP] += 1
             if group.tries < self.retries:
@@ -317,5 +344,6 @@ class Plan:
                 assert group.oldest == min(s.oldest for s in group.done)
             assert sum(s.state is not LOST for s in group.samples) >= self.min_group
         waiting = [s for g in self.live for s in g.samples if s.state is WAITING]
-        assert len(waiting) == len(self.waiting)
-        assert set(waiting) == set(self.waiting)
+        assert len(waiting) == len(self.waiting) + len(self.suspects)
+        assert set(waiting) == {*self.waiting, *self.suspects}
+        assert all(s.losses >= SUSPECT for s in self.suspects)

@@ -9,7 +9,8 @@
 
 from .files import load, save
 from .group import Group, RolloutMetrics
-from .runner import Rollout, rollout, session_arguments
+from .items import session_arguments
+from .runner import Rollout, rollout
 from .session import Session
 from .tensors import stack
 from .trajectory import Trajectory, TrajectoryTiming, Turn

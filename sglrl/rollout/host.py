@@ -8,7 +8,9 @@ a sample is played, and ended if it is late or stale.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
+import os
 from collections import OrderedDict
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -16,15 +18,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from ..actor import Actor, endpoint
 from ..codec import Body
 from ..errors import UsageError
-from ..sampling import own_names
 from .gate import Gate
-from .outcome import DONE, FAILED, LATE, STALE, Outcome, Settings, body_of
-from .play import Agent, NotAsync, as_failure, made_ready, play, too_late
+from .items import session_arguments
+from .outcome import DONE, FAILED, LATE, STALE, Outcome, Settings, body_of, sampling_from
+from .play import Agent, NotAsync, as_failure, is_late, made_ready, play, too_late
 from .session import Opening, Session
 from .trajectory import Trajectory, record_of
 
 if TYPE_CHECKING:
-    from ..client import Client
+    from ..remote import RemoteClient
 
 _metadata: Final = Body(dict[Any, Any])
 _KEPT: Final = 1024
@@ -32,24 +34,14 @@ _KEPT: Final = 1024
 
 
 class _Sample:
-    """One that is being played. Its turns are counted."""
+    """One that is being played."""
 
-    __slots__ = ("cached", "new", "prompt", "session", "stale", "task", "turns")
+    __slots__ = ("session", "stale", "task")
 
     def __init__(self, task: asyncio.Task[Any]) -> None:
         self.task = task
         self.session: Session | None = None
         self.stale = False
-        self.turns = self.prompt = self.cached = self.new = 0
-
-    def count(self, prompt: int, cached: int, new: int) -> None:
-        self.turns += 1
-        self.prompt += prompt
-        self.cached += cached
-        self.new += new
-
-    def outcome(self, how: str, **more: Any) -> Outcome:
-        return Outcome(how, self.turns, self.prompt, self.cached, self.new, **more)
 
 
 class AgentHost(Actor):
@@ -59,71 +51,88 @@ class AgentHost(Actor):
 
     def __init__(self) -> None:
         self._stack = AsyncExitStack()
-        self._starting = asyncio.Lock()
-        self._client: Client | None = None
-        self._agent: Agent | None = None
+        self._client: RemoteClient
+        self._agent: Agent
         self._gate = Gate()
-        self._openings: OrderedDict[int, Opening] = OrderedDict()
+        self._openings: OrderedDict[tuple[int, int], Opening] = OrderedDict()
         self._samples: set[_Sample] = set()
+        self._count = [0, 0, 0, 0]
+        """Since the driver was last told: turns, bytes of their prompts, tokens of these that were
+        cached, new bytes."""
+
+    async def open(self) -> None:
+        # Not above: a client has sessions, which are of this package.
+        from ..remote import reconnect
+
+        settings = self.settings
+        client = reconnect(
+            settings.address,
+            settings.keys,
+            settings.insecure,
+            settings.model,
+            settings.call_timeout,
+            settings.max_message_bytes,
+        )
+        self._client = await self._stack.enter_async_context(client)
+        self._client._pool.weights.on_version.add(self._on_version)
+        # What ``rollout`` advises a program to do, which this process can do by itself.
+        gc.freeze()
+        gc.set_threshold(50_000, 20, 100)
+        self._agent = await self._stack.enter_async_context(made_ready(settings.agent))
+        _say_it_there(settings.driver)
 
     async def close(self) -> None:
         await self._stack.aclose()
 
     @endpoint
-    async def begin(self) -> None:
-        """Connect, and make the agent. A replacement does so with its first sample."""
-        async with self._starting:
-            if self._agent is not None:
-                return
-            settings = self.settings
-            if self._client is None:
-                # Not above: a client has sessions, which are of this package.
-                from ..remote import reconnect
+    async def run(
+        self,
+        number: int,
+        tries: int,
+        index: int,
+        seed: int | None,
+        version: int,
+        item: Any,
+        arguments: dict[str, Any] | None,
+    ) -> Outcome:
+        """One sample.
 
-                client = reconnect(
-                    settings.address,
-                    settings.keys,
-                    settings.insecure,
-                    settings.model,
-                    settings.call_timeout,
-                )
-                self._client = await self._stack.enter_async_context(client)
-                client._pool.weights.on_version.add(self._on_version)
-            # What ``rollout`` advises a program to do, which this process can do by itself.
-            gc.freeze()
-            gc.set_threshold(50_000, 20, 100)
-            self._agent = await self._stack.enter_async_context(made_ready(settings.agent))
-
-    @endpoint
-    async def run(self, number: int, index: int, seed: int | None, item: Any) -> Outcome:
-        """One sample. ``number``: of the item in the data set. ``index``: of the sample."""
+        Args:
+            number: of the item in the data set.
+            tries: how often its group was begun before.
+            index: of the sample.
+            version: of the weights, as the driver has counted with.
+            arguments: of the session; None: what they are for the item by themselves.
+        """
         task = asyncio.current_task()
         assert task is not None
         sample = _Sample(task)
         self._samples.add(sample)
-        settings = self.settings
-        limit = None if settings.timeout is None else asyncio.timeout(settings.timeout)
+        limit: asyncio.Timeout | None = None
+        timeout = self.settings.timeout
         try:
-            if self._agent is None:
-                await self.begin()
-            assert self._agent is not None
-            session = Session(self._opening(number, item), self._gate, sample.count, seed)
+            # What the pool itself says of it may come later than this.
+            self._client._pool.heard_of(version)
+            opening = self._opening(number, tries, item, arguments)
+            # A tokenizer that must be loaded first takes nobody's time.
+            await opening.ids()
+            session = sample.session = Session(opening, self._gate, self._on_turn, seed)
             session.metadata.setdefault("item", number)
             session.metadata.setdefault("sample", index)
-            session._limit = limit
-            sample.session = session
+            if timeout is not None:
+                session._limit = limit = asyncio.timeout(timeout)
             made = await play(self._agent, session, item, limit)
             _check_metadata(made)
-            return sample.outcome(DONE, trajectory=record_of(made), oldest=made.oldest_version)
-        except (asyncio.CancelledError, SystemExit, Exception) as error:
+            return self._outcome(DONE, trajectory=record_of(made), oldest=made.oldest_version)
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            # One that the driver has cancelled is not waited for, whatever it comes to.
             if sample.stale:
-                return sample.outcome(STALE)
-            if limit is not None and limit.expired():
-                late = too_late(settings.timeout, error)
-                return sample.outcome(LATE, error=body_of(late))
-            if isinstance(error, asyncio.CancelledError) and task.cancelling():
-                raise
-            return self._failure(sample, as_failure(error))
+                return self._outcome(STALE)
+            if is_late(limit):
+                return self._outcome(LATE, error=body_of(too_late(timeout, error)))
+            return self._failure(sample, error)
         finally:
             self._samples.discard(sample)
             if sample.session is not None:
@@ -141,24 +150,34 @@ class AgentHost(Actor):
 
     # --- inside -----------------------------------------------------------------------------------
 
-    def _opening(self, number: int, item: Any) -> Opening:
+    def _opening(
+        self, number: int, tries: int, item: Any, arguments: dict[str, Any] | None
+    ) -> Opening:
         """One for all samples of a group that are played here at about the same time."""
-        opening = self._openings.get(number)
+        opening = self._openings.get((number, tries))
         if opening is None:
-            assert self._client is not None
-            arguments = {**self.settings.values, **own_names(self.settings.open_session(item))}
-            arguments.setdefault("sampling", self.settings.sampling)
-            opening = self._openings[number] = Opening(self._client, **arguments)
+            settings = self.settings
+            own = session_arguments(item) if arguments is None else sampling_from(arguments)
+            opening = Opening(
+                self._client, **{**settings.values, "sampling": settings.sampling, **own}
+            )
+            self._openings[number, tries] = opening
             if len(self._openings) > _KEPT:
                 self._openings.popitem(last=False)
         return opening
+
+    def _on_turn(self, prompt: int, cached: int, new: int) -> None:
+        count = self._count
+        count[0] += 1
+        count[1] += prompt
+        count[2] += cached
+        count[3] += new
 
     def _on_version(self) -> None:
         """Of what is too old by now, no token will be handed out."""
         most = self.settings.max_staleness
         if most is None:
             return
-        assert self._client is not None
         version = self._client.weight_version
         for sample in self._samples:
             oldest = None if sample.session is None else sample.session.oldest_version
@@ -166,23 +185,40 @@ class AgentHost(Actor):
                 sample.stale = True
                 sample.task.cancel()
 
-    def _failure(self, sample: _Sample, error: Exception) -> Outcome:
-        session, client = sample.session, self._client
-        refused = (session is not None and session.refused) or (
-            client is not None and not client._is_alive
-        )
-        return sample.outcome(
+    def _outcome(self, how: str, **more: Any) -> Outcome:
+        (turns, prompt, cached, new), self._count = self._count, [0, 0, 0, 0]
+        return Outcome(how, turns, prompt, cached, new, **more)
+
+    def _failure(self, sample: _Sample, error: BaseException) -> Outcome:
+        cut_off = not self._client._is_connected
+        return self._outcome(
             FAILED,
-            error=body_of(error),
-            refused=refused,
-            hopeless=isinstance(error, NotAsync),
+            error=body_of(as_failure(error)),
+            refused=not cut_off and sample.session is not None and sample.session.refused,
+            cut_off=cut_off,
+            # In the driver's process it would end the run, too.
+            fatal=isinstance(error, NotAsync)
+            or not isinstance(error, (Exception, SystemExit, asyncio.CancelledError)),
         )
 
 
 def _check_metadata(trajectory: Trajectory) -> None:
     try:
         _metadata.encode(trajectory.metadata)
-    except (TypeError, ValueError, OverflowError) as error:
+    except Exception as error:
+        # Whatever is in it may raise anything.
+        reason = str(error).partition(";")[0]
         raise UsageError(
-            f"the metadata of this trajectory cannot be sent to the driver: {error}"
+            f"the metadata of this trajectory cannot be sent to the driver: {reason}; it may hold "
+            "what msgpack can, and numpy arrays"
         ) from None
+
+
+def _say_it_there(driver: int) -> None:
+    """What agents print and log goes to the driver's standard files, as if they ran there. (What
+    came before is in this process's own log, which is shown if it does not start.)"""
+    for fd in (1, 2):
+        with contextlib.suppress(OSError):
+            theirs = os.open(f"/proc/{driver}/fd/{fd}", os.O_WRONLY | os.O_APPEND)
+            os.dup2(theirs, fd)
+            os.close(theirs)

@@ -1,4 +1,5 @@
-"""A data set, item by item: one is read ahead at most, and never in anybody's way."""
+"""A data set, item by item: one is read ahead at most, and never in anybody's way; and what a
+session begins with for an item."""
 
 from __future__ import annotations
 
@@ -86,6 +87,23 @@ class Items:
         index, self.read = self.read, self.read + 1
         if self._wanted(index):
             self._next = (index, item)
+
+
+def session_arguments(item: Any) -> Mapping[str, Any]:
+    """What a session for an item of a data set begins with. ``UsageError`` if that is unclear."""
+    if isinstance(item, str):
+        return {"prompt": item}
+    if isinstance(item, list) and item and all(isinstance(m, Mapping) for m in item):
+        return {"messages": item}
+    if isinstance(item, Mapping):
+        found = {k: item[k] for k in ("prompt", "messages", "input_ids") if k in item}
+        if len(found) == 1:
+            prompt = found.get("prompt")
+            return {"messages": prompt} if isinstance(prompt, list) else found
+    raise UsageError(
+        "cannot tell what a session begins with for this item of the data set; give it one of "
+        f"'prompt', 'messages' and 'input_ids', or pass open_session=. The item: {item!r:.200}"
+    )
 
 
 def length(dataset: Any) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -21,18 +22,31 @@ class NotAsync(UsageError):
 
 @asynccontextmanager
 async def made_ready(agent: Agent | type[Any]) -> AsyncGenerator[Agent, None]:
-    """An agent that was given as a class: an instance of it, which is entered if it is an async
-    context manager. Any other as it is."""
+    """An agent that was given as a class, or as a ``functools.partial`` of one: an instance of it,
+    which is entered if it is a context manager. Any other as it is."""
+    made_of = agent.func if isinstance(agent, functools.partial) else agent
     async with AsyncExitStack() as stack:
-        if not isinstance(agent, type):
+        if not isinstance(made_of, type):
             yield agent
             return
-        instance = agent()
+        try:
+            instance: Any = agent()  # type: ignore[call-arg]
+        except TypeError as error:
+            error.add_note(
+                "of an agent that is a class an instance is made without arguments; give "
+                f"functools.partial({made_of.__name__}, ...) for some"
+            )
+            raise
+        # As with any manager, what it returns is what counts.
         if hasattr(instance, "__aenter__"):
-            # As with any manager, what it returns is what counts.
             instance = await stack.enter_async_context(instance)
+        elif hasattr(instance, "__enter__"):
+            instance = stack.enter_context(instance)
         if not callable(instance):
-            raise UsageError(f"an instance of {agent.__name__} cannot be called, so it is no agent")
+            raise UsageError(
+                f"what {made_of.__name__} makes cannot be called, so it is no agent: it is a "
+                f"{type(instance).__name__}"
+            )
         yield instance
 
 
@@ -43,7 +57,7 @@ async def play(
 
     Raises:
         NotAsync: see there.
-        TimeoutError: it was told that it is late, and went on.
+        TimeoutError: it is late, and went on; ``is_late`` says so.
         UsageError: what it returned is neither a reward nor a trajectory.
         BaseException: of the agent.
     """
@@ -55,9 +69,18 @@ async def play(
     else:
         async with limit:
             result = await made
-        if limit.expired():
-            raise TimeoutError
+            if is_late(limit):
+                # It has held up the loop, or was told and went on.
+                raise TimeoutError
     return _trajectory(session, result)
+
+
+def is_late(limit: asyncio.Timeout | None) -> bool:
+    """Whether its time is over, also while nobody could be told so."""
+    if limit is None:
+        return False
+    at = limit.when()
+    return limit.expired() or (at is not None and asyncio.get_running_loop().time() >= at)
 
 
 def too_late(timeout: float | None, error: BaseException) -> DeadlineExceeded:
@@ -73,9 +96,10 @@ def as_failure(error: BaseException) -> Exception:
         failure = SglrlError("the agent was cancelled by something that it awaited")
     elif isinstance(error, SystemExit):
         failure = SglrlError(f"the agent tried to leave the program, with {error.code!r}")
-    else:
-        assert isinstance(error, Exception)
+    elif isinstance(error, Exception):
         return error
+    else:
+        failure = SglrlError(f"the agent raised {error!r:.200}")
     failure.__cause__ = error
     return failure
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -19,7 +19,7 @@ from ..actor import EndpointSpec, endpoints_of, error_of
 from ..codec import Body, Buffer
 from ..controls import urgent_call
 from ..core.calls import Call
-from ..core.rollouts import Sample
+from ..core.rollouts import SUSPECT, Sample
 from ..driver import ENVELOPE_BYTES
 from ..errors import Closed, MessageTooLarge, ProtocolError, SglrlError, UsageError, WorkerLost
 from ..messages import Item, ItemKind
@@ -31,8 +31,12 @@ from .outcome import Outcome, Settings
 _ANY_NUMBER: Final = 1 << 30
 """How many samples run is said by the run, and not by its processes."""
 _HANG_SECONDS: Final = 300.0
-"""After which a process is ended whose event loop an agent holds up."""
+_LEAST_HANG_SECONDS: Final = 10.0
+"""After which a process is ended whose event loop an agent holds up; the samples' own limit, if
+that is in between."""
 _START_SECONDS: Final = 120.0
+_RESTARTS: Final = 12
+"""Of one process in a minute. They are quickly there, and one sample may end some of them."""
 
 OnEnd = Callable[["Away", Outcome | SglrlError], None]
 
@@ -40,7 +44,7 @@ OnEnd = Callable[["Away", Outcome | SglrlError], None]
 class Away:
     """A sample that is played in another process. It is the ``Reply`` of its call."""
 
-    __slots__ = ("call", "processes", "refused", "sample")
+    __slots__ = ("alone_in", "call", "processes", "refused", "sample")
 
     oldest_version: int | None = None
     """It is known where the sample is, and looked at there."""
@@ -49,10 +53,13 @@ class Away:
         self.processes = processes
         self.sample = sample
         self.call: Call | None = None
+        self.alone_in = -1
+        """The process in which no other suspect is, if it is one."""
         self.refused = False
 
     def close(self) -> None:
         """It is cancelled, and nothing more is heard of it."""
+        self.processes.suspects.discard(self.alone_in)
         if self.call is not None:
             self.processes.driver.cancel(self.call)
 
@@ -64,6 +71,7 @@ class Away:
 
     def end(self, call: Call, outcome: Item | SglrlError, frames: Sequence[Buffer]) -> None:
         found: Outcome | SglrlError
+        self.processes.suspects.discard(self.alone_in)
         if isinstance(outcome, SglrlError):
             found = outcome
         elif outcome.kind != ItemKind.DONE:
@@ -87,7 +95,12 @@ class AgentProcesses:
         self._specs: dict[str, EndpointSpec] = endpoints_of(cls)
         self.run_endpoint = self._specs["run"]
         self._arguments = Body(Any)
+        self.suspects: set[int] = set()
+        """Processes that have one: see ``core/rollouts.py``."""
         self._paused = False
+        hang = _HANG_SECONDS
+        if settings.timeout is not None:
+            hang = min(hang, max(_LEAST_HANG_SECONDS, settings.timeout))
         try:
             self._handle: ActorHandle = spawn(
                 cls,
@@ -95,14 +108,15 @@ class AgentProcesses:
                 window=_ANY_NUMBER,
                 max_queue=_ANY_NUMBER,
                 start_timeout=_START_SECONDS,
-                hang_timeout=_HANG_SECONDS,
+                hang_timeout=hang,
+                restarts=_RESTARTS,
             )
         except Exception as error:
             # Whatever it refers to may refuse, in any way.
             raise UsageError(
-                "this agent, or open_session, cannot be sent to other processes "
-                f"({type(error).__name__}: {error}); what cannot be, it makes there: give a class, "
-                "of which each process makes an instance"
+                f"this agent cannot be sent to other processes ({type(error).__name__}: {error}); "
+                "what cannot be sent must be made there: give a class, of which each process makes "
+                "an instance"
             ) from error
 
     @property
@@ -110,25 +124,44 @@ class AgentProcesses:
         return self._handle._pool.driver
 
     @property
+    def _runs(self) -> bool:
+        driver = self._handle._pool._driver
+        return driver is not None and not driver.fabric.closed
+
+    @property
     def alive(self) -> bool:
         """Whether a process is there, or is to come."""
         return bool(self.driver.fabric.alive)
 
     async def start(self) -> None:
-        """Raises ``WorkerStartError``, or what the agent's class raises."""
-        try:
-            await self._handle.__aenter__()
-            self.driver.before_serving = self._before_serving
-            await self._handle.broadcast.begin()
-        except BaseException:
-            await self._handle.close()
-            raise
+        """Raises ``WorkerStartError``, with what the agent's class has raised."""
+        await self._handle.__aenter__()
+        self.driver.before_serving = self._before_serving
+        if self._paused:
+            for index in self.driver.ready:
+                self._before_serving(index)
 
     async def close(self) -> None:
         await self._handle.close()
 
-    def begin(self, sample: Sample, seed: int | None) -> Away:
-        """Play it.
+    @property
+    def room_for_suspect(self) -> bool:
+        return len(self.suspects) < len(self.driver.ready)
+
+    def expel(self, away: Away, reason: str) -> None:
+        """End the process that had it; what else it has is lost with it."""
+        worker = None if away.call is None else away.call.worker
+        if worker is not None:
+            self._handle._pool.expel(worker.index, reason)
+
+    def begin(
+        self,
+        sample: Sample,
+        seed: int | None,
+        version: int,
+        arguments: Mapping[str, Any] | None,
+    ) -> Away:
+        """Play it. See ``AgentHost.run``.
 
         Raises:
             UsageError: its item cannot be sent.
@@ -136,13 +169,25 @@ class AgentProcesses:
         """
         away = Away(self, sample)
         group = sample.group
+        # As the arguments of ``AgentHost.run`` are encoded.
+        call_arguments = (
+            group.index,
+            group.tries,
+            sample.index,
+            seed,
+            version,
+            group.item,
+            arguments,
+        )
         try:
-            # As the arguments of ``AgentHost.run`` are encoded.
-            body, frames = self._arguments.encode((group.index, sample.index, seed, group.item))
-        except (TypeError, ValueError, OverflowError) as error:
+            body, frames = self._arguments.encode(call_arguments)
+        except Exception as error:
+            # Whatever is in it may raise anything.
+            reason = str(error).partition(";")[0]
             raise UsageError(
                 f"item {group.index} of the data set cannot be sent to the agents' processes: "
-                f"{error}"
+                f"{reason}; it may hold what msgpack can, and numpy arrays; the rest is "
+                "to be made there"
             ) from None
         most = self.driver.max_message_bytes - ENVELOPE_BYTES
         if max(len(body), *map(len, frames), 0) > most:
@@ -151,13 +196,22 @@ class AgentProcesses:
                 "bytes)"
             )
         call = Call("run", msgspec.Raw(body), away, frames=frames)
+        if sample.losses >= SUSPECT:
+            alone = next((i for i in self.driver.ready if i not in self.suspects), None)
+            if alone is not None:
+                call.pinned = alone
         self.driver.submit(call)
         away.call = call
+        if call.pinned is not None:
+            away.alone_in = call.pinned
+            self.suspects.add(call.pinned)
         return away
 
     async def pause(self) -> bool:
         """Wait until no turn runs. False: resumed before that."""
         self._paused = True
+        if not self._runs:
+            return True
         driver = self.driver
         futures: list[asyncio.Future[bool]] = [driver.loop.create_future() for _ in driver.ready]
         calls = [
@@ -173,8 +227,9 @@ class AgentProcesses:
 
     def resume(self) -> None:
         self._paused = False
-        for index in self.driver.ready:
-            self._tell("resume", index)
+        if self._runs:
+            for index in self.driver.ready:
+                self._tell("resume", index)
 
     def _before_serving(self, index: int) -> None:
         """A process that comes while the run is paused is paused, too."""

@@ -10,6 +10,7 @@ import asyncio
 import inspect
 import logging
 import math
+import os
 import time
 from collections import deque
 from collections.abc import (
@@ -26,13 +27,21 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from ..config import check_timeout
 from ..core import rollouts as core
 from ..core.concurrency import Concurrency
-from ..errors import DeadlineExceeded, ProtocolError, RemoteError, SglrlError, UsageError
+from ..errors import (
+    Closed,
+    DeadlineExceeded,
+    ProtocolError,
+    RemoteError,
+    SglrlError,
+    UsageError,
+    WorkerLost,
+)
 from ..sampling import SamplingParams, own_names
 from .gate import Gate
 from .group import Group, RolloutMetrics
-from .items import Items, length
-from .outcome import DONE, LATE, STALE, Outcome, Settings, error_from
-from .play import Agent, NotAsync, as_failure, made_ready, play, too_late
+from .items import Items, length, session_arguments
+from .outcome import DONE, LATE, STALE, Outcome, Settings, error_from, sampling_to
+from .play import Agent, NotAsync, as_failure, is_late, made_ready, play, too_late
 from .progress import RolloutProgress
 from .session import Opening, Session
 from .trajectory import Trajectory
@@ -47,6 +56,8 @@ OnError = Literal["retry", "drop", "raise"]
 
 _SUSPECT = 32
 """When so many samples have ended and none of them well, the agent is what is wrong."""
+_SUSPECT_DEATHS = 8
+"""When so many processes have died one after another and nothing else was heard, too."""
 _RECENT = 256
 """Samples over which the mean reward is taken."""
 _HINT_SECONDS = 10.0
@@ -156,23 +167,6 @@ def rollout(
     )
 
 
-def session_arguments(item: Any) -> Mapping[str, Any]:
-    """What a session for an item of a data set begins with. ``UsageError`` if that is unclear."""
-    if isinstance(item, str):
-        return {"prompt": item}
-    if isinstance(item, list) and item and all(isinstance(m, Mapping) for m in item):
-        return {"messages": item}
-    if isinstance(item, Mapping):
-        found = {k: item[k] for k in ("prompt", "messages", "input_ids") if k in item}
-        if len(found) == 1:
-            prompt = found.get("prompt")
-            return {"messages": prompt} if isinstance(prompt, list) else found
-    raise UsageError(
-        "cannot tell what a session begins with for this item of the data set; give it one of "
-        f"'prompt', 'messages' and 'input_ids', or pass open_session=. The item: {item!r:.200}"
-    )
-
-
 class Rollout:
     """A run of an agent over a data set; see ``rollout``.
 
@@ -259,11 +253,16 @@ class Rollout:
         self._fixed = concurrency
         self._state = _checked_state(state)
         self._openings: dict[core.Group, Opening] = {}
+        self._asked: dict[core.Group, Mapping[str, Any] | None] = {}
+        """What sessions of a group begin with that are in other processes; None: what these find by
+        themselves."""
         self._running: dict[core.Sample, Session | Away] = {}
         self._tasks: dict[core.Sample, asyncio.Task[None]] = {}
         """Of samples that run and have taken their first step: one that is cancelled before would
         end without a word."""
         self._given_up: dict[core.Sample, str] = {}
+        self._dead: set[Any] = set()
+        """Processes that have died since one told of a sample."""
         self._hopeless = False
         """No sample can end well."""
         self._gate = Gate()
@@ -288,17 +287,19 @@ class Rollout:
             from .processes import AgentProcesses
 
             settings = Settings(
+                os.getpid(),
+                client._running().max_message_bytes,
                 *client._way_in,
                 client.model,
                 client._timeout,
                 agent,
-                open_session,
                 timeout,
                 max_staleness,
                 sampling,
                 self._values,
             )
             self._processes = AgentProcesses(settings, processes, self._on_away)
+        self._entered = False
         self._stack = AsyncExitStack()
         """What the run has entered: its agent, or its processes."""
         self._fatal = False
@@ -318,13 +319,25 @@ class Rollout:
     # --- its life ---------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
-        if self._closed or self._task is not None:
+        if self._closed or self._entered:
             raise UsageError("a run is begun once; make another one")
-        if self._processes is not None:
-            await self._processes.start()
-            self._stack.push_async_callback(self._processes.close)
-        else:
-            self._play = await self._stack.enter_async_context(made_ready(self._agent))
+        self._entered = True
+        try:
+            if self._processes is not None:
+                self._stack.push_async_callback(self._processes.close)
+                await self._processes.start()
+            else:
+                self._play = await self._stack.enter_async_context(made_ready(self._agent))
+            if self._closed:
+                raise Closed("the run was closed while it started")
+            self._begin()
+        except BaseException:
+            self._closed = True
+            await self._stack.aclose()
+            raise
+        return self
+
+    def _begin(self) -> None:
         self._begun = time.monotonic()
         weights = self._client._pool.weights
         self._plan.version = self._plan.first_version = weights.version
@@ -333,7 +346,6 @@ class Rollout:
             self._client._running().on_loads.add(self._look)
         self._progress.begin()
         self._task = asyncio.create_task(self._run(), name="sglrl rollout")
-        return self
 
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
@@ -349,28 +361,36 @@ class Rollout:
     async def close(self) -> None:
         """Cancel what runs; what is ready can no longer be taken. Safe to call again."""
         self._closed = True
-        task = self._task
-        if task is not None:
-            task.cancel()
-            self._client._pool.weights.on_version.discard(self._on_version)
-            driver = self._client._driver
-            if self._limit is not None and driver is not None:
-                driver.on_loads.discard(self._look)
-            # Whatever it ended with has been raised by ``take``, or nobody wants it any more.
-            done, _ = await asyncio.wait([task], timeout=_LONGEST_END)
-            if not done:
-                items = sorted({sample.group.index for sample in self._tasks})
-                logger.warning(
-                    "agents were cancelled %.0f s ago and have not ended; a rollout waits for "
-                    "them. Their items: %s",
-                    _LONGEST_END,
-                    items[:20],
-                )
-                await asyncio.wait([task])
-            await self._stack.aclose()
-            self._ended_at = self._ended_at or time.monotonic()
-            self._progress.end(self.metrics)
-        self._tell_takers()
+        try:
+            if self._task is not None:
+                await self._end(self._task)
+            elif self._processes is not None:
+                # It may be starting.
+                await self._processes.close()
+        finally:
+            if self._task is not None:
+                await self._stack.aclose()
+                self._ended_at = self._ended_at or time.monotonic()
+                self._progress.end(self.metrics)
+            self._tell_takers()
+
+    async def _end(self, task: asyncio.Task[None]) -> None:
+        task.cancel()
+        self._client._pool.weights.on_version.discard(self._on_version)
+        driver = self._client._driver
+        if self._limit is not None and driver is not None:
+            driver.on_loads.discard(self._look)
+        # Whatever it ended with has been raised by ``take``, or nobody wants it any more.
+        done, _ = await asyncio.wait([task], timeout=_LONGEST_END)
+        if not done:
+            items = sorted({sample.group.index for sample in self._tasks})
+            logger.warning(
+                "agents were cancelled %.0f s ago and have not ended; a rollout waits for them. "
+                "Their items: %s",
+                _LONGEST_END,
+                items[:20],
+            )
+            await asyncio.wait([task])
 
     async def _run(self) -> None:
         try:
@@ -380,8 +400,10 @@ class Rollout:
                         self._wake.clear()
                         self._fill(tasks)
                         if self._broken is not None:
-                            raise self._broken
+                            break
                         await self._wake.wait()
+                    if self._broken is not None:
+                        raise self._broken
                 except BaseException:
                     # Agents that go on after their cancellation get no turn, nor wait for one.
                     for session in self._running.values():
@@ -400,7 +422,8 @@ class Rollout:
     def _fill(self, tasks: asyncio.TaskGroup) -> None:
         plan, items = self._plan, self._items
         while self._gate.opening is None and plan.running < self.concurrency:
-            sample = plan.start()
+            alone = bool(plan.suspects) and self._has_room_for_suspect()
+            sample = plan.start(suspect=alone)
             if sample is not None:
                 self._start(sample, tasks)
                 continue
@@ -422,6 +445,9 @@ class Rollout:
             self._wake.set()
             self._tell_takers()
 
+    def _has_room_for_suspect(self) -> bool:
+        return self._processes is not None and self._processes.room_for_suspect
+
     def _is_wanted(self, index: int) -> bool:
         """Of an item by its number: it was not finished before."""
         done, unfinished = self._state
@@ -435,8 +461,10 @@ class Rollout:
         seed = None if self._seed is None else _seed(self._seed, sample, self._plan.retries)
         if self._processes is not None:
             try:
-                self._running[sample] = self._processes.begin(sample, seed)
-            except SglrlError as error:
+                self._running[sample] = self._processes.begin(
+                    sample, seed, self._plan.version, self._ask_for(group)
+                )
+            except Exception as error:
                 self._failed(sample, error)
             return
         opening = self._openings.get(group)
@@ -455,17 +483,30 @@ class Rollout:
         self._running[sample] = session
         tasks.create_task(self._one(sample, session))
 
+    def _ask_for(self, group: core.Group) -> Mapping[str, Any] | None:
+        """See ``_asked``. Raises what is wrong with it, as far as it can be seen here."""
+        if self._open_session is session_arguments and type(group.item) in (dict, str, list):
+            return None
+        if group not in self._asked:
+            found = own_names(self._open_session(group.item))
+            Opening(self._client, **{**self._values, "sampling": self._sampling, **found})
+            self._asked[group] = sampling_to(found)
+        return self._asked[group]
+
     async def _one(self, sample: core.Sample, session: Session) -> None:
         """One sample, to whatever end; nothing but what ends the run gets out."""
-        limit = None if self._timeout is None else asyncio.timeout(self._timeout)
+        limit: asyncio.Timeout | None = None
         task = asyncio.current_task()
         assert task is not None
         self._tasks[sample] = task
-        session._limit = limit
         try:
             try:
                 if sample in self._given_up:
                     raise asyncio.CancelledError
+                if self._timeout is not None:
+                    # A tokenizer that must be loaded first takes nobody's time.
+                    await session._opening.ids()
+                    session._limit = limit = asyncio.timeout(self._timeout)
                 trajectory = await play(self._play, session, sample.group.item, limit)
             except (asyncio.CancelledError, SystemExit, Exception) as error:
                 self._went_wrong(sample, error, limit)
@@ -492,7 +533,7 @@ class Rollout:
             self._ended(sample, reason)
         elif isinstance(error, asyncio.CancelledError) and self._is_ending:
             raise error
-        elif limit is not None and limit.expired():
+        elif is_late(limit):
             self._count_failure(too_late(self._timeout, error))
             self._ended(sample, "timeout")
         else:
@@ -512,7 +553,10 @@ class Rollout:
         if self._closed or self._running.get(sample) is not away:
             return
         try:
-            if isinstance(outcome, SglrlError):
+            if isinstance(outcome, WorkerLost):
+                self._dead.add(away.call and away.call.worker)
+                self._interrupted(sample, outcome)
+            elif isinstance(outcome, SglrlError):
                 self._failed(sample, outcome)
             else:
                 self._take_in(sample, away, outcome)
@@ -523,6 +567,7 @@ class Rollout:
             self._wake.set()
 
     def _take_in(self, sample: core.Sample, away: Away, outcome: Outcome) -> None:
+        self._dead.clear()
         self._turns += outcome.turns
         self._prompt_bytes += outcome.prompt_bytes
         self._cached += outcome.cached_tokens
@@ -536,10 +581,32 @@ class Rollout:
             self._ended(sample, "timeout")
         elif outcome.how == STALE:
             self._ended(sample, core.STALE)
+        elif outcome.cut_off and self._client._is_connected:
+            assert self._processes is not None
+            lost = WorkerLost("the process of this sample has lost its connection to the pool")
+            self._interrupted(sample, lost)
+            self._processes.expel(away, "it has lost its connection to the pool")
         else:
             away.refused = outcome.refused
-            self._hopeless |= outcome.hopeless
+            self._hopeless |= outcome.fatal
             self._failed(sample, error or ProtocolError(f"a sample ended {outcome.how!r}"))
+
+    def _interrupted(self, sample: core.Sample, error: WorkerLost) -> None:
+        """Its process is gone, and who knows why."""
+        assert self._processes is not None
+        if len(self._dead) >= _SUSPECT_DEATHS:
+            error.add_note(f"and {len(self._dead)} of them died before any told of a sample")
+            self._count_failure(error, fatal=True)
+        if not self._client._is_alive or not self._processes.alive:
+            self._failed(sample, error)
+        elif self._plan.interrupted(sample):
+            self.errors.append(error)
+            self._running.pop(sample, None)
+            self._progress.show(self)
+            self._wake.set()
+        else:
+            error.add_note(f"and so it was {core.MOST_LOSSES} times before, with this sample")
+            self._failed(sample, error, again=False)
 
     @property
     def _is_ending(self) -> bool:
@@ -558,7 +625,7 @@ class Rollout:
             self._fatal = True
             raise error
 
-    def _failed(self, sample: core.Sample, error: Exception) -> None:
+    def _failed(self, sample: core.Sample, error: Exception, *, again: bool = True) -> None:
         session = self._running.get(sample)
         # Nor would any other sample get a turn, whatever the agent has made of it.
         refused = (
@@ -568,7 +635,7 @@ class Rollout:
         )
         fatal = self._on_error == "raise" or refused or self._hopeless
         self._count_failure(error, fatal=fatal)
-        retry = self._on_error == "retry" and not isinstance(error, UsageError)
+        retry = again and self._on_error == "retry" and not isinstance(error, UsageError)
         logger.warning(
             "sample %d of item %d failed: %s: %s",
             sample.index,
@@ -592,6 +659,7 @@ class Rollout:
             self._tell_takers()
         if group.state is not core.RUNNING:
             self._openings.pop(group, None)
+            self._asked.pop(group, None)
             if group.state is core.DROPPED:
                 self._give_up(group.samples)
         self._progress.show(self)
@@ -678,7 +746,9 @@ class Rollout:
             raise UsageError(f"take at least 1 group, got {n!r}")
         check_timeout(timeout)
         if self._task is None:
-            raise UsageError("the run has not begun; use 'async with run'")
+            raise UsageError(
+                "the run has not begun; use 'async with run' ('with run', of a blocking client)"
+            )
         plan = self._plan
         if plan.ahead < n:
             plan.ahead = n
@@ -711,8 +781,9 @@ class Rollout:
             if not limit.expired():
                 # Somebody else's: an agent's, or the data set's.
                 raise
+            ready = len(self._partial) + len(plan.ready)
             raise DeadlineExceeded(
-                f"{len(self._partial)} of {n} groups were ready within {timeout:g} s"
+                f"{ready} of {n} groups were ready within {timeout:g} s"
             ) from None
         finally:
             hint.cancel()

@@ -577,3 +577,30 @@ def test_blocking(tmp_path: Path) -> None:
         ]
         assert remote.address == pool.address
         assert len(remote.stats()) == 2
+
+
+async def test_cancelled_turns_leave_nothing_at_the_driver() -> None:
+    async with (
+        sglrl.launch(
+            "fake", engine="fake", replicas=2, step_seconds=0.05, tokens_per_step=1
+        ) as pool,
+        sglrl.connect(pool.address) as remote,
+    ):
+        for i in range(5):
+            session = remote.session(input_ids=[1 + i] * 1000, max_new_tokens=1000)
+            turn = asyncio.ensure_future(session.generate())
+            await until(pool, lambda i=i: len(peers(pool)[0].conversations) == i + 1)  # type: ignore[misc]
+            turn.cancel()
+            await asyncio.wait([turn])
+        await until(pool, lambda: not peers(pool)[0].calls)
+        turns = peers(pool)[0].conversations.values()
+        assert [(t.route.tokens, t.runs) for t in turns] == [(b"", False)] * 5
+
+
+async def test_calls_of_one_worker_stay_its(pool: sglrl.Client) -> None:
+    """However many are made in one turn of the loop."""
+    async with sglrl.connect(pool.address) as remote:
+        made = await asyncio.gather(
+            *(remote.generate(input_ids=[1 + i], max_new_tokens=2, worker=1) for i in range(300))
+        )
+    assert {completion.worker for completion in made} == {1}

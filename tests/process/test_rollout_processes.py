@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
+import functools
 import os
+import random
 import signal
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -170,12 +173,70 @@ async def test_a_class_of_which_no_instance_can_be_made(
     class Uncallable:
         pass
 
-    for agent, error in ((Broken, Exception), (Uncallable, sglrl.UsageError)):
-        match = "no database" if agent is Broken else "Uncallable cannot be called"
+    for agent, match in (
+        (Broken, "no database"),
+        (Uncallable, "Uncallable makes cannot be called"),
+    ):
         run = sglrl.rollout(client, agent, ITEMS, processes=processes)
-        with pytest.raises(error, match=match):  # type: ignore[arg-type]
+        error = sglrl.WorkerStartError if processes else (RuntimeError, sglrl.UsageError)
+        with pytest.raises(error, match=match):
             async with run:
                 pass
+        with pytest.raises(sglrl.UsageError, match="begun once"):
+            async with run:
+                pass
+
+
+@pytest.mark.parametrize("processes", [None, 1])
+async def test_a_class_with_arguments(client: sglrl.Client, processes: int | None) -> None:
+    class Scaled:
+        def __init__(self, scale: float) -> None:
+            self.scale = scale
+            self.entered = 0
+
+        def __enter__(self) -> Scaled:
+            self.entered += 1
+            return self
+
+        def __exit__(self, *exc: object) -> None: ...
+
+        async def __call__(self, session: sglrl.Session, item: Any) -> float:
+            await session.generate(max_new_tokens=1)
+            return self.scale * self.entered
+
+    made = functools.partial(Scaled, 2.5)
+    run = sglrl.rollout(client, made, ITEMS[:2], processes=processes)
+    assert [t.reward async for g in run for t in g.trajectories] == [2.5, 2.5]
+    with pytest.raises((sglrl.WorkerStartError, TypeError)) as caught:
+        async with sglrl.rollout(client, Scaled, ITEMS, processes=processes):
+            pass
+    said = str(caught.value) + "".join(getattr(caught.value, "__notes__", []))
+    assert "functools.partial(Scaled, ...)" in said
+
+
+async def test_it_is_left_in_the_task_in_which_it_was_entered(
+    client: sglrl.Client, tmp_path: Path
+) -> None:
+    """Cancel scopes and groups of tasks must be."""
+
+    class Agent:
+        async def __aenter__(self) -> Agent:
+            self.task = asyncio.current_task()
+            self.group = asyncio.TaskGroup()
+            await self.group.__aenter__()
+            self.group.create_task(asyncio.sleep(0.01))
+            return self
+
+        async def __aexit__(self, *exc: object) -> None:
+            await self.group.__aexit__(None, None, None)
+            (tmp_path / str(self.task is asyncio.current_task())).touch()
+
+        async def __call__(self, session: sglrl.Session, item: dict[str, Any]) -> float:
+            await session.generate(max_new_tokens=1)
+            return 1.0
+
+    assert len([g async for g in sglrl.rollout(client, Agent, ITEMS, processes=1)]) == 24
+    assert os.listdir(tmp_path) == ["True"]
 
 
 async def test_an_agent_that_depends_on_what_the_driver_has(client: sglrl.Client) -> None:
@@ -189,12 +250,52 @@ async def test_an_agent_that_depends_on_what_the_driver_has(client: sglrl.Client
 
 
 async def test_an_item_that_cannot_be_sent_costs_its_own_group(client: sglrl.Client) -> None:
-    items = [*ITEMS[:3], {"input_ids": [1], "id": 3, "lock": object()}, *ITEMS[4:6]]
-    run = sglrl.rollout(client, agents(), items, processes=1, retries=1)
-    assert sorted([g.index async for g in run]) == [0, 1, 2, 4, 5]
-    assert "item 3 of the data set cannot be sent" in str(run.errors[-1])
-    assert run.metrics.samples_lost == {"error": 2}
+    class Odd(datetime.tzinfo):
+        def utcoffset(self, when: Any) -> Any:
+            raise RuntimeError("no idea")
+
+    for wrong in (object(), datetime.datetime(2026, 1, 1, tzinfo=Odd())):
+        items = [*ITEMS[:3], {"input_ids": [1], "id": 3, "wrong": wrong}, *ITEMS[4:6]]
+        run = sglrl.rollout(client, agents(), items, processes=1, retries=1)
+        assert sorted([g.index async for g in run]) == [0, 1, 2, 4, 5]
+        assert "item 3 of the data set cannot be sent" in str(run.errors[-1])
+        assert run.metrics.samples_lost == {"error": 2}
     assert run.metrics.samples_retried == 0, "it is the data set that is wrong"
+
+
+async def test_samples_of_a_group_begin_alike(client: sglrl.Client) -> None:
+    """What they begin with is found once, here, from the item as it is."""
+
+    class Question(NamedTuple):
+        ids: list[int]
+
+    def open_session(item: Question) -> dict[str, Any]:
+        sampling = sglrl.SamplingParams(max_new_tokens=3, temperature=0.5)
+        return {"input_ids": [*item.ids, random.randrange(900)], "sampling": sampling}
+
+    async def agent(session: sglrl.Session, item: Any) -> float:
+        assert item == [[5, 6]], "a tuple is a list there"
+        assert len((await session.generate()).output_ids) == 3
+        return 1.0
+
+    run = sglrl.rollout(
+        client, agent, [Question([5, 6])] * 4, group_size=6, processes=3, open_session=open_session
+    )
+    groups = [g async for g in run]
+    assert len(groups) == 4
+    for group in groups:
+        assert len({tuple(t.prompt_ids.tolist()) for t in group.trajectories}) == 1
+
+    def broken(item: Any) -> dict[str, Any]:
+        return {"input_ids": [10**6]}
+
+    run = sglrl.rollout(client, agent, ITEMS[:2], processes=1, open_session=broken)
+    with pytest.raises(sglrl.InvalidRequest, match="outside the vocabulary"):
+        await run.__aenter__()
+        try:
+            await run.take(1)
+        finally:
+            await run.close()
 
 
 # --- what goes wrong there ------------------------------------------------------------------------
@@ -254,6 +355,75 @@ async def test_errors_of_sglrl_are_what_they_are_here(client: sglrl.Client) -> N
     said = "".join(map(str, run.errors))
     for text in ("did you mean", "metadata of this trajectory cannot be sent", "must return its"):
         assert text in said
+
+
+async def test_errors_of_others_with_names_of_sglrls(client: sglrl.Client) -> None:
+    async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:
+        class InvalidRequest(Exception):
+            pass
+
+        await session.generate(max_new_tokens=1)
+        if item["id"] == 1:
+            raise InvalidRequest("of a tool")
+        return 1.0
+
+    run = sglrl.rollout(client, agent, ITEMS[:3], processes=1, retries=1)
+    assert sorted([g.index async for g in run]) == [0, 2]
+    error = run.errors[0]
+    assert isinstance(error, sglrl.RemoteError)
+    assert (error.kind, "in agent" in error.traceback) == ("InvalidRequest", True)
+    assert run.metrics.samples_retried == 2
+
+
+@pytest.mark.parametrize("processes", [None, 1])
+async def test_what_ends_a_program_ends_the_run(
+    client: sglrl.Client, processes: int | None
+) -> None:
+    class Panic(BaseException):
+        pass
+
+    async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:
+        await session.generate(max_new_tokens=1)
+        raise Panic("an extension's")
+
+    error = sglrl.SglrlError if processes else Panic
+    with pytest.raises(error, match="an extension's"):
+        async for _ in sglrl.rollout(client, agent, ITEMS, processes=processes):
+            pass
+
+
+async def test_agents_that_cancel_themselves_have_failed(client: sglrl.Client) -> None:
+    async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:
+        await session.generate(max_new_tokens=1)
+        if item["id"] == 1:
+            task = asyncio.current_task()
+            assert task is not None
+            task.cancel()
+            await asyncio.sleep(1)
+        return 1.0
+
+    run = sglrl.rollout(client, agent, ITEMS[:3], processes=1, retries=0)
+    assert sorted([g.index async for g in run]) == [0, 2]
+    assert "cancelled by something that it awaited" in str(run.errors[-1])
+
+
+@pytest.mark.parametrize("processes", [None, 1])
+async def test_who_computes_for_too_long_is_late(
+    client: sglrl.Client, processes: int | None
+) -> None:
+    """Also if nobody could say so meanwhile."""
+
+    async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:
+        await session.generate(max_new_tokens=1)
+        if item["id"] == 1:
+            time.sleep(0.4)  # noqa: ASYNC251
+        return 1.0
+
+    run = sglrl.rollout(
+        client, agent, ITEMS[:4], processes=processes, timeout=0.2, concurrency=1, retries=0
+    )
+    assert sorted([g.index async for g in run]) == [0, 2, 3]
+    assert run.metrics.samples_lost == {"timeout": 1}
 
 
 async def test_an_agent_that_is_not_async_ends_the_run(client: sglrl.Client) -> None:
@@ -340,6 +510,68 @@ async def test_a_process_that_dies_costs_its_samples_a_try(
     await until(lambda: not any(peer.calls for peer in gateway._peers.values()))
 
 
+async def test_many_that_are_lost_at_once_are_no_failures(
+    client: sglrl.Client, tmp_path: Path
+) -> None:
+    """Before any sample has ended well."""
+
+    async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:
+        await session.generate(max_new_tokens=1)
+        (tmp_path / f"pid-{os.getpid()}").touch()
+        await until(lambda: (tmp_path / "go").exists())
+        return 1.0
+
+    items = [{"input_ids": [1 + i], "id": i} for i in range(100)]
+    run = sglrl.rollout(client, agent, items, processes=2, concurrency=100, on_error="drop")
+    async with run:
+        (first, _) = await until(lambda: len(os.listdir(tmp_path)) == 2 and os.listdir(tmp_path))
+        os.kill(int(first.split("-")[1]), signal.SIGKILL)
+        await until(lambda: run.metrics.samples_retried >= 33)
+        (tmp_path / "go").touch()
+        assert len(await run.take(100)) == 100
+    assert run.metrics.samples_lost == {}
+
+
+async def test_a_sample_that_kills_its_process_costs_the_others_nothing(
+    client: sglrl.Client,
+) -> None:
+    async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:
+        await session.generate(max_new_tokens=1)
+        if item["id"] == 5:
+            os._exit(7)
+        await asyncio.sleep(0.02)
+        return 1.0
+
+    run = sglrl.rollout(client, agent, ITEMS, processes=2, concurrency=8, retries=0)
+    assert sorted([g.index async for g in run]) == [i for i in range(24) if i != 5]
+    assert run.metrics.samples_lost == {"error": 1}
+    (error,) = {str(e) for e in run.errors if getattr(e, "__notes__", None)}
+    assert "exited with status 7" in error
+
+
+async def test_a_replacement_in_which_no_agent_can_be_made_gets_no_samples(
+    client: sglrl.Client, tmp_path: Path
+) -> None:
+    class Once:
+        def __init__(self) -> None:
+            if len(os.listdir(tmp_path)) == 2:
+                raise RuntimeError("no licence left")
+            (tmp_path / f"pid-{os.getpid()}").touch()
+
+        async def __call__(self, session: sglrl.Session, item: dict[str, Any]) -> float:
+            await session.generate(max_new_tokens=1)
+            await asyncio.sleep(0.005)
+            return 1.0
+
+    items = [{"input_ids": [1 + i % 900]} for i in range(400)]
+    run = sglrl.rollout(client, Once, items, processes=2, concurrency=8, on_error="raise")
+    async with run:
+        await run.take(10)
+        os.kill(int(os.listdir(tmp_path)[0].split("-")[1]), signal.SIGKILL)
+        assert len(await run.take(390)) == 390
+    assert run.metrics.samples_lost == {}
+
+
 async def test_processes_that_always_die_end_the_run(client: sglrl.Client) -> None:
     async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -390,6 +622,68 @@ async def test_leaving_early_leaves_nothing(client: sglrl.Client, tmp_path: Path
     new = {pid: name for pid, name in descendants().items() if pid not in before}
     assert not [name for name in new.values() if "spare" not in name and "fork" not in name], new
     assert await client.generate(input_ids=[1], max_new_tokens=1)
+
+
+async def test_a_client_that_is_closed_while_a_run_starts() -> None:
+    class Slow:
+        async def __aenter__(self) -> Slow:
+            await asyncio.sleep(0.5)
+            return self
+
+        async def __aexit__(self, *exc: object) -> None: ...
+
+        async def __call__(self, session: sglrl.Session, item: Any) -> float:
+            return 1.0
+
+    for processes in (None, 2):
+        async with sglrl.launch("fake", **FAKE) as client:
+            run = sglrl.rollout(client, Slow, ITEMS, processes=processes)
+            entering = asyncio.ensure_future(run.__aenter__())
+            await asyncio.sleep(0.2)
+            await client.close()
+            with pytest.raises(sglrl.SglrlError):
+                await entering
+    # What they have started is gone: see conftest.py.
+
+
+async def test_closing_a_run_while_it_starts(client: sglrl.Client) -> None:
+    run = sglrl.rollout(client, agents(), ITEMS, processes=2)
+    entering = asyncio.ensure_future(run.__aenter__())
+    await asyncio.sleep(0.05)
+    await run.close()
+    with pytest.raises(sglrl.SglrlError):
+        await entering
+    assert run.metrics.samples_running == 0
+
+
+async def test_a_close_that_is_cancelled_twice_ends_the_processes(client: sglrl.Client) -> None:
+    async def work(run: sglrl.Rollout) -> None:
+        async with run:
+            await asyncio.Event().wait()
+
+    for turns in range(1, 5):
+        run = sglrl.rollout(client, agents(), ITEMS, processes=1)
+        task = asyncio.ensure_future(work(run))
+        await until(lambda run=run: run.metrics.samples_done)  # type: ignore[misc]
+        task.cancel()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        assert run._processes is not None
+        assert run._processes.driver.fabric.closed
+
+
+async def test_pausing_before_and_after(client: sglrl.Client) -> None:
+    run = sglrl.rollout(client, agents(), ITEMS, processes=1)
+    await run.pause(timeout=1)
+    async with run:
+        with pytest.raises(sglrl.DeadlineExceeded):
+            await run.take(1, timeout=0.3)
+        run.resume()
+        assert len(await run.take(24)) == 24
+    await run.pause(timeout=1)
+    run.resume()
 
 
 async def test_a_paused_run_samples_nothing(client: sglrl.Client) -> None:
@@ -472,6 +766,26 @@ async def test_tokens_that_are_too_old_are_not_handed_out(
         await until(lambda: run.metrics.samples_lost.get("stale", 0) >= 1)
 
 
+async def test_samples_that_begin_behind_an_update_are_not_stale(client: sglrl.Client) -> None:
+    """They come to a process over another connection than the news of it."""
+
+    async def agent(session: sglrl.Session, item: dict[str, Any]) -> sglrl.Trajectory:
+        await session.generate(max_new_tokens=2)
+        made = session.trajectory(1.0)
+        version = session._client.weight_version
+        return made.replace(versions=np.where(made.loss_mask, version, -1))
+
+    endless = (ITEMS[i % 24] for i in range(10**9))
+    run = sglrl.rollout(
+        client, agent, endless, batch_size=8, group_size=2, max_staleness=0, processes=2, retries=0
+    )
+    async with run:
+        for version in range(60):
+            assert {group.oldest_version for group in await run.take(8)} == {version}
+            new_weights(client)
+        assert run.metrics.samples_lost == {}
+
+
 async def test_it_is_bounded_how_far_they_run_ahead(client: sglrl.Client, tmp_path: Path) -> None:
     async def agent(session: sglrl.Session, item: dict[str, Any]) -> sglrl.Trajectory:
         (tmp_path / str(item["id"])).touch()
@@ -517,6 +831,29 @@ async def test_with_keys(tmp_path: Path) -> None:
         async with sglrl.connect(client.address, keys=folder) as remote:
             run = sglrl.rollout(remote, agents(), ITEMS, processes=1)
             assert len([g async for g in run]) == 24
+
+
+async def test_actors_see_the_environment_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Env(sglrl.Actor):
+        @sglrl.endpoint
+        async def get(self, name: str) -> str | None:
+            return os.environ.get(name)
+
+    async with sglrl.spawn(Env):
+        pass
+    monkeypatch.setenv("SGLRL_TEST_LATER", "now")
+    async with sglrl.spawn(Env, env={"OTHER": "o"}) as actors:
+        assert await actors.get("SGLRL_TEST_LATER") == "now"
+        assert await actors.get("OTHER") == "o"
+
+
+def test_a_blocking_client_closes_its_runs() -> None:
+    with (
+        sglrl.blocking("fake", **FAKE) as client,
+        client.rollout(agents(), ITEMS, processes=1) as run,
+    ):
+        assert len(run.take(2)) == 2
+        client.close()
 
 
 def test_blocking() -> None:
