@@ -21,7 +21,7 @@ from .core.routing import Route
 from .driver import Driver
 from .errors import Closed, InvalidRequest, UsageError
 from .gateway import Gateway
-from .messages import ClientKeys, EngineInfo
+from .messages import FAKE, ClientKeys, EngineInfo
 from .pool import Birth, Pool, WorkerInfo, describe
 from .prompts import Message, check_given_ids
 from .requests import Requests
@@ -69,6 +69,8 @@ class Client:
         self._driver.before_serving = self._controls.before_serving
         info = self._pool.ready(0).engine
         assert info is not None
+        if info.architecture == FAKE:
+            self._tokenizer_box.none = _no_tokenizer(info.model)
         self._requests = Requests(
             self._driver, info, self._tokenizer_box, self._pool.weights, self._timeout
         )
@@ -695,6 +697,17 @@ class Client:
         if self._requests is None:
             raise _not_started()
         return self._requests
+
+
+def _no_tokenizer(model: str) -> str:
+    """Of the fake engine: why it has none; nothing if it may have one."""
+    if os.path.isdir(model) or model.count("/") == 1:
+        return ""
+    # Not to be asked of the hub.
+    return (
+        f"{model!r} is neither a folder nor 'owner/name' on the hub, so the fake engine has no "
+        "tokenizer; use input_ids"
+    )
 
 
 def _not_started() -> Closed:

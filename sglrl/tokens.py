@@ -132,6 +132,8 @@ class TokenizerBox:
 
     def __init__(self, model: str) -> None:
         self.model = model
+        self.none = ""
+        """Why there is none, if that is known without looking."""
         self._tokenizer: Any = None
         self._lock = threading.Lock()
 
@@ -152,6 +154,8 @@ class TokenizerBox:
         return self._tokenizer
 
     def _load(self) -> Any:
+        if self.none:
+            raise InvalidRequest(self.none)
         try:
             from transformers import AutoTokenizer
         except ImportError:

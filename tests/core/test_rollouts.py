@@ -13,9 +13,11 @@ from sglrl.core.rollouts import (
     FILTERED,
     GIVEN_UP,
     LOST,
+    MOST_LOSSES,
     READY,
     RUNNING,
     STALE,
+    SUSPECT,
     TAKEN,
     WAITING,
     Group,
@@ -68,6 +70,7 @@ class PlanMachine(RuleBasedStateMachine):
         self.taken: list[Group] = []
         self.filtered = 0
         self.fails: dict[Sample, int] = {}
+        self.losses: dict[Sample, int] = {}
         self.counted: dict[Group, int] = {}
         """Samples that were DONE when somebody last looked at the READY group."""
 
@@ -100,12 +103,16 @@ class PlanMachine(RuleBasedStateMachine):
             assert again.item == f"item {again.index}"
             self.groups.append(again)
 
-    @rule()
-    def start_a_sample(self) -> None:
+    @rule(suspect=st.booleans())
+    def start_a_sample(self, suspect: bool) -> None:
         waiting = [
-            s for g in self.groups if g.state is RUNNING for s in g.samples if s.state is WAITING
+            s
+            for g in self.groups
+            if g.state is RUNNING
+            for s in g.samples
+            if s.state is WAITING and (suspect or self.losses.get(s, 0) < SUSPECT)
         ]
-        sample = self.plan.start()
+        sample = self.plan.start(suspect=suspect)
         assert (sample is None) == (not waiting)
         if sample is not None:
             assert sample in waiting
@@ -134,10 +141,25 @@ class PlanMachine(RuleBasedStateMachine):
         self.note_ready(self.plan.failed(sample, "error", retry=retry))
         if again:
             assert sample.state is WAITING
-            assert self.plan.start() is sample, "a retried sample goes first"
+            suspect = self.losses.get(sample, 0) >= SUSPECT
+            assert self.plan.start(suspect=suspect) is sample, "a retried sample goes first"
             self.running.append(sample)
         else:
             assert sample.state is LOST
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def what_runs_a_sample_is_lost(self, data: st.DataObject) -> None:
+        sample = self.running[data.draw(st.integers(0, len(self.running) - 1))]
+        losses, tries = self.losses.get(sample, 0), sample.tries
+        may = losses < MOST_LOSSES and sample.group.state is RUNNING
+        assert self.plan.interrupted(sample) == may
+        if may:
+            self.losses[sample] = losses + 1
+            self.running.remove(sample)
+            assert (sample.state, sample.tries) == (WAITING, tries)
+        else:
+            assert sample.state == "running"
 
     @rule()
     def new_weights(self) -> None:

@@ -419,3 +419,35 @@ async def test_before_the_start_and_after_the_end() -> None:
     with pytest.raises(sglrl.Closed):
         await enter()
     await handle.close()
+
+
+class Opened(sglrl.Actor):
+    def __init__(self, fails: bool = False) -> None:
+        self.fails = fails
+        self.said: list[str] = []
+
+    async def open(self) -> None:
+        await asyncio.sleep(0)
+        if self.fails:
+            raise RuntimeError("the database is gone")
+        self.said.append("opened")
+
+    @sglrl.endpoint
+    async def what(self) -> list[str]:
+        return self.said
+
+
+class Opens(sglrl.Actor):
+    @sglrl.endpoint
+    async def open(self, door: int) -> int:  # type: ignore[override]
+        return door
+
+
+async def test_an_actor_is_opened_before_it_serves() -> None:
+    async with sglrl.spawn(Opened) as actors:
+        assert await actors.what() == ["opened"]
+    with pytest.raises(sglrl.WorkerStartError, match="the database is gone"):
+        async with sglrl.spawn(Opened, fails=True):
+            pass
+    async with sglrl.spawn(Opens) as actors:
+        assert await actors.open(3) == 3

@@ -647,3 +647,13 @@ def test_a_blocking_client_waits_for_nobody_who_cannot_answer() -> None:
                 os._exit(2)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
         assert client.generate(input_ids=[1], max_new_tokens=1).output_ids.tolist() == [1]
+
+
+async def test_nobody_asks_the_hub_for_a_fake_models_tokenizer() -> None:
+    async with (
+        sglrl.launch("fake", engine="fake") as client,
+        sglrl.connect(client.address) as remote,
+    ):
+        for one in (client, remote):
+            with pytest.raises(sglrl.InvalidRequest, match="the fake engine has no tokenizer"):
+                await one.generate("some text")

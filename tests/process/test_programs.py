@@ -290,3 +290,34 @@ def test_an_interrupt_at_any_moment(tmp_path_factory: pytest.TempPathFactory, se
     assert not left
     assert not list(folder.iterdir())
     assert driver.process.returncode == 130
+
+
+def test_what_agents_in_other_processes_say(tmp_path: Path) -> None:
+    """It comes out where the program's own output does; and the environment is the program's."""
+    program = """
+    import asyncio, logging, os
+    import sglrl
+
+    async def agent(session, item):
+        await session.generate(max_new_tokens=1)
+        print(f"item {item['id']} of {os.environ['LATER']}", flush=True)
+        logging.warning("careful")
+        return 1.0
+
+    async def main():
+        async with sglrl.launch("fake", engine="fake", vocab_size=100) as client:
+            os.environ["LATER"] = "now"
+            items = [{"input_ids": [1], "id": i} for i in range(3)]
+            async for _ in sglrl.rollout(client, agent, items, processes=1):
+                pass
+        print("end")
+
+    asyncio.run(main())
+    """
+    (tmp_path / "train.py").write_text(textwrap.dedent(program))
+    done = subprocess.run(
+        [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["end", *(f"item {i} of now" for i in range(3))]
+    assert done.stderr.splitlines() == ["WARNING:root:careful"] * 3

@@ -29,6 +29,7 @@ import numpy as np
 
 from sglrl.errors import InvalidRequest
 from sglrl.messages import (
+    FAKE,
     EngineInfo,
     EngineSpec,
     EngineStats,
@@ -228,7 +229,7 @@ class FakeEngine:
     def info(self) -> EngineInfo:
         return EngineInfo(
             model="fake",
-            architecture="FakeEngine",
+            architecture=FAKE,
             dtype="float32",
             device="cpu",
             vocab_size=self.vocab_size,
