@@ -69,8 +69,7 @@ class Client:
         self._driver.before_serving = self._controls.before_serving
         info = self._pool.ready(0).engine
         assert info is not None
-        if info.architecture == FAKE:
-            self._tokenizer_box.none = _no_tokenizer(info.model)
+        self._tokenizer_box.fake = info.architecture == FAKE
         self._requests = Requests(
             self._driver, info, self._tokenizer_box, self._pool.weights, self._timeout
         )
@@ -697,17 +696,6 @@ class Client:
         if self._requests is None:
             raise _not_started()
         return self._requests
-
-
-def _no_tokenizer(model: str) -> str:
-    """Of the fake engine: why it has none; nothing if it may have one."""
-    if os.path.isdir(model) or model.count("/") == 1:
-        return ""
-    # Not to be asked of the hub.
-    return (
-        f"{model!r} is neither a folder nor 'owner/name' on the hub, so the fake engine has no "
-        "tokenizer; use input_ids"
-    )
 
 
 def _not_started() -> Closed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 import threading
 from array import array
@@ -132,8 +133,8 @@ class TokenizerBox:
 
     def __init__(self, model: str) -> None:
         self.model = model
-        self.none = ""
-        """Why there is none, if that is known without looking."""
+        self.fake = False
+        """The engine is: its model may be no more than a name."""
         self._tokenizer: Any = None
         self._lock = threading.Lock()
 
@@ -154,8 +155,12 @@ class TokenizerBox:
         return self._tokenizer
 
     def _load(self) -> Any:
-        if self.none:
-            raise InvalidRequest(self.none)
+        if self.fake and not os.path.isdir(self.model) and self.model.count("/") != 1:
+            # Not to be asked of the hub.
+            raise InvalidRequest(
+                f"{self.model!r} is neither a folder nor 'owner/name' on the hub, so the fake "
+                "engine has no tokenizer; use input_ids"
+            )
         try:
             from transformers import AutoTokenizer
         except ImportError:
