@@ -203,8 +203,10 @@ async def _beside_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]
         tokens_per_step=16,
     ) as client:
         for processes in (None, *options["ways"]):
-            for computes in (False, True):
-                beside = "beside a thread that computes" if computes else "alone"
+            for computes, interval in ((False, 0.005), (True, 0.005), (True, 0.0005)):
+                # 5 ms is Python's own: for so long a thread may keep the interpreter from others.
+                sys.setswitchinterval(interval)
+                beside = f"{interval * 1e3:g} ms beside a computing thread" if computes else "alone"
                 note(f"agents in {processes or 'the same'} process(es), {beside}")
                 items = ({"number": i, "input_ids": prompts[i]} for i in range(agents + 100))
                 async with sglrl.rollout(
@@ -230,6 +232,7 @@ async def _beside_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]
                     {
                         "processes": processes,
                         "beside": busy,
+                        "switch_interval": interval,
                         "rate": agents * turns / seconds,
                         "steps_per_s": steps / seconds,
                     }

@@ -131,14 +131,15 @@ def rollout(
         ahead: finished groups that may wait to be taken before no further one is begun; None: 64,
             or two batches if that is more.
         processes: run the agents in so many processes of their own, and not on this event loop: for
-            agents that compute, and for a program that computes meanwhile. They get the agent by
+            agents that compute. (Their turns still go through this process, which a thread that
+            computes in Python holds up: see ``sys.setswitchinterval``.) They get the agent by
             value, with what it refers to (modules are imported there anew), and items as msgpack
             holds them (tuples and sets are lists then, dataclasses mappings). What they print goes
             where this process's output goes; what they raise is a ``RemoteError`` here. Turns are
             in ``metrics`` when a sample of the same process ends. A process that dies is replaced,
             and its samples are run again; a sample that is lost so four times has failed. One whose
             event loop is held up for 300 s, or for ``timeout`` if that is less (but at least 10 s),
-            is ended as if it had died. ``seed`` is not theirs for random numbers of their own.
+            is ended as if it had died. ``seed`` is of the engine's draws, not of the agents' own.
         progress: show it on a terminal, or in the log (True: always, None: on a terminal only).
         state: of an earlier run's ``state_dict``: items that it had finished are left out.
         seed: makes every sample's draws repeatable, each with seeds of its own.

@@ -624,9 +624,12 @@ async def test_leaving_early_leaves_nothing(client: sglrl.Client, tmp_path: Path
     assert await client.generate(input_ids=[1], max_new_tokens=1)
 
 
-async def test_a_client_that_is_closed_while_a_run_starts() -> None:
+def slow(started: Path) -> type[Any]:
+    """An agent that takes its time to start, and says when it does."""
+
     class Slow:
         async def __aenter__(self) -> Slow:
+            started.touch()  # noqa: ASYNC240
             await asyncio.sleep(0.5)
             return self
 
@@ -635,21 +638,29 @@ async def test_a_client_that_is_closed_while_a_run_starts() -> None:
         async def __call__(self, session: sglrl.Session, item: Any) -> float:
             return 1.0
 
+    return Slow
+
+
+async def test_a_client_that_is_closed_while_a_run_starts(tmp_path: Path) -> None:
     for processes in (None, 2):
+        started = tmp_path / f"{processes}"
         async with sglrl.launch("fake", **FAKE) as client:
-            run = sglrl.rollout(client, Slow, ITEMS, processes=processes)
+            run = sglrl.rollout(client, slow(started), ITEMS, processes=processes)
             entering = asyncio.ensure_future(run.__aenter__())
-            await asyncio.sleep(0.2)
+            await until(started.exists)
             await client.close()
             with pytest.raises(sglrl.SglrlError):
                 await entering
     # What they have started is gone: see conftest.py.
 
 
-async def test_closing_a_run_while_it_starts(client: sglrl.Client) -> None:
-    run = sglrl.rollout(client, agents(), ITEMS, processes=2)
+@pytest.mark.parametrize("processes", [None, 2])
+async def test_closing_a_run_while_it_starts(
+    client: sglrl.Client, tmp_path: Path, processes: int | None
+) -> None:
+    run = sglrl.rollout(client, slow(tmp_path / "started"), ITEMS, processes=processes)
     entering = asyncio.ensure_future(run.__aenter__())
-    await asyncio.sleep(0.05)
+    await until((tmp_path / "started").exists)
     await run.close()
     with pytest.raises(sglrl.SglrlError):
         await entering
