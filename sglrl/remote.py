@@ -44,6 +44,8 @@ from .weights.request import UpdateRequest
 
 _CONNECT_SECONDS: Final = 60.0
 _GRACE: Final = 10.0
+_LOOK_SECONDS: Final = 0.2
+"""Between two looks at whether a pool that has not answered yet is gone."""
 _CHECK_SECONDS = 15.0
 """After which a client that waits makes sure that the pool still knows it."""
 _GONE: Final = "the process that has the pool is gone or has closed it"
@@ -136,6 +138,7 @@ class RemotePool(Pool):
         self._driver = driver
         driver.on_news = self._on_news
         driver.start()
+        self._look()
         try:
             with contextlib.suppress(Closed):  # refused in the handshake: nobody will answer
                 dealer.send([encode(Approach(PROTOCOL_VERSION, self._max_message_bytes))])
@@ -177,6 +180,17 @@ class RemotePool(Pool):
         # Before it was admitted, a handshake may have failed.
         if not self._closing and driver.admitted.done():
             driver.lose(_GONE)
+
+    def _look(self) -> None:
+        """Of a pool that was closed before ZeroMQ had a connection nobody tells."""
+        driver = self._driver
+        assert isinstance(driver, RemoteDriver)
+        if self._closing or driver.admitted.done():
+            return
+        if _is_gone(self._url):
+            driver.lose(_GONE)
+        else:
+            driver.loop.call_later(_LOOK_SECONDS, self._look)
 
     @property
     def news(self) -> News:

@@ -189,7 +189,14 @@ class AgentHost(Actor):
         (turns, prompt, cached, new), self._count = self._count, [0, 0, 0, 0]
         return Outcome(how, turns, prompt, cached, new, **more)
 
+    def _unheard(self, error: Exception) -> Outcome:
+        """Of a sample that was cancelled: the driver may not listen any more, and hears of its
+        turns with the next one."""
+        return Outcome(FAILED, 0, 0, 0, 0, error=body_of(error))
+
     def _failure(self, sample: _Sample, error: BaseException) -> Outcome:
+        if isinstance(error, asyncio.CancelledError):
+            return self._unheard(as_failure(error))
         cut_off = not self._client._is_connected
         return self._outcome(
             FAILED,
@@ -197,8 +204,7 @@ class AgentHost(Actor):
             refused=not cut_off and sample.session is not None and sample.session.refused,
             cut_off=cut_off,
             # In the driver's process it would end the run, too.
-            fatal=isinstance(error, NotAsync)
-            or not isinstance(error, (Exception, SystemExit, asyncio.CancelledError)),
+            fatal=isinstance(error, NotAsync) or not isinstance(error, (Exception, SystemExit)),
         )
 
 

@@ -86,12 +86,15 @@ class Away:
 
 class AgentProcesses:
     """Those of one run. ``on_end`` is called with each sample that has ended, and what it has come
-    to; not with those that were closed."""
+    to; not with those that were closed. ``on_room``: when there is one process more."""
 
-    def __init__(self, settings: Settings, count: int, on_end: OnEnd) -> None:
+    def __init__(
+        self, settings: Settings, count: int, on_end: OnEnd, on_room: Callable[[], None]
+    ) -> None:
         # By value, with what it refers to, over the private socket of their fork server.
         cls = type("AgentProcess", (AgentHost,), {"settings": settings, "__module__": __name__})
         self.on_end = on_end
+        self._on_room = on_room
         self._specs: dict[str, EndpointSpec] = endpoints_of(cls)
         self.run_endpoint = self._specs["run"]
         self._arguments = Body(Any)
@@ -235,6 +238,8 @@ class AgentProcesses:
         """A process that comes while the run is paused is paused, too."""
         if self._paused:
             self._tell("pause", index)
+        # When it serves, which is at once.
+        self.driver.loop.call_soon(self._on_room)
 
     def _tell(self, endpoint: str, index: int) -> None:
         future = self.driver.loop.create_future()

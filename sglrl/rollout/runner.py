@@ -257,6 +257,7 @@ class Rollout:
         self._limit = Concurrency(least) if concurrency is None else None
         self._fixed = concurrency
         self._state = _checked_state(state)
+        self._wake = asyncio.Event()
         self._openings: dict[core.Group, Opening] = {}
         self._asked: dict[core.Group, Mapping[str, Any] | None] = {}
         """What sessions of a group begin with that are in other processes; None: what these find by
@@ -271,7 +272,6 @@ class Rollout:
         self._hopeless = False
         """No sample can end well."""
         self._gate = Gate()
-        self._wake = asyncio.Event()
         self._arrival: asyncio.Future[None] | None = None
         self._task: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
@@ -303,7 +303,7 @@ class Rollout:
                 sampling,
                 self._values,
             )
-            self._processes = AgentProcesses(settings, processes, self._on_away)
+            self._processes = AgentProcesses(settings, processes, self._on_away, self._wake.set)
         self._entered = False
         self._stack = AsyncExitStack()
         """What the run has entered: its agent, or its processes."""

@@ -487,6 +487,30 @@ async def test_a_group_that_is_given_up_takes_its_samples_with_it(
     await until(lambda: (tmp_path / "cancelled").exists())
 
 
+async def test_turns_of_what_was_given_up_count(client: sglrl.Client, tmp_path: Path) -> None:
+    async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:
+        await session.generate(max_new_tokens=3)
+        if item["id"] == 1 and session.metadata["sample"]:
+            (tmp_path / "waits").touch()
+            await asyncio.Event().wait()
+        if item["id"] == 1:
+            await until(lambda: (tmp_path / "waits").exists())
+            raise RuntimeError("the other one is of no use then")
+        if item["id"] == 2:
+            await until(lambda: (tmp_path / "last").exists())
+        return 1.0
+
+    run = sglrl.rollout(
+        client, agent, ITEMS[:3], group_size=2, on_error="drop", retries=0, processes=1
+    )
+    async with run:
+        await run.take(1)
+        await until(lambda: run.metrics.samples_lost.get("given up"))
+        (tmp_path / "last").touch()
+        await run.take(1)
+        assert (run.metrics.turns, run.metrics.generated_tokens) == (6, 18)
+
+
 async def test_a_process_that_dies_costs_its_samples_a_try(
     client: sglrl.Client, tmp_path: Path
 ) -> None:
@@ -577,7 +601,7 @@ async def test_processes_that_always_die_end_the_run(client: sglrl.Client) -> No
         os.kill(os.getpid(), signal.SIGKILL)
         return 1.0
 
-    run = sglrl.rollout(client, agent, ITEMS, processes=1, concurrency=1, retries=100)
+    run = sglrl.rollout(client, agent, ITEMS, processes=4, concurrency=4, retries=100)
     with pytest.raises(sglrl.WorkerLost):
         async for _ in run:
             pass
