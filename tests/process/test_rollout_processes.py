@@ -898,3 +898,29 @@ def test_blocking() -> None:
             assert [len(batch) for batch in run.batches()] == [8, 8, 8]
             assert time.monotonic() - begun < 30
         assert len([*client.rollout(agents(), ITEMS, processes=1)]) == 24
+
+
+async def test_a_process_that_is_cut_off_is_replaced(client: sglrl.Client, tmp_path: Path) -> None:
+    """The pool has forgotten it, as one that has not read for too long."""
+
+    async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:
+        (tmp_path / f"pid-{os.getpid()}").touch()
+        await until(lambda: (tmp_path / "go").exists())
+        await session.generate(max_new_tokens=1)
+        return 1.0
+
+    run = sglrl.rollout(client, agent, ITEMS, processes=2, concurrency=8, retries=0)
+    async with run:
+        await until(lambda: len(os.listdir(tmp_path)) == 2)
+        gateway = client._gateway
+        assert gateway is not None
+        (first, _) = gateway._peers.values()
+        gateway._dismiss(first.identity, "it has not read for so long")
+        gateway._forget(first)
+        (tmp_path / "go").touch()
+        assert len(await run.take(24)) == 24
+        assert run._processes is not None
+        await run._processes._handle.wait_until_full(20)
+    assert run.metrics.samples_lost == {}
+    assert run.metrics.samples_retried >= 1
+    assert any("lost its connection to the pool" in str(error) for error in run.errors)
