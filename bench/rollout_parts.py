@@ -88,6 +88,13 @@ class _PeakMemory:
         self._process = psutil.Process()
         self.before = self.peak = self._rss()
 
+    async def __aenter__(self) -> _PeakMemory:
+        self._watch = asyncio.create_task(self.watch())
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._watch.cancel()
+
     def _rss(self) -> int:
         return int(self._process.memory_info().rss)
 
@@ -146,13 +153,11 @@ async def _agents_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]
 
         await measured(min(count, 500))
         gc.collect()
-        memory = _PeakMemory()
-        watch = asyncio.create_task(memory.watch())
         costs = []
-        for repetition in range(options["repeats"]):
-            note(f"repetition {repetition + 1} of {options['repeats']}")
-            costs.append(await measured(count))
-        watch.cancel()
+        async with _PeakMemory() as memory:
+            for repetition in range(options["repeats"]):
+                note(f"repetition {repetition + 1} of {options['repeats']}")
+                costs.append(await measured(count))
         found = _summary(costs) | {"bytes_per_agent": (memory.peak - memory.before) / count}
         if processes is not None:
             found["processes"] = processes
@@ -299,11 +304,9 @@ async def _http_main(url: str, options: Mapping[str, Any], note: Note) -> dict[s
 
         await run(min(count, 500))
         gc.collect()
-        memory = _PeakMemory()
-        watch = asyncio.create_task(memory.watch())
         note(f"{count:,} agents")
-        cost = await _cost(count * turns, run(count))
-        watch.cancel()
+        async with _PeakMemory() as memory:
+            cost = await _cost(count * turns, run(count))
         return _summary([cost]) | {"bytes_per_agent": (memory.peak - memory.before) / count}
 
 

@@ -21,7 +21,7 @@ from .core.routing import Route
 from .driver import Driver
 from .errors import Closed, InvalidRequest, UsageError
 from .gateway import Gateway
-from .messages import FAKE, ClientKeys, EngineInfo
+from .messages import ClientKeys, EngineInfo
 from .pool import Birth, Pool, WorkerInfo, describe
 from .prompts import Message, check_given_ids
 from .requests import Requests
@@ -69,7 +69,7 @@ class Client:
         self._driver.before_serving = self._controls.before_serving
         info = self._pool.ready(0).engine
         assert info is not None
-        self._tokenizer_box.fake = info.architecture == FAKE
+        self._tokenizer_box.fake = not info.sglang_version
         self._requests = Requests(
             self._driver, info, self._tokenizer_box, self._pool.weights, self._timeout
         )

@@ -15,6 +15,7 @@ from .actor import EndpointSpec, UnaryReply, deadline_from, endpoint, endpoints_
 from .codec import encode
 from .config import check_timeout
 from .core.calls import Call
+from .driver import Driver
 from .errors import Closed, UnknownEndpoint, UsageError, WorkerLost
 from .messages import EngineStats, TokenChunk
 from .pool import Pool
@@ -116,14 +117,7 @@ class Controls:
     def before_serving(self, worker: int) -> None:
         """A worker that comes while the engines are paused is paused, too."""
         if self._paused:
-            driver = self._pool.driver
-            future = driver.loop.create_future()
-            # Should it be lost first, its replacement is told.
-            future.add_done_callback(lambda done: done.cancelled() or done.exception())
-            with contextlib.suppress(Closed):
-                driver.submit(
-                    urgent_call(_PAUSING["pause"], ("in_place",), {}, worker, future, None)
-                )
+            tell(self._pool.driver, _PAUSING["pause"], ("in_place",), worker)
 
     async def _ask_all(
         self,
@@ -135,26 +129,47 @@ class Controls:
     ) -> dict[int, Any]:
         """Call a control endpoint of the engines that serve, or of this one. The answers by worker,
         in order; one that is lost meanwhile has none."""
-        driver = self._pool.driver
-        workers = driver.ready if worker is None else [worker]
         if timeout is None:
             timeout = self._timeout
-        calls, futures = [], []
-        for index in workers:
-            future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-            calls.append(urgent_call(spec, args, kwargs or {}, index, future, timeout))
-            futures.append(future)
-        found = await submit_all(driver, calls, futures, return_exceptions=worker is None)
-        answers = {}
-        for index, one in zip(workers, found, strict=True):
-            if not isinstance(one, BaseException):
-                answers[index] = one
-            elif not isinstance(one, WorkerLost):
-                raise one
-        return answers
+        return await ask_all(self._pool.driver, spec, args, kwargs, timeout, worker)
 
 
-def urgent_call(
+async def ask_all(
+    driver: Driver,
+    spec: EndpointSpec,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    timeout: float | None = None,
+    worker: int | None = None,
+) -> dict[int, Any]:
+    """Ask the workers that serve, or this one, at once. The answers by worker, in order; one that
+    is lost meanwhile has none."""
+    workers = driver.ready if worker is None else [worker]
+    calls, futures = [], []
+    for index in workers:
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        calls.append(_control(spec, args, kwargs or {}, index, future, timeout))
+        futures.append(future)
+    found = await submit_all(driver, calls, futures, return_exceptions=worker is None)
+    answers = {}
+    for index, one in zip(workers, found, strict=True):
+        if not isinstance(one, BaseException):
+            answers[index] = one
+        elif not isinstance(one, WorkerLost):
+            raise one
+    return answers
+
+
+def tell(driver: Driver, spec: EndpointSpec, args: tuple[Any, ...], worker: int) -> None:
+    """Ask a worker, and do not wait for what it answers. Should it be lost first, so be it: its
+    replacement is told when it comes."""
+    future = driver.loop.create_future()
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())
+    with contextlib.suppress(Closed, WorkerLost):
+        driver.submit(_control(spec, args, {}, worker, future, None))
+
+
+def _control(
     spec: EndpointSpec,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],

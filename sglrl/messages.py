@@ -105,10 +105,6 @@ class Starting(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=12):
     stage: str
 
 
-FAKE: Final = "FakeEngine"
-"""Architecture of the fake engine's model."""
-
-
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What the driver must know of a loaded model to check requests before it sends them."""
 

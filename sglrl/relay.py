@@ -6,7 +6,6 @@ Every call of such a client comes through here twice, so this is compiled (``_co
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -45,8 +44,6 @@ from .replies import chunk_of, resume
 from .sampling import GRAMMARS, MOST_BIAS, check_grammar, most_top_logprobs
 from .tokens import in_range
 
-logger = logging.getLogger("sglrl.gateway")
-
 _LONGEST_NAME: Final = 1024
 NEWS_SECONDS: Final = 0.1
 """At most so often a busy client is told how full the engines are."""
@@ -54,7 +51,9 @@ _KNOWN_SAMPLINGS: Final = 256
 """Sampling values that are remembered as checked. Clients use few different ones."""
 
 _KNOWN_CONVERSATIONS: Final = 1 << 14
+"""Of one client."""
 _TAIL: Final = 64
+"""Bytes by which a conversation is known again."""
 
 _decode_generate: Final = msgspec.msgpack.Decoder(GenerateArgs).decode
 _decode_score: Final = msgspec.msgpack.Decoder(ScoreArgs).decode

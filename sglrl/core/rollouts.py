@@ -251,8 +251,8 @@ class Plan:
 
     def interrupted(self, sample: Sample) -> bool:
         """What a running sample ran in is gone, which may not be its fault: it is run again, and
-        that is no try. False: it has happened too often, or its group was given up; then it has
-        ``failed``."""
+        that is no try. False: it has happened too often, or its group was given up; then its item
+        is ``condemned``."""
         assert sample.state is RUNNING, sample
         if sample.losses >= MOST_LOSSES or sample.group.state is not RUNNING:
             return False
@@ -262,6 +262,17 @@ class Plan:
         self.retried += 1
         self._queue_of(sample).appendleft(sample)
         return True
+
+    def condemned(self, sample: Sample, reason: str) -> None:
+        """A running sample has ended what it ran in too often. Its group is given up, and not begun
+        again: the others of it would do the same."""
+        assert sample.state is RUNNING, sample
+        group = sample.group
+        self.running -= 1
+        if group.state is RUNNING:
+            group.tries = self.retries
+            self._drop(group)
+        self._lose(sample, reason)
 
     def _queue_of(self, sample: Sample) -> deque[Sample]:
         return self.suspects if sample.losses >= SUSPECT else self.waiting
@@ -291,19 +302,7 @@ class Plan:
         """READY when nothing is open; given up when too few can still be done."""
         left = sum(s.state is not LOST for s in group.samples)
         if left < self.min_group:
-            self._leave(group, DROPPED)
-            for sample in group.samples:
-                if sample.state is DONE:
-                    self.samples_done -= 1
-                if sample.state is WAITING or sample.state is DONE:
-                    if sample.state is WAITING:
-                        self._queue_of(sample).remove(sample)
-                    sample.state = LOST
-                    self.lost[GIVEN_UP] += 1
-            if group.tries < self.retries:
-                self.again.append((group.index, group.item, group.tries + 1))
-            else:
-                self.dropped += 1
+            self._drop(group)
         elif not group.open:
             if group.state is READY:
                 # It has lost its oldest.
@@ -313,6 +312,22 @@ class Plan:
             group.oldest = min(s.oldest for s in group.samples if s.state is DONE)
             self.ready[group] = None
             self.by_age.setdefault(group.oldest, OrderedDict())[group] = None
+
+    def _drop(self, group: Group) -> None:
+        """What runs of it goes on, and is of no use. It is begun again, if it was not too often."""
+        self._leave(group, DROPPED)
+        for sample in group.samples:
+            if sample.state is DONE:
+                self.samples_done -= 1
+            if sample.state is WAITING or sample.state is DONE:
+                if sample.state is WAITING:
+                    self._queue_of(sample).remove(sample)
+                sample.state = LOST
+                self.lost[GIVEN_UP] += 1
+        if group.tries < self.retries:
+            self.again.append((group.index, group.item, group.tries + 1))
+        else:
+            self.dropped += 1
 
     def _unready(self, group: Group) -> None:
         del self.ready[group]

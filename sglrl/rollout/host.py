@@ -22,7 +22,7 @@ from .gate import Gate
 from .items import session_arguments
 from .outcome import DONE, FAILED, LATE, STALE, Outcome, Settings, body_of, sampling_from
 from .play import Agent, NotAsync, as_failure, is_late, made_ready, play, too_late
-from .session import Opening, Session
+from .session import Opening, Session, session_of_sample
 from .trajectory import Trajectory, record_of
 
 if TYPE_CHECKING:
@@ -116,9 +116,9 @@ class AgentHost(Actor):
             opening = self._opening(number, tries, item, arguments)
             # A tokenizer that must be loaded first takes nobody's time.
             await opening.ids()
-            session = sample.session = Session(opening, self._gate, self._on_turn, seed)
-            session.metadata.setdefault("item", number)
-            session.metadata.setdefault("sample", index)
+            session = sample.session = session_of_sample(
+                opening, self._gate, self._on_turn, seed, number, index
+            )
             if timeout is not None:
                 session._limit = limit = asyncio.timeout(timeout)
             made = await play(self._agent, session, item, limit)
@@ -157,10 +157,8 @@ class AgentHost(Actor):
         opening = self._openings.get((number, tries))
         if opening is None:
             settings = self.settings
-            own = session_arguments(item) if arguments is None else sampling_from(arguments)
-            opening = Opening(
-                self._client, **{**settings.values, "sampling": settings.sampling, **own}
-            )
+            found = session_arguments(item) if arguments is None else sampling_from(arguments)
+            opening = Opening.of(self._client, found, settings.values, settings.sampling)
             self._openings[number, tries] = opening
             if len(self._openings) > _KEPT:
                 self._openings.popitem(last=False)

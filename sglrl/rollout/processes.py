@@ -8,8 +8,6 @@ the driver waits for it.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -17,14 +15,13 @@ import msgspec
 
 from ..actor import EndpointSpec, endpoints_of, error_of
 from ..codec import Body, Buffer
-from ..controls import urgent_call
+from ..controls import ask_all, tell
 from ..core.calls import Call
 from ..core.rollouts import SUSPECT, Sample
 from ..driver import ENVELOPE_BYTES
-from ..errors import Closed, MessageTooLarge, ProtocolError, SglrlError, UsageError, WorkerLost
+from ..errors import MessageTooLarge, ProtocolError, SglrlError, UsageError
 from ..messages import Item, ItemKind
 from ..spawn import ActorHandle, spawn
-from ..together import submit_all
 from .host import AgentHost
 from .outcome import Outcome, Settings
 
@@ -93,6 +90,7 @@ class AgentProcesses:
     ) -> None:
         # By value, with what it refers to, over the private socket of their fork server.
         cls = type("AgentProcess", (AgentHost,), {"settings": settings, "__module__": __name__})
+        self.count = count
         self.on_end = on_end
         self._on_room = on_room
         self._specs: dict[str, EndpointSpec] = endpoints_of(cls)
@@ -215,35 +213,19 @@ class AgentProcesses:
         self._paused = True
         if not self._runs:
             return True
-        driver = self.driver
-        futures: list[asyncio.Future[bool]] = [driver.loop.create_future() for _ in driver.ready]
-        calls = [
-            urgent_call(self._specs["pause"], (), {}, index, future, None)
-            for index, future in zip(driver.ready, futures, strict=True)
-        ]
-        found = await submit_all(driver, calls, futures, return_exceptions=True)
-        for one in found:
-            # What runs in a process that is lost runs no more.
-            if isinstance(one, BaseException) and not isinstance(one, WorkerLost):
-                raise one
-        return self._paused and False not in found
+        # What runs in a process that is lost runs no more.
+        found = await ask_all(self.driver, self._specs["pause"])
+        return self._paused and all(found.values())
 
     def resume(self) -> None:
         self._paused = False
         if self._runs:
             for index in self.driver.ready:
-                self._tell("resume", index)
+                tell(self.driver, self._specs["resume"], (), index)
 
     def _before_serving(self, index: int) -> None:
         """A process that comes while the run is paused is paused, too."""
         if self._paused:
-            self._tell("pause", index)
+            tell(self.driver, self._specs["pause"], (), index)
         # When it serves, which is at once.
         self.driver.loop.call_soon(self._on_room)
-
-    def _tell(self, endpoint: str, index: int) -> None:
-        future = self.driver.loop.create_future()
-        # Should it be lost first, its replacement is told.
-        future.add_done_callback(lambda done: done.cancelled() or done.exception())
-        with contextlib.suppress(Closed, WorkerLost):
-            self.driver.submit(urgent_call(self._specs[endpoint], (), {}, index, future, None))

@@ -43,7 +43,7 @@ from .items import Items, length, session_arguments
 from .outcome import DONE, LATE, STALE, Outcome, Settings, error_from, sampling_to
 from .play import Agent, NotAsync, as_failure, is_late, made_ready, play, too_late
 from .progress import RolloutProgress
-from .session import Opening, Session
+from .session import Opening, Session, session_of_sample
 from .trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -56,8 +56,9 @@ OnError = Literal["retry", "drop", "raise"]
 
 _SUSPECT = 32
 """When so many samples have ended and none of them well, the agent is what is wrong."""
-_SUSPECT_DEATHS = 8
-"""When so many processes have died one after another and nothing else was heard, too."""
+_SUSPECT_DEATHS = 4
+"""Or so many of each process, and as many more, have died one after another and nothing else was
+heard. (One item ends each of them so often, at most: see ``core/rollouts.py``.)"""
 _RECENT = 256
 """Samples over which the mean reward is taken."""
 _HINT_SECONDS = 10.0
@@ -137,9 +138,10 @@ def rollout(
             holds them (tuples and sets are lists then, dataclasses mappings). What they print goes
             where this process's output goes; what they raise is a ``RemoteError`` here. Turns are
             in ``metrics`` when a sample of the same process ends. A process that dies is replaced,
-            and its samples are run again; a sample that is lost so four times has failed. One whose
-            event loop is held up for 300 s, or for ``timeout`` if that is less (but at least 10 s),
-            is ended as if it had died. ``seed`` is of the engine's draws, not of the agents' own.
+            and its samples are run again; an item of which one is lost so four times is dropped.
+            One whose event loop is held up for 300 s, or for ``timeout`` if that is less (but at
+            least 10 s), is ended as if it had died. ``seed`` is of the engine's draws, not of the
+            agents' own.
         progress: show it on a terminal, or in the log (True: always, None: on a terminal only).
         state: of an earlier run's ``state_dict``: items that it had finished are left out.
         seed: makes every sample's draws repeatable, each with seeds of its own.
@@ -475,16 +477,15 @@ class Rollout:
         opening = self._openings.get(group)
         if opening is None:
             try:
-                arguments = {**self._values, **own_names(self._open_session(group.item))}
-                arguments.setdefault("sampling", self._sampling)
-                opening = Opening(self._client, **arguments)
+                found = self._open_session(group.item)
+                opening = Opening.of(self._client, found, self._values, self._sampling)
             except Exception as error:
                 self._failed(sample, error)
                 return
             self._openings[group] = opening
-        session = Session(opening, self._gate, self._count, seed)
-        session.metadata.setdefault("item", group.index)
-        session.metadata.setdefault("sample", sample.index)
+        session = session_of_sample(
+            opening, self._gate, self._count, seed, group.index, sample.index
+        )
         self._running[sample] = session
         tasks.create_task(self._one(sample, session))
 
@@ -493,8 +494,8 @@ class Rollout:
         if self._open_session is session_arguments and type(group.item) in (dict, str, list):
             return None
         if group not in self._asked:
-            found = own_names(self._open_session(group.item))
-            Opening(self._client, **{**self._values, "sampling": self._sampling, **found})
+            found = self._open_session(group.item)
+            Opening.of(self._client, found, self._values, self._sampling)
             self._asked[group] = sampling_to(found)
         return self._asked[group]
 
@@ -599,7 +600,7 @@ class Rollout:
     def _interrupted(self, sample: core.Sample, error: WorkerLost) -> None:
         """Its process is gone, and who knows why."""
         assert self._processes is not None
-        if len(self._dead) >= _SUSPECT_DEATHS:
+        if len(self._dead) >= _SUSPECT_DEATHS * (self._processes.count + 1):
             error.add_note(f"and {len(self._dead)} of them died before any told of a sample")
             self._count_failure(error, fatal=True)
         if not self._client._is_alive or not self._processes.alive:
@@ -611,7 +612,7 @@ class Rollout:
             self._wake.set()
         else:
             error.add_note(f"and so it was {core.MOST_LOSSES} times before, with this sample")
-            self._failed(sample, error, again=False)
+            self._failed(sample, error, condemned=True)
 
     @property
     def _is_ending(self) -> bool:
@@ -630,7 +631,7 @@ class Rollout:
             self._fatal = True
             raise error
 
-    def _failed(self, sample: core.Sample, error: Exception, *, again: bool = True) -> None:
+    def _failed(self, sample: core.Sample, error: Exception, *, condemned: bool = False) -> None:
         session = self._running.get(sample)
         # Nor would any other sample get a turn, whatever the agent has made of it.
         refused = (
@@ -640,7 +641,7 @@ class Rollout:
         )
         fatal = self._on_error == "raise" or refused or self._hopeless
         self._count_failure(error, fatal=fatal)
-        retry = again and self._on_error == "retry" and not isinstance(error, UsageError)
+        retry = self._on_error == "retry" and not isinstance(error, UsageError)
         logger.warning(
             "sample %d of item %d failed: %s: %s",
             sample.index,
@@ -650,7 +651,12 @@ class Rollout:
             error.message if isinstance(error, RemoteError) and self._failures > 3 else error,
             exc_info=None if isinstance(error, SglrlError) or self._failures > 3 else error,
         )
-        self._ended(sample, "error", retry=retry)
+        if condemned:
+            self._running.pop(sample, None)
+            self._plan.condemned(sample, "error")
+            self._settle(sample.group, None)
+        else:
+            self._ended(sample, "error", retry=retry)
 
     def _ended(self, sample: core.Sample, reason: str, *, retry: bool = False) -> None:
         self._running.pop(sample, None)
@@ -694,9 +700,10 @@ class Rollout:
     def _on_version(self) -> None:
         plan = self._plan
         plan.advance(self._client.weight_version)
-        for group in [g for g in self._openings if g not in plan.live]:
-            # It was dropped, and no sample of it runs that would end.
-            del self._openings[group]
+        for kept in (self._openings, self._asked):
+            for group in [g for g in kept if g not in plan.live]:
+                # It was dropped, and no sample of it runs that would end.
+                del kept[group]
         if plan.max_staleness is not None:
             self._give_up(self._running)
         self._wake.set()

@@ -83,6 +83,17 @@ class Opening:
         if input_ids is not None:
             self._ids = check_ids(input_ids, info.vocab_size)
 
+    @classmethod
+    def of(
+        cls,
+        client: Client,
+        found: Mapping[str, Any],
+        values: Mapping[str, Any],
+        sampling: SamplingParams | None,
+    ) -> Opening:
+        """``found``: what an item of a data set says; it overrides what its run says."""
+        return cls(client, **{**values, "sampling": sampling, **own_names(found)})
+
     async def ids(self) -> bytes:
         """The prompt, int32."""
         if self._ids is None:
@@ -502,3 +513,18 @@ def _joined(pending: Sequence[str | bytes | list[Message]]) -> list[str | bytes 
         else:
             found.append(item)
     return found
+
+
+def session_of_sample(
+    opening: Opening,
+    gate: Gate,
+    on_turn: Callable[[int, int, int], None],
+    seed: int | None,
+    item: int,
+    sample: int,
+) -> Session:
+    """Of a run, whose numbers go into the metadata, unless these have such names already."""
+    session = Session(opening, gate, on_turn, seed)
+    session.metadata.setdefault("item", item)
+    session.metadata.setdefault("sample", sample)
+    return session

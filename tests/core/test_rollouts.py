@@ -71,6 +71,7 @@ class PlanMachine(RuleBasedStateMachine):
         self.filtered = 0
         self.fails: dict[Sample, int] = {}
         self.losses: dict[Sample, int] = {}
+        self.condemned: set[Group] = set()
         self.counted: dict[Group, int] = {}
         """Samples that were DONE when somebody last looked at the READY group."""
 
@@ -159,7 +160,12 @@ class PlanMachine(RuleBasedStateMachine):
             self.running.remove(sample)
             assert (sample.state, sample.tries) == (WAITING, tries)
         else:
-            assert sample.state == "running"
+            group, alive = sample.group, sample.group.state is RUNNING
+            self.running.remove(sample)
+            self.plan.condemned(sample, "error")
+            assert (sample.state, group.state) == (LOST, DROPPED)
+            if alive:
+                self.condemned.add(group)
 
     @rule()
     def new_weights(self) -> None:
@@ -241,12 +247,13 @@ class PlanMachine(RuleBasedStateMachine):
         unfinished = []
         dropped = 0
         for index, groups in by_item.items():
-            assert [g.tries for g in groups] == list(range(len(groups)))
+            tries = [self.retries if g in self.condemned else i for i, g in enumerate(groups)]
+            assert [g.tries for g in groups] == tries
             assert len(groups) <= self.retries + 1
             assert all(g.state is DROPPED for g in groups[:-1])
             last = groups[-1].state
             if last is DROPPED and index not in pending:
-                assert len(groups) == self.retries + 1
+                assert len(groups) == self.retries + 1 or groups[-1] in self.condemned
                 dropped += 1
             elif last not in (TAKEN, FILTERED):
                 unfinished.append(index)

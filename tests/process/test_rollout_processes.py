@@ -566,9 +566,14 @@ async def test_a_sample_that_kills_its_process_costs_the_others_nothing(
         await asyncio.sleep(0.02)
         return 1.0
 
-    run = sglrl.rollout(client, agent, ITEMS, processes=2, concurrency=8, retries=0)
-    assert sorted([g.index async for g in run]) == [i for i in range(24) if i != 5]
-    assert run.metrics.samples_lost == {"error": 1}
+    for processes, group_size in ((1, 2), (2, 4), (4, 1)):
+        run = sglrl.rollout(
+            client, agent, ITEMS, processes=processes, group_size=group_size, concurrency=8
+        )
+        assert sorted([g.index async for g in run]) == [i for i in range(24) if i != 5]
+        assert sum(run.metrics.samples_lost.values()) == group_size
+        assert run.metrics.samples_lost["error"] == 1
+        assert run.metrics.groups_dropped == 1
     (error,) = {str(e) for e in run.errors if getattr(e, "__notes__", None)}
     assert "exited with status 7" in error
 

@@ -29,7 +29,6 @@ import numpy as np
 
 from sglrl.errors import InvalidRequest
 from sglrl.messages import (
-    FAKE,
     EngineInfo,
     EngineSpec,
     EngineStats,
@@ -229,7 +228,7 @@ class FakeEngine:
     def info(self) -> EngineInfo:
         return EngineInfo(
             model="fake",
-            architecture=FAKE,
+            architecture="FakeEngine",
             dtype="float32",
             device="cpu",
             vocab_size=self.vocab_size,
