@@ -25,7 +25,6 @@ from .messages import (
     Approach,
     Cancel,
     Dismissed,
-    Item,
     ItemKind,
     Leave,
     ModelDescription,
@@ -303,7 +302,7 @@ class Gateway:
                 self._relay.fail(peer, id_, error)
         else:
             if peer.tasks.pop(id_, None) is not None:
-                self._relay.put(peer, Item(id_, ItemKind.DONE, body, len(frames)), frames)
+                self._relay.put(peer, (id_, ItemKind.DONE, body, len(frames)), frames)
 
     def _run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)

@@ -13,11 +13,11 @@ this module holds structs (and how ranks are addressed) only.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 
 class CallMessage(msgspec.Struct, array_like=True, gc=False, frozen=True):
@@ -157,7 +157,7 @@ class Approach(msgspec.Struct, array_like=True, frozen=True, tag=60):
     max_message_bytes: int = 256 << 20
 
 
-class Request(msgspec.Struct, array_like=True, gc=False, frozen=True):
+class Request(NamedTuple):
     """One call that it makes, of an engine or of the pool as a whole. ``args`` as in
     ``CallMessage``. ``timeout``: seconds that are left. ``conversation``: a number of the client's
     for one of which it is a turn; -1: of none."""
@@ -219,25 +219,23 @@ class Admitted(msgspec.Struct, array_like=True, frozen=True, tag=63):
     news: News
 
 
-class End(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """Of a call that ends, or begins again on another worker (``again``): where it was, how many
-    workers it has had, and after how many seconds it was sent to the last and heard of again (0:
+class Answer(Item, array_like=True, gc=False, frozen=True):
+    """An item of one of its calls, and of one that ends: on which worker it was (-1: on none), how
+    many it has had, and after how many seconds it was sent to the last and heard of again (0:
     never)."""
 
-    id: int
-    worker: int
-    attempts: int
-    queued: float
-    first: float
-    again: bool = False
+    worker: int = -1
+    attempts: int = 0
+    queued: float = 0.0
+    first: float = 0.0
 
 
 class Answers(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=64):
-    """What the client's calls have come to. An ``End`` that says ``again`` stands for what comes
-    before the items of this message."""
+    """What the client's calls have come to. Those of ``again`` begin again on another worker,
+    before anything that the items say."""
 
-    items: list[Item]
-    ends: list[End]
+    items: list[Answer]
+    again: list[int]
     news: News | None = None
 
 

@@ -27,7 +27,6 @@ from .errors import (
 )
 from .messages import (
     Answers,
-    End,
     EngineInfo,
     ErrorBody,
     GenerateArgs,
@@ -51,14 +50,22 @@ _KNOWN_SAMPLINGS: Final = 256
 """Sampling values that are remembered as checked. Clients use few different ones."""
 
 _KNOWN_CONVERSATIONS: Final = 1 << 14
-"""Of one client."""
-_TAIL: Final = 64
-"""Bytes by which a conversation is known again."""
+"""Of one client, at least; at most twice as many."""
 
-_decode_generate: Final = msgspec.msgpack.Decoder(GenerateArgs).decode
+# As a tuple, whose fields take less time to read than those of a struct.
+_decode_generate: Final = msgspec.msgpack.Decoder(
+    tuple[bytes, msgspec.Raw, bool, int, bool, int, bytes]
+).decode
+_decode_generate_args: Final = msgspec.msgpack.Decoder(GenerateArgs).decode
 _decode_score: Final = msgspec.msgpack.Decoder(ScoreArgs).decode
 _decode_next_token: Final = msgspec.msgpack.Decoder(NextTokenArgs).decode
 _decode_sampling: Final = msgspec.msgpack.Decoder(Sampling).decode
+
+
+Part = tuple[Any, ...]
+"""As an ``Answer``, or its first four fields."""
+_KIND: Final = 1
+_FRAMES: Final = 3
 
 
 class Peer:
@@ -69,103 +76,100 @@ class Peer:
         self.most_bytes = most_bytes
         """Of a frame."""
         self.calls: dict[int, Call] = {}
-        self.conversations: dict[int, Turns] = {}
-        """By the client's numbers; the latest."""
+        self.conversations: dict[int, Route] = {}
+        """What routing knows of them, by the client's numbers."""
+        self.silent: dict[int, Route] = {}
+        """Those that have had no turn since ``conversations`` was begun anew."""
         self.tasks: dict[int, Any] = {}
         """Of what it asks of the pool as a whole."""
-        self.items: list[Item] = []
-        self.ends: list[End] = []
+        self.items: list[Part] = []
+        self.again: list[int] = []
         self.frames: list[Buffer] = []
         self.told = 0.0
 
-
-class Turns:
-    """Those of one conversation: what routing knows of it, for the next one. Of the tokens that the
-    last one's prompt had it is remembered how many bytes they were, and the last of these."""
-
-    __slots__ = ("route", "runs", "size", "tail")
-
-    def __init__(self) -> None:
-        self.route = Route(b"")
-        self.size = 0
-        self.tail = b""
-        self.runs = False
-        """One does, now."""
-
-    def go_on(self, ids: bytes) -> bool:
-        """Whether this can be the next one's prompt. (One that is taken for it and is not costs a
-        miss in a prefix cache, never a wrong result.)"""
-        tail = self.tail
-        return not self.runs and ids.startswith(tail, self.size - len(tail))
-
-    def begin(self, ids: bytes, version: int) -> None:
-        self.runs = True
-        self.size = len(ids)
-        self.tail = ids[-_TAIL:]
-        self.route.extend(ids, version)
-
-    def end(self) -> None:
-        self.runs = False
-        self.route.tokens = b""
+    def conversation(self, number: int) -> Route:
+        """For its next turn: as the one before has left it, if it is known and none runs."""
+        route = self.conversations.get(number)
+        if route is None:
+            route = self.silent.pop(number, None)
+            if route is None:
+                route = Route(b"")
+            if len(self.conversations) >= _KNOWN_CONVERSATIONS:
+                self.silent, self.conversations = self.conversations, {}
+            self.conversations[number] = route
+        if route.tokens:
+            self.conversations[number] = route = Route(b"")
+        return route
 
 
 class Forward:
-    """The ``Reply`` of a call that a client in another process made."""
+    """The ``Reply`` of a call that a client in another process made. ``conversation``: that it is a
+    turn of; ``begun``: its answer so far, if another worker could go on from it."""
 
-    __slots__ = ("begun", "id", "peer", "relay", "resumable", "turns")
+    __slots__ = ("begun", "conversation", "id", "peer", "relay", "resumable")
 
-    def __init__(self, relay: Relay, peer: Peer, id_: int, resumable: bool, begun: bytes) -> None:
-        self.turns: Turns | None = None
-        """Of the conversation that the call is a turn of."""
+    def __init__(self, relay: Relay, peer: Peer, id_: int, resumable: bool) -> None:
         self.relay = relay
         self.peer = peer
         self.id = id_
         self.resumable = resumable
-        self.begun: list[TokenChunk] = [TokenChunk(begun)] if begun else []
+        self.conversation: Route | None = None
+        self.begun: list[TokenChunk] | None = None
 
     def let_go(self) -> None:
         """The call is no more."""
-        if self.turns is not None:
-            self.turns.end()
-            self.turns = None
+        route = self.conversation
+        if route is not None:
+            # None of its turns runs, and nobody keeps them.
+            route.tokens = b""
+            self.conversation = None
 
     def chunk(self, item: Item, frames: Sequence[Buffer]) -> None:
         if self.resumable:
             try:
-                self.begun.append(chunk_of(item))
+                chunk = chunk_of(item)
             except ProtocolError:
                 # The client will see that for itself.
                 self.resumable = False
-        self.relay.put(self.peer, Item(self.id, item.kind, item.body, item.frames), frames)
+            else:
+                if self.begun is None:
+                    self.begun = []
+                self.begun.append(chunk)
+        self.relay.put(self.peer, (self.id, item.kind, item.body, item.frames), frames)
 
     def restart(self, call: Call) -> None:
-        if self.begun:
+        if self.begun is not None:
             # What was received so far leaves first.
             self.relay.flush(self.peer)
-            self.peer.ends.append(_end_of(self.id, call, True))
+            self.peer.again.append(self.id)
+            if isinstance(call.args, msgspec.Raw):
+                call.args = _decode_generate_args(call.args)
             resume(call, self.begun)
 
     def end(self, call: Call, outcome: Item | SglrlError, frames: Sequence[Buffer]) -> None:
-        peer = self.peer
         self.let_go()
-        peer.calls.pop(self.id, None)
-        peer.ends.append(_end_of(self.id, call, False))
+        self.peer.calls.pop(self.id, None)
         if isinstance(outcome, Item):
-            self.relay.put(peer, Item(self.id, outcome.kind, outcome.body, outcome.frames), frames)
+            part = _part(self.id, outcome.kind, outcome.body, outcome.frames, call)
+            self.relay.put(self.peer, part, frames)
         else:
-            self.relay.fail(peer, self.id, outcome)
+            self.relay.fail(self.peer, self.id, outcome, call)
 
 
-def _end_of(id_: int, call: Call, again: bool) -> End:
+def _part(id_: int, kind: int, body: bytes, frames: int, call: Call) -> Part:
     worker, begun = call.worker, call.submitted_at
+    if worker is None:
+        return (id_, kind, body, frames)
     queued, first = call.sent_at - begun, call.first_at - begun
-    return End(
+    return (
         id_,
-        -1 if worker is None else worker.index,
+        kind,
+        body,
+        frames,
+        worker.index,
         call.attempts,
         queued if queued > 0.0 else 0.0,
         first if first > 0.0 else 0.0,
-        again,
     )
 
 
@@ -182,7 +186,7 @@ class Relay:
         self._unsent: dict[Peer, None] = {}
         self._flush_scheduled = False
 
-    def put(self, peer: Peer, item: Item, frames: Sequence[Buffer]) -> None:
+    def put(self, peer: Peer, item: Part, frames: Sequence[Buffer]) -> None:
         """Leaves when the loop tick ends, with all else for this client as one message."""
         peer.items.append(item)
         if frames:
@@ -192,22 +196,26 @@ class Relay:
             self._flush_scheduled = True
             self._driver.loop.call_soon(self._flush_all)
 
-    def fail(self, peer: Peer, id_: int, error: SglrlError) -> None:
-        body = ErrorBody(type(error).__name__, error.message, getattr(error, "traceback", ""))
-        self.put(peer, Item(id_, ItemKind.FAILED, encode(body)), ())
+    def fail(self, peer: Peer, id_: int, error: SglrlError, call: Call | None = None) -> None:
+        found = ErrorBody(type(error).__name__, error.message, getattr(error, "traceback", ""))
+        body = encode(found)
+        if call is None:
+            self.put(peer, (id_, ItemKind.FAILED, body, 0), ())
+        else:
+            self.put(peer, _part(id_, ItemKind.FAILED, body, 0, call), ())
 
     def flush(self, peer: Peer) -> None:
         self._unsent.pop(peer, None)
-        if not peer.items and not peer.ends:
+        if not peer.items and not peer.again:
             return
         items, peer.items = peer.items, []
-        ends, peer.ends = peer.ends, []
+        again, peer.again = peer.again, []
         frames, peer.frames = peer.frames, []
         news: News | None = None
         if now() - peer.told > NEWS_SECONDS:
             news = self._news()
             peer.told = now()
-        self._send_answers(peer, items, ends, frames, news)
+        self._send_answers(peer, items, again, frames, news)
 
     def forget(self, peer: Peer) -> None:
         """Nobody waits for its calls any more."""
@@ -219,6 +227,7 @@ class Relay:
         peer.calls.clear()
         peer.tasks.clear()
         peer.conversations.clear()
+        peer.silent.clear()
 
     def cancel(self, peer: Peer, id_: int) -> None:
         call = peer.calls.pop(id_, None)
@@ -230,7 +239,7 @@ class Relay:
             task.cancel()
         else:
             return
-        self.put(peer, Item(id_, ItemKind.CANCELLED), ())
+        self.put(peer, (id_, ItemKind.CANCELLED, b"\xc0", 0), ())
 
     def _flush_all(self) -> None:
         self._flush_scheduled = False
@@ -240,29 +249,30 @@ class Relay:
     def _send_answers(
         self,
         peer: Peer,
-        items: list[Item],
-        ends: list[End],
+        items: list[Part],
+        again: list[int],
         frames: list[Buffer],
         news: News | None,
     ) -> None:
-        body = encode(Answers(items, ends, news))
+        body = encode(Answers(items, again, news))  # type: ignore[arg-type]
         largest = max(len(body), *map(len, frames)) if frames else len(body)
         if largest > peer.most_bytes and len(items) > 1:
             half = len(items) // 2
-            count = sum(item.frames for item in items[:half])
-            self._send_answers(peer, items[:half], ends, frames[:count], news)
+            count = sum(item[_FRAMES] for item in items[:half])
+            self._send_answers(peer, items[:half], again, frames[:count], news)
             self._send_answers(peer, items[half:], [], frames[count:], None)
-        elif largest > peer.most_bytes and items and items[0].kind != ItemKind.FAILED:
+        elif largest > peer.most_bytes and items and items[0][_KIND] != ItemKind.FAILED:
             what = (
                 f"the answer has {largest:,} bytes, of at most {peer.most_bytes:,} that fit one "
                 "message of this client (max_message_bytes)"
             )
             body = encode(ErrorBody(MessageTooLarge.__name__, what, ""))
-            if items[0].kind == ItemKind.CHUNK:
+            id_, kind, _, _, *end = items[0]
+            if kind == ItemKind.CHUNK:
                 # For the client the call ends with this.
-                self.cancel(peer, items[0].id)
-            item = Item(items[0].id, ItemKind.FAILED, body)
-            self._send_answers(peer, [item], ends, [], news)
+                self.cancel(peer, id_)
+            item = (id_, ItemKind.FAILED, body, 0, *end)
+            self._send_answers(peer, [item], again, [], news)
         elif not self._driver.send_to_peer(peer.identity, body, *frames):
             self._on_lost(peer)
 
@@ -303,12 +313,12 @@ class Admission:
         """False if one of them uses the id of another that has not ended."""
         taken = True
         for request in requests:
-            id_ = request.id
+            id_ = request[0]
             if id_ in peer.calls or id_ in peer.tasks:
                 taken = False
                 continue
             try:
-                spec = self._of_pool.get(request.endpoint)
+                spec = self._of_pool.get(request[1])
                 if spec is not None:
                     self._ask(peer, request, spec)
                 else:
@@ -326,107 +336,103 @@ class Admission:
     def _call(self, peer: Peer, request: Request) -> Call:
         """Raises ``InvalidRequest`` for what the client should not have let through, and
         ``DeadlineExceeded``."""
+        fields: tuple[int, str, Any, float | None, int, int | None, str | None, int] = request
+        id_, endpoint, raw, timeout, priority, worker, session, number = fields
         deadline: float | None = None
-        if request.timeout is not None:
-            if not request.timeout > 0:
+        if timeout is not None:
+            if not timeout > 0:
                 raise DeadlineExceeded("the deadline had passed before the call was here")
-            deadline = now() + request.timeout if math.isfinite(request.timeout) else None
-        endpoint = request.endpoint
-        control = self._controls.get(endpoint)
+            deadline = now() + timeout if math.isfinite(timeout) else None
+        generate = endpoint == "generate"
+        forward = Forward(self._relay, peer, id_, generate)
+        # Not a view of all that came with it, which would be kept as long as the call.
+        args = raw.copy()
+        control = None if generate else self._controls.get(endpoint)
         if control is not None:
             arguments(control, request)
             return Call(
                 endpoint,
-                msgspec.Raw(bytes(request.args)),
-                Forward(self._relay, peer, request.id, False, b""),
+                args,
+                forward,
                 deadline=deadline,
-                pinned=request.worker,
+                pinned=worker,
                 idempotent=control.idempotent,
-                urgent=request.worker is not None,
+                urgent=worker is not None,
             )
-        begun = b""
-        args: msgspec.Struct
         try:
-            if endpoint == "generate":
-                args, ids, begun = self._generate(request)
+            if generate:
+                ids = self._generate(args, forward)
             elif endpoint == "score":
-                args, ids = self._score(request)
+                ids = self._score(args)
             elif endpoint == "next_token_logprobs":
-                args, ids = self._next_token(request)
+                ids = self._next_token(args)
             else:
                 raise UnknownEndpoint(f"the engine has no endpoint {endpoint!r}")
         except MALFORMED as error:
             raise InvalidRequest(f"{endpoint}: {error}") from None
-        if not ids or len(ids) % 4:
+        size = len(ids)
+        if not size or size % 4:
             raise InvalidRequest("token ids are int32, at least one")
         if not in_range(ids, self._vocab_size):
             raise InvalidRequest("token ids are outside the vocabulary")
-        if len(ids) // 4 > (self._most_total if endpoint == "score" else self._most_prompt):
-            raise InvalidRequest(f"the prompt has {len(ids) // 4} tokens, which is too many")
-        if len(request.args) > self._max_body:
+        if size // 4 > (self._most_total if endpoint == "score" else self._most_prompt):
+            raise InvalidRequest(f"the prompt has {size // 4} tokens, which is too many")
+        if len(args) > self._max_body:
             raise InvalidRequest("the request does not fit one message to a worker")
-        session = request.session
         if session is not None and len(session) > _LONGEST_NAME:
             raise InvalidRequest(f"a session's name has at most {_LONGEST_NAME} characters")
-        generate = endpoint == "generate"
-        forward = Forward(self._relay, peer, request.id, generate, begun)
         version: int = self._weights.version
-        if request.conversation < 0 or session is not None:
+        if number < 0 or session is not None:
             route = Route(ids, version, session)
         else:
-            forward.turns = turns = _turns(peer, request.conversation, ids)
-            turns.begin(ids, version)
-            route = turns.route
+            # One that is no turn of it, as the client says, costs a miss in a prefix cache.
+            forward.conversation = route = peer.conversation(number)
+            route.extend(ids, version)
         return Call(
             endpoint,
             args,
             forward,
-            deadline=deadline,
-            priority=request.priority,
-            pinned=request.worker,
-            route=route,
-            idempotent=True,
-            resumable=generate,
+            (),
+            deadline,
+            priority,
+            worker,
+            route,
+            True,
+            False,
+            generate,
         )
 
-    def _generate(self, request: Request) -> tuple[GenerateArgs, bytes, bytes]:
-        wanted = _decode_generate(request.args)
-        ids, begun = wanted.input_ids, wanted.resume
-        if begun and not in_range(begun, self._vocab_size):
-            raise InvalidRequest("token ids are outside the vocabulary, or no int32")
-        # Not a view of all that came with it, which would be kept as long as the call.
-        sampling = bytes(wanted.sampling)
-        new = self._samplings.get(sampling, 0)
+    def _generate(self, args: Any, forward: Forward) -> bytes:
+        ids: bytes
+        ids, sampling, _, top, _, _, begun = _decode_generate(args)
+        if begun:
+            if not in_range(begun, self._vocab_size):
+                raise InvalidRequest("token ids are outside the vocabulary, or no int32")
+            forward.begun = [TokenChunk(begun)]
+        key = bytes(sampling)
+        new = self._samplings.get(key, 0)
         if not new:
-            new = self._check_sampling(sampling)
+            new = self._check_sampling(key)
         if not 1 <= new <= self._most_total - len(ids) // 4:
             raise InvalidRequest(
                 f"max_new_tokens={new} does not fit a prompt of {len(ids) // 4} tokens"
             )
-        _check_top(wanted.top_logprobs, self._most_top)
-        args = GenerateArgs(
-            ids,
-            msgspec.Raw(sampling),
-            wanted.logprobs,
-            wanted.top_logprobs,
-            wanted.stream,
-            wanted.priority,
-            begun,
-        )
-        return args, ids, begun
+        _check_top(top, self._most_top)
+        return ids
 
-    def _score(self, request: Request) -> tuple[ScoreArgs, bytes]:
-        wanted = _decode_score(request.args)
-        ids = wanted.input_ids
+    def _score(self, args: Any) -> bytes:
+        wanted = _decode_score(args)
+        ids: bytes = wanted.input_ids
         if not 0 <= wanted.start < len(ids) // 4:
             raise InvalidRequest(f"start={wanted.start} is beyond the tokens given")
         _check_top(wanted.top_logprobs, self._most_top)
-        return wanted, ids
+        return ids
 
-    def _next_token(self, request: Request) -> tuple[NextTokenArgs, bytes]:
-        wanted = _decode_next_token(request.args)
+    def _next_token(self, args: Any) -> bytes:
+        wanted = _decode_next_token(args)
         _check_top(wanted.top_k, self._vocab_size)
-        return wanted, wanted.input_ids
+        ids: bytes = wanted.input_ids
+        return ids
 
     def _check_sampling(self, raw: bytes) -> int:
         """What an engine would not survive; the rest it checks itself. Its max_new_tokens."""
@@ -447,19 +453,6 @@ class Admission:
         if len(raw) < 1024:
             self._samplings[raw] = new
         return new
-
-
-def _turns(peer: Peer, number: int, ids: bytes) -> Turns:
-    """Those that this may be one more of."""
-    conversations = peer.conversations
-    found = conversations.pop(number, None)
-    if found is None or not found.go_on(ids):
-        found = Turns()
-        if len(conversations) >= _KNOWN_CONVERSATIONS:
-            # The one that has been silent for longest.
-            del conversations[next(iter(conversations))]
-    conversations[number] = found
-    return found
 
 
 def _check_top(count: int, most: int) -> None:

@@ -101,17 +101,16 @@ class RemoteDriver(Driver):
                 return
             self._raw |= zip(map(id, answers.items), owned, strict=True)
         held = self._pool.calls
-        for end in answers.ends:
-            call = held.get(end.id)
-            if call is None:
-                continue
-            if end.again:
+        for id_ in answers.again:
+            call = held.get(id_)
+            if call is not None:
                 self.fabric.outbox.append((RESTART, call, None))
-            elif end.worker >= 0:
-                call.worker = self._names.setdefault(end.worker, Member(end.worker))
-                call.attempts = end.attempts
-                call.sent_at = call.submitted_at + end.queued
-                call.first_at = call.submitted_at + end.first if end.first else 0.0
+        for answer in answers.items:
+            if answer.worker >= 0 and (call := held.get(answer.id)) is not None:
+                call.worker = self._names.setdefault(answer.worker, Member(answer.worker))
+                call.attempts = answer.attempts
+                call.sent_at = call.submitted_at + answer.queued
+                call.first_at = call.submitted_at + answer.first if answer.first else 0.0
         self.fabric.results(self._pool, answers.items, now())
         if answers.news is not None:
             self.news = answers.news

@@ -120,7 +120,7 @@ class GenerationReply:
         future = self.future
         if future.done():
             return
-        if type(outcome) is Item and outcome.kind == _DONE:
+        if isinstance(outcome, Item) and outcome.kind == _DONE:
             try:
                 last = self.checked(outcome)
             except ProtocolError as error:

@@ -26,6 +26,9 @@ _HOLDERS: Final = 8
 
 Holders = tuple[Member, ...] | dict[Member, None]
 
+_NO_KEYS: Final[list[int]] = []
+"""Nobody changes it."""
+
 
 def _beginnings(most: int) -> tuple[int, ...]:
     found = [0]
@@ -51,16 +54,18 @@ class Route:
         sticky: it is a conversation.
         number: of the conversation, where it has one: in a process that has no pool of its own.
         member: who got the call before; it gets the next one of a conversation.
-        recorded: keys that were there when ``member`` got the call before, the whole prompt's
-            aside.
-        _beginnings: how many of the keys are of beginnings; these do not change.
-        _hashed: for how many bytes the keys are.
+        recorded: how many beginnings there were when ``member`` got the call before. (The whole
+            prompt is none of them.)
+        _latest: the key of the last of these.
+        _keys: of the prompt as it is, if ``_hashed`` says so: of so many bytes.
+        _beginnings: how many of the keys are of beginnings.
     """
 
     __slots__ = (
         "_beginnings",
         "_hashed",
         "_keys",
+        "_latest",
         "member",
         "number",
         "recorded",
@@ -78,7 +83,8 @@ class Route:
         self.number = -1
         self.member: Member | None = None
         self.recorded = 0
-        self._keys: list[int] = []
+        self._latest = 0
+        self._keys: list[int] = _NO_KEYS
         self._beginnings = 0
         self._hashed = 0
 
@@ -88,8 +94,7 @@ class Route:
         self.sticky = True
         if version != self.version:
             self.version = version
-            self._keys = []
-            self._beginnings = self._hashed = self.recorded = 0
+            self.recorded = self._hashed = 0
 
     def prefix_keys(self, block: int) -> list[int]:
         """One key for each of some beginnings of the prompt, each depending on all tokens before
@@ -97,35 +102,51 @@ class Route:
         collision costs a cache miss, never a wrong result.
 
         Beginnings are so many blocks of ``block`` tokens long as ``BEGINNINGS`` says."""
-        keys, tokens, size = self._keys, self.tokens, len(self.tokens)
+        tokens, size = self.tokens, len(self.tokens)
         if self._hashed != size:
-            # What there is goes on behind its last beginning.
-            n, width = self._beginnings, block * 4
-            if len(keys) > n:
-                del keys[n:]
-            key = keys[-1] if n else self.version
-            at = BEGINNINGS[n] * width
+            keys: list[int] = []
+            n, width = 0, block * 4
+            key, at = self.version, 0
             while (stop := BEGINNINGS[n + 1] * width) <= size:
                 key = hash((key, tokens[at:stop]))
                 keys.append(key)
                 at = stop
                 n += 1
-            self._beginnings = n
             if at < size and not self.recorded:
                 keys.append(hash((key, tokens[at:])))
+            self._keys = keys
+            self._beginnings = n
             self._hashed = size
-        return keys
+        return self._keys
 
     def record(self, index: PrefixIndex, member: Member, block: int) -> None:
         """The member gets the call. Of a conversation that stays with it the longest beginning is
         put down, which is what another that goes on from here will have, too."""
-        keys = self._keys if self._hashed == len(self.tokens) else self.prefix_keys(block)
-        if member is not self.member or not self.recorded:
+        n = self.recorded
+        if self.sticky and n and member is self.member:
+            tokens, size, width = self.tokens, len(self.tokens), block * 4
+            stop = BEGINNINGS[n + 1] * width
+            if stop <= size:
+                at, key = BEGINNINGS[n] * width, self._latest
+                while stop <= size:
+                    key = hash((key, tokens[at:stop]))
+                    at = stop
+                    n += 1
+                    stop = BEGINNINGS[n + 1] * width
+                index.record([key], member)
+                self._latest = key
+                self.recorded = n
+            return
+        keys = self.prefix_keys(block)
+        if not n or member is not self.member:
             self.member = member
             index.record(keys, member)
-        elif self._beginnings > self.recorded:
-            index.record(keys[self._beginnings - 1 : self._beginnings], member)
-        self.recorded = self._beginnings
+        self.recorded = n = self._beginnings
+        if self.sticky and n:
+            # The next turn goes on from the last one; the others are not asked for again.
+            self._latest = keys[n - 1]
+            self._keys = _NO_KEYS
+            self._hashed = 0
 
 
 class PrefixIndex:
