@@ -21,6 +21,7 @@ MODULES: Final = (
     "core.members",
     "core.rollouts",
     "core.routing",
+    "core.waiting",
     "driver",
     "relay",
     "remote_driver",

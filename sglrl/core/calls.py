@@ -132,6 +132,12 @@ class Call:
             )
         self.state = state
 
+    def goes_before(self, other: Call) -> bool:
+        """By priority, then by age: ids count submissions."""
+        if self.priority != other.priority:
+            return self.priority > other.priority
+        return self.id < other.id
+
     def __repr__(self) -> str:
         worker = self.worker.index if self.worker is not None else None
         return (

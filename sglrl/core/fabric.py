@@ -16,15 +16,15 @@ from __future__ import annotations
 
 from collections import Counter
 from heapq import heapify, heappop, heappush
-from itertools import count
 from typing import TYPE_CHECKING, Any, Final
 
 from ..config import FabricConfig
 from ..errors import Closed, DeadlineExceeded, Overloaded, SglrlError, UsageError, WorkerLost
 from ..messages import Item, ItemKind
 from .calls import CANCELLING, ENDED, QUEUED, RUNNING, SENT, Call
-from .members import DRAINING, GONE, LOST, READY, RETIRED, STALE, SYNCING, Entry, LoadIndex, Member
+from .members import DRAINING, GONE, LOST, READY, RETIRED, STALE, SYNCING, LoadIndex, Member
 from .routing import Router
+from .waiting import Waiting
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -70,11 +70,10 @@ class Fabric:
         """No new calls; those that are there run to their end."""
         self._epitaph = ""
         self._next_id = 0
-        self._fresh: list[Entry] = []
-        """Waiting calls that may go anywhere, and some that wait no longer. A heap."""
-        self._homed: list[Entry] = []
-        """The same of those in some member's ``returning``."""
-        self._entries = count()
+        self._fresh = Waiting()
+        """Calls that may go anywhere."""
+        self._homed = Waiting()
+        """Those in some member's ``returning``."""
         self._waiting = 0
         self._deadlines: list[tuple[float, int]] = []
 
@@ -369,25 +368,25 @@ class Fabric:
         self.outbox.append((SEND, member, call))
 
     def _enqueue(self, call: Call) -> None:
-        entry = (-call.priority, call.id, next(self._entries), call)
         self._waiting += 1
         if call.pinned is not None:
-            heappush(self.members[call.pinned].pinned, entry)
+            self.members[call.pinned].pinned.push(call)
             return
         home = self.router.home(call)
         if home is None:
-            heappush(self._fresh, entry)
+            self._fresh.push(call)
         else:
-            self._send_home(entry, home)
+            self._send_home(call, home)
 
-    def _send_home(self, entry: Entry, home: Member) -> None:
+    def _send_home(self, call: Call, home: Member) -> None:
         """It had best go to this member, which holds what it goes on from."""
         for queue in (self._homed, home.returning):
-            heappush(queue, entry)
+            queue.push(call)
             self._sweep(queue)
 
     def _unqueue(self, call: Call) -> None:
-        """Take a waiting call out. Its entries stay until popped or swept."""
+        """A waiting call waits no longer. It stands in its queues until they come to it, or are
+        swept."""
         call.move(ENDED)
         del self.calls[call.id]
         self._waiting -= 1
@@ -400,11 +399,9 @@ class Fabric:
             for member in self.members.values():
                 member.returning.clear()
 
-    def _sweep(self, queue: list[Entry]) -> None:
-        """Bound a heap by twice the calls that wait."""
-        if len(queue) > 64 + 2 * self._waiting:
-            queue[:] = [entry for entry in queue if entry[3].state == QUEUED]
-            heapify(queue)
+    def _sweep(self, queue: Waiting) -> None:
+        """Bound it by twice the calls that wait."""
+        queue.bound(64 + 2 * self._waiting)
 
     def _end_queued(self, call: Call, outcome: Item | SglrlError) -> None:
         self._unqueue(call)
@@ -425,15 +422,15 @@ class Fabric:
     def _withdraw(self, member: Member) -> None:
         self.loads.leave(member)
         self.router.leave(member)
-        for entry in member.returning:
-            if entry[3].state == QUEUED:
-                heappush(self._fresh, (*entry[:2], next(self._entries), entry[3]))
+        for call in member.returning:
+            if call.state == QUEUED:
+                self._fresh.push(call)
         member.returning.clear()
 
     def _fail_pinned(self, member: Member, why: str, *, keep_idempotent: bool = False) -> None:
         """Calls that wait for this worker and no other. What is not idempotent may count on what
         the worker knew, so it does not wait for a replacement."""
-        for *_, call in list(member.pinned):
+        for call in member.pinned:
             if call.state == QUEUED and not (keep_idempotent and call.idempotent):
                 self._end_queued(
                     call,
@@ -450,48 +447,54 @@ class Fabric:
         pinned to it come first."""
         if member is not None:
             pinned = member.pinned
-            while pinned and member.has_room:
-                call = heappop(pinned)[3]
-                if call.state == QUEUED:
-                    self._start_waiting(call, member, now)
-            while member.has_room:
-                first = self._next_for(member)
-                if first is None:
-                    break
-                self.router.given(first, member)
-                self._start_waiting(first, member, now)
+            while member.has_room and (call := pinned.first()) is not None:
+                pinned.take()
+                self._start_waiting(call, member, now)
+            while member.has_room and (call := self._next_for(member)) is not None:
+                self.router.given(call, member)
+                self._start_waiting(call, member, now)
         while self.loads.with_room:
-            queue = _older(self._fresh, self._homed)
-            if queue is None:
+            fresh, homed = self._fresh.first(), self._homed.first()
+            call = _older(fresh, homed)
+            if call is None:
                 break
-            call = heappop(queue)[3]
+            (self._fresh if call is fresh else self._homed).take()
             chosen = self.router.choose(call)
             assert chosen is not None
             self._start_waiting(call, chosen, now)
 
     def _next_for(self, member: Member) -> Call | None:
-        """The waiting call that this member with room takes."""
-        fresh, homed, own = self._fresh, self._homed, member.returning
-        queue = _older(fresh, own)
+        """The waiting call that this member with room takes. It is in no queue then."""
+        own = member.returning.first()
+        fresh = self._fresh.first()
         for _ in range(_LOOKS):
-            if queue is not fresh:
+            if fresh is None or fresh is not _older(fresh, own):
                 break
             # Meanwhile others may have got what it begins with.
-            home = self.router.home(fresh[0][3])
+            home = self.router.home(fresh)
             if home is None or home is member:
                 break
-            self._send_home(heappop(fresh), home)
-            queue = _older(fresh, own)
-        oldest = _older(fresh, homed)
+            self._fresh.take()
+            self._send_home(fresh, home)
+            fresh = self._fresh.first()
+        oldest = _older(fresh, self._homed.first())
+        found = _older(fresh, own)
         if oldest is None:
             return None
-        first = oldest[0]
         # Ids count submissions. Who comes last when w calls wait is w younger than the oldest.
-        if queue is None or (
-            queue[0][0] != first[0] or queue[0][1] - first[1] > _PATIENCE + 2 * self._waiting
+        if (
+            found is None
+            or found.priority != oldest.priority
+            or found.id - oldest.id > _PATIENCE + 2 * self._waiting
         ):
-            queue = oldest
-        return heappop(queue)[3]
+            found = oldest
+        if found is fresh:
+            self._fresh.take()
+        elif found is own:
+            member.returning.take()
+        else:
+            self._homed.take()
+        return found
 
     def _start_waiting(self, call: Call, member: Member, now: float) -> None:
         self._waiting -= 1
@@ -534,12 +537,7 @@ class Fabric:
             assert least.load == min(m.load for m in ready if m.has_room)
 
 
-def _older(a: list[Entry], b: list[Entry]) -> list[Entry] | None:
-    """Of two heaps of waiting calls the one whose first comes first; None if both are empty."""
-    while a and a[0][3].state != QUEUED:
-        heappop(a)
-    while b and b[0][3].state != QUEUED:
-        heappop(b)
-    if a and b:
-        return a if a[0] < b[0] else b
-    return a or b or None
+def _older(a: Call | None, b: Call | None) -> Call | None:
+    if a is None or b is None:
+        return a or b
+    return b if b.goes_before(a) else a

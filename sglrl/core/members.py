@@ -20,6 +20,7 @@ from typing import Final
 
 from ..errors import SglrlError
 from .calls import Call
+from .waiting import Waiting
 
 STARTING: Final = "starting"
 SYNCING: Final = "syncing"
@@ -39,10 +40,6 @@ LEGAL: Final[dict[str, tuple[str, ...]]] = {
     RETIRED: (),
 }
 GONE: Final = (LOST, RETIRED)
-
-Entry = tuple[int, int, int, Call]
-"""In a heap of waiting calls: by priority and age. The third is another one for each, as a call may
-stand in a heap twice. Entries of calls that are no longer QUEUED are passed over."""
 
 
 class Member:
@@ -78,11 +75,11 @@ class Member:
         self.kv_usage = -1.0
         self.waiting = self.preempted = 0
         self.calls: dict[int, Call] = {}
-        self.pinned: list[Entry] = []
-        """Calls that wait for this member and no other, a heap."""
-        self.returning: list[Entry] = []
+        self.pinned = Waiting()
+        """Calls that wait for this member and no other."""
+        self.returning = Waiting()
         """Calls that wait for any member and had best go to this one, which holds what they go on
-        from; and some that wait no longer. A heap."""
+        from."""
 
     @property
     def has_room(self) -> bool:
