@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Coroutine, Iterator
-from typing import Any, Final, NoReturn, Self, TypeVar
+from typing import Any, Final, NoReturn, Self, SupportsFloat, TypeVar
 
 import numpy as np
 import uvloop
@@ -300,11 +300,11 @@ class BlockingSession:
         """See ``Session.unobserve``."""
         self._session.unobserve()
 
-    def reward(self, value: float) -> None:
+    def reward(self, value: SupportsFloat) -> None:
         """See ``Session.reward``."""
         self._session.reward(value)
 
-    def trajectory(self, reward: float | None = None) -> Trajectory:
+    def trajectory(self, reward: SupportsFloat | None = None) -> Trajectory:
         """See ``Session.trajectory``."""
         return self._session.trajectory(reward)
 

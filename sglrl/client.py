@@ -25,7 +25,8 @@ from .messages import ClientKeys, EngineInfo
 from .pool import Birth, Pool, WorkerInfo, describe
 from .prompts import Message, check_given_ids
 from .requests import Requests
-from .rollout.session import Opening, Session
+from .rollout.opening import Opening
+from .rollout.session import Session
 from .sampling import SamplingParams
 from .stream import Stream
 from .together import submit_all

@@ -20,9 +20,10 @@ from ..codec import Body
 from ..errors import UsageError
 from .gate import Gate
 from .items import session_arguments
+from .opening import Opening
 from .outcome import DONE, FAILED, LATE, STALE, Outcome, Settings, body_of, sampling_from
 from .play import Agent, NotAsync, as_failure, is_late, made_ready, play, too_late
-from .session import Opening, Session, session_of_sample
+from .session import Session, session_of_sample
 from .trajectory import Trajectory, record_of
 
 if TYPE_CHECKING:

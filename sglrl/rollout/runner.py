@@ -40,10 +40,11 @@ from ..sampling import SamplingParams, own_names
 from .gate import Gate
 from .group import Group, RolloutMetrics
 from .items import Items, length, session_arguments
+from .opening import Opening
 from .outcome import DONE, LATE, STALE, Outcome, Settings, error_from, sampling_to
 from .play import Agent, NotAsync, as_failure, is_late, made_ready, play, too_late
 from .progress import RolloutProgress
-from .session import Opening, Session, session_of_sample
+from .session import Session, session_of_sample
 from .trajectory import Trajectory
 
 if TYPE_CHECKING:

@@ -1,0 +1,104 @@
+"""What a conversation begins with, and how its turns are sampled."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..config import check_target, check_timeout
+from ..errors import InvalidRequest
+from ..prompts import Message, check_messages
+from ..sampling import Prepared, SamplingParams, own_names
+from ..tokens import TokenIds, check_ids
+
+if TYPE_CHECKING:
+    from ..client import Client
+
+
+class Opening:
+    """What sessions begin with, and how they sample. It is encoded once, for all samples of a
+    group. Arguments are those of ``Client.session``."""
+
+    def __init__(
+        self,
+        client: Client,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        input_ids: TokenIds | None = None,
+        tools: Sequence[Any] | None = None,
+        template: Mapping[str, Any] | None = None,
+        allow_rewrite: bool = False,
+        timeout: float | None = None,
+        priority: int = 0,
+        metadata: Mapping[str, Any] | None = None,
+        sampling: SamplingParams | None = None,
+        **values: Any,
+    ) -> None:
+        given = (prompt is not None) + (messages is not None) + (input_ids is not None)
+        if given != 1:
+            raise InvalidRequest(f"give exactly one of prompt, input_ids, messages; got {given}")
+        check_timeout(timeout)
+        self.client = client
+        self.requests = client._started()
+        self.weights = client._pool.weights
+        self.allow_rewrite = allow_rewrite
+        self.timeout = client._timeout if timeout is None else timeout
+        self.priority, *_ = check_target(priority, None, None)
+        self.metadata = metadata or {}
+        self.sampling = sampling
+        self.values = own_names(values)
+        self.prepared = self.requests.samplings.prepare(sampling, self.values)
+        self.messages: list[Message] | None = None
+        if messages is not None:
+            several, (self.messages, *_) = check_messages(messages)
+            if several:
+                raise InvalidRequest("a session has one prompt, got a list")
+            # They are read later, perhaps more than once.
+            self.messages = [dict(message) for message in self.messages]
+        self.template = dict(template or {})
+        if tools is not None:
+            self.template["tools"] = list(tools)
+        self._prompt = prompt
+        info = client.info
+        self.vocab_size = info.vocab_size
+        self.most_tokens = min(info.max_total_tokens, info.max_prompt_tokens + 1)
+        """Of a prompt and what is sampled behind it."""
+        self._lock: asyncio.Lock | None = None
+        self._ids: bytes | None = None
+        if input_ids is not None:
+            self._ids = check_ids(input_ids, info.vocab_size)
+
+    @classmethod
+    def of(
+        cls,
+        client: Client,
+        found: Mapping[str, Any],
+        values: Mapping[str, Any],
+        sampling: SamplingParams | None,
+    ) -> Opening:
+        """``found``: what an item of a data set says; it overrides what its run says."""
+        return cls(client, **{**values, "sampling": sampling, **own_names(found)})
+
+    async def ids(self) -> bytes:
+        """The prompt, int32."""
+        if self._ids is None:
+            if self._lock is None:
+                self._lock = asyncio.Lock()
+            async with self._lock:
+                if self._ids is None:
+                    several, prompts = await self.requests.encode_prompts(
+                        self._prompt, None, self.messages, self.template
+                    )
+                    if several:
+                        raise InvalidRequest("a session has one prompt, got a list")
+                    (self._ids,) = prompts
+        return self._ids
+
+    def prepare(self, values: dict[str, Any]) -> Prepared:
+        """The sampling values of one turn."""
+        return self.requests.samplings.prepare(self.sampling, {**self.values, **own_names(values)})
+
+    def render(self, messages: Sequence[Message]) -> str:
+        return self.requests.box.render(messages, self.template)
