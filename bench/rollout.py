@@ -57,7 +57,7 @@ def main(
         int | None,
         typer.Option(
             min=0,
-            help="Measure the agents in so many processes of their own, too. None: 3 on a machine "
+            help="Measure the agents in so many processes of their own, too. None: 4 on a machine "
             "of 12 cores or more, else 0.",
         ),
     ] = None,
@@ -72,7 +72,7 @@ def main(
         count = agents or (400 if quick else 10_000)
         if processes is None:
             # Beside these, the driver and the engines want cores of their own.
-            processes = 3 if (os.cpu_count() or 1) >= 12 else 0
+            processes = 4 if (os.cpu_count() or 1) >= 12 else 0
         _fake(json, count, 1 if quick else repeats, replicas, processes, quick, peers)
     else:
         _h200(json, agents or (32 if device == "cpu" else 512), repeats, device)
