@@ -311,7 +311,10 @@ class Plan:
             group.state = READY
             group.oldest = min(s.oldest for s in group.samples if s.state is DONE)
             self.ready[group] = None
-            self.by_age.setdefault(group.oldest, OrderedDict())[group] = None
+            peers = self.by_age.get(group.oldest)
+            if peers is None:
+                peers = self.by_age[group.oldest] = OrderedDict()
+            peers[group] = None
 
     def _drop(self, group: Group) -> None:
         """What runs of it goes on, and is of no use. It is begun again, if it was not too often."""

@@ -190,18 +190,19 @@ class AgentProcesses:
                 f"{reason}; it may hold what msgpack can, and numpy arrays; the rest is "
                 "to be made there"
             ) from None
-        most = self.driver.max_message_bytes - ENVELOPE_BYTES
-        if max(len(body), *map(len, frames), 0) > most:
+        driver = self.driver
+        most = driver.max_message_bytes - ENVELOPE_BYTES
+        if len(body) > most or any(len(frame) > most for frame in frames):
             raise MessageTooLarge(
                 f"item {group.index} of the data set is larger than a message may be ({most:,} "
                 "bytes)"
             )
         call = Call("run", msgspec.Raw(body), away, frames=frames)
         if sample.losses >= SUSPECT:
-            alone = next((i for i in self.driver.ready if i not in self.suspects), None)
+            alone = next((i for i in driver.ready if i not in self.suspects), None)
             if alone is not None:
                 call.pinned = alone
-        self.driver.submit(call)
+        driver.submit(call)
         away.call = call
         if call.pinned is not None:
             away.alone_in = call.pinned

@@ -548,7 +548,8 @@ class Rollout:
             self._failed(sample, as_failure(error))
 
     def _went_well(self, sample: core.Sample, trajectory: Trajectory) -> None:
-        self._given_up.pop(sample, None)
+        if self._given_up:
+            self._given_up.pop(sample, None)
         self._successes += 1
         self._rewards.append(trajectory.reward)
         del self._running[sample]
@@ -856,7 +857,7 @@ class Rollout:
             made = self._made(group)
             # They refer to each other: without this Python's collector would have to find them.
             group.samples.clear()
-            self._staleness += made.staleness
+            self._staleness += plan.version - group.oldest
             self._partial.append(made)
         return len(self._partial) >= n
 
