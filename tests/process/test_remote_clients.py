@@ -597,6 +597,26 @@ async def test_cancelled_turns_leave_nothing_at_the_driver() -> None:
         assert [route.tokens for route in turns] == [b""] * 5
 
 
+def test_of_a_client_the_latest_conversations_are_known() -> None:
+    peer, most = Peer(b"", 1), 1 << 14
+    first = peer.conversation(0)
+    for number in range(1, 3 * most):
+        peer.conversation(number)
+        if number % (most // 2) == 0:
+            assert peer.conversation(0) is first
+        assert len(peer.conversations) + len(peer.silent) <= 2 * most
+    assert peer.conversation(0) is first
+    for number in range(3 * most, 4 * most):
+        peer.conversation(number)
+    assert peer.conversation(0) is first
+    for number in range(4 * most, 6 * most + 1):
+        peer.conversation(number)
+    again = peer.conversation(0)
+    assert again is not first
+    again.tokens = b"1234"
+    assert peer.conversation(0) is not again, "a turn of it runs"
+
+
 async def test_calls_of_one_worker_stay_its(pool: sglrl.Client) -> None:
     """However many are made in one turn of the loop."""
     async with sglrl.connect(pool.address) as remote:
