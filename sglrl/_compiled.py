@@ -27,8 +27,7 @@ MODULES: Final = (
     "remote_driver",
     "replies",
     "requests",
-    "rollout.processes",
-    "rollout.session",
+    "rollout.state",
 )
 
 

@@ -170,10 +170,11 @@ def check_restarts(restarts: Any, period: Any) -> None:
         raise UsageError(f"restart_period must be more than 0 seconds, got {period!r}")
 
 
-def check_timeout(timeout: Any, name: str = "timeout") -> None:
-    """Raise ``UsageError`` unless it is a number of seconds, which may be 0, or None."""
+def check_timeout(timeout: Any, name: str = "timeout") -> float | None:
+    """The same as Python's own number, or None. Raise ``UsageError`` unless it is a number of
+    seconds, which may be 0, or None."""
     if timeout is None:
-        return
+        return None
     number = isinstance(timeout, (int, float, Real)) and not isinstance(timeout, bool)
     # Of NaN this is not true either.
     if not (number and timeout >= 0):
@@ -182,6 +183,7 @@ def check_timeout(timeout: Any, name: str = "timeout") -> None:
         )
     if timeout > _LONGEST and timeout != math.inf:
         raise UsageError(f"{name} is longer than {_LONGEST:g} seconds; None is for no limit")
+    return float(timeout)
 
 
 def check_target(priority: Any, worker: Any, session: Any) -> tuple[int, int | None, str | None]:

@@ -140,7 +140,7 @@ def launch(
     positive("tp_size", tp_size)
     if window is not None:
         positive("window", window)
-    check_timeout(timeout)
+    timeout = check_timeout(timeout)
     if timeout == 0:
         raise UsageError(f"timeout must be more than 0 seconds, got {timeout}")
     if engine not in ("sglang", "fake"):

@@ -8,7 +8,8 @@ arguments (numpy arrays, bytes) of its calls or items, in order; ``frames`` of e
 says how many are its own.
 
 Rules: append fields with defaults, never retype; hot structs are ``array_like`` and ``gc=False``;
-this module holds structs (and how ranks are addressed) only.
+this module holds structs (and how ranks are addressed) only. (``Request`` is a tuple, which takes
+less time to read; one with more fields is another ``PROTOCOL_VERSION``.)
 """
 
 from __future__ import annotations

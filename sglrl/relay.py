@@ -52,11 +52,7 @@ _KNOWN_SAMPLINGS: Final = 256
 _KNOWN_CONVERSATIONS: Final = 1 << 14
 """Of one client, at least; at most twice as many."""
 
-# As a tuple, whose fields take less time to read than those of a struct.
-_decode_generate: Final = msgspec.msgpack.Decoder(
-    tuple[bytes, msgspec.Raw, bool, int, bool, int, bytes]
-).decode
-_decode_generate_args: Final = msgspec.msgpack.Decoder(GenerateArgs).decode
+_decode_generate: Final = msgspec.msgpack.Decoder(GenerateArgs).decode
 _decode_score: Final = msgspec.msgpack.Decoder(ScoreArgs).decode
 _decode_next_token: Final = msgspec.msgpack.Decoder(NextTokenArgs).decode
 _decode_sampling: Final = msgspec.msgpack.Decoder(Sampling).decode
@@ -142,8 +138,6 @@ class Forward:
             # What was received so far leaves first.
             self.relay.flush(self.peer)
             self.peer.again.append(self.id)
-            if isinstance(call.args, msgspec.Raw):
-                call.args = _decode_generate_args(call.args)
             resume(call, self.begun)
 
     def end(self, call: Call, outcome: Item | SglrlError, frames: Sequence[Buffer]) -> None:
@@ -345,27 +339,26 @@ class Admission:
             deadline = now() + timeout if math.isfinite(timeout) else None
         generate = endpoint == "generate"
         forward = Forward(self._relay, peer, id_, generate)
-        # Not a view of all that came with it, which would be kept as long as the call.
-        args = raw.copy()
         control = None if generate else self._controls.get(endpoint)
         if control is not None:
             arguments(control, request)
             return Call(
                 endpoint,
-                args,
+                raw.copy(),
                 forward,
                 deadline=deadline,
                 pinned=worker,
                 idempotent=control.idempotent,
                 urgent=worker is not None,
             )
+        args: msgspec.Struct
         try:
             if generate:
-                ids = self._generate(args, forward)
+                args, ids = self._generate(raw, forward)
             elif endpoint == "score":
-                ids = self._score(args)
+                args, ids = self._score(raw)
             elif endpoint == "next_token_logprobs":
-                ids = self._next_token(args)
+                args, ids = self._next_token(raw)
             else:
                 raise UnknownEndpoint(f"the engine has no endpoint {endpoint!r}")
         except MALFORMED as error:
@@ -377,7 +370,7 @@ class Admission:
             raise InvalidRequest("token ids are outside the vocabulary")
         if size // 4 > (self._most_total if endpoint == "score" else self._most_prompt):
             raise InvalidRequest(f"the prompt has {size // 4} tokens, which is too many")
-        if len(args) > self._max_body:
+        if len(raw) > self._max_body:
             raise InvalidRequest("the request does not fit one message to a worker")
         if session is not None and len(session) > _LONGEST_NAME:
             raise InvalidRequest(f"a session's name has at most {_LONGEST_NAME} characters")
@@ -402,37 +395,48 @@ class Admission:
             generate,
         )
 
-    def _generate(self, args: Any, forward: Forward) -> bytes:
-        ids: bytes
-        ids, sampling, _, top, _, _, begun = _decode_generate(args)
+    def _generate(self, raw: Any, forward: Forward) -> tuple[GenerateArgs, bytes]:
+        wanted = _decode_generate(raw)
+        ids: bytes = wanted.input_ids
+        begun = wanted.resume
         if begun:
             if not in_range(begun, self._vocab_size):
                 raise InvalidRequest("token ids are outside the vocabulary, or no int32")
             forward.begun = [TokenChunk(begun)]
-        key = bytes(sampling)
-        new = self._samplings.get(key, 0)
+        # Not a view of all that came with it, which would be kept as long as the call.
+        sampling = bytes(wanted.sampling)
+        new = self._samplings.get(sampling, 0)
         if not new:
-            new = self._check_sampling(key)
+            new = self._check_sampling(sampling)
         if not 1 <= new <= self._most_total - len(ids) // 4:
             raise InvalidRequest(
                 f"max_new_tokens={new} does not fit a prompt of {len(ids) // 4} tokens"
             )
-        _check_top(top, self._most_top)
-        return ids
+        _check_top(wanted.top_logprobs, self._most_top)
+        args = GenerateArgs(
+            ids,
+            msgspec.Raw(sampling),
+            wanted.logprobs,
+            wanted.top_logprobs,
+            wanted.stream,
+            wanted.priority,
+            begun,
+        )
+        return args, ids
 
-    def _score(self, args: Any) -> bytes:
-        wanted = _decode_score(args)
+    def _score(self, raw: Any) -> tuple[ScoreArgs, bytes]:
+        wanted = _decode_score(raw)
         ids: bytes = wanted.input_ids
         if not 0 <= wanted.start < len(ids) // 4:
             raise InvalidRequest(f"start={wanted.start} is beyond the tokens given")
         _check_top(wanted.top_logprobs, self._most_top)
-        return ids
+        return wanted, ids
 
-    def _next_token(self, args: Any) -> bytes:
-        wanted = _decode_next_token(args)
-        _check_top(wanted.top_k, self._vocab_size)
+    def _next_token(self, raw: Any) -> tuple[NextTokenArgs, bytes]:
+        wanted = _decode_next_token(raw)
         ids: bytes = wanted.input_ids
-        return ids
+        _check_top(wanted.top_k, self._vocab_size)
+        return wanted, ids
 
     def _check_sampling(self, raw: bytes) -> int:
         """What an engine would not survive; the rest it checks itself. Its max_new_tokens."""

@@ -53,7 +53,7 @@ _GONE: Final = "the process that has the pool is gone or has closed it"
 
 def _a_bit_more(timeout: float | None) -> float | None:
     """Of what is asked of the pool, which keeps to ``timeout`` itself."""
-    check_timeout(timeout)
+    timeout = check_timeout(timeout)
     return None if timeout is None else timeout + _GRACE
 
 
@@ -449,7 +449,7 @@ def connect(
         Closed: on entering, when there is no such pool any more, or it takes no more clients.
             Later, of every call, once the other process is gone or has closed its client.
     """
-    check_timeout(timeout)
+    timeout = check_timeout(timeout)
     pool = RemotePool(
         address,
         keys=keys,

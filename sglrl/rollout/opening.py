@@ -39,12 +39,12 @@ class Opening:
         given = (prompt is not None) + (messages is not None) + (input_ids is not None)
         if given != 1:
             raise InvalidRequest(f"give exactly one of prompt, input_ids, messages; got {given}")
-        check_timeout(timeout)
+        limit = check_timeout(timeout)
         self.client = client
         self.requests = client._started()
         self.weights = client._pool.weights
-        self.allow_rewrite = allow_rewrite
-        self.timeout = client._timeout if timeout is None else timeout
+        self.allow_rewrite = bool(allow_rewrite)
+        self.timeout = client._timeout if limit is None else limit
         self.priority, *_ = check_target(priority, None, None)
         self.metadata = metadata or {}
         self.sampling = sampling

@@ -224,7 +224,7 @@ class Rollout:
             raise UsageError("max_staleness needs batch_size: the groups of one weight update")
         if min_group is not None and min_group > group_size:
             raise UsageError(f"min_group={min_group} is more than group_size={group_size}")
-        check_timeout(timeout)
+        timeout = check_timeout(timeout)
         if timeout == 0:
             raise UsageError(f"timeout must be more than 0 seconds, got {timeout!r}")
         for name, given in (("agent", agent), ("keep", keep), ("open_session", open_session)):

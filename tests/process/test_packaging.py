@@ -18,6 +18,7 @@ from sglrl import _compiled
 
 LOOK = """
 import sys, sglrl._compiled, sglrl.core.rollouts, sglrl.relay, sglrl.remote_driver, sglrl.requests
+import sglrl.rollout.state
 print(*(sys.modules["sglrl." + name].__file__ for name in sglrl._compiled.MODULES))
 """
 

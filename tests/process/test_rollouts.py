@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import os
 import signal
+import weakref
 from collections.abc import AsyncIterator, Iterator
+from fractions import Fraction
 from typing import Any
 
 import msgspec
@@ -29,7 +32,7 @@ async def client() -> AsyncIterator[sglrl.Client]:
 
 async def of_now(session: sglrl.Session, item: dict[str, Any]) -> sglrl.Trajectory:
     """As ``two_turns``, and the tokens say the version of the weights, as a real engine's do."""
-    client = session._client
+    client = session._opening.client
     version = client.weight_version
     reward = await two_turns(session, item)
     made = session.trajectory(reward)
@@ -119,12 +122,46 @@ async def test_what_a_session_refuses(client: sglrl.Client) -> None:
         await session.generate()
 
 
-@pytest.mark.parametrize("value", [None, "x", [1.0, 2.0], 10**400], ids=type)
+class Several:
+    """As a tensor of several numbers."""
+
+    def __float__(self) -> float:
+        raise RuntimeError("there are several")
+
+
+@pytest.mark.parametrize("value", [None, "x", [1.0, 2.0], 10**400, Several()], ids=type)
 async def test_rewards_that_are_no_numbers(client: sglrl.Client, value: Any) -> None:
     session = client.session(input_ids=[1], max_new_tokens=2)
     await session.generate()
     with pytest.raises(sglrl.UsageError, match="a reward must be a number"):
         session.reward(value)
+
+
+@pytest.mark.parametrize("seconds", [np.float32(60), np.int64(60), Fraction(60)], ids=type)
+async def test_seconds_of_any_number(seconds: Any) -> None:
+    """What is compiled takes no numbers but Python's own."""
+    async with sglrl.launch("fake", engine="fake", timeout=seconds) as client:
+        for session in (
+            client.session(input_ids=[1], max_new_tokens=2),
+            client.session(input_ids=[1], max_new_tokens=2, timeout=seconds),
+        ):
+            await session.generate()
+        run = sglrl.rollout(client, two_turns, ITEMS[:4], timeout=seconds)
+        async with run:
+            await run.pause()
+            asyncio.get_running_loop().call_later(0.05, run.resume)
+            assert len(await run.take(4)) == 4
+        away = sglrl.rollout(client, two_turns, ITEMS[:4], timeout=seconds, processes=1)
+        assert len([group async for group in away]) == 4
+
+
+async def test_a_session_is_an_object_like_others(client: sglrl.Client) -> None:
+    """What is compiled has no documentation, no weak references and no room for more."""
+    session = client.session(input_ids=[1])
+    session.tool = "mine"  # type: ignore[attr-defined]
+    assert weakref.ref(session)() is session
+    assert "Sample the next turn" in (inspect.getdoc(sglrl.Session.generate) or "")
+    assert inspect.iscoroutinefunction(sglrl.Session.generate)
 
 
 async def test_turns_fit_the_context_until_it_is_full(client: sglrl.Client) -> None:

@@ -1,0 +1,331 @@
+"""What a session holds, and what it does with it between two waits.
+
+Every turn of an agent goes through here, so this is compiled (``_compiled.py``). ``Session`` itself
+is what users see, and has the coroutines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from msgspec.structs import force_setattr
+
+from ..actor import deadline_from
+from ..completion import Beginning, Completion, Conversation
+from ..core.calls import Call
+from ..core.routing import Route
+from ..driver import now
+from ..errors import Closed, InvalidRequest, UsageError
+from ..prompts import Message, check_conversation
+from ..requests import Requests
+from ..sampling import DEFAULT_MAX_NEW_TOKENS, Prepared, own_names
+from ..tokens import check_ids
+from .opening import Opening
+from .template import behind_answer
+from .trajectory import MOST_REWARD
+
+
+class SessionState:
+    """Of one ``Session``; see there. What comes from others is ``Any`` until it is checked: other
+    types are enforced when this is compiled.
+
+    Attributes:
+        tokens: all up to the end of the last turn; none before the first.
+        prompt_bytes: how many of them are the prompt's; 0 before it is known.
+        starts: where in the response each turn's tokens begin.
+        oldest: see ``Session.oldest_version``.
+        pending: what was observed behind the last turn: text, ids, messages.
+        taken: how much of that is in the prompt of the turn that is being sampled.
+        generating: seconds in which a turn was waited for.
+        rewarded: whether ``reward`` was called.
+        refused: whether a turn failed because the client takes no calls any more.
+        on_turn: told of each: bytes of its prompt, how many of its tokens were cached, new bytes.
+    """
+
+    __slots__ = (
+        "answer_at",
+        "began",
+        "busy",
+        "call",
+        "closed",
+        "conversation",
+        "generating",
+        "messages",
+        "oldest",
+        "on_turn",
+        "opening",
+        "pending",
+        "prompt_bytes",
+        "refused",
+        "requests",
+        "rewarded",
+        "rewards",
+        "route",
+        "seed",
+        "starts",
+        "taken",
+        "tokens",
+        "turns",
+    )
+
+    def __init__(
+        self, opening: Opening, on_turn: Callable[[int, int, int], None] | None, seed: Any
+    ) -> None:
+        self.opening = opening
+        self.on_turn = on_turn
+        self.seed = seed
+        self.requests: Requests = opening.requests
+        self.route = Route(b"")
+        self.tokens = b""
+        self.prompt_bytes = 0
+        self.conversation = Conversation()
+        self.turns: list[Completion] = []
+        self.starts: list[int] = []
+        self.rewards: list[float] = []
+        self.oldest: int | None = None
+        self.messages: list[Message] | None = opening.messages
+        self.answer_at = 0
+        self.pending: list[Any] = []
+        self.taken = 0
+        self.busy = self.closed = False
+        self.call: Call | None = None
+        self.began = now()
+        self.generating = 0.0
+        self.rewarded = False
+        self.refused = False
+
+    @property
+    def response(self) -> bytes:
+        return self.tokens[self.prompt_bytes :]
+
+    # --- a turn, as ``Session.generate`` takes it -------------------------------------------------
+
+    def begin(self, values: dict[str, Any]) -> Prepared:
+        """With which sampling values.
+
+        Raises:
+            Closed, UsageError, InvalidRequest: see ``Session.generate``.
+        """
+        if self.closed:
+            raise Closed("the session is closed")
+        if self.busy:
+            raise UsageError("a turn of this session is being sampled; await it first")
+        if self.seed is not None:
+            values = {"seed": self.seed + len(self.turns), **own_names(values)}
+        opening = self.opening
+        prepared: Prepared = opening.prepare(values) if values else opening.prepared
+        self.busy = True
+        return prepared
+
+    def take(self) -> float:
+        """What is observed from now on comes behind this turn. The time of now."""
+        self.taken = len(self.pending)
+        return now()
+
+    def prompt(self, before: bytes) -> bytes | None:
+        """The turn's, behind these; None if something observed must be encoded first."""
+        if not self.prompt_bytes:
+            self.prompt_bytes = len(before)
+        if not self.taken:
+            return before
+        parts = [before]
+        for item in self.pending[: self.taken]:
+            if not isinstance(item, bytes):
+                return None
+            parts.append(item)
+        return b"".join(parts)
+
+    def limits(self, ids: bytes, prepared: Prepared) -> tuple[int, float | None]:
+        """New tokens at most, and until when. ``InvalidRequest``: the context is full."""
+        opening = self.opening
+        most: int = opening.most_tokens
+        room = most - len(ids) // 4
+        limit: int = prepared.max_new_tokens or DEFAULT_MAX_NEW_TOKENS
+        if limit > room:
+            limit = room
+        if limit < 1:
+            raise InvalidRequest(
+                f"the context is full: the session has {len(ids) // 4} tokens, with what was "
+                f"observed, of {self.requests.info.context_length} possible; see Session.room "
+                "and Session.unobserve"
+            )
+        timeout: float | None = opening.timeout
+        return limit, None if timeout is None else deadline_from(timeout)
+
+    def ask(
+        self,
+        ids: bytes,
+        prepared: Prepared,
+        limit: int,
+        deadline: float | None,
+        begun: Completion | None,
+    ) -> asyncio.Future[Completion]:
+        """Submit it; or what is left of it, if it was returned unfinished."""
+        if self.closed:
+            raise Closed("the session was closed")
+        opening = self.opening
+        version: int = opening.weights.version
+        if not self.turns and (begun is None or not len(begun.output_ids)):
+            # No token will be older.
+            self.oldest = version
+        self.route.extend(ids, version)
+        priority: int = opening.priority
+        self.call, future = self.requests.sample(
+            ids, prepared, limit, True, 0, self.route, deadline, priority, None, begun
+        )
+        return future
+
+    def give_up(self) -> None:
+        """Nobody waits for it any more."""
+        if self.call is not None:
+            self.requests.driver.cancel(self.call)
+
+    def close(self) -> None:
+        """See ``Session.close``."""
+        self.closed = True
+        call = self.call
+        if call is not None:
+            future = call.reply.future
+            if not future.done():
+                self.requests.driver.cancel(call)
+                future.set_exception(Closed("the session was closed"))
+
+    def keep(self, ids: bytes, completion: Completion) -> None:
+        """It has happened, and not before."""
+        chunks = completion._chunks
+        size = len(ids)
+        if self.taken:
+            del self.pending[: self.taken]
+        self.conversation.tokens = ids
+        force_setattr(completion, "_prompt", Beginning(self.conversation, size))
+        if not self.turns:
+            for chunk in chunks:
+                if chunk.ids:
+                    self.oldest = chunk.version
+                    break
+        self.turns.append(completion)
+        self.starts.append((size - self.prompt_bytes) // 4)
+        self.rewards.append(0.0)
+        self.tokens = tokens = b"".join([ids, *[chunk.ids for chunk in chunks]])
+        if self.on_turn is not None:
+            self.on_turn(size, chunks[-1].cached_tokens, len(tokens) - size)
+
+    def failed(self, error: BaseException) -> None:
+        if not self.turns:
+            self.oldest = None
+        if isinstance(error, Closed):
+            self.refused = not self.closed
+
+    def end(self, begun: float) -> None:
+        """However it has ended."""
+        self.busy = False
+        self.taken = 0
+        self.call = None
+        self.generating += now() - begun
+
+    # --- what comes in between --------------------------------------------------------------------
+
+    def observe(self, what: Any) -> None:
+        """See ``Session.observe``."""
+        if isinstance(what, str):
+            if what:
+                self.pending.append(what)
+            return
+        if type(what) is list and what and type(what[0]) is int:
+            # What is cheap to recognize first: the looks at Mapping take longer than the rest.
+            self.pending.append(check_ids(what, self.requests.vocab_size))
+            return
+        several = isinstance(what, (list, tuple)) and what and isinstance(what[0], Mapping)
+        if not isinstance(what, Mapping) and not several:
+            if not hasattr(what, "__len__") or len(what):
+                # A tool may have nothing to say.
+                self.pending.append(check_ids(what, self.requests.vocab_size))
+            return
+        new: list[Any] = [what] if isinstance(what, Mapping) else list(what)
+        check_conversation(new)
+        new = [dict(message) for message in new]
+        if self.messages is None:
+            raise UsageError("this session began without messages: observe text or token ids")
+        behind = len(self.pending) > self.taken
+        if behind and isinstance(self.pending[-1], list):
+            self.pending[-1] += new
+        elif not self.turns:
+            raise UsageError("no turn was sampled yet: put these messages into the session's own")
+        else:
+            self.pending.append(new)
+
+    def unobserve(self) -> None:
+        del self.pending[self.taken :]
+
+    def reward(self, value: Any) -> None:
+        """See ``Session.reward``."""
+        if not self.turns:
+            raise UsageError("no turn was sampled yet that could be rewarded")
+        try:
+            total = self.rewards[-1] + float(value)
+        except (TypeError, ValueError, OverflowError, RuntimeError):
+            # As a tensor of several numbers raises.
+            raise UsageError(f"a reward must be a number, got {value!r:.200}") from None
+        if not abs(total) <= MOST_REWARD:
+            raise UsageError(f"a reward must be finite, also in float32; got {value}")
+        self.rewards[-1] = total
+        self.rewarded = True
+
+    # --- messages ---------------------------------------------------------------------------------
+
+    def encode(
+        self, pending: list[str | bytes | list[Message]]
+    ) -> tuple[bytes, list[Message] | None, int]:
+        """The session's response, messages and beginning of the assistant's turn, with these. On a
+        thread of its own."""
+        box, opening = self.requests.box, self.opening
+        vocab_size = opening.vocab_size
+        response, messages, answer_at = self.response, self.messages, self.answer_at
+        for item in _joined(pending):
+            if isinstance(item, bytes):
+                response += item
+                continue
+            if isinstance(item, str):
+                response += check_ids(box.encode_rendered([item])[0], vocab_size)
+                continue
+            assert messages is not None
+            tokens = np.frombuffer(response[answer_at:], "<i4").tolist()
+            ended = self._ended_by(len(response))
+            answer = box.decode(tokens if ended is None else tokens[:-1], False)
+            text = behind_answer(
+                opening.render, messages, answer, item, allow_rewrite=opening.allow_rewrite
+            )
+            ids = box.encode_rendered([text])[0]
+            if ended is not None and ids[:1] == [ended]:
+                # The model has ended its turn as the template does.
+                ids = ids[1:]
+            response += check_ids(ids, vocab_size)
+            messages = [*messages, {"role": "assistant", "content": answer}, *item]
+            answer_at = len(response)
+        return response, messages, answer_at
+
+    def _ended_by(self, size: int) -> int | None:
+        """The token that ended the last turn, if the response of so many bytes ends with it."""
+        start, completion = self.starts[-1], self.turns[-1]
+        ids = completion.output_ids
+        if not len(ids) or 4 * (start + len(ids)) != size:
+            return None
+        # Also of a turn that went on behind the model's end, or that its text has ended.
+        last = int(ids[-1])
+        ends = last == completion.stop_match or last in self.requests.info.eos_token_ids
+        return last if ends else None
+
+
+def _joined(pending: Sequence[str | bytes | list[Message]]) -> list[str | bytes | list[Message]]:
+    """With messages that come directly behind others in one list with them: no answer is between
+    them. (Some were observed before a turn that failed, and some while it was being sampled.)"""
+    found: list[str | bytes | list[Message]] = []
+    for item in pending:
+        if isinstance(item, list) and found and isinstance(found[-1], list):
+            found[-1] = [*found[-1], *item]
+        else:
+            found.append(item)
+    return found
