@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -192,6 +193,9 @@ def test_a_ranks_weight_channel(monkeypatch: pytest.MonkeyPatch) -> None:
     for link in (rank._link, rank._questions, rank._hand_over._link):
         link.abandon()
     for thread in channel_threads() - threads:
+        while thread.ident is None:
+            # Somebody is just starting it: until then it cannot be joined.
+            time.sleep(0.001)
         thread.join(60.0)
         assert not thread.is_alive()
     assert not raised, raised[0]
