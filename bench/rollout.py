@@ -259,7 +259,8 @@ def _print_busy(result: dict[str, Any], options: dict[str, Any]) -> None:
 
 def _targets(results: dict[str, Any], away: str, peers: bool) -> list[Target]:
     ours, http = results.get(_OURS), results.get(_HTTP)
-    most = results.get(away, ours)
+    ways = [way for way in (ours, results.get(away)) if way]
+    most = max(ways, key=lambda way: float(way["rate"]), default=None)
     busy = results.get("busy")
     targets = [
         Target("turns/s of a driver core, all threads", 20_000, ours and 1e6 / ours["cpu_us"], ""),
@@ -271,7 +272,8 @@ def _targets(results: dict[str, Any], away: str, peers: bool) -> list[Target]:
         ),
     ]
     if peers:
-        what = f"times the turns/s over HTTP{', agents in processes' if away in results else ''}"
+        where = "" if most is ours else ", agents in processes"
+        what = f"times the turns/s over HTTP{where}"
         ratio = most["rate"] / http["rate"] if most and http else None
         targets.append(Target(what, 10, ratio, ""))
     return targets
