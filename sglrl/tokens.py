@@ -213,8 +213,8 @@ class TokenizerBox:
         for text in texts:
             check_text("the text", text)
         encoded = self.tokenizer(list(texts), add_special_tokens=False)
-        ids: list[list[int]] = encoded["input_ids"]
-        return ids
+        # Some give arrays, or tuples.
+        return [list(ids) for ids in encoded["input_ids"]]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         text: str = self.tokenizer.decode(

@@ -125,10 +125,10 @@ class Session:
         until = None if limit is None else limit.when()
         left = None if until is None else until - clock()
         stopped = limit if left is not None and left > 0 else None
-        if stopped is not None:
-            stopped.reschedule(None)
         state = self._state
         try:
+            if stopped is not None:
+                stopped.reschedule(None)
             while (opening := gate.opening) is not None and not state.closed:
                 self._at_gate = asyncio.get_running_loop().create_future()
                 await asyncio.wait((opening, self._at_gate), return_when=asyncio.FIRST_COMPLETED)

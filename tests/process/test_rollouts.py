@@ -10,7 +10,7 @@ import signal
 import weakref
 from collections.abc import AsyncIterator, Iterator
 from fractions import Fraction
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -153,6 +153,25 @@ async def test_seconds_of_any_number(seconds: Any) -> None:
             assert len(await run.take(4)) == 4
         away = sglrl.rollout(client, two_turns, ITEMS[:4], timeout=seconds, processes=1)
         assert len([group async for group in away]) == 4
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.array])
+async def test_tokenizers_that_give_no_lists(client: sglrl.Client, kind: Any) -> None:
+    class Tokenizer:
+        all_special_tokens: ClassVar[list[str]] = []
+
+        def __len__(self) -> int:
+            return 1000
+
+        def __call__(self, texts: list[str], **options: Any) -> dict[str, Any]:
+            return {"input_ids": [kind([*text.encode()]) for text in texts]}
+
+    client._tokenizer_box._tokenizer = Tokenizer()
+    session = client.session("ab", max_new_tokens=1)
+    await session.generate()
+    session.observe("cd")
+    await session.generate()
+    assert session.ids.tolist() == [97, 98, 97, 99, 100, 97]
 
 
 async def test_a_session_is_an_object_like_others(client: sglrl.Client) -> None:
