@@ -49,10 +49,6 @@ _PIECE: Final = 64
 """Calls a worker that wait for the end of the loop's turn in which they are made. If all did, the
 driver and a fast worker would take turns, each idle while the other is busy."""
 
-_LAST_WORD_SECONDS: Final = 0.2
-"""A worker that cannot be reached has ended, as a rule, and whoever watches its process is about to
-say how."""
-
 
 class Reply(Protocol):
     """Where a call's events go. Called on the event loop; must not block. What it raises fails
@@ -460,7 +456,7 @@ class Driver:
         except Closed:
             return
         if not sent:
-            self.loop.call_later(_LAST_WORD_SECONDS, self._unreachable, member)
+            self.loop.call_soon(self._unreachable, member)
 
     def _unreachable(self, member: Member) -> None:
         if member in self._identities:

@@ -102,39 +102,40 @@ class Route:
         collision costs a cache miss, never a wrong result.
 
         Beginnings are so many blocks of ``block`` tokens long as ``BEGINNINGS`` says."""
-        size = len(self.tokens)
+        tokens, size = self.tokens, len(self.tokens)
         if self._hashed != size:
-            keys = self._behind(0, self.version, block)
-            self._beginnings = n = len(keys)
-            at = BEGINNINGS[n] * block * 4
+            keys: list[int] = []
+            n, width = 0, block * 4
+            key, at = self.version, 0
+            while (stop := BEGINNINGS[n + 1] * width) <= size:
+                key = hash((key, tokens[at:stop]))
+                keys.append(key)
+                at = stop
+                n += 1
             if at < size and not self.recorded:
-                keys.append(hash((keys[-1] if keys else self.version, self.tokens[at:])))
+                keys.append(hash((key, tokens[at:])))
             self._keys = keys
+            self._beginnings = n
             self._hashed = size
         return self._keys
-
-    def _behind(self, n: int, key: int, block: int) -> list[int]:
-        """The keys of the beginnings behind the n-th, whose key this is."""
-        tokens, size, width = self.tokens, len(self.tokens), block * 4
-        keys: list[int] = []
-        at = BEGINNINGS[n] * width
-        while (stop := BEGINNINGS[n + 1] * width) <= size:
-            key = hash((key, tokens[at:stop]))
-            keys.append(key)
-            at = stop
-            n += 1
-        return keys
 
     def record(self, index: PrefixIndex, member: Member, block: int) -> None:
         """The member gets the call. Of a conversation that stays with it the longest beginning is
         put down, which is what another that goes on from here will have, too."""
         n = self.recorded
         if self.sticky and n and member is self.member:
-            keys = self._behind(n, self._latest, block)
-            if keys:
-                index.record(keys[-1:], member)
-                self._latest = keys[-1]
-                self.recorded = n + len(keys)
+            tokens, size, width = self.tokens, len(self.tokens), block * 4
+            stop = BEGINNINGS[n + 1] * width
+            if stop <= size:
+                at, key = BEGINNINGS[n] * width, self._latest
+                while stop <= size:
+                    key = hash((key, tokens[at:stop]))
+                    at = stop
+                    n += 1
+                    stop = BEGINNINGS[n + 1] * width
+                index.record([key], member)
+                self._latest = key
+                self.recorded = n
             return
         keys = self.prefix_keys(block)
         if not n or member is not self.member:

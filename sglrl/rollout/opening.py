@@ -62,6 +62,7 @@ class Opening:
             self.template["tools"] = list(tools)
         self._prompt = prompt
         info = client.info
+        self.vocab_size = info.vocab_size
         self.most_tokens = min(info.max_total_tokens, info.max_prompt_tokens + 1)
         """Of a prompt and what is sampled behind it."""
         self._lock: asyncio.Lock | None = None

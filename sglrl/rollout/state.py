@@ -282,7 +282,7 @@ class SessionState:
         """The session's response, messages and beginning of the assistant's turn, with these. On a
         thread of its own."""
         box, opening = self.requests.box, self.opening
-        vocab_size = self.requests.vocab_size
+        vocab_size = opening.vocab_size
         response, messages, answer_at = self.response, self.messages, self.answer_at
         for item in _joined(pending):
             if isinstance(item, bytes):

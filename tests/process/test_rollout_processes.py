@@ -575,7 +575,8 @@ async def test_a_sample_that_kills_its_process_costs_the_others_nothing(
         assert run.metrics.samples_lost["error"] == 1
         assert run.metrics.groups_dropped == 1
     (error,) = {str(e) for e in run.errors if getattr(e, "__notes__", None)}
-    assert "exited with status 7" in error
+    # Whichever the driver hears of first: of the process, or when it sends it something.
+    assert "exited with status 7" in error or "its connection is gone" in error
 
 
 async def test_a_replacement_in_which_no_agent_can_be_made_gets_no_samples(
