@@ -431,7 +431,9 @@ class Client:
         """Sample continuations.
 
         Exactly one of ``prompt`` (text), ``input_ids`` (ints, or an integer array [length]) and
-        ``messages`` (the model's chat template is applied) is given: one of it, or a list.
+        ``messages`` (the model's chat template is applied) is given: one of it, or a list. A
+        message's content is text or a list of OpenAI's text parts, which are joined without a
+        separator; any other part (an image, audio, ...) is an ``InvalidRequest``.
 
         Args:
             n: samples per prompt. They share the prompt's prefix cache on one worker.

@@ -38,6 +38,7 @@ async def encode_prompts(
         raise InvalidRequest(f"give exactly one of prompt, input_ids, messages; got {what}")
     if input_ids is not None:
         return check_given_ids(input_ids, vocab_size)
+    inputs: Sequence[Any]
     work: Callable[[Sequence[Any]], list[list[int]]]
     if messages is not None:
         several, inputs = check_messages(messages)
@@ -70,11 +71,9 @@ def check_given_ids(input_ids: Any, vocab_size: int) -> tuple[bool, list[bytes]]
     return False, [check_ids(input_ids, vocab_size)]
 
 
-def check_messages(messages: Any) -> tuple[bool, list[Any]]:
-    """Whether several conversations are given, and each of them as a list.
-
-    A message is a mapping with a "role" and what is said, "content"; an assistant's "tool_calls"
-    need none. Templates take what lacks them without a word, and leave it out of the prompt.
+def check_messages(messages: Any) -> tuple[bool, list[list[Message]]]:
+    """Whether several conversations are given, and each of them as ``check_conversation`` returns
+    it.
 
     Raises:
         InvalidRequest: it is neither a conversation nor a list of some; says which message is
@@ -82,27 +81,80 @@ def check_messages(messages: Any) -> tuple[bool, list[Any]]:
     """
     if isinstance(messages, Sequence) and messages and not isinstance(messages, str):
         if not all(isinstance(one, (list, tuple)) for one in messages):
-            check_conversation(messages)
-            return False, [list(messages)]
+            return False, [check_conversation(messages)]
         if all(messages):
-            for i, one in enumerate(messages):
-                check_conversation(one, f"messages[{i}]")
-            return True, [list(one) for one in messages]
+            checked = [check_conversation(one, f"messages[{i}]") for i, one in enumerate(messages)]
+            return True, checked
     raise InvalidRequest(
         "messages must be a non-empty list of {'role': ..., 'content': ...}, or a list of such; "
         f"got {messages!r:.200}"
     )
 
 
-def check_conversation(messages: Sequence[Any], name: str = "messages") -> None:
-    """The messages of one conversation; ``name``: what its caller calls them."""
+def check_conversation(messages: Sequence[Any], name: str = "messages") -> list[Message]:
+    """The messages of one conversation, with text as their content.
+
+    A message is a mapping with a "role" and a "content": text, or a list of OpenAI's content parts
+    of type "text", whose texts are joined (``_text_of``). The content may be missing or None in a
+    message with "tool_calls". Templates render any other content as nothing, or as Python's
+    ``repr`` of it, without an error. The given messages are not changed.
+
+    Args:
+        name: the caller's name for ``messages``, for errors.
+
+    Raises:
+        InvalidRequest: a message or a content part is wrong; states its place.
+    """
+    checked: list[Message] = []
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping):
             wrong = f"is {type(message).__name__}, not a mapping"
         elif not isinstance(message.get("role"), str):
             wrong = "has no 'role' ('user', 'assistant', ...)"
-        elif message.get("content") is None and not message.get("tool_calls"):
+        elif (content := message.get("content")) is None and not message.get("tool_calls"):
             wrong = "has no 'content'"
+        elif isinstance(content, (list, tuple)):
+            text = _text_of(content, f"{name}[{i}]['content']")
+            checked.append({**message, "content": text})
+            continue
+        elif content is not None and not isinstance(content, str):
+            wrong = (
+                f"has a 'content' of type {type(content).__name__}; give text, or a list of "
+                "{'type': 'text', 'text': ...}"
+            )
         else:
+            checked.append(message)
             continue
         raise InvalidRequest(f"{name}[{i}] {wrong}: {message!r:.200}")
+    return checked
+
+
+def _text_of(parts: Sequence[Any], name: str) -> str:
+    """The texts of OpenAI's content parts, joined without a separator.
+
+    Servers differ here. For a template that takes text alone, SGLang 0.5.17 joins with a space
+    (``srt/parser/jinja_template_utils.py``) and vLLM with a line end
+    (``entrypoints/chat_utils.py``). Templates that iterate over the parts (Llama 4, Qwen2.5-VL)
+    write them one after another, and so do mlx-lm and this function: the prompt has the caller's
+    characters and no others.
+
+    Raises:
+        InvalidRequest: a part is not text; states its type and place.
+    """
+    texts = []
+    for i, part in enumerate(parts):
+        if not isinstance(part, Mapping):
+            wrong = f"is {type(part).__name__}, not a mapping with a 'type'"
+        elif not isinstance(part.get("type"), str):
+            wrong = "has no 'type'"
+        elif part["type"] != "text":
+            wrong = f"is of type {part['type']!r}, and only parts of type 'text' can be rendered"
+        elif not isinstance(part.get("text"), str):
+            wrong = f"is of type 'text', and its 'text' is {type(part.get('text')).__name__}"
+        else:
+            texts.append(part["text"])
+            continue
+        raise InvalidRequest(
+            f"{name}[{i}] {wrong}; give text, or {{'type': 'text', 'text': ...}}: {part!r:.200}"
+        )
+    return "".join(texts)

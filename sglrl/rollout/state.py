@@ -245,8 +245,7 @@ class SessionState:
                 self.pending.append(check_ids(what, self.requests.vocab_size))
             return
         new: list[Any] = [what] if isinstance(what, Mapping) else list(what)
-        check_conversation(new)
-        new = [dict(message) for message in new]
+        new = [dict(message) for message in check_conversation(new)]
         if self.messages is None:
             raise UsageError("this session began without messages: observe text or token ids")
         behind = len(self.pending) > self.taken

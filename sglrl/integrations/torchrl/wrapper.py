@@ -26,6 +26,7 @@ from torchrl.data.llm import History
 from torchrl.modules.llm.policies.common import LLMWrapperBase
 
 from ...errors import InvalidRequest
+from ...prompts import check_conversation
 from .generate_kwargs import override, split
 from .rows import Keys, Sample, make_rows
 from .unpad import unpad
@@ -376,13 +377,14 @@ class SGLangWrapper(LLMWrapperBase):  # type: ignore[misc]
                 ids = known[i]
                 text = self.tokenizer.decode(ids, skip_special_tokens=False)
             else:
-                text = history.apply_chat_template(tokenize=False, **template)
+                rendered = _with_texts(history)
+                text = rendered.apply_chat_template(tokenize=False, **template)
                 if self.generate:
                     # The template has put in what special tokens there are.
                     encoded = self.tokenizer(text, add_special_tokens=False)
                     ids = torch.tensor(encoded["input_ids"])
                 else:
-                    found = history.apply_chat_template(
+                    found = rendered.apply_chat_template(
                         tokenize=True,
                         return_dict=True,
                         return_assistant_tokens_mask=True,
@@ -523,6 +525,19 @@ async def _distributions(client: Any, prefixes: Sequence[Any]) -> list[Any]:
     finally:
         for task in tasks:
             task.cancel()
+
+
+def _with_texts(history: History) -> History:
+    """The history with text in the place of content parts. Raises ``InvalidRequest`` for a part
+    that is not text; see ``check_conversation``."""
+    messages = history.view(-1).tolist(tolist_first=True)
+    if not any(isinstance(message["content"], (list, dict)) for message in messages):
+        return history
+    for message in messages:
+        # A single part is no list.
+        if isinstance(message["content"], dict):
+            message["content"] = [message["content"]]
+    return History.from_chats([[*map(dict, check_conversation(messages))]])[0]
 
 
 def _nest(rows: list[TensorDict], shape: Sequence[int]) -> TensorDictBase:
