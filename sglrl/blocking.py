@@ -9,6 +9,7 @@ import functools
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, Final, NoReturn, Self, SupportsFloat, TypeVar
 
@@ -61,9 +62,16 @@ class BlockingClient:
         open_standard_files()
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(
-            target=self._loop.run_forever, name="sglrl-blocking", daemon=True
+            target=_run,
+            args=(self._loop, self._client, self._runs),
+            name="sglrl-blocking",
+            daemon=True,
         )
         self._thread.start()
+        # At interpreter exit the client's own warning is enough.
+        weakref.finalize(
+            self, _close_unclosed, self._loop, self._client, os.getpid()
+        ).atexit = False
         try:
             self._wait(self._client.__aenter__())
         except BaseException:
@@ -87,16 +95,9 @@ class BlockingClient:
         """See ``Client.close``."""
         if self._loop is not None:
             try:
-                self._wait(self._close(kwargs))
+                self._wait(_close(self._client, self._runs, kwargs))
             finally:
                 self._stop()
-
-    async def _close(self, kwargs: dict[str, Any]) -> None:
-        try:
-            await self._client.close(**kwargs)
-        finally:
-            for run in list(self._runs):
-                await run.close()
 
     def add_workers(self, n: int = 1) -> list[int]:
         """See ``Client.add_workers``."""
@@ -260,12 +261,8 @@ class BlockingClient:
             self._loop = self._thread = None
         # In a forked process there is no such thread, and the loop is the other one's.
         if loop is not None and thread is not None and thread.is_alive():
-            try:
-                asyncio.run_coroutine_threadsafe(_end_all(loop), loop).result()
-            finally:
-                loop.call_soon_threadsafe(loop.stop)
-                thread.join()
-                loop.close()
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join()
 
 
 class BlockingSession:
@@ -402,6 +399,34 @@ class BlockingRollout:
     def metrics(self) -> RolloutMetrics:
         """See ``Rollout.metrics``."""
         return self._client._wait(_done(lambda: self._run.metrics))
+
+
+def _run(loop: asyncio.AbstractEventLoop, client: Client, runs: set[Rollout]) -> None:
+    """The thread of a client: runs its loop until the loop is stopped, then ends what is left."""
+    try:
+        loop.run_forever()
+        try:
+            # Nothing, unless the client was never closed.
+            loop.run_until_complete(_close(client, runs, {}))
+        finally:
+            loop.run_until_complete(_end_all(loop))
+    finally:
+        loop.close()
+
+
+async def _close(client: Client, runs: set[Rollout], kwargs: dict[str, Any]) -> None:
+    try:
+        await client.close(**kwargs)
+    finally:
+        for run in list(runs):
+            await run.close()
+
+
+def _close_unclosed(loop: asyncio.AbstractEventLoop, client: Client, pid: int) -> None:
+    """Close the client of a ``BlockingClient`` that was collected without being closed."""
+    if os.getpid() == pid and not loop.is_closed():
+        loop.call_soon_threadsafe(loop.stop)
+        client._pool.warn_unclosed()
 
 
 async def _end_all(loop: asyncio.AbstractEventLoop) -> None:

@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
@@ -193,6 +194,10 @@ class ForkConnection(asyncio.Protocol):
         self._on_forked = on_forked
         self._on_exited = on_exited
         self._buffer = bytearray()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.setblocking(False)
+        # At interpreter exit the fork server is ended anyway.
+        weakref.finalize(self, _hang_up, self._socket, os.getpid()).atexit = False
         self._transport: asyncio.WriteTransport | None = None
         self._keys: set[int] = set()
         self.warm: asyncio.Future[Warm] = asyncio.get_running_loop().create_future()
@@ -214,11 +219,14 @@ class ForkConnection(asyncio.Protocol):
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(timeout):
             connection = cls(on_forked, on_exited)
+            sock = connection._socket
             try:
-                await loop.create_unix_connection(lambda: connection, str(server.path))
+                await loop.sock_connect(sock, str(server.path))
+                await loop.create_unix_connection(lambda: connection, sock=sock)
                 warm = await connection.warm
                 server.warm = True
             except OSError:
+                connection.close()
                 raise _start_error(server) from None
             except BaseException:
                 connection.close()
@@ -256,7 +264,9 @@ class ForkConnection(asyncio.Protocol):
 
     def close(self) -> None:
         """Give up the connection; the server kills whatever worker of it is left."""
-        if self._transport is not None:
+        if self._transport is None:
+            self._socket.close()
+        else:
             self._transport.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -291,6 +301,14 @@ class ForkConnection(asyncio.Protocol):
         keys, self._keys = self._keys, set()
         for key in keys:
             self._on_exited(key, -9)
+
+
+def _hang_up(sock: socket.socket, pid: int) -> None:
+    """End a connection that was collected without being closed, whose event loop may be closed:
+    the fork server kills its workers."""
+    if os.getpid() == pid:
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
 
 
 def _start_error(server: ForkServer) -> WorkerStartError:

@@ -190,6 +190,7 @@ def launch(
     progress = _Progress()
     pool = _ShownPool(
         births,
+        name=f"the Client of {os.path.basename(path)}",
         preload=_preload(engine, groups),
         fabric=fabric,
         config=PoolConfig(

@@ -8,6 +8,7 @@ import contextlib
 import logging
 import secrets
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -32,6 +33,7 @@ from .messages import ActorSpec, ClientKeys, EngineSpec, Ready, WorkerSpec, rank
 from .monitor import Monitor
 from .net.zmq import ZmqRouter
 from .processes import Processes, Worker
+from .unclosed import warn_unless_closed
 from .weights.coordinator import WeightChannel
 
 logger = logging.getLogger("sglrl.pool")
@@ -88,11 +90,15 @@ class Pool:
         self,
         births: Sequence[Birth],
         *,
+        name: str,
         preload: str,
         fabric: FabricConfig,
         config: PoolConfig,
         on_progress: Callable[[str], None] | None = None,
     ) -> None:
+        self._name = name
+        """What a warning calls it if it is never closed."""
+        self._unclosed: weakref.finalize[..., Any] | None = None
         self._births = dict(enumerate(births))
         self._preload = preload
         self._fabric_config = fabric
@@ -150,12 +156,26 @@ class Pool:
             raise UsageError("this has been started before; make another one with launch or spawn")
         self._entered = True
 
+    def _opened(self) -> None:
+        """From now on it must be closed."""
+        self._unclosed = warn_unless_closed(self, self._name)
+
+    def _closed(self) -> None:
+        if self._unclosed is not None:
+            self._unclosed.detach()
+
+    def warn_unclosed(self) -> None:
+        """Warn, unless it is closed."""
+        if self._unclosed is not None:
+            self._unclosed()
+
     def check_open(self) -> None:
         """Raises ``Closed`` unless it has been started, and not closed."""
         self.driver.fabric.check_open()
 
     async def __aenter__(self) -> Self:
         self._enter_once()
+        self._opened()
         try:
             async with asyncio.timeout(self._config.start_timeout):
                 await self._start()
@@ -295,6 +315,7 @@ class Pool:
             if self._driver is not None:
                 self._driver.transport.close()
             self._processes.close()
+            self._closed()
             for worker in self._workers.values():
                 if not worker.ready.done():
                     worker.ready.set_exception(Closed("the pool was closed"))

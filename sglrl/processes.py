@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import tempfile
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -52,6 +53,12 @@ class Worker:
         return ready.done() and not ready.cancelled() and ready.exception() is None
 
 
+def _remove(folder: Path, pid: int) -> None:
+    """Remove the folder of a pool that was collected without being closed."""
+    if os.getpid() == pid:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 class Processes:
     """Those of one pool, and its connection to the fork server, which they end with.
 
@@ -76,6 +83,8 @@ class Processes:
         its workers, and its socket."""
         server = fork_server(self._preload)
         self._folder = Path(tempfile.mkdtemp(prefix="pool-", dir=server.folder))
+        # At interpreter exit the fork server's folder is removed, and this one with it.
+        weakref.finalize(self, _remove, self._folder, os.getpid()).atexit = False
         return self._folder
 
     async def connect(self) -> None:

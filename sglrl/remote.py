@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import secrets
+import weakref
 from typing import Any, Final, Self
 
 from .actor import UnaryCaller, endpoints_of
@@ -94,8 +95,14 @@ class RemotePool(Pool):
         connect_timeout: float,
         max_message_bytes: int,
     ) -> None:
-        super().__init__([], preload="plain", fabric=FabricConfig(), config=PoolConfig())
         url, _, token = address.partition("#") if isinstance(address, str) else ("", "", "")
+        super().__init__(
+            [],
+            name=f"the Client connected to {url}",
+            preload="plain",
+            fabric=FabricConfig(),
+            config=PoolConfig(),
+        )
         if not token:
             raise UsageError(f"{address!r} is no address of a pool; pass client.address")
         check_address(url, keys=keys is not None, insecure=insecure)
@@ -119,10 +126,14 @@ class RemotePool(Pool):
     async def __aenter__(self) -> Self:
         self._enter_once()
         loop = asyncio.get_running_loop()
+        # The thread that calls ``tell`` must not keep a client alive that is never closed.
+        on_break = weakref.WeakMethod(self._on_break)
 
         def tell() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(self._on_break)
+            found = on_break()
+            if found is not None:
+                with contextlib.suppress(RuntimeError):  # the loop is closed
+                    loop.call_soon_threadsafe(found)
 
         if _is_gone(self._url):
             raise Closed(f"there is no pool at {self._url}: its process is gone or has closed it")
@@ -134,6 +145,7 @@ class RemotePool(Pool):
             keys=self._client_keys,
             on_break=tell,
         )
+        self._opened()
         driver = RemoteDriver(Line(dealer, self._url), self._max_message_bytes)
         self._driver = driver
         driver.on_news = self._on_news
@@ -251,6 +263,7 @@ class RemotePool(Pool):
             driver.send_to_peer(b"", encode(Leave()))
         await self.weights.close()
         driver.transport.close()
+        self._closed()
 
 
 class _RemoteControls(Controls):

@@ -188,6 +188,7 @@ def spawn(
     birth = Birth(bodies=[spec], env=check_env(env))
     pool = Pool(
         [birth] * replicas,
+        name=f"the ActorHandle of {actor.__qualname__}",
         preload="plain",
         fabric=FabricConfig(routing=strategies(routing), max_queue=max_queue),
         config=PoolConfig(

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from ipaddress import ip_address
 from math import ceil
 from typing import Any, Final
-from weakref import WeakSet
+from weakref import WeakSet, finalize
 
 import zmq
 from zmq.utils import z85
@@ -194,6 +194,29 @@ def _end(socket: zmq.Socket[bytes], linger: float) -> None:
     socket.close(int(linger * 1000))
 
 
+def _end_unclosed(socket: zmq.Socket[bytes], pid: int) -> None:
+    """Close the socket of a pump that was collected without being closed."""
+    if os.getpid() == pid and not socket.closed:
+        _end(socket, 0)
+
+
+def _destroy(context: zmq.Context[zmq.Socket[bytes]], pid: int) -> None:
+    """Close all sockets of a context and the context."""
+    if os.getpid() == pid:
+        context.destroy(0)
+
+
+def _when_collected(
+    pump: _Pump, release: Callable[[Any, int], None], owned: Any
+) -> finalize[..., _Pump]:
+    """Release what a pump owns when the pump is collected. Without this, the collector may end the
+    context before the sockets, which waits for ever. At interpreter exit nothing is released: an
+    event loop in another thread may still use the sockets."""
+    finalizer = finalize(pump, release, owned, os.getpid())
+    finalizer.atexit = False
+    return finalizer
+
+
 class _Pump:
     """Drains a socket on the running loop."""
 
@@ -207,6 +230,7 @@ class _Pump:
         self.closed = False
         self.on_pause: OnPause | None = None
         _pumps.add(self)
+        _when_collected(self, _end_unclosed, socket)
 
     def begin(self) -> None:
         self.loop = asyncio.get_running_loop()
@@ -334,6 +358,7 @@ class ZmqRouter(_Pump):
         # A context has one place where it asks whom to admit, which is another one's business in
         # the context that all share.
         self._context = zmq.Context()
+        _when_collected(self, _destroy, self._context)
         super().__init__(_socket(self._context, zmq.ROUTER, address, max_message_bytes))
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.SNDHWM, MOST_UNREAD)

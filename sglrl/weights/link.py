@@ -71,6 +71,8 @@ class Link:
         while (job := self._jobs.get()) is not None:
             if not self.abandoned:
                 job()
+            # While the thread waits, this frame must not keep alive what the job refers to.
+            del job
         if self.group is not None:
             self.group.close()
 

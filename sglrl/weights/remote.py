@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import secrets
+import weakref
 from typing import Any, Self
 
 import msgspec
@@ -39,6 +40,7 @@ from ..messages import (
     Withdraw,
 )
 from ..net.zmq import ZmqDealer, check_address
+from ..unclosed import warn_unless_closed
 from .report import UpdateReport
 from .request import UpdateRequest
 
@@ -81,6 +83,7 @@ class Sender:
         self._lost = ""
         """Why it is of no use any more."""
         self._heard = False
+        self._unclosed: weakref.finalize[..., Any] | None = None
 
     @classmethod
     async def connect(
@@ -138,7 +141,10 @@ class Sender:
             url, identity, max_message_bytes=max_message_bytes, keys=pair, on_break=tell
         )
         sender = cls(dealer, device, host)
-        broken.add_done_callback(lambda _: sender._lose("the client is gone"))
+        sender._unclosed = warn_unless_closed(sender, f"the Sender connected to {url}")
+        # The thread that calls ``tell`` must not keep a sender alive that is never closed.
+        lose = weakref.WeakMethod(sender._lose)
+        broken.add_done_callback(lambda _: (found := lose()) and found("the client is gone"))
         sender._end = SendingEnd(device, host, sender._answer)
         sender._manifest = Manifest()
         dealer.start(sender._on_message)
@@ -180,6 +186,8 @@ class Sender:
             self._welcome.cancel()
         self._end.close()
         self._dealer.close()
+        if self._unclosed is not None:
+            self._unclosed.detach()
 
     @property
     def weight_version(self) -> int:

@@ -4,9 +4,12 @@ whose sender is killed."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
 import sys
+import warnings
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -243,6 +246,34 @@ async def test_a_sender_does_not_wait_in_vain(
     with pytest.raises(sglrl.WeightUpdateError, match="connect again"):
         await sender.update(weights)
     await sender.close()
+    await lab.check(PROMPTS[:1], 4)
+
+
+async def test_a_sender_that_is_never_closed(lab: Lab) -> None:
+    address = lab.client.weights_address
+    weights = lab.policies[2].model.state_dict()
+
+    async def use() -> tuple[weakref.ref[Sender], int]:
+        sender = await Sender.connect(address)
+        report = await sender.update(weights)
+        return weakref.ref(sender), report.version
+
+    def run() -> int:
+        found, version = asyncio.run(use())
+        while found() is not None:
+            gc.collect()
+        return version
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        version = await asyncio.to_thread(run)
+    lab.by_version[version] = lab.policies[2]
+    said = [str(warning.message) for warning in caught if "never closed" in str(warning.message)]
+    assert said == [
+        f"the Sender connected to {address.partition('#')[0]} was never closed; use it in an "
+        "'async with' block ('with' for sglrl.blocking), or call its close()"
+    ]
+    await lab.update(1)
     await lab.check(PROMPTS[:1], 4)
 
 

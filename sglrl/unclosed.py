@@ -1,0 +1,29 @@
+"""Warnings for objects that hold processes or connections and that the program never closes."""
+
+from __future__ import annotations
+
+import os
+import warnings
+import weakref
+from typing import Any
+
+
+def warn_unless_closed(owner: object, name: str) -> weakref.finalize[..., Any]:
+    """Emit a ``ResourceWarning`` when ``owner`` is collected, or when the interpreter exits while
+    ``owner`` exists. ``owner`` calls ``detach()`` of the result when it is closed.
+
+    Args:
+        name: what the warning calls ``owner``. It must not contain a secret.
+    """
+    return weakref.finalize(owner, _warn, name, os.getpid())
+
+
+def _warn(name: str, pid: int) -> None:
+    # A forked process has a copy, which the parent closes.
+    if os.getpid() == pid:
+        warnings.warn(
+            f"{name} was never closed; use it in an 'async with' block ('with' for "
+            "sglrl.blocking), or call its close()",
+            ResourceWarning,
+            stacklevel=1,
+        )
