@@ -29,6 +29,7 @@ from .config import (
     strategies,
     visible_cuda_devices,
 )
+from .core.seeds import SEEDS
 from .errors import ModelError, NotEnoughDevices, UsageError
 from .keys import read_driver_keys
 from .messages import EngineSpec
@@ -126,7 +127,10 @@ def launch(
             group for weight updates is then formed at the start and not with the first update.
         engine: "sglang", or "fake": deterministic, without torch, for tests.
         **engine_args: fields of SGLang's ``ServerArgs`` (``mem_fraction_static``,
-            ``max_running_requests``, ...), checked by name.
+            ``max_running_requests``, ...), checked by name. ``random_seed`` (in 0..2**32-1) makes
+            the unseeded draws of worker 0 start from that seed; every other worker, and every
+            replacement, starts from another one that follows from it. A request's own ``seed``
+            gives the same tokens on every worker.
 
     Raises:
         UsageError: an argument is wrong (``ModelError`` and ``NotEnoughDevices`` are such).
@@ -359,6 +363,9 @@ def _check_engine_args(engine: str, args: dict[str, Any]) -> None:
             raise UsageError(
                 f"{name!r} is neither an argument of launch nor of SGLang's ServerArgs{hint}"
             )
+    seed = args.get("random_seed")
+    if seed is not None and (type(seed) is not int or not 0 <= seed < SEEDS):
+        raise UsageError(f"random_seed must be None or an integer in 0..{SEEDS - 1}, got {seed!r}")
 
 
 @lru_cache

@@ -18,6 +18,7 @@ import msgspec
 
 from .config import FabricConfig, PoolConfig, check_target, check_timeout
 from .core.members import DRAINING, READY, RETIRED, STALE, SYNCING
+from .core.seeds import process_seed
 from .core.supervision import Supervision
 from .driver import Driver
 from .errors import (
@@ -106,6 +107,8 @@ class Pool:
         self._progress = on_progress or (lambda text: None)
         self._workers: dict[int, Worker] = {}
         self._supervision: dict[int, Supervision] = {}
+        self._forked: Counter[int] = Counter()
+        """Processes that each worker has had."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._entered = self._started = False
         self._closing = False
@@ -243,7 +246,9 @@ class Pool:
         specs = []
         for body in birth.bodies:
             if isinstance(body, EngineSpec):
-                body = msgspec.structs.replace(body, rendezvous=str(worker.rendezvous))
+                body = msgspec.structs.replace(
+                    body, rendezvous=str(worker.rendezvous), args=self._engine_args(body, index)
+                )
             specs.append(
                 WorkerSpec(
                     index=index,
@@ -255,6 +260,7 @@ class Pool:
                     beat_interval=self._monitor.beat_interval,
                 )
             )
+        self._forked[index] += 1
         requests = self._processes.requests(worker, specs, birth.env)
         self._supervision.setdefault(
             index, Supervision(self._config.restarts, self._config.restart_period)
@@ -267,6 +273,13 @@ class Pool:
                 self.weights.add_rank(index, rank, rank_identity(identity, rank))
         self._processes.fork(worker, requests)
         return worker
+
+    def _engine_args(self, body: EngineSpec, index: int) -> dict[str, object]:
+        """With a ``random_seed`` of this process's own, if there is one."""
+        seed = body.args.get("random_seed")
+        if not isinstance(seed, int):
+            return body.args
+        return {**body.args, "random_seed": process_seed(seed, index, self._forked[index])}
 
     async def _all_ready(self) -> None:
         """The first worker that fails ends the wait for all."""
