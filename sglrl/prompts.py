@@ -71,7 +71,7 @@ def check_given_ids(input_ids: Any, vocab_size: int) -> tuple[bool, list[bytes]]
     return False, [check_ids(input_ids, vocab_size)]
 
 
-def check_messages(messages: Any) -> tuple[bool, list[list[Message]]]:
+def check_messages(messages: Any) -> tuple[bool, list[Any]]:
     """Whether several conversations are given, and each of them as ``check_conversation`` returns
     it.
 
