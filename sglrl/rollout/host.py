@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
+import logging
 import os
 from collections import OrderedDict
 from contextlib import AsyncExitStack
@@ -18,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from ..actor import Actor, endpoint
 from ..codec import Body
 from ..errors import UsageError
+from .ending import GRACE_SECONDS, Grace, Limit, end_without, name_of, stack_of
 from .gate import Gate
 from .items import session_arguments
 from .opening import Opening
@@ -29,20 +32,28 @@ from .trajectory import Trajectory, record_of
 if TYPE_CHECKING:
     from ..remote import RemoteClient
 
+logger = logging.getLogger("sglrl.rollout")
+
 _metadata: Final = Body(dict[Any, Any])
 _KEPT: Final = 1024
 """Groups whose prompt is kept, for samples of them that come later."""
 
 
 class _Sample:
-    """One that is being played."""
+    """One that is being played. ``outcome`` is set when the agent has ended, or is not waited for
+    any more."""
 
-    __slots__ = ("session", "stale", "task")
+    __slots__ = ("index", "item", "limit", "outcome", "session", "stale", "task")
 
-    def __init__(self, task: asyncio.Task[Any]) -> None:
-        self.task = task
+    task: asyncio.Task[Outcome]
+
+    def __init__(self, item: int, index: int) -> None:
+        self.item = item
+        self.index = index
+        self.limit: Limit | None = None
         self.session: Session | None = None
         self.stale = False
+        self.outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
 
 
 class AgentHost(Actor):
@@ -105,24 +116,43 @@ class AgentHost(Actor):
             version: of the weights, as the driver has counted with.
             arguments: of the session; None: what they are for the item by themselves.
         """
-        task = asyncio.current_task()
-        assert task is not None
-        sample = _Sample(task)
+        sample = _Sample(number, index)
         self._samples.add(sample)
-        limit: asyncio.Timeout | None = None
+        work = self._play(sample, tries, seed, version, item, arguments)
+        sample.task = asyncio.get_running_loop().create_task(work)
+        sample.task.add_done_callback(functools.partial(self._ended, sample))
+        try:
+            await asyncio.wait([sample.outcome])
+        except asyncio.CancelledError:
+            # By the driver, which does not wait for an answer.
+            self._cancel(sample)
+            await asyncio.wait([sample.outcome])
+            raise
+        return sample.outcome.result()
+
+    async def _play(
+        self,
+        sample: _Sample,
+        tries: int,
+        seed: int | None,
+        version: int,
+        item: Any,
+        arguments: dict[str, Any] | None,
+    ) -> Outcome:
         timeout = self.settings.timeout
         try:
             # What the pool itself says of it may come later than this.
             self._client._pool.heard_of(version)
-            opening = self._opening(number, tries, item, arguments)
+            opening = self._opening(sample.item, tries, item, arguments)
             # A tokenizer that must be loaded first takes nobody's time.
             await opening.ids()
             session = sample.session = session_of_sample(
-                opening, self._gate, self._on_turn, seed, number, index
+                opening, self._gate, self._on_turn, seed, sample.item, sample.index
             )
             if timeout is not None:
-                session._limit = limit = asyncio.timeout(timeout)
-            made = await play(self._agent, session, item, limit)
+                late = functools.partial(self._go_on_without, sample)
+                session._limit = sample.limit = Limit(timeout, late)
+            made = await play(self._agent, session, item, sample.limit)
             _check_metadata(made)
             return self._outcome(DONE, trajectory=record_of(made), oldest=made.oldest_version)
         except GeneratorExit:
@@ -131,11 +161,10 @@ class AgentHost(Actor):
             # One that the driver has cancelled is not waited for, whatever it comes to.
             if sample.stale:
                 return self._outcome(STALE)
-            if is_late(limit):
+            if is_late(sample.limit):
                 return self._outcome(LATE, error=body_of(too_late(timeout, error)))
             return self._failure(sample, error)
         finally:
-            self._samples.discard(sample)
             if sample.session is not None:
                 sample.session.close()
 
@@ -172,6 +201,50 @@ class AgentHost(Actor):
         count[2] += cached
         count[3] += new
 
+    def _ended(self, sample: _Sample, task: asyncio.Task[Outcome]) -> None:
+        if sample.outcome.done():
+            # It was not waited for any more.
+            return
+        self._samples.discard(sample)
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        if error is None:
+            sample.outcome.set_result(task.result())
+        else:
+            # It was cancelled before its first step.
+            sample.outcome.set_result(self._failure(sample, error))
+
+    def _cancel(self, sample: _Sample) -> None:
+        sample.task.cancel()
+        Grace(sample.task, functools.partial(self._go_on_without, sample))
+
+    def _go_on_without(self, sample: _Sample) -> None:
+        """It was cancelled and has not ended in time."""
+        if sample.task.done() or sample.outcome.done():
+            return
+        self._samples.discard(sample)
+        if sample.session is not None:
+            sample.session.close()
+        stack = stack_of(sample.task)
+        if sample.stale:
+            outcome = self._outcome(STALE, hangs_at=stack)
+        elif is_late(sample.limit):
+            error = body_of(too_late(self.settings.timeout, None))
+            outcome = self._outcome(LATE, error=error, hangs_at=stack)
+        else:
+            # The driver has cancelled it, and waits for no answer.
+            logger.error(
+                "agent %s with sample %d of item %d was cancelled by the run and did not end "
+                "within %g s; it is closed where it waits:\n%s",
+                name_of(self.settings.agent),
+                sample.index,
+                sample.item,
+                GRACE_SECONDS,
+                stack,
+            )
+            outcome = self._failure(sample, asyncio.CancelledError())
+        sample.outcome.set_result(outcome)
+        end_without(sample.task)
+
     def _on_version(self) -> None:
         """Of what is too old by now, no token will be handed out."""
         most = self.settings.max_staleness
@@ -182,7 +255,7 @@ class AgentHost(Actor):
             oldest = None if sample.session is None else sample.session.oldest_version
             if oldest is not None and version - oldest > most and not sample.stale:
                 sample.stale = True
-                sample.task.cancel()
+                self._cancel(sample)
 
     def _outcome(self, how: str, **more: Any) -> Outcome:
         (turns, prompt, cached, new), self._count = self._count, [0, 0, 0, 0]

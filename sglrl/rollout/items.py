@@ -4,10 +4,20 @@ session begins with for an item."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import (
+    AsyncIterable,
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+)
 from typing import Any
 
 from ..errors import SglrlError, UsageError
+
+StartTask = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 
 
 class Items:
@@ -43,18 +53,19 @@ class Items:
     def exhausted(self) -> bool:
         return self._ended and self._next is None
 
-    def take(self, tasks: asyncio.TaskGroup) -> tuple[int, Any] | None:
-        """The next item, if it is here; else it is being read now, or there is none."""
-        self.look(tasks)
+    def take(self, start: StartTask) -> tuple[int, Any] | None:
+        """The next item, if it is here; else it is being read now, by a task that ``start`` begins,
+        or there is none."""
+        self.look(start)
         found, self._next = self._next, None
         return found
 
-    def look(self, tasks: asyncio.TaskGroup) -> None:
+    def look(self, start: StartTask) -> None:
         """Read the next item, or find out that there is none."""
         source = self._source
         if isinstance(source, AsyncIterator):
             if self._next is None and not self._ended and self._reading is None:
-                self._reading = tasks.create_task(self._read(source))
+                self._reading = start(self._read(source))
             return
         while self._next is None and not self._ended:
             try:

@@ -50,7 +50,8 @@ class Outcome(msgspec.Struct, array_like=True, frozen=True):
     ``how``: DONE (then there is a ``trajectory``, and ``oldest`` is its oldest version), FAILED and
     LATE (then there is an ``error``), or STALE. ``refused``: it failed because the pool takes no
     calls any more; ``cut_off``: because this process's connection to it is lost. ``fatal``: the run
-    is to end.
+    is to end. ``hangs_at``: the stack of an agent that went on after its cancellation, and that the
+    sample was ended without.
     """
 
     how: str
@@ -64,6 +65,7 @@ class Outcome(msgspec.Struct, array_like=True, frozen=True):
     refused: bool = False
     cut_off: bool = False
     fatal: bool = False
+    hangs_at: str = ""
 
 
 def body_of(error: Exception) -> ErrorBody:

@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from ..errors import DeadlineExceeded, SglrlError, UsageError
+from .ending import Limit
 from .session import Session
 from .trajectory import Trajectory
 
@@ -50,9 +51,7 @@ async def made_ready(agent: Agent | type[Any]) -> AsyncGenerator[Agent, None]:
         yield instance
 
 
-async def play(
-    agent: Agent, session: Session, item: Any, limit: asyncio.Timeout | None
-) -> Trajectory:
+async def play(agent: Agent, session: Session, item: Any, limit: Limit | None) -> Trajectory:
     """What the agent makes of the item. ``limit`` is entered here.
 
     Raises:
@@ -75,7 +74,7 @@ async def play(
     return _trajectory(session, result)
 
 
-def is_late(limit: asyncio.Timeout | None) -> bool:
+def is_late(limit: Limit | None) -> bool:
     """Whether its time is over, also while nobody could be told so."""
     if limit is None:
         return False
@@ -83,7 +82,7 @@ def is_late(limit: asyncio.Timeout | None) -> bool:
     return limit.expired() or (at is not None and asyncio.get_running_loop().time() >= at)
 
 
-def too_late(timeout: float | None, error: BaseException) -> DeadlineExceeded:
+def too_late(timeout: float | None, error: BaseException | None) -> DeadlineExceeded:
     """For an agent that took longer than ``timeout``, whatever it has made of its cancellation."""
     late = DeadlineExceeded(f"the agent took longer than {timeout:g} s (timeout)")
     late.__cause__ = error

@@ -22,6 +22,7 @@ from ..driver import ENVELOPE_BYTES
 from ..errors import MessageTooLarge, ProtocolError, SglrlError, UsageError
 from ..messages import Item, ItemKind
 from ..spawn import ActorHandle, spawn
+from .ending import GRACE_SECONDS
 from .host import AgentHost
 from .outcome import Outcome, Settings
 
@@ -119,6 +120,10 @@ class AgentProcesses:
                 "what cannot be sent must be made there: give a class, of which each process makes "
                 "an instance"
             ) from error
+        # Agents that were cancelled have their time to end, and what was entered to be left.
+        pool = self._handle._pool
+        shutdown = pool._config.shutdown_timeout + GRACE_SECONDS
+        pool._config = msgspec.structs.replace(pool._config, shutdown_timeout=shutdown)
 
     @property
     def driver(self) -> Any:

@@ -1,12 +1,14 @@
 """Runs an agent over a data set: as many at a time as the engines take, groups as they finish.
 
 ``Plan`` (``core/rollouts.py``) decides what runs and what is handed out; here are its tasks. One
-task fills the engines; each agent is a task of its group of tasks, and ends with it.
+task fills the engines; each agent is a task that this one cancels when it ends, and that it goes on
+without if the agent does not end (``ending.py``).
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import logging
 import math
@@ -18,6 +20,7 @@ from collections.abc import (
     AsyncIterable,
     AsyncIterator,
     Callable,
+    Coroutine,
     Iterable,
     Mapping,
 )
@@ -37,6 +40,7 @@ from ..errors import (
     WorkerLost,
 )
 from ..sampling import SamplingParams, own_names
+from .ending import GRACE_SECONDS, Grace, Limit, end_without, name_of, stack_of
 from .gate import Gate
 from .group import Group, RolloutMetrics
 from .items import Items, length, session_arguments
@@ -66,8 +70,8 @@ _HINT_SECONDS = 10.0
 """After which a taker is told that only new weights will help."""
 _LOOK_SECONDS = 0.05
 """Between two looks at the engines' load."""
-_LONGEST_END = 10.0
-"""Seconds that cancelled agents may take before it is said that they have not ended."""
+_ENDED = "the run has ended"
+"""Why a task was cancelled, beside the reasons for which samples are lost."""
 
 
 def rollout(
@@ -122,7 +126,9 @@ def rollout(
         max_staleness: with policy version v at most ``(v + max_staleness + 1) * batch_size`` groups
             are begun, and no token that is handed out is more versions old than this. 0 is
             synchronous training: every token is of the current policy. None: no bound.
-        timeout: seconds a sample may take, pauses not counted; then it is cancelled and lost.
+        timeout: seconds a sample may take, pauses not counted; then it is cancelled and lost. An
+            agent that has not ended 5 s after it was cancelled, for whatever reason, is closed
+            where it waits and logged with its stack; the run goes on, or ends, without it.
         on_error: what happens when the agent raises: "retry" the sample, at most ``retries`` times,
             then drop it; "drop" it at once; "raise" from here. A ``UsageError`` is not retried. A
             run whose first 32 samples all fail, or all that there are, raises in any case.
@@ -269,6 +275,10 @@ class Rollout:
         self._tasks: dict[core.Sample, asyncio.Task[None]] = {}
         """Of samples that run and have taken their first step: one that is cancelled before would
         end without a word."""
+        self._alive: dict[asyncio.Task[None], core.Sample | None] = {}
+        """All tasks that the run has begun and that have not ended: of samples, and the one that
+        reads the data set."""
+        self._all_ended: asyncio.Future[None] | None = None
         self._given_up: dict[core.Sample, str] = {}
         self._dead: set[Any] = set()
         """Processes that have died since one told of a sample."""
@@ -389,36 +399,28 @@ class Rollout:
         if self._limit is not None and driver is not None:
             driver.on_loads.discard(self._look)
         # Whatever it ended with has been raised by ``take``, or nobody wants it any more.
-        done, _ = await asyncio.wait([task], timeout=_LONGEST_END)
-        if not done:
-            items = sorted({sample.group.index for sample in self._tasks})
-            logger.warning(
-                "agents were cancelled %.0f s ago and have not ended; a rollout waits for them. "
-                "Their items: %s",
-                _LONGEST_END,
-                items[:20],
-            )
-            await asyncio.wait([task])
+        await asyncio.wait([task])
 
     async def _run(self) -> None:
         try:
-            async with asyncio.TaskGroup() as tasks:
-                try:
-                    while not self._plan.over:
-                        self._wake.clear()
-                        self._fill(tasks)
-                        if self._broken is not None:
-                            break
-                        await self._wake.wait()
+            try:
+                while not self._plan.over:
+                    self._wake.clear()
+                    self._fill()
                     if self._broken is not None:
                         raise self._broken
-                except BaseException:
-                    # Agents that go on after their cancellation get no turn, nor wait for one.
-                    for session in self._running.values():
-                        session.close()
-                    raise
-        except BaseExceptionGroup as failures:
-            self._failure = failures.exceptions[0]
+                    await self._wake.wait()
+                if self._broken is not None:
+                    raise self._broken
+            except BaseException:
+                self._fatal = True
+                # Agents that go on after their cancellation get no turn, nor wait for one.
+                for session in self._running.values():
+                    session.close()
+                self._cancel_all()
+                raise
+            finally:
+                await self._end_tasks()
         except BaseException as failure:
             self._failure = failure
             if isinstance(failure, asyncio.CancelledError):
@@ -427,22 +429,113 @@ class Rollout:
             self._ended_at = time.monotonic()
             self._tell_takers()
 
-    def _fill(self, tasks: asyncio.TaskGroup) -> None:
+    # --- its tasks --------------------------------------------------------------------------------
+
+    def _begin_task(
+        self, work: Coroutine[Any, Any, None], sample: core.Sample | None = None
+    ) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._alive[task] = sample
+        task.add_done_callback(self._task_ended)
+        return task
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        if task not in self._alive:
+            # The run went on without it.
+            return
+        del self._alive[task]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._break_off(error)
+        self._tell_all_ended()
+
+    def _break_off(self, error: BaseException) -> None:
+        """It ends the run."""
+        self._fatal = True
+        self._broken = self._broken or error
+        self._wake.set()
+
+    def _cancel(self, task: asyncio.Task[None], reason: str) -> None:
+        task.cancel()
+        Grace(task, functools.partial(self._go_on_without, task, reason))
+
+    def _cancel_all(self) -> None:
+        for task in list(self._alive):
+            self._cancel(task, _ENDED)
+
+    async def _end_tasks(self) -> None:
+        """Wait until all tasks have ended, which takes as long as the grace period at most: they
+        were cancelled, or were about to end."""
+        cancelled: asyncio.CancelledError | None = None
+        while self._alive:
+            self._all_ended = asyncio.get_running_loop().create_future()
+            try:
+                await self._all_ended
+            except asyncio.CancelledError as error:
+                cancelled = error
+                self._cancel_all()
+        if cancelled is not None:
+            raise cancelled
+
+    def _tell_all_ended(self) -> None:
+        if not self._alive and self._all_ended is not None and not self._all_ended.done():
+            self._all_ended.set_result(None)
+
+    def _go_on_without(self, task: asyncio.Task[None], reason: str) -> None:
+        """The task was cancelled and has not ended in time. Its sample is lost for ``reason``."""
+        if task.done() or task not in self._alive:
+            return
+        sample = self._alive.pop(task)
+        self._log_hanging(sample, reason, stack_of(task))
+        if sample is not None and self._tasks.get(sample) is task:
+            del self._tasks[sample]
+            self._running[sample].close()
+            try:
+                self._lost_hanging(sample, reason)
+            except BaseException as error:
+                self._break_off(error)
+        end_without(task)
+        self._tell_all_ended()
+
+    def _lost_hanging(self, sample: core.Sample, reason: str) -> None:
+        given_up = self._given_up.pop(sample, None)
+        if self._is_ending:
+            return
+        if given_up is None:
+            self._count_failure(too_late(self._timeout, None))
+        self._ended(sample, given_up or reason)
+
+    def _log_hanging(self, sample: core.Sample | None, reason: str, stack: str) -> None:
+        what = "the data set"
+        if sample is not None:
+            name = name_of(self._agent)
+            what = f"agent {name} with sample {sample.index} of item {sample.group.index}"
+        logger.error(
+            "%s was cancelled (%s) and did not end within %g s; the run goes on without it. It "
+            "waits here:\n%s",
+            what,
+            reason,
+            GRACE_SECONDS,
+            stack,
+        )
+
+    # --- its samples ------------------------------------------------------------------------------
+
+    def _fill(self) -> None:
         plan, items = self._plan, self._items
         while self._gate.opening is None and plan.running < self.concurrency:
             alone = bool(plan.suspects) and self._has_room_for_suspect()
             sample = plan.start(suspect=alone)
             if sample is not None:
-                self._start(sample, tasks)
+                self._start(sample)
                 continue
             if not plan.may_begin():
                 if plan.max_staleness is not None:
                     # Who waits for a group must know whether there will be one.
-                    items.look(tasks)
+                    items.look(self._begin_task)
                 break
             if plan.begin_again():
                 continue
-            found = items.take(tasks)
+            found = items.take(self._begin_task)
             if found is None:
                 break
             plan.begin(*found)
@@ -464,7 +557,7 @@ class Rollout:
     def _read_one(self) -> None:
         self._wake.set()
 
-    def _start(self, sample: core.Sample, tasks: asyncio.TaskGroup) -> None:
+    def _start(self, sample: core.Sample) -> None:
         group = sample.group
         seed = None if self._seed is None else _seed(self._seed, sample, self._plan.retries)
         if self._processes is not None:
@@ -488,7 +581,7 @@ class Rollout:
             opening, self._gate, self._count, seed, group.index, sample.index
         )
         self._running[sample] = session
-        tasks.create_task(self._one(sample, session))
+        self._begin_task(self._one(sample, session), sample)
 
     def _ask_for(self, group: core.Group) -> Mapping[str, Any] | None:
         """See ``_asked``. Raises what is wrong with it, as far as it can be seen here."""
@@ -502,7 +595,7 @@ class Rollout:
 
     async def _one(self, sample: core.Sample, session: Session) -> None:
         """One sample, to whatever end; nothing but what ends the run gets out."""
-        limit: asyncio.Timeout | None = None
+        limit: Limit | None = None
         task = asyncio.current_task()
         assert task is not None
         self._tasks[sample] = task
@@ -513,24 +606,27 @@ class Rollout:
                 if self._timeout is not None:
                     # A tokenizer that must be loaded first takes nobody's time.
                     await session._opening.ids()
-                    session._limit = limit = asyncio.timeout(self._timeout)
+                    late = functools.partial(self._go_on_without, task, "timeout")
+                    session._limit = limit = Limit(self._timeout, late)
                 trajectory = await play(self._play, session, sample.group.item, limit)
             except (asyncio.CancelledError, SystemExit, Exception) as error:
-                self._went_wrong(sample, error, limit)
+                # Unless the run went on without it.
+                if self._tasks.get(sample) is task:
+                    self._went_wrong(sample, error, limit)
             else:
-                self._went_well(sample, trajectory)
-        except asyncio.CancelledError:
+                if self._tasks.get(sample) is task:
+                    self._went_well(sample, trajectory)
+        except (asyncio.CancelledError, GeneratorExit):
             raise
         except BaseException:
             self._fatal = True
             raise
         finally:
-            del self._tasks[sample]
+            if self._tasks.get(sample) is task:
+                del self._tasks[sample]
             session.close()
 
-    def _went_wrong(
-        self, sample: core.Sample, error: BaseException, limit: asyncio.Timeout | None
-    ) -> None:
+    def _went_wrong(self, sample: core.Sample, error: BaseException, limit: Limit | None) -> None:
         """What came out of the agent. Raises what ends the run."""
         reason = self._given_up.pop(sample, None)
         if reason is None and self._is_ending and not isinstance(error, asyncio.CancelledError):
@@ -569,10 +665,7 @@ class Rollout:
             else:
                 self._take_in(sample, away, outcome)
         except BaseException as error:
-            # It ends the run.
-            self._fatal = True
-            self._broken = self._broken or error
-            self._wake.set()
+            self._break_off(error)
 
     def _take_in(self, sample: core.Sample, away: Away, outcome: Outcome) -> None:
         self._dead.clear()
@@ -581,6 +674,10 @@ class Rollout:
         self._cached += outcome.cached_tokens
         self._generated_bytes += outcome.new_bytes
         error = None if outcome.error is None else error_from(outcome.error)
+        if outcome.hangs_at:
+            self._log_hanging(
+                sample, "timeout" if outcome.how == LATE else core.STALE, outcome.hangs_at
+            )
         if outcome.how == DONE and outcome.trajectory is not None:
             trajectory = Trajectory.from_record(outcome.trajectory, outcome.oldest)
             self._went_well(sample, trajectory)
@@ -691,7 +788,7 @@ class Rollout:
                     running.close()
                     asyncio.get_running_loop().call_soon(self._cancelled, sample)
                 if sample in self._tasks:
-                    self._tasks[sample].cancel()
+                    self._cancel(self._tasks[sample], self._given_up[sample])
 
     def _cancelled(self, sample: core.Sample) -> None:
         """It was given up where it was played."""

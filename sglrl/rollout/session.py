@@ -15,6 +15,7 @@ from ..driver import now
 from ..errors import Closed, UsageError
 from ..prompts import Message
 from ..tokens import TokenIds
+from .ending import Limit
 from .gate import Gate
 from .opening import Opening
 from .state import SessionState
@@ -40,7 +41,7 @@ class Session:
         self._gate = gate
         self._state = SessionState(opening, on_turn, seed)
         self._at_gate: asyncio.Future[None] | None = None
-        self._limit: asyncio.Timeout | None = None
+        self._limit: Limit | None = None
         """How long all of it may take, not counting what is spent at the gate."""
         self.metadata: dict[str, Any] = dict(opening.metadata)
         """Goes into the trajectory: anything msgpack can hold."""

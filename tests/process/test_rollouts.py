@@ -519,29 +519,6 @@ async def test_who_ends_after_the_timeout_is_too_late(client: sglrl.Client) -> N
     assert run.metrics.samples_lost == {"timeout": 1}
 
 
-async def test_agents_that_do_not_end_are_named(
-    client: sglrl.Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(runner, "_LONGEST_END", 0.05)
-    begun, may_end = asyncio.Event(), asyncio.Event()
-
-    async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:
-        begun.set()
-        while not may_end.is_set():
-            with contextlib.suppress(asyncio.CancelledError):
-                await may_end.wait()
-        return 1.0
-
-    async with sglrl.rollout(client, agent, ITEMS[:1]) as run:
-        await begun.wait()
-        closing = asyncio.create_task(run.close())
-        while "have not ended" not in caplog.text:
-            await client.stats()
-        may_end.set()
-        await closing
-    assert "Their items: [0]" in caplog.text
-
-
 async def test_a_short_data_set_of_which_nothing_works(client: sglrl.Client) -> None:
     async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:
         raise RuntimeError("the environment broke")

@@ -1,0 +1,148 @@
+"""Ends tasks that go on after they were cancelled.
+
+An agent may swallow ``CancelledError``, once or every time. It has ``GRACE_SECONDS`` to end; then
+its coroutine is closed, and nothing waits for its task any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import traceback
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any, Final, Self
+
+GRACE_SECONDS: float = 5.0
+"""How long a cancelled agent may take to end."""
+_STEPS: Final = 5
+"""The grace period is counted in so many steps. So time in which the event loop did not run, and
+in which the agent could not end, counts as one step at most."""
+_WITHOUT_AGENT: Final = ("runner.py", "host.py", "play.py", "ending.py")
+"""Files of this package whose frames come before the agent's."""
+
+
+class Grace:
+    """Calls ``on_over`` if a task that was cancelled has not ended after ``GRACE_SECONDS``."""
+
+    def __init__(self, task: asyncio.Task[Any], on_over: Callable[[], None]) -> None:
+        self._on_over = on_over
+        self._left = _STEPS
+        self._loop = task.get_loop()
+        self._timer = self._begin_step()
+        task.add_done_callback(self._ended)
+
+    def _begin_step(self) -> asyncio.TimerHandle:
+        return self._loop.call_later(GRACE_SECONDS / _STEPS, self._step)
+
+    def _step(self) -> None:
+        self._left -= 1
+        if self._left:
+            self._timer = self._begin_step()
+        else:
+            self._on_over()
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._timer.cancel()
+
+
+class Limit:
+    """``asyncio.timeout`` for the current task, with a grace period after it: ``on_over`` is called
+    when the task has not ended by then."""
+
+    def __init__(self, seconds: float, on_over: Callable[[], None]) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._timeout = asyncio.timeout(seconds)
+        self._on_over = on_over
+        self._timer: asyncio.TimerHandle | None = None
+
+    def when(self) -> float | None:
+        return self._timeout.when()
+
+    def expired(self) -> bool:
+        return self._timeout.expired()
+
+    def reschedule(self, when: float | None) -> None:
+        self._timeout.reschedule(when)
+        self._watch()
+
+    async def __aenter__(self) -> Self:
+        await self._timeout.__aenter__()
+        self._watch()
+        return self
+
+    async def __aexit__(self, *exc: Any) -> None:
+        self._cancel_timer()
+        await self._timeout.__aexit__(*exc)
+
+    def _watch(self) -> None:
+        self._cancel_timer()
+        when = self._timeout.when()
+        if when is not None:
+            self._timer = self._task.get_loop().call_at(when, self._is_over)
+
+    def _is_over(self) -> None:
+        self._timer = None
+        Grace(self._task, self._on_over)
+
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+def end_without(task: asyncio.Task[Any]) -> None:
+    """Close the coroutine of a task that does not end, and let nothing wait for the task.
+
+    The coroutine gets ``GeneratorExit`` where it waits, as when it is collected, so its ``finally``
+    blocks run. If it swallows even that, or waits there, it is left alone: ``asyncio.run`` does not
+    wait for it, and nobody logs that it was destroyed.
+    """
+    coroutine: Any = task.get_coro()
+    with contextlib.suppress(Exception):
+        coroutine.close()
+    # It wakes up to find its coroutine closed. What comes of that is nobody's.
+    task.add_done_callback(_collect)
+    task.cancel()
+    asyncio._unregister_task(task)
+    task._log_destroy_pending = False  # type: ignore[attr-defined]
+
+
+def _collect(task: asyncio.Task[Any]) -> None:
+    if not task.cancelled():
+        task.exception()
+
+
+def stack_of(task: asyncio.Task[Any]) -> str:
+    """Where a task waits: the frames of its coroutine and of those that it awaits, from the agent's
+    on. (``Task.get_stack`` knows the outermost one only.)"""
+    frames = [*_frames(task.get_coro())]
+    agents = next((i for i, frame in enumerate(frames) if not _is_ours(frame)), 0)
+    stack = traceback.StackSummary.extract((f, f.f_lineno) for f in frames[agents:])
+    return "".join(stack.format()).rstrip()
+
+
+def _frames(awaited: Any) -> Iterator[FrameType]:
+    while awaited is not None:
+        for kind in ("cr", "gi", "ag"):
+            frame = getattr(awaited, f"{kind}_frame", None)
+            if frame is not None:
+                yield frame
+        found = (getattr(awaited, name, None) for name in ("cr_await", "gi_yieldfrom", "ag_await"))
+        awaited = next((inner for inner in found if inner is not None), None)
+
+
+def _is_ours(frame: FrameType) -> bool:
+    folder, _, name = frame.f_code.co_filename.rpartition("/")
+    return folder == __file__.rpartition("/")[0] and name in _WITHOUT_AGENT
+
+
+def name_of(agent: Any) -> str:
+    """Of an agent, for a log: of the function or class that it is or is an instance of."""
+    while isinstance(agent, functools.partial):
+        agent = agent.func
+    made_of = agent if hasattr(agent, "__qualname__") else type(agent)
+    return f"{made_of.__module__}.{made_of.__qualname__}"
