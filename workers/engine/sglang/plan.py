@@ -1,8 +1,9 @@
 """Where each tensor of a model goes that it is sent by its Hugging Face name.
 
 The model's own ``load_weights`` knows (fused and sharded parameters, renamed ones). It is run once
-with tensors that have no data, and the copies that it would have made are written down. So a
-manifest is checked without touching a weight, and an update is those copies and nothing else.
+on a copy of the model without data (``stand_in``), with tensors that have none either, and the
+copies that it makes are recorded. So the live weights are never touched, and an update is those
+copies and nothing else.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from sglrl.errors import EngineError
 from sglrl.messages import ModelDescription, TensorSpec
 from sglrl.weights.experts import EXPERT_NAMES, names_apart
 from sglrl.weights.files import weight_files
+
+from .stand_in import StandIn, storage_id
 
 
 @dataclass(frozen=True)
@@ -87,55 +91,95 @@ class Spare:
 _PADDING = {torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default}
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[misc]
-    """Writes down copies into ``live`` storages instead of making them."""
+class _Sent(torch.Tensor):  # type: ignore[misc]
+    """A tensor of the checkpoint, without data. A recorder belongs to one thread, so a use of the
+    tensor in another thread is an error: the copy would be missing in the plan."""
 
-    def __init__(self, live: set[int], names: dict[int, str]) -> None:
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RuntimeError(f"{func} ran in a thread of the loader's own, which is not recorded")
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[misc]
+    """Records which parts of the tensors in ``names`` are copied to which parts of the stand-in.
+
+    It runs operators on the stand-in and on tensors that the loader has made, and no others. So a
+    tensor that the loader gets from elsewhere is not changed either.
+    """
+
+    def __init__(self, stand_in: StandIn, names: dict[int, str], dtype: torch.dtype) -> None:
         super().__init__()
-        self.live = live
+        self.stand_in = stand_in
+        self.live = stand_in.storages
         self.names = names
+        self.dtype = dtype
         self.copies: dict[str, list[Copy]] = {}
         self.padded: list[torch.Tensor] = []
         self.other: set[str] = set()
+        self._made: dict[int, Any] = {}
+        """Storages that the loader has made, by id."""
+        self._foreign: dict[int, Any] = {}
+        """Storages that the loader has got from elsewhere, by id."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        tensors = [a for a in args if isinstance(a, torch.Tensor)]
-        if not any(_storage(t) in self.live for t in tensors):
-            if func._schema.is_mutable and any(_storage(t) in self.names for t in tensors):
+        kwargs = kwargs or {}
+        tensors = [a for a in tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)]
+        storages = {storage_id(t): t for t in tensors}
+        mutable = func._schema.is_mutable
+        known = self.live | self.names.keys() | self._made.keys()
+        foreign = {id_: t.untyped_storage() for id_, t in storages.items() if id_ not in known}
+        self._foreign |= foreign
+        if foreign and (mutable or func.namespace not in ("aten", "prims")):
+            self.other.add(str(func))
+            raise RuntimeError(f"{func} would change a tensor that is not the loader's own")
+        if not storages.keys() & self.live:
+            if mutable and storages.keys() & self.names.keys():
                 # What is sent is changed before it is copied (Gemma adds 1 to what its norms have).
                 self.other.add(str(func))
-            return func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.copy_.default:
+            return self._run(func, args, kwargs)
+        if func is torch.ops.aten.copy_.default and storage_id(args[0]) in self.live:
             target, source = args[0], args[1]
-            name = self.names.get(_storage(source))
-            if name is not None and _storage(target) in self.live:
-                copy = Copy(
-                    target.detach(),
-                    source.storage_offset(),
-                    tuple(source.expand(target.shape).shape),
-                    source.expand(target.shape).stride(),
-                )
-                self.copies.setdefault(name, []).append(copy)
-                return target
-            if source.is_meta:
-                # Of something that was computed.
+            name = self.names.get(storage_id(source))
+            if name is None or source.dtype != self.dtype:
+                # Of something that was computed, or of the bytes as numbers of another type.
                 self.other.add(str(func))
                 return target
+            copy = Copy(
+                self.stand_in.live(target),
+                source.storage_offset(),
+                tuple(target.shape),
+                self._run(source.expand, (target.shape,), {}).stride(),
+            )
+            self.copies.setdefault(name, []).append(copy)
+            return target
         if func in _PADDING:
             # The rest of a padded vocabulary, which an update leaves as it is.
-            self.padded.append(args[0].detach())
+            self.padded.append(self.stand_in.live(args[0]))
             return args[0]
-        if (
-            not any(r.alias_info is not None for r in func._schema.returns)
-            or func._schema.is_mutable
-        ):
+        if mutable or not any(r.alias_info is not None for r in func._schema.returns):
             # Something is computed from a live weight, or written to it by other means.
             self.other.add(str(func))
-        return func(*args, **(kwargs or {}))
+        return self._run(func, args, kwargs)
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        with torch._C._DisableTorchDispatch():
+            result = func(*args, **kwargs)
+        return tree_map_only(torch.Tensor, self._known, result)
+
+    def _known(self, tensor: torch.Tensor) -> torch.Tensor:
+        id_ = storage_id(tensor)
+        if id_ in self.names:
+            return _sent(tensor)
+        if id_ not in self.live and id_ not in self._foreign:
+            self._made[id_] = tensor.untyped_storage()
+        return tensor
 
 
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+def _sent(tensor: torch.Tensor) -> torch.Tensor:
+    make: Any = torch.Tensor._make_subclass
+    return make(_Sent, tensor)
 
 
 Names = list[tuple[str, tuple[int, ...]]]
@@ -178,19 +222,22 @@ def make_plan(
             (``all_of_it``) what is named is not.
     """
     dtype = next(model.parameters()).dtype
-    sources = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in named}
-    names = {_storage(tensor): name for name, tensor in sources.items()}
-    live = {_storage(t) for t in (*model.parameters(), *model.buffers())}
-    recorder = _Recorder(live, names)
+    sources = {name: _sent(torch.empty(shape, dtype=dtype, device="meta")) for name, shape in named}
+    names = {storage_id(tensor): name for name, tensor in sources.items()}
+    stand_in = StandIn(model)
+    recorder = _Recorder(stand_in, names, dtype)
     try:
         with torch.no_grad(), recorder:
-            model.load_weights(iter(sources.items()))
+            stand_in.model.load_weights(iter(sources.items()))
     except Exception as error:
-        raise EngineError(f"the model's loader does not take its own tensors: {error}") from error
-    if recorder.other:
+        if not recorder.other:
+            raise EngineError(
+                f"the model's loader does not take its own tensors: {error}"
+            ) from error
+    if other := recorder.other | set(stand_in.changes()):
         raise EngineError(
             "this model's weights cannot be updated while it runs: its loader does more than copy "
-            f"({', '.join(sorted(recorder.other))})"
+            f"({', '.join(sorted(other))})"
         )
     if all_of_it and (left := _left_out(model, recorder)):
         raise EngineError(f"nothing of what is named is its {', '.join(left[:4])}")
