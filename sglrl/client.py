@@ -317,17 +317,22 @@ class Client:
             partial: tensors that are not given keep their values.
             bucket_bytes: tensors are sent in buckets of so many bytes, of which the sender holds
                 two; None: 256 MB to 1 GB, by the size of the model.
-            timeout: seconds that a worker may take for any phase before it is given up. (At least
-                one for the commit, in which who is late is ended.)
+            timeout: seconds from this call until the update must have begun. Another update, or the
+                copy of the weights to a new worker, may be running until then. Afterwards a worker
+                has as many seconds for each phase before the update is given up. (At least one for
+                the commit, in which a worker that is late is killed.)
             drain_timeout: seconds that "drain" may take; then the update is given up.
-            wait: behind an update that is running; False: raise ``UpdateInProgress`` instead.
+            wait: wait for another update or copy that is running; False: raise
+                ``UpdateInProgress`` at once.
             device: the GPU (or "cpu") that sends; None: where the tensors are, else the current
                 one.
             host: address of this process that the workers can reach.
 
         Raises:
             InvalidWeights: names, shapes or dtypes do not fit the model, or there is no room.
-            SettingsMismatch, UpdateInProgress, UsageError: see ``sglrl.errors``.
+            UpdateInProgress: another update or copy was still running when ``timeout`` had passed;
+                nothing has begun.
+            SettingsMismatch, UsageError: see ``sglrl.errors``.
             WeightUpdateError: it was given up.
             WorkerLost: no worker is left.
         """
@@ -379,13 +384,25 @@ class Client:
         self, *, device: Any = None, host: str = "127.0.0.1", timeout: float = 60.0
     ) -> float:
         """Form the group of this process and the workers now, so that the first update does not pay
-        for it. Milliseconds that it took. ``launch(weight_device=...)`` does it at the start."""
+        for it. Milliseconds that it took. ``launch(weight_device=...)`` does it at the start.
+
+        Args:
+            timeout: seconds from this call.
+
+        Raises:
+            UpdateInProgress: another update or copy was still running when ``timeout`` had passed.
+            SettingsMismatch, WeightUpdateError, WorkerLost: as for ``update_weights``.
+        """
         self._running()
         return await self._weights.connect(device, host, timeout)
 
     async def model_metadata(self, *, timeout: float = 60.0) -> dict[str, TensorMetadata]:
         """dtype and shape of every tensor that the loaded model takes, by Hugging Face name. The
-        dtype is the one that the engine keeps it in."""
+        dtype is the one that the engine keeps it in.
+
+        Args:
+            timeout: seconds from this call until a worker must have answered.
+        """
         self._running()
         found = await self._pool.weights.describe(timeout)
         return {spec.name: TensorMetadata(spec.dtype, spec.shape) for spec in found.tensors}
@@ -395,7 +412,12 @@ class Client:
         bit after the cast to the engine's dtype: [] when all is well. Compares checksums; no
         weights are sent.
 
+        Args:
+            timeout: seconds from this call until the workers must have answered. An update that is
+                running is awaited.
+
         Raises:
+            UpdateInProgress: another update or copy was still running when ``timeout`` had passed.
             InvalidWeights: names or shapes do not fit the model.
         """
         self._running()

@@ -17,7 +17,7 @@
     ├── EngineError                    the engine gave up on a request that was well formed
     ├── WeightUpdateError              an update was given up; every worker has its old weights
     │   ├── SettingsMismatch           sender and worker could not form a group: a setting differs
-    │   └── UpdateInProgress           another update is running and this one was not to wait
+    │   └── UpdateInProgress           another update or copy is running; nothing was begun
     ├── WorkerError
     │   ├── WorkerStartError           a worker died, or said no, before it was ready
     │   └── WorkerLost                 a worker died while it held the call
@@ -121,7 +121,8 @@ class SettingsMismatch(WeightUpdateError):
 
 
 class UpdateInProgress(WeightUpdateError):
-    """Another update is running, and this one was asked not to wait for it."""
+    """Another weight update, or the copy of the weights to a new worker, is running. It did not end
+    within the caller's timeout, or the caller was not to wait for it. Nothing has begun."""
 
 
 class Overloaded(SglrlError):

@@ -73,12 +73,12 @@ class PoolEndpoints(Actor):
         await self._client.wait_until_full(seconds)
 
     @endpoint
-    async def describe(self, seconds: float) -> ModelDescription:
+    async def describe(self, seconds: float | None) -> ModelDescription:
         return await self._pool.weights.describe(seconds)
 
     @endpoint
     async def checksums(
-        self, names: list[str], seconds: float
+        self, names: list[str], seconds: float | None
     ) -> list[tuple[tuple[int, int], list[Piece]]]:
         return [*(await self._pool.weights.checksums(names, seconds)).items()]
 

@@ -552,7 +552,8 @@ class RankAnswer(msgspec.Struct, array_like=True, frozen=True, tag=41):
 
 
 class Propose(msgspec.Struct, array_like=True, frozen=True, tag=42):
-    """A sender in another process wants to update every worker."""
+    """A sender in another process wants to update every worker. ``waited``: seconds that have
+    passed of ``timeout`` since its caller called."""
 
     id: int
     tensors: list[TensorSpec]
@@ -564,6 +565,7 @@ class Propose(msgspec.Struct, array_like=True, frozen=True, tag=42):
     timeout: float
     wait: bool
     drain_timeout: float = 600.0
+    waited: float = 0.0
 
 
 class Withdraw(msgspec.Struct, array_like=True, frozen=True, tag=43):

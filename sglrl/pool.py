@@ -40,7 +40,7 @@ from .weights.coordinator import WeightChannel
 logger = logging.getLogger("sglrl.pool")
 
 SYNC_TIMEOUT = 120.0
-"""Seconds for a replacement to get the weights."""
+"""Seconds for a replacement to get the weights, from whatever workers, once it is its turn."""
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -39,6 +39,7 @@ from .net.zmq import ZmqDealer, check_address
 from .pool import Pool, WorkerInfo
 from .remote_driver import Line, RemoteDriver
 from .weights.coordinator import WeightChannel
+from .weights.deadline import Deadline, turn
 from .weights.local import LocalSender
 from .weights.report import UpdateReport
 from .weights.request import UpdateRequest
@@ -70,15 +71,18 @@ class _RemoteWeights(WeightChannel):
     def address(self) -> str:
         return self.sender_address
 
-    async def describe(self, timeout: float) -> ModelDescription:
+    async def describe(self, timeout: float | None) -> ModelDescription:
         if self._description is None:
-            self._description = await self._of.ask("describe", timeout, timeout=timeout)
+            self._description = await self._of.ask(
+                "describe", timeout, timeout=_a_bit_more(timeout)
+            )
         return self._description
 
     async def checksums(
-        self, names: list[str], timeout: float
+        self, names: list[str], timeout: float | None
     ) -> dict[tuple[int, int], list[Piece]]:
-        return dict(await self._of.ask("checksums", names, timeout, timeout=timeout))
+        found = await self._of.ask("checksums", names, timeout, timeout=_a_bit_more(timeout))
+        return dict(found)
 
 
 class RemotePool(Pool):
@@ -314,7 +318,8 @@ class _RemoteUpdates(LocalSender):
         if self._sender is None or self._sender.lost:
             from .weights.remote import Sender
 
-            async with self._connecting:
+            deadline = Deadline(request.timeout, request.begun)
+            async with turn(self._connecting, deadline, wait=request.wait):
                 if self._sender is not None and self._sender.lost:
                     await self._sender.close()
                     self._sender = None
@@ -323,21 +328,11 @@ class _RemoteUpdates(LocalSender):
                         self._pool.weights.address,
                         device=device,
                         host=host,
-                        timeout=request.timeout,
+                        timeout=deadline.left,
                         keys=self._keys,
                         insecure=self._insecure,
                     )
-        report: UpdateReport = await self._sender.update(
-            weights,
-            version=request.version,
-            inflight=request.inflight,
-            mode=request.mode,
-            partial=request.partial,
-            bucket_bytes=request.bucket_bytes,
-            timeout=request.timeout,
-            drain_timeout=request.drain_timeout,
-            wait=request.wait,
-        )
+        report: UpdateReport = await self._sender._update(weights, request)
         self._pool.heard_of(report.version)
         return report
 

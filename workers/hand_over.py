@@ -35,6 +35,8 @@ logger = logging.getLogger("sglrl.worker")
 GIVE, TAKE = "give", "take"
 _HOST = "127.0.0.1"
 _PREFIX = "sglrl/hand-over"
+_ARRIVED = "sglrl/arrived"
+"""The key that the rank that takes sets when it has come."""
 _BATCH_BYTES = 1 << 30
 _CONNECT_SECONDS = 10.0
 """The giver's store listens already."""
@@ -65,15 +67,21 @@ class HandOver:
 
         def offer() -> Offer:
             found["live"] = self._engine.live()
-            found["store"] = Store(_HOST, message.timeout)
-            return Offer(_HOST, found["store"].port, _digest(found["live"]))
+            link.store = Store(_HOST, message.timeout)
+            port = link.store.port
+            # A connection as the other rank has one: it breaks when the store is closed.
+            found["store"] = connect_store(_HOST, port, message.timeout)
+            return Offer(_HOST, port, _digest(found["live"]))
 
         def send() -> None:
             if "store" in found:
                 # That it came to nothing is the other's to say; torch has errors of its own.
                 quiet = contextlib.suppress(SglrlError, RuntimeError)
-                with quiet, _before_others(), self._engine.reading():
-                    self._transfer(link, found["store"].store, 0, found["live"], message.timeout)
+                with quiet, _before_others():
+                    # The other rank may never come. Nothing but this wait is to be ended then.
+                    found["store"].wait([_ARRIVED])
+                    with self._engine.reading():
+                        self._transfer(link, found["store"], 0, found["live"], message.timeout)
             link.abandon()
 
         link.submit(lambda: self._answer(perform(message.id, GIVE, offer)))
@@ -96,6 +104,7 @@ class HandOver:
                 offer = message.offer
                 patience = min(message.timeout, _CONNECT_SECONDS)
                 store = connect_store(offer.host, offer.port, patience)
+                store.set(_ARRIVED, "")
                 self._transfer(link, store, 1, live, message.timeout)
                 link.check()
                 version = message.version

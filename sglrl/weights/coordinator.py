@@ -14,7 +14,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -45,7 +45,6 @@ from ..errors import (
     ProtocolError,
     SettingsMismatch,
     SglrlError,
-    UpdateInProgress,
     UsageError,
     WeightUpdateError,
     WorkerLost,
@@ -71,8 +70,10 @@ from ..messages import (
     ToRank,
 )
 from .answers import body_of, error_of
+from .deadline import Deadline, turn
 from .files import fingerprint, weight_files
 from .hand_over import HandOvers
+from .ranks import Rank, lost_error
 from .remote_source import RemoteSource
 from .report import UpdateReport
 from .request import Source, UpdateRequest
@@ -95,15 +96,31 @@ _MOST_SENDERS = 16
 """In other processes: each is remembered until it says farewell, which one that died did not."""
 
 
+class _Question(NamedTuple):
+    """``needs``: the rank that is asked, and the rank that the answer is for."""
+
+    answer: asyncio.Future[RankAnswer]
+    needs: tuple[Rank, ...]
+
+
 class _Run:
     """One update under way. ``id``: of its messages. Every attempt has one of its own, so that what
-    still comes of an attempt that was given up is not taken for an answer to the next one."""
+    still comes of an attempt that was given up is not taken for an answer to the next one.
+    ``ranks``: the processes behind the members."""
 
-    def __init__(self, id_: int, request: UpdateRequest, version: int, source: Source | None):
+    def __init__(
+        self,
+        id_: int,
+        request: UpdateRequest,
+        version: int,
+        source: Source | None,
+        ranks: Sequence[Rank],
+    ):
         self.id = id_
         self.request = request
         self.version = version
         self.source = source
+        self.ranks = {rank.member: rank for rank in ranks}
         self.machine: WeightUpdate
         self.ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
         self.attempt = 1
@@ -111,6 +128,11 @@ class _Run:
         self.began: dict[str, float] = {}
         self.bodies: dict[tuple[Member, str], Any] = {}
         self.group: dict[Member, Join] = {}
+
+    @property
+    def left(self) -> frozenset[Rank]:
+        """The processes that still take part."""
+        return frozenset(self.ranks[member] for member in self.machine.members)
 
     @property
     def overwriting(self) -> bool:
@@ -145,24 +167,21 @@ class WeightChannel:
         self._driver: Driver | None = None
         self._address = ""
         self._token = secrets.token_hex(16)
-        self._ranks: dict[bytes, Member] = {}
-        self._identities: dict[Member, bytes] = {}
-        self._hellos: dict[Member, asyncio.Future[RankSettings]] = {}
+        self._ranks: dict[Member, Rank] = {}
+        """Those that are not lost."""
+        self._by_identity: dict[bytes, Rank] = {}
         self._lock = asyncio.Lock()
         self._run: _Run | None = None
         self._next_id = 0
         self._next_group = 0
-        self._joined: tuple[Source, frozenset[Member]] | None = None
-        self._asked: dict[tuple[int, Member], asyncio.Future[RankAnswer]] = {}
+        self._joined: tuple[Source, frozenset[Rank]] | None = None
+        self._asked: dict[int, _Question] = {}
         self._hand_overs = HandOvers(self._question, self._send)
         self._timer: asyncio.TimerHandle | None = None
         self._senders: dict[bytes, RemoteSource] = {}
         self._description: ModelDescription | None = None
         self._fitting: tuple[Sequence[TensorSpec], bool] | None = None
         """The last manifest that was checked, and whether it may be a part."""
-        self._prepared: dict[Member, tuple[Sequence[TensorSpec], int]] = {}
-        """The manifest that a rank has said yes to, if it is the last one that it was sent, and the
-        message's id: a trainer sends the same one each time, which takes half a millisecond."""
 
     # --- for the pool -----------------------------------------------------------------------------
 
@@ -173,10 +192,8 @@ class WeightChannel:
         driver.on_lost = self._on_lost
 
     def add_rank(self, worker: int, rank: int, identity: bytes) -> None:
-        member = (worker, rank)
-        self._ranks[identity] = member
-        self._identities[member] = identity
-        self._hellos[member] = asyncio.get_running_loop().create_future()
+        added = Rank((worker, rank), identity)
+        self._ranks[added.member] = self._by_identity[identity] = added
         self.versions[worker] = 0
 
     async def close(self) -> None:
@@ -189,10 +206,10 @@ class WeightChannel:
             if not self._run.ended.done():
                 self._run.ended.set_exception(Closed("the client was closed"))
                 self._run.ended.exception()
-        for asked in self._asked.values():
-            asked.cancel()
-        for hello in self._hellos.values():
-            hello.cancel()
+        for question in self._asked.values():
+            question.answer.cancel()
+        for rank in self._ranks.values():
+            rank.hello.cancel()
         if self._timer is not None:
             self._timer.cancel()
 
@@ -202,96 +219,115 @@ class WeightChannel:
         return f"{self._address}#{self._token}"
 
     @property
-    def members(self) -> list[Member]:
+    def _up(self) -> list[Rank]:
         """Every rank of every worker that is up. One that is still starting gets the weights when
         it is: see ``sync``."""
-        return sorted(member for member in self._identities if self._is_up(member[0]))
+        return [rank for (worker, _), rank in sorted(self._ranks.items()) if self._is_up(worker)]
 
     # --- questions --------------------------------------------------------------------------------
 
-    async def describe(self, timeout: float) -> ModelDescription:
+    async def describe(self, timeout: float | None) -> ModelDescription:
         """What the engines take. Asked once: it does not change."""
+        return await self._describe(_deadline(timeout))
+
+    async def _describe(self, deadline: Deadline) -> ModelDescription:
         while self._description is None:
-            members = await self._greeted(timeout)
-            if not members:
+            ranks = await self._greeted(deadline)
+            if not ranks:
                 continue
-            ranks = [member for member in members if member[0] == members[0][0]]
             try:
                 answers = await asyncio.gather(
-                    *(self._question(member, Describe, timeout) for member in ranks)
+                    *(
+                        self._question(rank, Describe, deadline)
+                        for rank in ranks
+                        if rank.worker == ranks[0].worker
+                    )
                 )
             except WorkerLost:
                 continue
             self._description = merged([body_of(_described, answer) for answer in answers])
         return self._description
 
-    async def checksums(self, names: list[str], timeout: float) -> dict[Member, list[Piece]]:
-        """Of the live tensors' pieces, by rank; behind an update that runs."""
-        async with self._lock:
-            return await self._checksums(names, timeout)
+    async def checksums(self, names: list[str], timeout: float | None) -> dict[Member, list[Piece]]:
+        """Checksums of live tensor shards by rank; waits for a running update. Raises
+        ``UpdateInProgress`` if that does not end in time."""
+        deadline = _deadline(timeout)
+        async with turn(self._lock, deadline):
+            ranks = await self._greeted(deadline)
+            found: dict[Member, list[Piece]] = {}
 
-    async def _checksums(self, names: list[str], timeout: float) -> dict[Member, list[Piece]]:
-        members = await self._greeted(timeout)
-        found: dict[Member, list[Piece]] = {}
+            async def ask(rank: Rank) -> None:
+                # A worker that is lost has no weights to differ.
+                with contextlib.suppress(WorkerLost):
+                    answer = await self._question(rank, lambda id_: Checksums(id_, names), deadline)
+                    found[rank.member] = body_of(_pieces, answer)
 
-        async def ask(member: Member) -> None:
-            # A worker that is lost has no weights to differ.
-            with contextlib.suppress(WorkerLost):
-                answer = await self._question(member, lambda id_: Checksums(id_, names), timeout)
-                found[member] = body_of(_pieces, answer)
+            await asyncio.gather(*map(ask, ranks))
+            if not found:
+                raise WorkerLost("no worker is left that could be asked")
+            return found
 
-        await asyncio.gather(*map(ask, members))
-        if not found:
-            raise WorkerLost("no worker is left that could be asked")
-        return found
-
-    async def settings(self, timeout: float) -> RankSettings:
+    async def settings(self, timeout: float | None) -> RankSettings:
         """Of the first rank."""
-        members = await self._greeted(timeout)
-        if not members:
+        ranks = await self._greeted(_deadline(timeout))
+        if not ranks:
             raise WorkerLost("no worker is left whose settings these would be")
-        return self._hellos[members[0]].result()
+        return ranks[0].settings
 
-    async def _greeted(self, timeout: float) -> list[Member]:
-        """All members, once each has said who it is."""
-        if not self._hellos:
+    async def _greeted(self, deadline: Deadline) -> list[Rank]:
+        """All ranks that are up, once each has said who it is."""
+        if not self.versions:
             raise UsageError("this engine has no weights to update: engine='sglang' has")
-        check_timeout(timeout)
         driver = self._driver
         try:
-            async with asyncio.timeout(timeout):
-                while not (members := self.members):
+            async with deadline.limit():
+                while not (ranks := self._up):
                     if driver is None or not driver.fabric.alive:
                         raise WorkerLost("no worker is left")
                     await driver.change()
         except TimeoutError:
-            raise WeightUpdateError(f"no worker was up within {timeout:g} s") from None
-        await self._all_said_hello(members, timeout)
-        return [m for m in members if m in self._identities]
+            raise WeightUpdateError(f"no worker was up within {deadline}") from None
+        await self._all_said_hello(ranks, deadline)
+        return [rank for rank in ranks if not rank.lost]
 
-    async def _all_said_hello(self, members: Sequence[Member], timeout: float) -> None:
-        waiting = [self._hellos[m] for m in members if not self._hellos[m].done()]
+    async def _all_said_hello(self, ranks: Sequence[Rank], deadline: Deadline) -> None:
+        """Those that are lost do not count."""
+        waiting = [rank.hello for rank in ranks if not rank.hello.done()]
         if waiting:
-            await asyncio.wait(waiting, timeout=timeout)
-            if any(not future.done() for future in waiting):
-                raise WeightUpdateError(f"not every rank was there within {timeout:g} s")
+            await asyncio.wait(waiting, timeout=deadline.left)
+            if any(not hello.done() for hello in waiting):
+                raise WeightUpdateError(f"not every rank was there within {deadline}")
 
     async def _question(
-        self, member: Member, make: Callable[[int], ToRank], timeout: float
+        self,
+        rank: Rank,
+        make: Callable[[int], ToRank],
+        deadline: Deadline,
+        other: Rank | None = None,
     ) -> RankAnswer:
+        """Ask ``rank``. ``other``: the rank that the answer is for.
+
+        Raises:
+            WorkerLost: one of them is lost, or is lost before the answer comes.
+            DeadlineExceeded: no answer came in time.
+        """
+        needs = (rank,) if other is None else (rank, other)
+        for needed in needs:
+            needed.check()
         self._next_id += 1
-        key = (self._next_id, member)
-        future = self._asked[key] = asyncio.get_running_loop().create_future()
+        id_ = self._next_id
+        question = _Question(asyncio.get_running_loop().create_future(), needs)
+        self._asked[id_] = question
         try:
-            self._send(member, make(key[0]))
-            async with asyncio.timeout(timeout):
-                answer: RankAnswer = await future
+            self._send(rank, make(id_))
+            async with deadline.limit():
+                answer = await question.answer
         except TimeoutError:
             raise DeadlineExceeded(
-                f"worker {member[0]} did not answer within {timeout:g} s"
+                f"worker {rank.worker} did not answer within {deadline}"
             ) from None
         finally:
-            del self._asked[key]
+            del self._asked[id_]
         if answer.error is not None:
             raise error_of(answer.error)
         return answer
@@ -317,12 +353,12 @@ class WeightChannel:
             WeightUpdateError, WorkerLost: it was given up; the live workers have the old version.
         """
         request.check(self.version)
-        if self._lock.locked() and not request.wait:
-            raise UpdateInProgress("another weight update is running")
-        async with self._lock:
+        deadline = Deadline(request.timeout, request.begun)
+        async with turn(self._lock, deadline, wait=request.wait):
             version = request.check(self.version)
-            members = await self._greeted(request.timeout)
-            wanted = await self.describe(request.timeout)
+            wanted = await self._describe(deadline)
+            # No wait comes behind this one, so none of them can be lost before the run has it.
+            ranks = await self._greeted(deadline)
             if request.partial and {t.name for t in wanted.tensors} <= {
                 spec.name for spec in request.specs
             }:
@@ -330,18 +366,18 @@ class WeightChannel:
                 request = msgspec.structs.replace(request, partial=False)
             if request.partial:
                 # One without the current weights would have parts of two policies.
-                current = [m for m in members if self.versions[m[0]] == self.version]
-                if members and not current:
+                current = [r for r in ranks if self.versions[r.worker] == self.version]
+                if ranks and not current:
                     raise WeightUpdateError(
                         f"no worker has the weights of version {self.version}, which a part of the "
                         "weights would go with; give all of them"
                     )
-                members = current
+                ranks = current
             self._check_fit(wanted, request)
             if source is not None:
-                self._check_settings(source.settings, members)
+                self._check_settings(source.settings, ranks)
             load()
-            run = self._new_run(request, version, source, members)
+            run = self._new_run(request, version, source, ranks)
             ended = await self._until_ended(run)
             return self._finish(run, ended)
 
@@ -351,12 +387,13 @@ class WeightChannel:
         Raises what ``update`` raises.
         """
         begun = time.perf_counter()
-        async with self._lock:
-            members = await self._greeted(timeout)
-            if self._joined != (source, frozenset(members)):
-                self._check_settings(source.settings, members)
-                request = UpdateRequest(specs=[], timeout=timeout)
-                run = self._new_run(request, self.version, source, members, join_only=True)
+        deadline = _deadline(timeout)
+        async with turn(self._lock, deadline):
+            ranks = await self._greeted(deadline)
+            if self._joined != (source, frozenset(ranks)):
+                self._check_settings(source.settings, ranks)
+                request = UpdateRequest(specs=[], timeout=deadline.left)
+                run = self._new_run(request, self.version, source, ranks, join_only=True)
                 ended = await self._until_ended(run)
                 self._joined_after(run)
                 if ended.state != DONE:
@@ -376,27 +413,56 @@ class WeightChannel:
         of the last update. Then call ``serve``, before any other update begins. False if nobody has
         them: the next update will do.
 
+        Args:
+            worker: the process that has this index now. If it is lost, its replacement is not
+                touched.
+            timeout: seconds, from the end of the updates and copies before it.
+
         Raises:
-            WeightUpdateError, WorkerLost: the worker has now weights of no version.
+            WeightUpdateError: the worker has now weights of no version.
+            WorkerLost: the worker is lost.
         """
+        mine = [rank for rank in self._ranks.values() if rank.worker == worker]
+        if not mine:
+            raise lost_error(worker)
+        # Each update and each copy has a deadline of its own, so this wait ends.
         async with self._lock:
-            if self.versions[worker] != self.version and not await self._catch_up(worker, timeout):
-                return False
+            _check_alive(mine)
+            if self.versions[worker] != self.version:
+                deadline = Deadline(timeout)
+                try:
+                    async with deadline.limit() as limit:
+                        if not await self._catch_up(mine, deadline):
+                            return False
+                except TimeoutError:
+                    if not limit.expired():
+                        raise
+                    raise WeightUpdateError(
+                        f"worker {worker} did not get the weights within {deadline}"
+                    ) from None
+                _check_alive(mine)
             self.versions[worker] = self.version
             serve()
             return True
 
-    async def _catch_up(self, worker: int, timeout: float) -> bool:
-        """Under the lock."""
-        mine = [m for m in sorted(self._identities) if m[0] == worker]
-        await self._all_said_hello(mine, timeout)
-        peers = sorted({w for w, _ in self.members if self.versions[w] == self.version} - {worker})
+    async def _catch_up(self, mine: Sequence[Rank], deadline: Deadline) -> bool:
+        """Under the lock. Raises ``WorkerLost`` as soon as the worker is lost."""
+        worker = mine[0].worker
+        await self._all_said_hello(mine, deadline)
+        _check_alive(mine)
+        peers: dict[int, list[Rank]] = {}
+        for rank in self._up:
+            if rank.worker != worker and self.versions[rank.worker] == self.version:
+                peers.setdefault(rank.worker, []).append(rank)
         failure: SglrlError | None = None
-        for peer in peers:
+        while peers:
+            peer = min(peers)
+            givers = peers.pop(peer)
             begun = time.perf_counter()
-            failed = await self._hand_overs.to_all(mine, peer, self.version, timeout)
-            if worker not in self._workers():
-                raise WorkerLost(f"worker {worker} was lost", worker=worker)
+            # One that hangs leaves time for the others.
+            limit = Deadline(deadline.left / 2) if peers else deadline
+            failed = await self._hand_overs.to_all(mine, givers, self.version, limit)
+            _check_alive(mine)
             if failed is not None:
                 failure = failed
                 logger.warning("worker %d could not give its weights: %s", peer, failure)
@@ -415,8 +481,7 @@ class WeightChannel:
             if ended.state == DONE:
                 return True
             failure = _failure(ended, run.machine)
-            if worker not in self._workers():
-                raise failure
+            _check_alive(mine)
             logger.warning("worker %d could not read %s: %s", worker, run.request.folder, failure)
             # The weights are what is missing, and another worker would not find them either.
             return False
@@ -437,24 +502,21 @@ class WeightChannel:
             )
         return same
 
-    def _workers(self) -> set[int]:
-        return {worker for worker, _ in self._identities}
-
     def _new_run(
         self,
         request: UpdateRequest,
         version: int,
         source: Source | None,
-        members: list[Member],
+        ranks: Sequence[Rank],
         *,
         join_only: bool = False,
     ) -> _Run:
         self._next_id += 1
-        run = _Run(self._next_id, request, version, source)
+        run = _Run(self._next_id, request, version, source, ranks)
         drain = request.drain_timeout if request.inflight == "drain" else None
         run.machine = WeightUpdate(
-            members,
-            joined=source is not None and self._joined == (source, frozenset(members)),
+            run.ranks,
+            joined=source is not None and self._joined == (source, frozenset(ranks)),
             sender=source is not None,
             limits=Limits(
                 request.timeout,
@@ -531,8 +593,10 @@ class WeightChannel:
     def _record(self, run: _Run) -> None:
         """The update is done: what follows is of the new version."""
         self.version = run.version
-        for worker in run.machine.workers:
-            self.versions[worker] = run.version
+        for rank in run.left:
+            # One that was lost since may have a replacement, which has not got them.
+            if not rank.lost:
+                self.versions[rank.worker] = run.version
         self._folder = run.request if run.request.folder and not run.request.partial else None
         self._joined_after(run)
         for listener in self.on_version:
@@ -544,7 +608,7 @@ class WeightChannel:
         if run.source is None:
             return
         if run.machine.joined:
-            self._joined = (run.source, frozenset(run.machine.members))
+            self._joined = (run.source, run.left)
         elif run.group or (self._joined is not None and self._joined[0] is run.source):
             # A rank that joins a group has left the one before, whoever's it was.
             self._joined = None
@@ -570,9 +634,9 @@ class WeightChannel:
         check_manifest(wanted, request.specs, partial=request.partial)
         self._fitting = (request.specs, request.partial)
 
-    def _check_settings(self, ours: RankSettings, members: Sequence[Member]) -> None:
-        for member in members:
-            theirs = self._hellos[member].result()
+    def _check_settings(self, ours: RankSettings, ranks: Sequence[Rank]) -> None:
+        for rank in ranks:
+            theirs = rank.settings
             found = differences(
                 {"device": ours.device, "torch": ours.torch, "NCCL": ours.nccl} | ours.environment,
                 {"device": theirs.device, "torch": theirs.torch, "NCCL": theirs.nccl}
@@ -580,7 +644,7 @@ class WeightChannel:
             )
             if found:
                 raise SettingsMismatch(
-                    f"the sender and worker {member[0]} cannot form a group: {'; '.join(found)} "
+                    f"the sender and worker {rank.worker} cannot form a group: {'; '.join(found)} "
                     "(here is the sender, there the worker); set them alike in both"
                 )
 
@@ -645,13 +709,13 @@ class WeightChannel:
             assert phase == ABORT
             message = Abort(run.id, run.machine.leave)
         if member != SENDER:
-            self._send(member, message)
+            self._send(run.ranks[member], message)
         elif run.source is not None:
             run.source.ask(message)
 
     def _prepare(self, run: _Run, member: Member) -> Prepare:
-        r = run.request
-        specs, like = self._prepared.pop(member, (None, 0))
+        r, rank = run.request, run.ranks[member]
+        (specs, like), rank.manifest = rank.manifest, (None, 0)
         if specs is not r.specs:
             like = 0
         return Prepare(
@@ -680,7 +744,7 @@ class WeightChannel:
         assert run.source is not None
         ours = run.source.settings
         self._next_group += 1
-        uuids = {m: self._hellos[m].result().uuid for m in sorted(run.machine.members)}
+        uuids = {m: run.ranks[m].settings.uuid for m in sorted(run.machine.members)}
         readers = [m for m, uuid in uuids.items() if uuid and uuid == ours.uuid]
         ranks = [m for m in uuids if m not in readers]
 
@@ -702,15 +766,14 @@ class WeightChannel:
         group |= {m: join(-1, reader) for reader, m in enumerate(readers)}
         return group
 
-    def _send(self, member: Member, message: ToRank) -> None:
-        identity = self._identities.get(member)
-        if identity is not None and self._driver is not None:
-            self._driver.send_to_peer(identity, encode(message))
+    def _send(self, rank: Rank, message: ToRank) -> None:
+        if not rank.lost and self._driver is not None:
+            self._driver.send_to_peer(rank.identity, encode(message))
 
     def _on_peer(self, identity: bytes, frame: Buffer) -> bool:
-        member = self._ranks.get(identity)
+        rank = self._by_identity.get(identity)
         sender = self._senders.get(identity)
-        if member is None and sender is None and not self._is_sender(identity):
+        if rank is None and sender is None and not self._is_sender(identity):
             return False
         try:
             message = decode_from_rank(frame)
@@ -718,17 +781,16 @@ class WeightChannel:
             logger.debug("a message of the weight channel: %s", error)
             return False
         match message:
-            case RankHello(settings=settings) if member is not None:
-                hello = self._hellos[member]
-                if hello.done():
+            case RankHello(settings=settings) if rank is not None:
+                if rank.hello.done():
                     return False
-                hello.set_result(settings)
-            case RankAnswer() if member is not None:
-                waiting = self._asked.get((message.id, member))
-                if waiting is None:
-                    return self._answered(member, message)
-                if not waiting.done():
-                    waiting.set_result(message)
+                rank.hello.set_result(settings)
+            case RankAnswer() if rank is not None:
+                question = self._asked.get(message.id)
+                if question is None or question.needs[0] is not rank:
+                    return self._rank_answered(rank, message)
+                if not question.answer.done():
+                    question.answer.set_result(message)
             case Farewell() if sender is not None:
                 self._dismiss(sender)
             case RankHello(settings=settings) if sender is None:
@@ -771,6 +833,12 @@ class WeightChannel:
         token, _, _ = rest.partition(b"/")
         return kind == b"sender" and hmac.compare_digest(token, self._token.encode())
 
+    def _rank_answered(self, rank: Rank, answer: RankAnswer) -> bool:
+        """False if it was not asked for that."""
+        run = self._run
+        asked = run is not None and run.ranks.get(rank.member) is rank
+        return asked and self._answered(rank.member, answer)
+
     def _answered(self, member: Member, answer: RankAnswer) -> bool:
         """False if it was not asked for."""
         run = self._run
@@ -786,7 +854,7 @@ class WeightChannel:
             try:
                 if phase == PREPARE:
                     run.bodies[member, phase] = body_of(_prepared, answer)
-                    self._prepared[member] = (run.request.specs, run.id)
+                    run.ranks[member].manifest = (run.request.specs, run.id)
                 elif phase == STAGE and member == SENDER:
                     run.bodies[member, phase] = body_of(_sent, answer)
                 elif phase == COMMIT:
@@ -800,21 +868,30 @@ class WeightChannel:
         return True
 
     def _on_lost(self, worker: int) -> None:
-        for member in [m for m in self._identities if m[0] == worker]:
-            del self._ranks[self._identities.pop(member)]
-            self._hellos[member].cancel()
-            self._prepared.pop(member, None)
-            if self._joined is not None and member in self._joined[1]:
-                # Its replacement will have its name, and not be in the group.
-                self._joined = None
-            error = WorkerLost(f"worker {worker} was lost", worker=worker)
-            for (_, asked), future in list(self._asked.items()):
-                # What waits for a giver that is lost would wait in vain.
-                if member in (asked, self._hand_overs.givers.get(asked)) and not future.done():
-                    future.set_exception(error)
-        if self._run is not None:
-            self._run.machine.lost(worker, time.monotonic())
+        lost = {rank for rank in self._ranks.values() if rank.worker == worker}
+        for rank in lost:
+            del self._ranks[rank.member], self._by_identity[rank.identity]
+            rank.lose()
+        if self._joined is not None and self._joined[1] & lost:
+            self._joined = None
+        for question in self._asked.values():
+            if not lost.isdisjoint(question.needs) and not question.answer.done():
+                question.answer.set_exception(lost_error(worker))
+        run = self._run
+        if run is not None and not lost.isdisjoint(run.ranks.values()):
+            run.machine.lost(worker, time.monotonic())
             self._execute()
+
+
+def _deadline(timeout: Any) -> Deadline:
+    """Raises ``UsageError`` unless it is a timeout."""
+    return Deadline(check_timeout(timeout))
+
+
+def _check_alive(ranks: Sequence[Rank]) -> None:
+    """Raise ``WorkerLost`` if their worker was lost."""
+    for rank in ranks:
+        rank.check()
 
 
 def _failure(ended: Ended, machine: WeightUpdate) -> SglrlError:

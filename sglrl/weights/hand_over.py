@@ -8,12 +8,13 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
-from ..core.weights import Member
 from ..errors import SglrlError
 from ..messages import Give, GiveUp, Offer, RankAnswer, Take, ToRank
 from .answers import body_of
+from .deadline import Deadline
+from .ranks import Rank
 
-Question = Callable[[Member, Callable[[int], ToRank], float], Awaitable[RankAnswer]]
+Question = Callable[[Rank, Callable[[int], ToRank], Deadline, Rank], Awaitable[RankAnswer]]
 
 _offer = msgspec.msgpack.Decoder(Offer)
 
@@ -21,23 +22,24 @@ _offer = msgspec.msgpack.Decoder(Offer)
 class HandOvers:
     """Those under way. No update may run meanwhile.
 
-    ``ask(member, make, timeout)`` sends a rank what ``make`` makes of the question's number, and
-    awaits the answer; ``send(member, message)`` awaits none. ``givers``: by who takes.
+    ``ask(rank, make, deadline, other)`` sends a rank what ``make`` makes of the question's number,
+    and awaits the answer; it raises ``WorkerLost`` as soon as this rank or the ``other`` is lost.
+    ``send(rank, message)`` awaits none.
     """
 
-    def __init__(self, ask: Question, send: Callable[[Member, ToRank], None]) -> None:
+    def __init__(self, ask: Question, send: Callable[[Rank, ToRank], None]) -> None:
         self._ask = ask
         self._send = send
-        self.givers: dict[Member, Member] = {}
 
     async def to_all(
-        self, takers: Sequence[Member], giver: int, version: int, timeout: float
+        self, takers: Sequence[Rank], givers: Sequence[Rank], version: int, deadline: Deadline
     ) -> SglrlError | None:
-        """To all ranks of a worker from those of worker ``giver``. What went wrong, if something
-        did: then the worker has weights of no version."""
+        """To all ranks of a worker from the same ranks of another one. What went wrong, if
+        something did: then the worker has weights of no version."""
+        by_rank = {giver.member[1]: giver for giver in givers}
         # All of them to their end: what one still writes must not mix with the next try.
         ends = await asyncio.gather(
-            *(self.to_one(taker, (giver, taker[1]), version, timeout) for taker in takers),
+            *(self.to_one(taker, by_rank[taker.member[1]], version, deadline) for taker in takers),
             return_exceptions=True,
         )
         failure: SglrlError | None = None
@@ -48,16 +50,15 @@ class HandOvers:
                 raise end
         return failure
 
-    async def to_one(self, taker: Member, giver: Member, version: int, timeout: float) -> None:
+    async def to_one(self, taker: Rank, giver: Rank, version: int, deadline: Deadline) -> None:
         """From one rank to another. Both forget it when either fails."""
-        self.givers[taker] = giver
         try:
-            answer = await self._ask(giver, lambda id_: Give(id_, timeout), timeout)
+            answer = await self._ask(giver, lambda id_: Give(id_, deadline.left), deadline, taker)
             offer = body_of(_offer, answer)
-            await self._ask(taker, lambda id_: Take(id_, version, offer, timeout), timeout)
+            await self._ask(
+                taker, lambda id_: Take(id_, version, offer, deadline.left), deadline, giver
+            )
         except BaseException:
-            for member in (giver, taker):
-                self._send(member, GiveUp())
+            for rank in (giver, taker):
+                self._send(rank, GiveUp())
             raise
-        finally:
-            del self.givers[taker]

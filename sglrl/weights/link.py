@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import WeightUpdateError
-from .group import Group
+from .group import Group, Store
 from .shared import SharedReader, SharedSender
 
 END_SECONDS = 2.0
@@ -24,7 +24,11 @@ _live: weakref.WeakSet[Link] = weakref.WeakSet()
 
 
 class Link:
-    """Jobs run in order, one at a time. ``group``, ``sender`` and ``reader`` are set by jobs.
+    """Jobs run in order, one at a time. ``group``, ``sender``, ``reader`` and ``store`` are set by
+    jobs.
+
+    ``store``: of this link alone, and referenced only from here. Dropping it closes it, which ends
+    every wait for a key of it, also in the middle of forming a group.
 
     ``packing``: the sender's buckets. A job that was abandoned may still write to them, so another
     link has its own.
@@ -34,6 +38,7 @@ class Link:
         self.group: Group | None = None
         self.sender: SharedSender | None = None
         self.reader: SharedReader | None = None
+        self.store: Store | None = None
         self.packing: Any = None
         self.abandoned = False
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -63,6 +68,7 @@ class Link:
         aborting.start()
 
     def _abort(self) -> None:
+        self.store = None
         for part in (self.group, self.sender, self.reader):
             if part is not None:
                 part.abort()

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from ..config import check_timeout
 from ..core.manifest import FLOAT_BYTES, check_manifest, is_computed
 from ..core.weights import Member
-from ..errors import InvalidWeights, UpdateInProgress
+from ..errors import InvalidWeights
 from ..messages import Piece, TensorSpec
 from .coordinator import WeightChannel
+from .deadline import Deadline, turn
 from .files import fingerprint, safetensors_specs
 from .report import UpdateReport
 from .request import UpdateRequest
@@ -46,9 +48,10 @@ class LocalSender:
 
     async def connect(self, device: Any, host: str, timeout: float) -> float:
         """Form the group now. Milliseconds that it took."""
-        async with self._turn:
-            end = await self._ending(device, host, [], timeout)
-            return await self._channel.join(end, timeout)
+        deadline = Deadline(check_timeout(timeout))
+        async with turn(self._turn, deadline):
+            end = await self._ending(device, host, [], deadline)
+            return await self._channel.join(end, deadline.left)
 
     async def update(
         self,
@@ -63,18 +66,17 @@ class LocalSender:
         from .source import Manifest, check_ties, take
 
         request.check(self._channel.version)
+        deadline = Deadline(request.timeout, request.begun)
         named, ready = take(weights)
-        wanted = await self._channel.describe(request.timeout)
+        wanted = await self._channel.describe(deadline.left)
         if self._manifest is None:
             self._manifest = Manifest()
         tensors = self._manifest.take(named, wanted)
         # Now: another update may come in between.
         specs, total = self._manifest.specs, self._manifest.total
         check_ties(self._manifest, named)
-        if self._turn.locked() and not request.wait:
-            raise UpdateInProgress("another weight update is running")
-        async with self._turn:
-            end = await self._ending(device, host, tensors, request.timeout)
+        async with turn(self._turn, deadline, wait=request.wait):
+            end = await self._ending(device, host, tensors, deadline)
             request = request.with_specs(specs, total)
             assert request.bucket_bytes is not None
             cargo = Cargo(tensors, ready, specs, request.bucket_bytes)
@@ -86,7 +88,8 @@ class LocalSender:
     async def update_from_disk(self, path: Any, request: UpdateRequest) -> UpdateReport:
         """The workers read the folder's safetensors files themselves."""
         request.check(self._channel.version)
-        wanted = await self._channel.describe(request.timeout)
+        deadline = Deadline(request.timeout, request.begun)
+        wanted = await self._channel.describe(deadline.left)
         loop = asyncio.get_running_loop()
         files, given, seen = await loop.run_in_executor(None, _looked_at, path)
         dtypes = {spec.name: spec.dtype for spec in wanted.tensors}
@@ -106,23 +109,24 @@ class LocalSender:
         """Names whose live values differ, in the order given."""
         from .source import Manifest, named_tensors
 
+        deadline = Deadline(check_timeout(timeout))
         named = named_tensors(weights)
-        wanted = await self._channel.describe(timeout)
+        wanted = await self._channel.describe(deadline.left)
         manifest = Manifest()
         tensors = manifest.take(named, wanted)
         specs = manifest.specs
         check_manifest(wanted, specs, partial=True)
         untied = {name for name, _ in manifest.untied(named)}
-        found = await self._channel.checksums([spec.name for spec in specs], timeout)
+        found = await self._channel.checksums([spec.name for spec in specs], deadline.left)
         differing = await asyncio.get_running_loop().run_in_executor(
             None, _differing, tensors, specs, found
         )
         return [name for name, _ in manifest.spread(named) if name in untied or name in differing]
 
-    async def _ending(self, device: Any, host: str, tensors: Any, timeout: float) -> Any:
+    async def _ending(self, device: Any, host: str, tensors: Any, deadline: Deadline) -> Any:
         from .sender import SendingEnd, sending_device
 
-        backend = (await self._channel.settings(timeout)).device
+        backend = (await self._channel.settings(deadline.left)).device
         if self._end is not None and device is None and self._end.host == host:
             return self._end
         found = sending_device(device, tensors, backend)

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import secrets
+import time
 import weakref
 from typing import Any, Self
 
@@ -18,7 +19,6 @@ from ..errors import (
     DeadlineExceeded,
     ProtocolError,
     SglrlError,
-    UpdateInProgress,
     UsageError,
     WeightUpdateError,
     WorkerLost,
@@ -41,6 +41,7 @@ from ..messages import (
 )
 from ..net.zmq import ZmqDealer, check_address
 from ..unclosed import warn_unless_closed
+from .deadline import Deadline, turn
 from .report import UpdateReport
 from .request import UpdateRequest
 
@@ -222,18 +223,13 @@ class Sender:
         Cancelling gives it up, and returns when the client has said that it has ended: until then
         the tensors are read, and if it was too late the workers have them.
 
+        ``timeout`` includes the wait for another update of this sender.
+
         Raises:
             Closed: this sender is closed.
             WeightUpdateError: also when the client has said nothing for ``timeout`` seconds (at
                 least five: it may be busy); then this sender is of no use any more.
         """
-        from .sender import Cargo
-        from .source import check_ties, take
-
-        if weights is None:
-            weights = self._model
-            if weights is None:
-                raise UsageError("pass weights, or call register_model first")
         request = UpdateRequest(
             specs=[],
             version=version,
@@ -245,11 +241,21 @@ class Sender:
             drain_timeout=drain_timeout,
             wait=wait,
         )
+        return await self._update(weights, request)
+
+    async def _update(self, weights: Any, request: UpdateRequest) -> UpdateReport:
+        """``update`` with a request that was made when the caller called."""
+        from .sender import Cargo
+        from .source import check_ties, take
+
+        if weights is None:
+            weights = self._model
+            if weights is None:
+                raise UsageError("pass weights, or call register_model first")
         request.check_values()
         named, ready = take(weights)
-        if self._lock.locked() and not wait:
-            raise UpdateInProgress("another weight update of this sender is running")
-        async with self._lock:
+        deadline = Deadline(request.timeout, request.begun)
+        async with turn(self._lock, deadline, wait=request.wait):
             if self._dealer.closed:
                 raise Closed("the sender is closed")
             if self._lost:
@@ -288,6 +294,7 @@ class Sender:
                     request.timeout,
                     request.wait,
                     request.drain_timeout,
+                    time.perf_counter() - request.begun,
                 )
             )
             while not future.done():

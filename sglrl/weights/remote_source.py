@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
@@ -71,7 +72,8 @@ class RemoteSource:
                 return self._channel.sender_answered(self, message)
             case Propose(id=id_):
                 self._id = id_
-                task = self._start(lambda: self._propose(message))
+                begun = time.perf_counter() - message.waited
+                task = self._start(lambda: self._propose(message, begun))
                 task.add_done_callback(lambda task: self._withdrawn(task, id_))
             case RankHello():
                 # It asks whether anybody is here.
@@ -108,7 +110,7 @@ class RemoteSource:
             await asyncio.wait([before])
         await work()
 
-    async def _propose(self, proposal: Propose) -> None:
+    async def _propose(self, proposal: Propose, begun: float) -> None:
         request = UpdateRequest(
             specs=[],
             version=proposal.version,
@@ -119,6 +121,7 @@ class RemoteSource:
             timeout=proposal.timeout,
             wait=proposal.wait,
             drain_timeout=proposal.drain_timeout,
+            begun=begun,
         )
         if proposal.tensors != self._specs:
             self._specs = proposal.tensors

@@ -106,6 +106,9 @@ class UpdateRequest(msgspec.Struct, frozen=True, kw_only=True):
                 raise UsageError(
                     f"{name} must be a finite number of more than 0 seconds, got {seconds!r}"
                 )
+        # Of NaN this is not true either.
+        if not self.begun <= time.perf_counter():
+            raise UsageError("the time at which the update was called for is not in the past")
         _integer("bucket_bytes", self.bucket_bytes, 1, _LARGEST_BUCKET)
         _integer("version", self.version, 0, _LARGEST_VERSION)
 

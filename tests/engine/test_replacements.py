@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
@@ -128,9 +129,9 @@ async def test_the_giver_is_lost_too(lab: Lab, monkeypatch: pytest.MonkeyPatch) 
     channel = lab.client._pool.weights
     to_one = channel._hand_overs.to_one
 
-    async def observed(taker: Any, giver: Any, version: int, timeout: float) -> None:
-        strike(lab.client, giver[0])
-        await to_one(taker, giver, version, timeout)
+    async def observed(taker: Any, giver: Any, version: int, deadline: Any) -> None:
+        strike(lab.client, giver.worker)
+        await to_one(taker, giver, version, deadline)
 
     monkeypatch.setattr(channel._hand_overs, "to_one", observed)
     await kill(lab.client, 0)
@@ -148,14 +149,16 @@ async def test_the_giver_is_lost_in_the_hand_over(
     await lab.other()
     (added,) = await lab.client.add_workers()
     channel = lab.client._pool.weights
-    send, struck = channel._send, False
+    send, struck, giver = channel._send, False, -1
 
-    def observed(member: Any, message: Any) -> None:
-        nonlocal struck
-        if type(message).__name__ == "Take" and not struck:
+    def observed(rank: Any, message: Any) -> None:
+        nonlocal struck, giver
+        if type(message).__name__ == "Give":
+            giver = rank.worker
+        elif type(message).__name__ == "Take" and not struck:
             struck = True
-            strike(lab.client, channel._hand_overs.givers[member][0])
-        send(member, message)
+            strike(lab.client, giver)
+        send(rank, message)
 
     monkeypatch.setattr(channel, "_send", observed)
     await kill(lab.client, 1)
@@ -173,12 +176,12 @@ async def test_the_taker_is_lost_in_the_hand_over(
     channel = lab.client._pool.weights
     send, struck = channel._send, False
 
-    def observed(member: Any, message: Any) -> None:
+    def observed(rank: Any, message: Any) -> None:
         nonlocal struck
-        send(member, message)
+        send(rank, message)
         if type(message).__name__ == "Take" and not struck:
             struck = True
-            strike(lab.client, member[0])
+            strike(lab.client, rank.worker)
 
     monkeypatch.setattr(channel, "_send", observed)
     await kill(lab.client, 1)
@@ -225,3 +228,41 @@ async def test_an_update_waits_for_a_worker(lab: Lab) -> None:
     assert report.workers
     await lab.client.wait_until_full()
     await lab.check()
+
+
+@pytest.mark.parametrize("begins", ["Give", "Take"])
+@pytest.mark.parametrize("delay", [0.0, 0.002, 0.008, 0.03])
+async def test_a_replacement_is_lost_when_its_copy_has_begun(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, begins: str, delay: float
+) -> None:
+    """Nobody waits for it: an update with a short timeout reaches the others, and the next
+    replacement is not taken for it."""
+    await lab.other()
+    (added,) = await lab.client.add_workers()
+    channel = lab.client._pool.weights
+    send, begun = channel._send, asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def observed(rank: Any, message: Any) -> None:
+        send(rank, message)
+        if type(message).__name__ == begins and not begun.is_set():
+            begun.set()
+            # Its pid now: it may end by itself.
+            loop.call_later(delay, kill_quietly, lab.client.workers[1].pid)
+
+    monkeypatch.setattr(channel, "_send", observed)
+    await kill(lab.client, 1)
+    async with asyncio.timeout(60):
+        await begun.wait()
+    # It is running now, or has been given up.
+    report = await lab.other(timeout=5.0)
+    assert {0, added} <= set(report.workers)
+    async with asyncio.timeout(60):
+        await lab.client.wait_until_full()
+    await lab.check()
+    await lab.client.remove_worker(added)
+
+
+def kill_quietly(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)

@@ -173,7 +173,7 @@ def from_rank() -> list[list[bytes]]:
         *((RankAnswer(1, phase, None, raw(body)), []) for phase, body in answers.items()),
         (RankAnswer(1, "stage", ERROR), []),
         (Propose(1, SPECS, None, "continue", "auto", False, 1 << 20, 60.0, True), []),
-        (Propose(2, SPECS[:1], 9, "drain", "full", True, 1, 0.5, False), []),
+        (Propose(2, SPECS[:1], 9, "drain", "full", True, 1, 0.5, False, 9.0, 0.25), []),
         (Withdraw(1), []),
         (Farewell(), []),
     ]

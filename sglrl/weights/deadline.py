@@ -1,0 +1,62 @@
+"""The deadline of one call, and waiting for a lock no longer than that."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import AsyncIterator
+
+from ..errors import UpdateInProgress
+
+
+class Deadline:
+    """The moment at which a caller's timeout has passed.
+
+    Args:
+        seconds: the timeout; None for no limit.
+        begun: when the caller called, on ``time.perf_counter``; None: now.
+    """
+
+    def __init__(self, seconds: float | None, begun: float | None = None) -> None:
+        self.seconds = math.inf if seconds is None else seconds
+        self._begun = time.perf_counter() if begun is None else begun
+
+    @property
+    def left(self) -> float:
+        """Seconds, at least 0; infinity for no limit."""
+        return max(0.0, self.seconds - (time.perf_counter() - self._begun))
+
+    def limit(self) -> asyncio.Timeout:
+        """Raise ``TimeoutError`` from the block when the deadline passes. A block that does not
+        have to wait is not interrupted, even when the deadline has passed already."""
+        return asyncio.timeout(None if self.seconds == math.inf else self.left)
+
+    def __str__(self) -> str:
+        return f"{round(self.seconds, 3):g} s"
+
+
+@contextlib.asynccontextmanager
+async def turn(lock: asyncio.Lock, deadline: Deadline, *, wait: bool = True) -> AsyncIterator[None]:
+    """Hold the lock of the weights.
+
+    Args:
+        wait: False: raise at once when the lock is taken.
+
+    Raises:
+        UpdateInProgress: the deadline passed while another call held the lock.
+    """
+    try:
+        async with deadline.limit() if wait else asyncio.timeout(0):
+            await lock.acquire()
+    except TimeoutError:
+        late = f"and did not end within {deadline} (timeout)" if wait else "and wait is False"
+        raise UpdateInProgress(
+            f"another weight update or weight copy is running {late}; nothing has begun, so call "
+            "again later"
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()

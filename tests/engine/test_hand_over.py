@@ -1,0 +1,108 @@
+"""One rank gives its weights to another: the worker's side, with engines that hold one tensor."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from sglrl.messages import Give, Offer, RankAnswer, Take
+from sglrl.weights.group import connect_store
+from sglrl_workers import hand_over
+from sglrl_workers.hand_over import HandOver
+
+LIMIT = 20.0
+"""Seconds. Whatever takes longer hangs."""
+LONG = 1000.0
+
+
+class Engine:
+    """As much of one as a copy needs. ``readers``: threads that read its weights now."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, value: float) -> None:
+        self.tensor = torch.full((1000,), value)
+        self.readers = 0
+        self.version: int | None = None
+
+    def live(self) -> dict[str, torch.Tensor]:
+        return {"w": self.tensor}
+
+    @contextlib.contextmanager
+    def reading(self) -> Any:
+        self.readers += 1
+        try:
+            yield
+        finally:
+            self.readers -= 1
+
+    def hold(self, update: int, inflight: str) -> None:
+        pass
+
+    def held(self, timeout: float) -> bool:
+        return True
+
+    def release(self, update: int, version: int | None) -> float:
+        self.version = version
+        return 0.0
+
+
+class Side:
+    """One of the two."""
+
+    def __init__(self, value: float) -> None:
+        self.engine = Engine(value)
+        self.answers: queue.SimpleQueue[RankAnswer] = queue.SimpleQueue()
+        on_stream: Callable[[], Any] = contextlib.nullcontext
+        engine: Any = self.engine
+        self.hand_over = HandOver(engine, on_stream, self.answers.put)
+
+    def answer(self) -> RankAnswer:
+        found = self.answers.get(timeout=LIMIT)
+        assert found.error is None
+        return found
+
+    def offer(self) -> Offer:
+        self.hand_over.give(Give(1, LONG))
+        return msgspec.msgpack.decode(self.answer().body, type=Offer)
+
+    @property
+    def threads(self) -> list[threading.Thread]:
+        return self.hand_over._link._threads
+
+    def ends(self) -> bool:
+        """Its threads do, by themselves."""
+        self.hand_over._link.join(LIMIT)
+        return not any(thread.is_alive() for thread in self.threads)
+
+
+@pytest.mark.parametrize("how_far", ["it never came", "it came and is gone"])
+def test_a_giver_is_released_when_its_taker_is_lost(how_far: str) -> None:
+    """Its thread would read the weights, and go before all others, for as long as a copy may
+    take."""
+    giver = Side(1.0)
+    offer = giver.offer()
+    if how_far == "it came and is gone":
+        connect_store(offer.host, offer.port, LIMIT).set(hand_over._ARRIVED, "")
+    giver.hand_over.give_up()
+    assert giver.ends()
+    assert giver.engine.readers == 0
+
+
+def test_a_giver_that_was_released_gives_again() -> None:
+    giver, taker = Side(1.0), Side(2.0)
+    giver.offer()
+    giver.hand_over.give_up()
+    taker.hand_over.take(Take(2, 7, giver.offer(), LONG))
+    taker.answer()
+    assert torch.equal(taker.engine.tensor, giver.engine.tensor)
+    assert taker.engine.version == 7
+    assert giver.ends()
+    assert taker.ends()
