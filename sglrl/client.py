@@ -682,14 +682,16 @@ class Client:
     # --- inside -----------------------------------------------------------------------------------
 
     @property
-    def _way_in(self) -> tuple[str, ClientKeys | None, bool]:
-        """For processes of this machine: address, keys and whether there need not be any, of
+    def _way_in(self) -> tuple[str, ClientKeys | None, bool, float | None]:
+        """For processes of this machine: address, keys, insecure and heartbeat_timeout of
         ``sglrl.connect``."""
         if self._gateway is None:
             raise _not_started()
         _, _, token = self._gateway.address.partition("#")
         address = self._running().transport.address
-        return f"{address}#{token}", self._pool._worker_keys, self._pool._config.insecure
+        config = self._pool._config
+        keys = self._pool._worker_keys
+        return f"{address}#{token}", keys, config.insecure, config.heartbeat_timeout
 
     @property
     def _is_connected(self) -> bool:

@@ -73,6 +73,10 @@ def strategies(routing: Any) -> tuple[str, ...]:
     return tuple(routing)
 
 
+HEARTBEAT_TIMEOUT: Final = 30.0
+"""Seconds."""
+_LONGEST_HEARTBEAT: Final = 1e6
+"""Seconds: ZeroMQ counts milliseconds in 32 bits."""
 LEAST_MESSAGE_BYTES: Final = 16 << 10
 """Of which a fourth is kept for what a message is beside the call in it."""
 
@@ -90,6 +94,8 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
         max_message_bytes: largest frame either side accepts.
         restarts: replacements of one worker within ``restart_period``, then it is retired.
         hang_timeout: how long a worker may make no progress while it holds calls; None: for ever.
+        heartbeat_timeout: a TCP connection on which nothing arrives for this long is broken; None:
+            no heartbeats.
     """
 
     address: str = "ipc"
@@ -101,6 +107,7 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
     restarts: int = 5
     restart_period: float = 60.0
     hang_timeout: float | None = None
+    heartbeat_timeout: float | None = HEARTBEAT_TIMEOUT
 
     def __post_init__(self) -> None:
         timeout: object = self.hang_timeout
@@ -110,6 +117,7 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.hang_timeout is not None:
             # Workers are told of it; a number of numpy's has no encoding.
             force_setattr(self, "hang_timeout", float(self.hang_timeout))
+        force_setattr(self, "heartbeat_timeout", check_heartbeat(self.heartbeat_timeout))
         check_timeout(self.start_timeout, "start_timeout")
         size: object = self.max_message_bytes
         if isinstance(size, bool) or not isinstance(size, int) or size < LEAST_MESSAGE_BYTES:
@@ -183,6 +191,20 @@ def check_timeout(timeout: Any, name: str = "timeout") -> float | None:
         )
     if timeout > _LONGEST and timeout != math.inf:
         raise UsageError(f"{name} is longer than {_LONGEST:g} seconds; None is for no limit")
+    return float(timeout)
+
+
+def check_heartbeat(timeout: Any) -> float | None:
+    """``heartbeat_timeout`` as Python's own number, or None. Raise ``UsageError`` unless it is a
+    number of seconds above 0, or None."""
+    if timeout is None:
+        return None
+    number = isinstance(timeout, (int, float, Real)) and not isinstance(timeout, bool)
+    if not (number and 0 < timeout <= _LONGEST_HEARTBEAT):
+        raise UsageError(
+            "heartbeat_timeout must be a number of seconds above 0 and up to "
+            f"{_LONGEST_HEARTBEAT:,.0f}, or None for no heartbeats; got {timeout!r}"
+        )
     return float(timeout)
 
 

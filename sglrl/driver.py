@@ -45,6 +45,10 @@ ENVELOPE_BYTES: Final = 4096
 _AT_ONCE: Final = 256
 """Effects that wait until all messages that are here have been taken in."""
 
+_FIND_LOST_SECONDS: Final = 1.0
+"""From the news that a connection broke to the search for its peer. Meanwhile the fork server
+reports a worker that has ended, with the reason."""
+
 _PIECE: Final = 64
 """Calls a worker that wait for the end of the loop's turn in which they are made. If all did, the
 driver and a fast worker would take turns, each idle while the other is busy."""
@@ -76,7 +80,9 @@ class Driver:
     and ``on_peer(identity, frame)`` are for the weight channel: a worker was lost; a peer that is
     no worker sent a message (False: it is unknown, so the message is dropped). ``on_beat`` is the
     same for the beats of workers, ``on_client(identity, frames)`` for clients in other processes.
-    ``on_loads``: told whenever an engine has said how full it is.
+    ``on_loads``: told whenever an engine has said how full it is. ``on_breaks``: called some time
+    after a connection broke, to send something to every peer that is no worker: sending is how a
+    lost one is found.
     """
 
     def __init__(
@@ -100,6 +106,7 @@ class Driver:
         self.on_beat: Callable[[bytes, Buffer], bool] = lambda identity, frame: False
         self.on_client: Callable[[bytes, list[Buffer]], bool] = lambda identity, frames: False
         self.on_loads: set[Callable[[], None]] = set()
+        self.on_breaks: set[Callable[[], None]] = set()
         self._raw: dict[int, list[Buffer]] = {}
         self._identities: dict[Member, bytes] = {}
         self._members: dict[bytes, Member] = {}
@@ -110,12 +117,13 @@ class Driver:
         self._flushing = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
+        self._search: asyncio.TimerHandle | None = None
         self._piece = _PIECE
         self._idle: asyncio.Future[None] | None = None
         self._change: asyncio.Future[None] | None = None
 
     def start(self) -> None:
-        self.transport.start(self._on_message, self._on_pause)
+        self.transport.start(self._on_message, self._on_pause, self._on_break)
 
     @property
     def dropped(self) -> int:
@@ -256,6 +264,9 @@ class Driver:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        if self._search is not None:
+            self._search.cancel()
+            self._search = None
 
     # --- inside -----------------------------------------------------------------------------------
 
@@ -457,6 +468,20 @@ class Driver:
             return
         if not sent:
             self.loop.call_soon(self._unreachable, member)
+
+    def _on_break(self) -> None:
+        if self._search is None and not self.fabric.closed:
+            self._search = self.loop.call_later(_FIND_LOST_SECONDS, self._find_lost)
+
+    def _find_lost(self) -> None:
+        """Send every peer a message without effect, which fails if it cannot be reached."""
+        self._search = None
+        for member in list(self._identities):
+            # One that starts need not have connected yet, and has a time limit for that.
+            if member.state is not STARTING:
+                self._send(member, [encode(Cancel([]))])
+        for find in list(self.on_breaks):
+            find()
 
     def _unreachable(self, member: Member) -> None:
         if member in self._identities:

@@ -138,6 +138,7 @@ class Gateway:
         driver.on_client = self._on_message
         pool.weights.on_version.add(self._tell_all)
         driver.on_loads.add(self._on_loads)
+        driver.on_breaks.add(self._tell_all)
 
     def _on_loads(self) -> None:
         """An engine has said how full it is. Clients with long calls hear nothing else for long."""
@@ -153,6 +154,7 @@ class Gateway:
     async def close(self) -> None:
         """After the pool: the calls have ended."""
         self._driver.on_loads.discard(self._on_loads)
+        self._driver.on_breaks.discard(self._tell_all)
         if self._watch is not None:
             self._watch.cancel()
         for task in self._tasks:
@@ -233,6 +235,8 @@ class Gateway:
         match message:
             case Approach() if peer is None:
                 return self._admit(identity, message)
+            case Leave() if peer is None:
+                """Its connection broke, and it was forgotten before it connected again."""
             case _ if peer is None:
                 self._dismiss(identity, "it is not known to the pool any more")
                 return False

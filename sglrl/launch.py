@@ -19,6 +19,7 @@ import msgspec
 
 from .client import Client
 from .config import (
+    HEARTBEAT_TIMEOUT,
     FabricConfig,
     PoolConfig,
     check_env,
@@ -83,6 +84,7 @@ def launch(
     restarts: int = 5,
     restart_period: float = 60.0,
     hang_timeout: float | None = 120.0,
+    heartbeat_timeout: float | None = HEARTBEAT_TIMEOUT,
     max_message_bytes: int = 256 << 20,
     env: Mapping[str, str] | None = None,
     gpus: Sequence[int] | None = None,
@@ -119,6 +121,13 @@ def launch(
         hang_timeout: a worker that makes no progress for so many seconds, though it holds calls, is
             ended as if it had died, and the stacks of its threads are logged. A step that prefills
             may take ten times as long; a weight update has its own time limit. None: never.
+        heartbeat_timeout: with ``address="tcp..."``, a connection on which nothing arrives for this
+            many seconds counts as broken, and so does its peer: a worker is replaced, the calls of
+            a client in another process are cancelled. Both ends send heartbeats when they have
+            nothing else to send, also while Python is busy. A link that fails for a shorter time
+            loses nothing, provided TCP has sent the lost packets again by then: after an outage, it
+            may wait as long again. The largest message must take less time than this. None: no
+            heartbeats.
         max_message_bytes: largest message either side accepts.
         env: environment variables of the workers, beside the driver's own.
         gpus: which of the visible GPUs the workers use, by index; None: all, from the first on. A
@@ -206,6 +215,7 @@ def launch(
             restart_period=restart_period,
             max_message_bytes=max_message_bytes,
             hang_timeout=hang_timeout,
+            heartbeat_timeout=heartbeat_timeout,
         ),
         on_progress=progress,
     )

@@ -670,7 +670,7 @@ class ClientKeys(msgspec.Struct, frozen=True, kw_only=True):
 
 class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker process is told at birth. ``beat_interval``: seconds; None: it need not.
-    ``keys``: None where connections are plain."""
+    ``keys``: None where connections are plain. ``heartbeat_timeout``: see ``PoolConfig``."""
 
     index: int
     identity: bytes
@@ -679,6 +679,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     body: ActorSpec | EngineSpec
     beat_interval: float | None = None
     keys: ClientKeys | None = None
+    heartbeat_timeout: float | None = None
 
 
 class Fork(msgspec.Struct, frozen=True, kw_only=True, tag="fork"):

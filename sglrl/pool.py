@@ -216,6 +216,7 @@ class Pool:
             max_message_bytes=config.max_message_bytes,
             keys=None if config.keys is None else read_driver_keys(config.keys),
             insecure=config.insecure,
+            heartbeat_timeout=config.heartbeat_timeout,
         )
         self._worker_keys = router.worker_keys
         self._driver = driver = Driver(router, self._fabric_config, config.max_message_bytes)
@@ -258,6 +259,7 @@ class Pool:
                     keys=self._worker_keys,
                     body=body,
                     beat_interval=self._monitor.beat_interval,
+                    heartbeat_timeout=self._config.heartbeat_timeout,
                 )
             )
         self._forked[index] += 1

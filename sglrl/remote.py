@@ -16,10 +16,16 @@ from typing import Any, Final, Self
 from .actor import UnaryCaller, endpoints_of
 from .client import Client
 from .codec import encode
-from .config import FabricConfig, PoolConfig, check_timeout
+from .config import (
+    HEARTBEAT_TIMEOUT,
+    FabricConfig,
+    PoolConfig,
+    check_heartbeat,
+    check_timeout,
+)
 from .controls import Controls
 from .core.concurrency import Load
-from .core.members import READY
+from .core.members import READY, RETIRED
 from .errors import Closed, DeadlineExceeded, UsageError
 from .gateway import PoolEndpoints
 from .keys import read_client_keys
@@ -51,6 +57,9 @@ _LOOK_SECONDS: Final = 0.2
 _CHECK_SECONDS = 15.0
 """After which a client that waits makes sure that the pool still knows it."""
 _GONE: Final = "the process that has the pool is gone or has closed it"
+_BROKEN: Final = (
+    "the connection to the pool's process broke: that process is gone or has closed the pool"
+)
 
 
 def _a_bit_more(timeout: float | None) -> float | None:
@@ -98,6 +107,7 @@ class RemotePool(Pool):
         insecure: bool,
         connect_timeout: float,
         max_message_bytes: int,
+        heartbeat_timeout: float | None,
     ) -> None:
         url, _, token = address.partition("#") if isinstance(address, str) else ("", "", "")
         super().__init__(
@@ -117,6 +127,7 @@ class RemotePool(Pool):
             self._client_keys = keys if isinstance(keys, ClientKeys) else read_client_keys(keys)
         self._connect_timeout = connect_timeout
         self._max_message_bytes = max_message_bytes
+        self.heartbeat_timeout = check_heartbeat(heartbeat_timeout)
         self.weights = _RemoteWeights(self)
         self.model = ""
         self._check: asyncio.TimerHandle | None = None
@@ -148,6 +159,7 @@ class RemotePool(Pool):
             max_message_bytes=self._max_message_bytes,
             keys=self._client_keys,
             on_break=tell,
+            heartbeat_timeout=self.heartbeat_timeout,
         )
         self._opened()
         driver = RemoteDriver(Line(dealer, self._url), self._max_message_bytes)
@@ -194,8 +206,16 @@ class RemotePool(Pool):
         driver = self._driver
         assert isinstance(driver, RemoteDriver)
         # Before it was admitted, a handshake may have failed.
-        if not self._closing and driver.admitted.done():
-            driver.lose(_GONE)
+        if not self._closing and driver.admitted.done() and not driver.fabric.closed:
+            reason = _BROKEN
+            if self.heartbeat_timeout is not None and self._url.startswith("tcp"):
+                reason += (
+                    f", or nothing arrived from it for {self.heartbeat_timeout:g} s "
+                    "(heartbeat_timeout)"
+                )
+            driver.lose(reason)
+            # ZeroMQ connects again by itself. A pool that is still there then forgets this client.
+            driver.send_to_peer(b"", encode(Leave()))
 
     def _look(self) -> None:
         """Of a pool that was closed before ZeroMQ had a connection nobody tells."""
@@ -225,12 +245,13 @@ class RemotePool(Pool):
 
     @property
     def workers(self) -> list[WorkerInfo]:
-        """As the pool last said."""
+        """As the pool last said. When the connection is lost or closed, all are retired."""
+        closed = self.driver.fabric.closed
         return [
             WorkerInfo(
                 id=w.id,
                 pid=w.pid,
-                state=w.state,
+                state=RETIRED if closed else w.state,
                 weight_version=w.weight_version,
                 device=w.device,
                 load=w.load,
@@ -331,6 +352,7 @@ class _RemoteUpdates(LocalSender):
                         timeout=deadline.left,
                         keys=self._keys,
                         insecure=self._insecure,
+                        heartbeat_timeout=self._pool.heartbeat_timeout,
                     )
         report: UpdateReport = await self._sender._update(weights, request)
         self._pool.heard_of(report.version)
@@ -398,8 +420,9 @@ class RemoteClient(Client):
         return self._given_address
 
     @property
-    def _way_in(self) -> tuple[str, ClientKeys | None, bool]:
-        return self._given_address, self._pool._client_keys, self._insecure
+    def _way_in(self) -> tuple[str, ClientKeys | None, bool, float | None]:
+        pool = self._pool
+        return self._given_address, pool._client_keys, self._insecure, pool.heartbeat_timeout
 
     async def add_workers(self, n: int = 1) -> list[int]:
         raise _not_here("workers are added")
@@ -433,6 +456,7 @@ def connect(
     connect_timeout: float = _CONNECT_SECONDS,
     model: str | os.PathLike[str] | None = None,
     max_message_bytes: int = 256 << 20,
+    heartbeat_timeout: float | None = HEARTBEAT_TIMEOUT,
 ) -> Client:
     """A client for the pool of another process: ``async with sglrl.connect(address) as client``.
 
@@ -449,13 +473,17 @@ def connect(
         connect_timeout: seconds until the pool must have answered.
         model: where this process finds the tokenizer; None: where the other one does.
         max_message_bytes: largest message accepted.
+        heartbeat_timeout: over tcp, the connection is broken when nothing arrives for this many
+            seconds; see ``launch``. All calls then end with ``Closed``: connect again. None: no
+            heartbeats.
 
     Raises:
         UsageError: this is no such address, or it needs keys, or a timeout is less than 0.
         DeadlineExceeded: on entering, when nobody answers there. A pool does not answer strangers:
             who has another token than its own, or no key that it knows.
         Closed: on entering, when there is no such pool any more, or it takes no more clients.
-            Later, of every call, once the other process is gone or has closed its client.
+            Later, of every call, once the other process is gone, has closed its client, or cannot
+            be reached for ``heartbeat_timeout`` seconds.
     """
     timeout = check_timeout(timeout)
     pool = RemotePool(
@@ -464,6 +492,7 @@ def connect(
         insecure=insecure,
         connect_timeout=connect_timeout,
         max_message_bytes=max_message_bytes,
+        heartbeat_timeout=heartbeat_timeout,
     )
     return RemoteClient(
         pool,
@@ -479,6 +508,7 @@ def reconnect(
     address: str,
     keys: ClientKeys | None,
     insecure: bool,
+    heartbeat_timeout: float | None,
     model: str,
     timeout: float | None,
     max_message_bytes: int,
@@ -491,5 +521,6 @@ def reconnect(
         insecure=insecure,
         connect_timeout=_CONNECT_SECONDS,
         max_message_bytes=max_message_bytes,
+        heartbeat_timeout=heartbeat_timeout,
     )
     return RemoteClient(pool, address, model=model, timeout=timeout, keys=None, insecure=insecure)

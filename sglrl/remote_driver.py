@@ -15,7 +15,7 @@ from .core.members import READY, Member
 from .driver import Driver, now
 from .errors import Closed, ProtocolError
 from .messages import Admitted, Answers, Dismissed, News, Requests
-from .net.base import OnDriverMessage, OnPause
+from .net.base import OnBreak, OnDriverMessage, OnPause
 from .net.zmq import ZmqDealer
 
 _ANY_NUMBER: Final = 1 << 62
@@ -32,7 +32,13 @@ class Line:
         self._dealer = dealer
         self.address = address
 
-    def start(self, on_message: OnDriverMessage, on_pause: OnPause | None = None) -> None:
+    def start(
+        self,
+        on_message: OnDriverMessage,
+        on_pause: OnPause | None = None,
+        on_break: OnBreak | None = None,
+    ) -> None:
+        """``on_break`` is never called: ``RemotePool`` is told by the dealer itself."""
         self._dealer.on_pause = on_pause
         self._dealer.start(partial(on_message, b""))
 
@@ -66,7 +72,7 @@ class RemoteDriver(Driver):
 
     @property
     def ready(self) -> list[int]:
-        return [w.id for w in self.news.workers if w.state == READY]
+        return [] if self.fabric.closed else [w.id for w in self.news.workers if w.state == READY]
 
     def lose(self, reason: str) -> None:
         """Nobody will answer any more."""

@@ -29,6 +29,7 @@ def _send_beats(spec: WorkerSpec, interval: float, look: Callable[[], Beat]) -> 
         beat_identity(spec.identity),
         max_message_bytes=spec.max_message_bytes,
         keys=spec.keys,
+        heartbeat_timeout=spec.heartbeat_timeout,
     )
     while True:
         dealer.send([encode(look())])

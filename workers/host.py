@@ -224,6 +224,7 @@ async def _main(spec: WorkerSpec, body: ActorSpec) -> None:
         max_message_bytes=spec.max_message_bytes,
         keys=spec.keys,
         on_break=leave,
+        heartbeat_timeout=spec.heartbeat_timeout,
     )
     try:
         transport.send([encode(Starting("constructing the actor"))])

@@ -81,6 +81,7 @@ class Mailbox:
             max_message_bytes=spec.max_message_bytes,
             keys=spec.keys,
             on_break=leave,
+            heartbeat_timeout=spec.heartbeat_timeout,
         )
         self._most_bytes = spec.max_message_bytes
         self._drop = Dropped(logger)

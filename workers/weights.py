@@ -155,6 +155,7 @@ class RankWeights:
             max_message_bytes=self._spec.max_message_bytes,
             keys=self._spec.keys,
             on_break=leave,
+            heartbeat_timeout=self._spec.heartbeat_timeout,
         )
         self._dealer = dealer
         dealer.send([self._hello])

@@ -12,6 +12,7 @@ small that one that reads, however late, cannot come to have so many."""
 Frame = bytes | bytearray | memoryview
 OnDriverMessage = Callable[[bytes, list[Frame]], None]
 OnPause = Callable[[], None]
+OnBreak = Callable[[], None]
 OnWorkerMessage = Callable[[list[Frame]], None]
 
 
@@ -25,11 +26,18 @@ class DriverTransport(Protocol):
 
     address: str
 
-    def start(self, on_message: OnDriverMessage, on_pause: OnPause | None = None) -> None:
+    def start(
+        self,
+        on_message: OnDriverMessage,
+        on_pause: OnPause | None = None,
+        on_break: OnBreak | None = None,
+    ) -> None:
         """Deliver messages to ``on_message`` as ``(identity, frames)``. Needs a running loop.
 
         ``on_pause`` runs after the last of several messages that were delivered in one go: what
-        they lead to can be done once.
+        they lead to can be done once. ``on_break`` runs on the loop when a connection was closed or
+        broke. The transport does not know whose: from then on, or very soon after, ``send``
+        returns False for that peer.
         """
         ...
 

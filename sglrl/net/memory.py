@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from ..errors import Closed
-from .base import Frame, OnDriverMessage, OnPause, OnWorkerMessage
+from .base import Frame, OnBreak, OnDriverMessage, OnPause, OnWorkerMessage
 
 
 class MemoryRouter:
@@ -26,6 +26,7 @@ class MemoryRouter:
         self._to_workers: deque[tuple[MemoryDealer, list[Frame]]] = deque()
         self._on_message: OnDriverMessage | None = None
         self._on_pause: OnPause | None = None
+        self._on_break: OnBreak | None = None
         self._scheduled = False
         self._closed = False
 
@@ -34,8 +35,13 @@ class MemoryRouter:
         self._dealers[identity] = dealer
         return dealer
 
-    def start(self, on_message: OnDriverMessage, on_pause: OnPause | None = None) -> None:
-        self._on_message, self._on_pause = on_message, on_pause
+    def start(
+        self,
+        on_message: OnDriverMessage,
+        on_pause: OnPause | None = None,
+        on_break: OnBreak | None = None,
+    ) -> None:
+        self._on_message, self._on_pause, self._on_break = on_message, on_pause, on_break
         if self._to_driver:
             self._schedule()
 
@@ -71,6 +77,8 @@ class MemoryRouter:
         """The worker's end was closed; a newer one of the same identity stays."""
         if self._dealers.get(identity) is dealer:
             del self._dealers[identity]
+            if self._on_break is not None and not self._closed:
+                asyncio.get_running_loop().call_soon(self._on_break)
 
     def close(self) -> None:
         self._closed = True

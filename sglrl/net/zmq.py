@@ -8,6 +8,11 @@ no message can be lost between two owners.
 
 With keys a connection is encrypted and both ends prove who they are (CURVE). A peer whose key the
 driver does not know is refused before anything it sends is read, also if nobody could be asked.
+
+Over tcp both ends send heartbeats (``heartbeat_timeout``) from ZeroMQ's own thread. A connection on
+which nothing arrives for that long is closed by the end that notices. It then looks like one that
+the other end has closed: a DEALER calls ``on_break``, a ROUTER calls the driver's ``on_break`` and
+knows the peer no longer.
 """
 
 from __future__ import annotations
@@ -33,7 +38,7 @@ from ..dropped import Dropped
 from ..errors import Closed, UsageError
 from ..keys import DriverKeys
 from ..messages import ClientKeys
-from .base import MOST_UNREAD, Frame, OnDriverMessage, OnPause, OnWorkerMessage
+from .base import MOST_UNREAD, Frame, OnBreak, OnDriverMessage, OnPause, OnWorkerMessage
 
 logger = logging.getLogger("sglrl.net")
 
@@ -52,9 +57,10 @@ _MORE: Final = int(zmq.NOBLOCK) | int(zmq.SNDMORE)
 _RCVMORE: Final = int(zmq.RCVMORE)
 _RECONNECT_MS: Final = 1000
 """Where a broken connection is told: more than the end of what it breaks for may take."""
-_MOST_UNTAKEN: Final = 4096
+_MOST_UNTAKEN: Final = 1 << 14
 """Messages of one peer that wait at the driver. Further ones wait at the peer, and are lost if it
-leaves."""
+leaves. While they wait, ZeroMQ does not read heartbeats either: a driver that is busy for longer
+than ``heartbeat_timeout`` must not come to have so many."""
 _DOMAIN: Final = b"sglrl"
 _HANDSHAKE_MS: Final = 10_000
 
@@ -140,6 +146,19 @@ def _socket(
     return socket
 
 
+def _set_heartbeat(socket: zmq.Socket[bytes], address: str, timeout: float | None) -> None:
+    """Close a TCP connection on which nothing arrives for ``timeout`` seconds. None: never."""
+    if timeout is None or not address.startswith("tcp://"):
+        return
+    milliseconds = ceil(timeout * 1000)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, milliseconds)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, ceil(milliseconds / 4))
+    # A heartbeat leaves after what was sent before. If that fills the kernel's buffer, ZeroMQ waits
+    # for room without a time limit; the kernel has this one. (HEARTBEAT_TTL is not needed, as both
+    # ends send heartbeats, and libzmq 4.3.5 computes it in 16 bits: it is wrong from 65 s on.)
+    socket.setsockopt(zmq.TCP_MAXRT, milliseconds)
+
+
 def _send(socket: zmq.Socket[bytes], frames: Sequence[Frame]) -> None:
     last = len(frames) - 1
     for i, frame in enumerate(frames):
@@ -152,12 +171,14 @@ def _dealer(
     max_message_bytes: int,
     keys: ClientKeys | None,
     on_break: Callable[[], None] | None,
+    heartbeat_timeout: float | None,
 ) -> zmq.Socket[bytes]:
     """A connected DEALER. ``on_break``: called, on a thread of its own, when the other side is
     suddenly gone. ZeroMQ connects again by itself, and what was under way then is lost unnoticed:
     in the middle of a stream, say."""
     socket = _socket(zmq.Context.instance(), zmq.DEALER, address, max_message_bytes)
     socket.setsockopt(zmq.IDENTITY, identity)
+    _set_heartbeat(socket, address, heartbeat_timeout)
     if keys is not None:
         socket.setsockopt(zmq.CURVE_SERVERKEY, keys.driver.encode())
         socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public.encode())
@@ -334,6 +355,22 @@ class _Gate(_Pump):
         self.after_send()
 
 
+class _Connections(_Pump):
+    """Reports when a connection of the router ends. ZeroMQ says nothing of its peer."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], router: zmq.Socket[bytes]) -> None:
+        super().__init__(context.socket(zmq.PAIR))
+        # If this end could be full, ZeroMQ's thread would wait for it, and all connections with it.
+        self.socket.setsockopt(zmq.RCVHWM, 0)
+        router.monitor("inproc://connections", zmq.EVENT_DISCONNECTED)
+        self.socket.connect("inproc://connections")
+        self.on_break: OnBreak | None = None
+
+    def handle(self, frames: list[Any]) -> None:
+        if self.on_break is not None:
+            self.on_break()
+
+
 class ZmqRouter(_Pump):
     """The driver's end (``DriverTransport``). ``address`` is where workers connect to, on this
     machine; ``outer_address`` where others do.
@@ -351,9 +388,11 @@ class ZmqRouter(_Pump):
         max_message_bytes: int,
         keys: DriverKeys | None = None,
         insecure: bool = False,
+        heartbeat_timeout: float | None = None,
     ) -> None:
         check_address(address, keys=keys is not None, insecure=insecure)
         self._gate: _Gate | None = None
+        self._connections: _Connections | None = None
         self.worker_keys: ClientKeys | None = None
         # A context has one place where it asks whom to admit, which is another one's business in
         # the context that all share.
@@ -364,6 +403,7 @@ class ZmqRouter(_Pump):
         self.socket.setsockopt(zmq.SNDHWM, MOST_UNREAD)
         self.socket.setsockopt(zmq.RCVHWM, _MOST_UNTAKEN)
         self.socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+        _set_heartbeat(self.socket, address, heartbeat_timeout)
         # With a domain libzmq refuses ZMTP 1 and 2, which make a peer of whoever sends a few bytes;
         # and one that does so while the socket closes ends this process (zmtp_engine.cpp 4.3.5,
         # process_routing_id_msg).
@@ -376,6 +416,7 @@ class ZmqRouter(_Pump):
                 "(insecure=True)",
                 address,
             )
+        self._connections = _Connections(self._context, self.socket)
         try:
             self.socket.bind(address)
         except zmq.ZMQError as error:
@@ -404,19 +445,29 @@ class ZmqRouter(_Pump):
         """Handshakes with an unknown key; a peer tries again and again."""
         return 0 if self._gate is None else self._gate.refused.count
 
-    def start(self, on_message: OnDriverMessage, on_pause: OnPause | None = None) -> None:
+    def start(
+        self,
+        on_message: OnDriverMessage,
+        on_pause: OnPause | None = None,
+        on_break: OnBreak | None = None,
+    ) -> None:
         self._on_message = on_message
         self.on_pause = on_pause
         if self._gate is not None:
             self._gate.begin()
+        if self._connections is not None:
+            self._connections.on_break = on_break
+            self._connections.begin()
         self.begin()
 
     def close(self) -> None:
         if self.closed:
             return
         super().close()
-        if self._gate is not None:
-            self._gate.close()
+        # After the router: ZeroMQ would wait for somebody to take its last event.
+        for pump in (self._connections, self._gate):
+            if pump is not None:
+                pump.close()
         self._context.destroy(0)
 
     def handle(self, frames: list[Any]) -> None:
@@ -447,8 +498,11 @@ class ZmqDealer(_Pump):
         max_message_bytes: int,
         keys: ClientKeys | None = None,
         on_break: Callable[[], None] | None = None,
+        heartbeat_timeout: float | None = None,
     ) -> None:
-        super().__init__(_dealer(address, identity, max_message_bytes, keys, on_break))
+        super().__init__(
+            _dealer(address, identity, max_message_bytes, keys, on_break, heartbeat_timeout)
+        )
         self._on_message: OnWorkerMessage | None = None
 
     def start(self, on_message: OnWorkerMessage) -> None:
@@ -482,8 +536,11 @@ class ZmqPolledDealer:
         max_message_bytes: int,
         keys: ClientKeys | None = None,
         on_break: Callable[[], None] | None = None,
+        heartbeat_timeout: float | None = None,
     ) -> None:
-        self._socket = _dealer(address, identity, max_message_bytes, keys, on_break)
+        self._socket = _dealer(
+            address, identity, max_message_bytes, keys, on_break, heartbeat_timeout
+        )
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)

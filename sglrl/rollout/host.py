@@ -81,6 +81,7 @@ class AgentHost(Actor):
             settings.address,
             settings.keys,
             settings.insecure,
+            settings.heartbeat_timeout,
             settings.model,
             settings.call_timeout,
             settings.max_message_bytes,

@@ -26,14 +26,15 @@ _OWN: Final = "sglrl."
 
 class Settings(NamedTuple):
     """All that the processes of one run need; pickled, for their fork server. ``driver``: its
-    process id. ``address``, ``keys`` and ``insecure`` as in ``sglrl.connect``; the others are those
-    of the run and its client."""
+    process id. ``address``, ``keys``, ``insecure`` and ``heartbeat_timeout`` as in
+    ``sglrl.connect``; the others are those of the run and its client."""
 
     driver: int
     max_message_bytes: int
     address: str
     keys: ClientKeys | None
     insecure: bool
+    heartbeat_timeout: float | None
     model: str
     call_timeout: float | None
     agent: Agent | type[Any]

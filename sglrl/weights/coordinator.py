@@ -61,6 +61,7 @@ from ..messages import (
     Piece,
     Prepare,
     Prepared,
+    Proposed,
     RankAnswer,
     RankHello,
     RankSettings,
@@ -190,6 +191,7 @@ class WeightChannel:
         self._address = address
         driver.on_peer = self._on_peer
         driver.on_lost = self._on_lost
+        driver.on_breaks.add(self._find_lost_senders)
 
     def add_rank(self, worker: int, rank: int, identity: bytes) -> None:
         added = Rank((worker, rank), identity)
@@ -822,6 +824,11 @@ class WeightChannel:
         if self._run is not None and self._run.source is sender:
             error = WeightUpdateError("the sender is gone")
             self._run.machine.lost_sender(error, time.monotonic())
+
+    def _find_lost_senders(self) -> None:
+        for sender in list(self._senders.values()):
+            # Of an update that it did not propose; numbers begin at 1. It has no effect.
+            self.tell(sender, Proposed(0, None))
 
     def _dismiss(self, sender: RemoteSource) -> None:
         sender.cancel()

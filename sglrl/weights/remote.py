@@ -14,6 +14,7 @@ from typing import Any, Self
 import msgspec
 
 from ..codec import MALFORMED, Buffer, decode_to_rank, encode
+from ..config import HEARTBEAT_TIMEOUT, check_heartbeat
 from ..errors import (
     Closed,
     DeadlineExceeded,
@@ -97,6 +98,7 @@ class Sender:
         max_message_bytes: int = 256 << 20,
         keys: str | os.PathLike[str] | None = None,
         insecure: bool = False,
+        heartbeat_timeout: float | None = HEARTBEAT_TIMEOUT,
     ) -> Self:
         """Connect to a client's ``weights_address``.
 
@@ -107,9 +109,12 @@ class Sender:
             keys: a folder with ``driver.public`` and one client's secret key, or such a secret key
                 file, of those that ``sglrl keys`` made for the client's ``launch(keys=...)``.
             insecure: connect to another machine without keys.
+            heartbeat_timeout: over tcp, the client counts as gone when nothing arrives from it for
+                this many seconds; see ``sglrl.launch``. None: no heartbeats.
 
         Raises:
-            UsageError: this is no such address, or it needs keys.
+            UsageError: this is no such address, or it needs keys, or heartbeat_timeout is not above
+                0.
             WeightUpdateError: nobody answers there, or the engines have no weights to update.
         """
         url, mark, token = address.partition("#")
@@ -118,6 +123,7 @@ class Sender:
                 f"{address!r} is no address of a weight channel; pass client.weights_address"
             )
         check_address(url, keys=keys is not None, insecure=insecure)
+        heartbeat_timeout = check_heartbeat(heartbeat_timeout)
         pair = None if keys is None else read_client_keys(keys)
 
         import torch
@@ -134,12 +140,22 @@ class Sender:
         loop = asyncio.get_running_loop()
         broken: asyncio.Future[None] = loop.create_future()
 
+        def on_break() -> None:
+            # ZeroMQ connects again by itself, and that connection may break, too.
+            if not broken.done():
+                broken.set_result(None)
+
         def tell() -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(broken.set_result, None)
+                loop.call_soon_threadsafe(on_break)
 
         dealer = ZmqDealer(
-            url, identity, max_message_bytes=max_message_bytes, keys=pair, on_break=tell
+            url,
+            identity,
+            max_message_bytes=max_message_bytes,
+            keys=pair,
+            on_break=tell,
+            heartbeat_timeout=heartbeat_timeout,
         )
         sender = cls(dealer, device, host)
         sender._unclosed = warn_unless_closed(sender, f"the Sender connected to {url}")

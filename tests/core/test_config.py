@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from sglrl.actor import deadline_from
-from sglrl.config import check_timeout
+from sglrl.config import check_heartbeat, check_timeout
 from sglrl.errors import UsageError
 
 
@@ -38,3 +38,16 @@ def test_an_infinite_time_out_is_no_limit() -> None:
 def test_a_deadline_is_as_precise_as_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sglrl.actor.now", lambda: 1e7 + 0.25)
     assert deadline_from(np.float32(0.5)) == 1e7 + 0.75  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("timeout", [None, 1, 0.001, 1e6, np.float32(2)])
+def test_heartbeats(timeout: Any) -> None:
+    found = check_heartbeat(timeout)
+    assert found == timeout
+    assert found is None or type(found) is float
+
+
+@pytest.mark.parametrize("timeout", [0, -1, math.nan, math.inf, 1e7, True, "3"])
+def test_what_is_no_heartbeat(timeout: Any) -> None:
+    with pytest.raises(UsageError, match=f"heartbeat_timeout must be .*got {timeout!r}"):
+        check_heartbeat(timeout)

@@ -25,7 +25,7 @@ from .balancer import LoadBalancer
 from .generate_kwargs import override, understood
 
 _CONNECT_SECONDS: Final = 10.0
-_CONNECTION: Final = ("keys", "insecure")
+_CONNECTION: Final = ("keys", "insecure", "heartbeat_timeout")
 """Of ``server_kwargs``: what a copy of this object in another process needs too."""
 _RENAMED: Final = {"max_model_len": "context_length", "num_replicas": "replicas"}
 """TorchRL's own and vLLM's names."""
@@ -49,7 +49,8 @@ class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
         timeout: seconds that a call may take unless it says otherwise; connecting, at most 10.
         **server_kwargs: what ``sglrl.launch`` takes, which includes SGLang's server arguments;
             TorchRL's ``cuda_devices``, ``host`` and ``port`` and vLLM's ``max_model_len`` are
-            understood. With ``server_url``: ``keys``, ``insecure``.
+            understood. With ``server_url``: ``keys``, ``insecure``,
+            ``heartbeat_timeout``.
 
     Pickling keeps the address: a copy connects to the same pool, and ending it leaves the pool.
 

@@ -1,0 +1,121 @@
+"""Both ends notice when a TCP connection carries nothing any more, and only then."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import closing
+from typing import Any
+
+import pytest
+from proxy import Proxy
+
+from sglrl.keys import DriverKeys
+from sglrl.net.zmq import ZmqDealer, ZmqPolledDealer, ZmqRouter, key_pair
+
+from .links import Inbox
+
+LIMIT = 1 << 20
+TIMEOUT = 0.5
+
+
+@pytest.fixture(params=["plain", "curve"])
+async def router(request: pytest.FixtureRequest) -> AsyncIterator[ZmqRouter]:
+    secret = key_pair()[1]
+    keys = DriverKeys(secret=secret, clients=frozenset()) if request.param == "curve" else None
+    with closing(
+        ZmqRouter(
+            "tcp://127.0.0.1:*", max_message_bytes=LIMIT, keys=keys, heartbeat_timeout=TIMEOUT
+        )
+    ) as made:
+        yield made
+
+
+def dealer(
+    router: ZmqRouter,
+    address: str,
+    on_break: Callable[[], None],
+    kind: Any = ZmqDealer,
+    timeout: float | None = TIMEOUT,
+) -> Any:
+    made = kind(
+        address,
+        b"w",
+        max_message_bytes=LIMIT,
+        keys=router.worker_keys,
+        on_break=on_break,
+        heartbeat_timeout=timeout,
+    )
+    return closing(made)
+
+
+async def unknown(router: ZmqRouter) -> None:
+    """ZeroMQ's other thread takes a connection away just after it has reported its end."""
+    while router.send(b"w", [b"x"]):  # noqa: ASYNC110
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("kind", [ZmqDealer, ZmqPolledDealer])
+@pytest.mark.parametrize("busy", ["", "dealer", "router"])
+async def test_a_silent_connection(router: ZmqRouter, kind: Any, busy: str) -> None:
+    """``busy``: this end sends all the time, so that its heartbeats wait after other messages."""
+    inbox, broken, told = Inbox(), asyncio.Event(), threading.Event()
+    router.start(inbox, None, broken.set)
+    async with Proxy(router.address) as proxy:
+        with dealer(router, proxy.address, told.set, kind) as end:
+            end.send([b"hello"])
+            await inbox.reach(1)
+            assert router.send(b"w", [b"hello"])
+            proxy.silence(0)
+            large = bytes(LIMIT)
+            for _ in range(32):
+                if busy == "dealer":
+                    end.send([large])
+                elif busy == "router":
+                    router.send(b"w", [large])
+            assert await asyncio.to_thread(told.wait, 20)
+            await broken.wait()
+            await unknown(router)
+
+
+@pytest.mark.parametrize("by", ["router", "dealer"])
+async def test_an_end_notices_by_itself(by: str) -> None:
+    """The other one sends no heartbeats, and need not."""
+    both: list[float | None] = [None, TIMEOUT]
+    of_router, of_dealer = both if by == "dealer" else both[::-1]
+    inbox, broken, told = Inbox(), asyncio.Event(), threading.Event()
+    with closing(
+        ZmqRouter("tcp://127.0.0.1:*", max_message_bytes=LIMIT, heartbeat_timeout=of_router)
+    ) as router:
+        router.start(inbox, None, broken.set)
+        async with Proxy(router.address) as proxy:
+            with dealer(router, proxy.address, told.set, timeout=of_dealer) as end:
+                end.send([b"hello"])
+                await inbox.reach(1)
+                proxy.silence(0)
+                if by == "dealer":
+                    assert await asyncio.to_thread(told.wait, 20)
+                else:
+                    await broken.wait()
+                    await unknown(router)
+
+
+async def test_a_driver_that_is_busy_in_python(router: ZmqRouter) -> None:
+    """Many messages wait for it meanwhile. No connection breaks, and no message is lost."""
+    inbox, answers, told = Inbox(), Inbox(), threading.Event()
+    router.start(inbox)
+    with dealer(router, router.address, told.set) as end:
+        end.start(answers)
+        end.send([b"hello"])
+        await inbox.reach(1)
+        for n in range(10_000):
+            end.send([b"%d" % n])
+        # The loop of both stands still, for several times the time limit.
+        time.sleep(5 * TIMEOUT)  # noqa: ASYNC251
+        got = await inbox.reach(10_001)
+        assert [frames for _, frames in got[1:]] == [[b"%d" % n] for n in range(10_000)]
+        assert router.send(b"w", [b"still there"])
+        assert await answers.reach(1) == [[b"still there"]]
+        assert not told.is_set()

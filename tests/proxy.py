@@ -1,0 +1,61 @@
+"""A TCP proxy between the two ends of a connection, which can stop to forward without closing."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Self
+
+
+class Proxy:
+    """``async with Proxy() as proxy``: listens at ``address`` and forwards to ``target``, both like
+    "tcp://127.0.0.1:5555". ``target`` may be set after entering, but before the first connection.
+    """
+
+    def __init__(self, target: str = "") -> None:
+        self.target = target
+        self.address = ""
+        self.count = 0
+        """Connections so far."""
+        self._open: dict[int, asyncio.Event] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self.address = f"tcp://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def silence(self, number: int) -> None:
+        """Forward nothing more of a connection, in either direction. The first has number 0."""
+        self._open[number].clear()
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        host, _, port = self.target.removeprefix("tcp://").rpartition(":")
+        there = await asyncio.open_connection(host, int(port))
+        is_open = self._open[self.count] = asyncio.Event()
+        is_open.set()
+        self.count += 1
+        for source, sink in ((reader, there[1]), (there[0], writer)):
+            task = asyncio.create_task(self._forward(source, sink, is_open))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _forward(
+        self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, is_open: asyncio.Event
+    ) -> None:
+        try:
+            while data := await source.read(1 << 16):
+                await is_open.wait()
+                sink.write(data)
+                await sink.drain()
+            await is_open.wait()
+        except ConnectionError:
+            await is_open.wait()
+        finally:
+            sink.close()
