@@ -76,7 +76,7 @@ class Storm:
         ]
 
     async def run(self, seconds: float) -> None:
-        """Do operations for ``seconds``, three at a time. Then let the pool recover, and check it."""
+        """Do operations for ``seconds``, three at a time. Let the pool recover, and check it."""
         try:
             async with contextlib.AsyncExitStack() as stack:
                 for _ in range(2):

@@ -24,6 +24,6 @@ async def test_all_workers_agree_after_random_updates_and_faults(tmp_path: Path)
     for seed in range(SEEDS):
         assert policies[seed].model is not None
     found = await storm(policies, SEED, SECONDS)
-    print(f"seed {SEED}: {dict(found.counts)}")
+    print(f"seed {SEED}:", *found.events, dict(found.counts), sep="\n")
     assert found.counts["updated"]
     assert found.counts["compared with transformers"]
