@@ -118,7 +118,6 @@ class Storm:
         channel = pool.weights
         assert channel._run is None
         assert channel._asked == {}
-        assert channel._hand_overs.givers == {}
         assert not channel._lock.locked()
         async with asyncio.timeout(PATIENCE):
             # An engine drops an aborted request between two of its steps.
