@@ -99,7 +99,7 @@ class HandOver:
             self._engine.hold(message.id, "continue")
             version = None
             try:
-                if not self._engine.held(message.timeout):
+                if not self._engine.held(message.id, message.timeout):
                     raise WeightUpdateError("the engine did not come to rest in time")
                 offer = message.offer
                 patience = min(message.timeout, _CONNECT_SECONDS)

@@ -56,7 +56,8 @@ class WeightEngine(Protocol):
         ...
 
     def staged(self, update: int, bound: Any) -> None:
-        """All of it is here; keep it for ``commit``. ``bound``: None if it is in ``spare``."""
+        """All tensors of this update are here. Keep them until ``commit`` or ``release`` of the
+        same update, or ``forget``. ``bound``: None if they are in ``spare``."""
         ...
 
     def nearly_staged(self, seconds: float, exchanged: bool) -> None:
@@ -81,12 +82,17 @@ class WeightEngine(Protocol):
         """Stop between two steps, and stay there until ``release``."""
         ...
 
-    def held(self, timeout: float) -> bool:
-        """Wait until the engine is held; False after ``timeout`` seconds."""
+    def held(self, update: int, timeout: float) -> bool:
+        """Wait until the engine is held for this update. False after ``timeout`` seconds, and at
+        once if that hold was released."""
         ...
 
-    def release(self, update: int, version: int | None) -> float:
+    def release(self, update: int, version: int | None, *, staged: bool = False) -> float:
         """Go on, with ``version`` from now on (None: as before); a hold of this update or of an
-        earlier one that has not begun will not. Milliseconds that it was held. What was ``staged``
-        is made live first, then ``RankWeights.committed`` is called."""
+        earlier one that has not begun will not. Milliseconds that it was held.
+
+        Args:
+            staged: make what was ``staged`` for this update live first, then call
+                ``RankWeights.committed``. What was staged for another update stays staged.
+        """
         ...

@@ -124,8 +124,11 @@ class RankWeights:
             if error:
                 raise WeightUpdateError(error)
             pause_ms = pause()
-            done, self._update = self._update, None
-            if done is not None and done.worth_keeping:
+            done = self._update
+            if done is None or done.id != update:
+                return Committed(pause_ms)
+            self._update = None
+            if done.worth_keeping:
                 self._kept = done
                 if done.spare is not None and done.layout.total > KEPT_BYTES:
                     done.forget_memory()
@@ -230,7 +233,7 @@ class RankWeights:
             held_ms = self._engine.release(id_, update.message.version)
             self.committed(id_, lambda: held_ms)
         elif update.drained:
-            self._engine.release(id_, update.message.version)
+            self._engine.release(id_, update.message.version, staged=True)
         else:
             self._engine.commit(id_, update.message.version, update.message.inflight)
 
@@ -298,7 +301,7 @@ class RankWeights:
             # Now, because what is awaited has more time than a collective has, and because it can
             # still be given up.
             self._engine.hold(message.id, message.inflight)
-            while not self._engine.held(0.1):
+            while not self._engine.held(message.id, 0.1):
                 if message.id <= self._given_up:
                     raise WeightUpdateError("the update was given up")
         return Prepared(update.mode, update.room)
@@ -306,13 +309,15 @@ class RankWeights:
     def _first(self, message: Prepare) -> Update:
         """Check the manifest, and make room."""
         layout = self._checked(message)
-        if message.mode != "bucketed":
+        # Live weights that are half new are overwritten again: the engine is held for that.
+        in_place = message.mode == "bucketed" or self._dirty
+        if not in_place:
             update = Update(message, layout, "full", layout.total)
             update.spare = self._spare(message)
             if update.spare is not None and self._has_room_to_unpack(update):
                 return update
-        room = self._room(RING_BYTES if message.mode == "bucketed" else layout.total)
-        mode, memory = self._choose(message.mode, layout, room)
+        room = self._room(RING_BYTES if in_place else layout.total)
+        mode, memory = self._choose("bucketed" if in_place else message.mode, layout, room)
         update = Update(message, layout, mode, room)
         with self._on_stream():
             update.memory = self._memory(memory)
@@ -409,7 +414,10 @@ class RankWeights:
                 self._stage_bucketed(link, update)
         link.check()
         if update.mode == "full":
-            self._engine.staged(message.id, update.bound)
+            with self._writing:
+                # An abort forgets what was staged before it, and nothing is staged after it.
+                self._check_wanted(update)
+                self._engine.staged(message.id, update.bound)
 
     def _stage_spare(self, link: Link, update: Update) -> None:
         """Everything to where it will be live, while the scheduler goes on."""
@@ -483,9 +491,13 @@ class RankWeights:
         """Into memory that the next update will have, too: not once this one was given up."""
         with self._writing:
             link.check()
-            if update.id <= self._given_up:
-                raise WeightUpdateError("the update was given up")
+            self._check_wanted(update)
             write(data)
+
+    def _check_wanted(self, update: Update) -> None:
+        """Raise ``WeightUpdateError`` once the update was given up."""
+        if update.id <= self._given_up:
+            raise WeightUpdateError("the update was given up")
 
     def _stage_full(self, link: Link, update: Update) -> None:
         """Everything into memory from which the engine copies it, while the scheduler goes on."""
@@ -567,7 +579,7 @@ class RankWeights:
         def apply_oldest() -> None:
             bucket, work, views = waiting.popleft()
             work.wait()
-            if not self._dirty and not engine.held(self._timeout):
+            if not self._dirty and not engine.held(update.id, self._timeout):
                 raise WeightUpdateError("the engine did not come to rest in time")
             with self._writing:
                 link.check()
@@ -580,7 +592,7 @@ class RankWeights:
                 link.check()
                 in_pieces = group is not None and group.takes_pieces and update.in_pieces(bucket)
                 targets = engine.targets(update.names(bucket)) if in_pieces else None
-                if group is not None and targets and (self._dirty or engine.held(0)):
+                if group is not None and targets and (self._dirty or engine.held(update.id, 0)):
                     with self._writing:
                         link.check()
                         self._dirty = True
@@ -597,7 +609,7 @@ class RankWeights:
                     assert link.reader is not None
                     link.reader.receive(update.id, bucket, data.copy_)
                 waiting.append((bucket, work, views))
-                if self._dirty or engine.held(0):
+                if self._dirty or engine.held(update.id, 0):
                     # It rests already: nothing need wait.
                     apply_oldest()
             # Behind the broadcasts, which would wait for these copies.

@@ -26,6 +26,7 @@ from sglrl.messages import (
     Prepare,
     RankAnswer,
     RankHello,
+    Stage,
     TensorSpec,
     WorkerSpec,
 )
@@ -121,10 +122,10 @@ class Engine:
     def hold(self, update: int, inflight: str) -> None:
         self.holds += 1
 
-    def held(self, timeout: float) -> bool:
+    def held(self, update: int, timeout: float) -> bool:
         return True
 
-    def release(self, update: int, version: int | None) -> float:
+    def release(self, update: int, version: int | None, *, staged: bool = False) -> float:
         return 0.0
 
 
@@ -235,6 +236,51 @@ def test_a_manifest_that_is_left_out_is_the_one_before(rank: weights.RankWeights
     # Of the one before only.
     assert prepare(5, [], 3) == unknown
     assert "no tensors are given" in prepare(6, [], 5)
+
+
+def test_what_was_given_up_is_not_staged(
+    rank: weights.RankWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its abort has told the engine to forget it, and comes no second time."""
+    wire: Any = rank._dealer
+    staged: list[int] = []
+    forgotten = threading.Event()
+
+    def read(link: Any, update: Update) -> None:
+        """As of files, whose group nobody takes down."""
+        if update.id == 1:
+            wire.put([encode(Abort(update.id, False))])
+            assert forgotten.wait(60.0)
+
+    def error_of(id_: int, phase: str) -> Any:
+        while (answer := answer_to(wire, id_)).phase != phase:
+            pass
+        return answer.error
+
+    monkeypatch.setattr(rank, "_read_files", read)
+    monkeypatch.setattr(rank._engine, "staged", lambda id_, bound: staged.append(id_))
+    monkeypatch.setattr(rank._engine, "forget", forgotten.set)
+    errors = []
+    for id_ in (1, 2):
+        wire.put([encode(Prepare(id_, 1, SPECS, 1 << 20, "full", "continue", False, "folder"))])
+        assert error_of(id_, "prepare") is None
+        wire.put([encode(Stage(id_, "full"))])
+        errors.append(error_of(id_, "stage"))
+    assert staged == [2]
+    assert errors[0].message == "the update was given up"
+    assert errors[1] is None
+
+
+def test_half_new_weights_are_overwritten_in_place(
+    rank: weights.RankWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine is held in the middle of them. A copy beside them, for which there may be room by
+    now, would wait for an engine that does not come to it."""
+    monkeypatch.setattr(rank, "_room", lambda wanted: 1 << 40)
+    message = Prepare(1, 1, SPECS, 1 << 20, "auto", "continue", False, "")
+    assert rank._first(message).mode == "full"
+    rank._dirty = True
+    assert rank._first(message).mode == "bucketed"
 
 
 def test_what_was_given_up_is_written_no_more(rank: weights.RankWeights) -> None:

@@ -55,6 +55,8 @@ class _Hold:
         self.held = threading.Event()
         self.released = threading.Event()
         self.version: int | None = None
+        self.staged: int | None = None
+        """The update whose staged weights are to be made live when the hold ends."""
         self.begun = 0.0
 
 
@@ -197,18 +199,23 @@ class SglangWeights:
         self._hold_of(update)
         self._command(WeightCommand(update, 0, inflight, hold=True))
 
-    def held(self, timeout: float) -> bool:
-        return self._current.held.wait(timeout)
+    def held(self, update: int, timeout: float) -> bool:
+        with self._lock:
+            hold = self._current
+            if hold.update != update or update <= self._over:
+                return False
+        return hold.held.wait(timeout)
 
-    def release(self, update: int, version: int | None) -> float:
+    def release(self, update: int, version: int | None, *, staged: bool = False) -> float:
         with self._lock:
             self._over = max(self._over, update)
             hold = self._current
-        if hold.update > update or hold.released.is_set():
-            # Another one's, or over.
-            return 0.0
-        hold.version = version
-        hold.released.set()
+            if hold.update > update or hold.released.is_set():
+                # Another one's, or over.
+                return 0.0
+            hold.version = version
+            hold.staged = update if staged else None
+            hold.released.set()
         return (time.perf_counter() - hold.begun) * 1e3 if hold.held.is_set() else 0.0
 
     def given_up(self, command: WeightCommand) -> bool:
@@ -254,10 +261,11 @@ class SglangWeights:
             self._apply(command)
 
     def _apply(self, command: WeightCommand, held_since: float | None = None) -> None:
-        ready, self._ready = self._ready, None
+        ready = self._ready
         if ready is None or ready[0] != command.update:
             self.channel.committed(command.update, lambda: 0.0, "nothing is staged for this update")
             return
+        self._ready = None
         runner = self._scheduler.tp_worker.model_runner
         begun = time.perf_counter() if held_since is None else held_since
         if self.device.type == "cuda":
@@ -312,10 +320,9 @@ class SglangWeights:
             )
         if hold.version is None:
             return
-        if self._ready is not None:
-            # What was staged meanwhile; by another attempt, perhaps.
-            update, _ = self._ready
-            self._apply(replace(command, update=update, version=hold.version), hold.begun)
+        if hold.staged is not None:
+            applied = replace(command, update=hold.staged, version=hold.version)
+            self._apply(applied, hold.begun)
             return
         runner = self._scheduler.tp_worker.model_runner
         compat.begin_weight_update(runner)

@@ -1,0 +1,157 @@
+"""Holds the engine's weights of a scheduler that does nothing else, as the weight channel does, and
+prints what came of it as JSON. In the folder of tests: ``python -m engine.holds_program``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from sglrl_workers.engine.sglang.weights import WeightCommand
+
+COPY, UPDATE, NEXT = 7, 8, 9
+SECONDS = 60.0
+FOUND: dict[str, Any] = {}
+OLD, NEW = 1.0, 2.0
+
+
+class Rank:
+    """An engine's weights, with a scheduler that does nothing but execute commands in a thread of
+    its own. ``committed``: errors by update, "" if it is live."""
+
+    def __init__(self) -> None:
+        from sglrl_workers.engine.sglang.weights import SglangWeights
+
+        self.live = torch.full((4,), OLD)
+        self.commands: list[WeightCommand] = []
+        self.committed: dict[int, str] = {}
+        self.scheduler: Any = SimpleNamespace(
+            sglrl_adapter=SimpleNamespace(
+                weight_command=self.commands.append, expected=threading.Event()
+            ),
+            tp_worker=SimpleNamespace(model_runner=SimpleNamespace(sglrl_pages=None)),
+            waiting_queue=[],
+            grammar_manager=SimpleNamespace(grammar_queue=[]),
+            sglrl_version=1,
+        )
+        self.engine = SglangWeights(self.scheduler, torch.device("cpu"), 0)
+        self.engine.channel = SimpleNamespace(committed=self._committed)  # type: ignore[assignment]
+        self._threads: list[threading.Thread] = []
+
+    def _committed(self, update: int, pause: Callable[[], float], error: str = "") -> None:
+        self.committed[update] = error
+
+    def stage(self, update: int) -> None:
+        self.engine.staged(update, [(self.live, torch.full((4,), NEW))])
+
+    def execute(self) -> None:
+        """The command that came last, on the scheduler's thread."""
+        (command,) = self.commands
+        self.commands.clear()
+        thread = threading.Thread(target=self.engine.execute, args=(command,), daemon=True)
+        thread.start()
+        self._threads.append(thread)
+
+    def finish(self) -> None:
+        """Wait until the scheduler has executed everything."""
+        for thread in self._threads:
+            thread.join(SECONDS)
+            assert not thread.is_alive()
+
+    @property
+    def state(self) -> tuple[float, int]:
+        """Of all weights, and the version that the scheduler says they have."""
+        (value,) = set(self.live.tolist())
+        return value, self.scheduler.sglrl_version
+
+
+def copy_ends_after_staging() -> list[Any]:
+    """The copy has ended and its answer is sent; the next update is faster than the scheduler."""
+    rank = Rank()
+    rank.engine.hold(COPY, "continue")
+    rank.execute()
+    assert rank.engine.held(COPY, SECONDS)
+    rank.stage(UPDATE)
+    rank.engine.release(COPY, 5)
+    rank.finish()
+    after_copy = [rank.state, dict(rank.committed)]
+    rank.engine.commit(UPDATE, 6, "continue")
+    rank.execute()
+    rank.finish()
+    return [after_copy, [rank.state, rank.committed]]
+
+
+def drained() -> list[Any]:
+    rank = Rank()
+    rank.engine.hold(UPDATE, "drain")
+    rank.execute()
+    assert rank.engine.held(UPDATE, SECONDS)
+    rank.stage(UPDATE)
+    rank.engine.release(UPDATE, 6, staged=True)
+    rank.finish()
+    return [rank.state, rank.committed]
+
+
+def drained_without_its_weights() -> list[Any]:
+    """Another update's are staged."""
+    rank = Rank()
+    rank.engine.hold(UPDATE, "drain")
+    rank.execute()
+    assert rank.engine.held(UPDATE, SECONDS)
+    rank.stage(NEXT)
+    rank.engine.release(UPDATE, 6, staged=True)
+    rank.finish()
+    after_release = [rank.state, dict(rank.committed)]
+    rank.engine.commit(NEXT, 7, "continue")
+    rank.execute()
+    rank.finish()
+    return [after_release, [rank.state, rank.committed]]
+
+
+def held_for_which() -> dict[str, bool]:
+    rank = Rank()
+    found = {}
+    rank.engine.hold(COPY, "continue")
+    rank.execute()
+    found["copy"] = rank.engine.held(COPY, SECONDS)
+    found["update, while held for the copy"] = rank.engine.held(UPDATE, 0.0)
+    rank.engine.release(COPY, None)
+    rank.finish()
+    found["copy, when it is over"] = rank.engine.held(COPY, 0.0)
+    # Given up before it was asked for: nothing is held for it any more.
+    rank.engine.release(UPDATE, None)
+    rank.engine.hold(UPDATE, "continue")
+    found["update, given up before"] = rank.engine.held(UPDATE, 0.0)
+    rank.execute()
+    rank.finish()
+    rank.engine.hold(NEXT, "continue")
+    rank.execute()
+    found["next"] = rank.engine.held(NEXT, SECONDS)
+    # An older one that gives up does not end the hold of a newer one.
+    rank.engine.release(COPY, 4)
+    found["next, when an older one is released"] = rank.engine.held(NEXT, 0.0)
+    rank.engine.release(NEXT, 9)
+    rank.finish()
+    found["version is that of next"] = rank.state == (OLD, 9)
+    return found
+
+
+def main() -> None:
+    for scenario in (copy_ends_after_staging, drained, drained_without_its_weights, held_for_which):
+        FOUND[scenario.__name__] = scenario()
+    print(json.dumps(FOUND))
+    sys.stdout.flush()
+    # SGLang's threads have nothing left to do.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
