@@ -8,6 +8,10 @@ Ownership decides who dies with whom. Each pool holds one connection to the fork
 worker belongs to the connection that asked for it: when the connection ends, for whatever reason,
 its workers are killed. The fork server itself watches its parent and ends, with all workers, when
 the driver does, however that happens.
+
+Each connection asks the fork server every second whether it runs. One that does not answer for
+``SILENCE`` seconds (it is stopped, or the machine is out of memory) is killed, and its workers with
+it; whoever needs a worker then starts a new fork server.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import logging
 import os
 import shutil
 import socket
@@ -23,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -32,9 +38,17 @@ import msgspec
 
 from .codec import encode
 from .config import install
+from .core.hangs import HangDetector
 from .errors import WorkerStartError
-from .messages import Dump, Exited, Forked, FromForkServer, Kill, Warm
+from .messages import Dump, Exited, Forked, FromForkServer, Kill, Ping, Pong, Warm
 
+logger = logging.getLogger("sglrl.spawn")
+
+SILENCE = 60.0
+"""Seconds that a fork server which has imported everything may take to answer. A fork takes it less
+than a second, also on a busy machine; killing it ends all its workers."""
+LAST_SECONDS = 5.0
+"""Seconds that a fork server which was killed may take to end."""
 _decoder = msgspec.msgpack.Decoder(FromForkServer)
 _servers: dict[str, ForkServer] = {}
 _dead: list[ForkServer] = []
@@ -80,6 +94,8 @@ class ForkServer:
         self.preload = preload
         self.warm = False
         self.leaving = False
+        self.fault = ""
+        """Why it was killed; empty if it was not."""
         self.pid = os.getpid()
         self.folder = _private_folder()
         self.path = self.folder / "fork.sock"
@@ -120,6 +136,20 @@ class ForkServer:
     @property
     def alive(self) -> bool:
         return self.pid == os.getpid() and self.process.poll() is None
+
+    @property
+    def stopped(self) -> bool:
+        """Somebody has stopped it, with SIGSTOP for example."""
+        try:
+            flags = os.WSTOPPED | os.WNOHANG | os.WNOWAIT
+            return os.waitid(os.P_PID, self.process.pid, flags) is not None
+        except ChildProcessError:
+            return False
+
+    def kill(self, fault: str) -> None:
+        """Kill it, and with it all its workers, because of a fault."""
+        self.fault = fault
+        self.process.kill()
 
     def ended(self, timeout: float) -> bool:
         """Whether it has, or does within so many seconds."""
@@ -189,8 +219,12 @@ class ForkConnection(asyncio.Protocol):
     """
 
     def __init__(
-        self, on_forked: Callable[[int, int], None], on_exited: Callable[[int, int], None]
+        self,
+        server: ForkServer,
+        on_forked: Callable[[int, int], None],
+        on_exited: Callable[[int, int], None],
     ) -> None:
+        self._server = server
         self._on_forked = on_forked
         self._on_exited = on_exited
         self._buffer = bytearray()
@@ -200,6 +234,11 @@ class ForkConnection(asyncio.Protocol):
         weakref.finalize(self, _hang_up, self._socket, os.getpid()).atexit = False
         self._transport: asyncio.WriteTransport | None = None
         self._keys: set[int] = set()
+        self._answers = 0
+        self._detector: HangDetector | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self.lost = False
+        """The fork server is gone."""
         self.warm: asyncio.Future[Warm] = asyncio.get_running_loop().create_future()
 
     @classmethod
@@ -213,24 +252,36 @@ class ForkConnection(asyncio.Protocol):
         """Connect and wait until the server is warm.
 
         Raises:
-            WorkerStartError: the server died or could not import what it should.
+            WorkerStartError: the server died, did not answer, or could not import what it should.
             TimeoutError: not warm within ``timeout`` seconds.
         """
         loop = asyncio.get_running_loop()
-        async with asyncio.timeout(timeout):
-            connection = cls(on_forked, on_exited)
-            sock = connection._socket
-            try:
+        connection = cls(server, on_forked, on_exited)
+        sock = connection._socket
+        try:
+            async with asyncio.timeout(min(timeout, SILENCE) if server.warm else timeout):
                 await loop.sock_connect(sock, str(server.path))
                 await loop.create_unix_connection(lambda: connection, sock=sock)
                 warm = await connection.warm
-                server.warm = True
-            except OSError:
-                connection.close()
-                raise _start_error(server) from None
-            except BaseException:
-                connection.close()
-                raise
+        except TimeoutError:
+            connection.close()
+            if server.warm and timeout >= SILENCE:
+                server.kill(_silent())
+                raise WorkerStartError(server.fault, output=tail(server.log)) from None
+            raise
+        except OSError:
+            connection.close()
+            await asyncio.to_thread(server.ended, LAST_SECONDS)
+            raise _start_error(server) from None
+        except BaseException:
+            connection.close()
+            raise
+        finally:
+            if not server.warm and server.stopped:
+                # Nobody knows whether it will ever go on.
+                server.kill("the fork server was stopped while it imported, and was killed")
+        server.warm = True
+        connection._watch()
         if warm.error:
             connection.close()
             server.close()
@@ -262,8 +313,30 @@ class ForkConnection(asyncio.Protocol):
         assert self._transport is not None
         self._transport.write(struct.pack("<I", len(body)) + body)
 
+    def _watch(self) -> None:
+        """Ask the server again and again whether it runs."""
+        now = time.monotonic()
+        self._detector = HangDetector(SILENCE, now)
+        self._detector.watch(0, now)
+        self._ask(self._detector)
+
+    def _ask(self, detector: HangDetector) -> None:
+        if not self.alive:
+            return
+        # It owes the answer to one question, always.
+        if detector.check({0: 1}, time.monotonic()):
+            logger.error("%s; its workers end with it", _silent())
+            # Its end also ends this connection.
+            self._server.kill(_silent())
+            return
+        self._write(encode(Ping()))
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(detector.interval, self._ask, detector)
+
     def close(self) -> None:
         """Give up the connection; the server kills whatever worker of it is left."""
+        if self._timer is not None:
+            self._timer.cancel()
         if self._transport is None:
             self._socket.close()
         else:
@@ -291,8 +364,12 @@ class ForkConnection(asyncio.Protocol):
                 case Exited(key=key, status=status):
                     self._keys.discard(key)
                     self._on_exited(key, status)
+                case Pong() if self._detector is not None:
+                    self._answers += 1
+                    self._detector.beat(0, self._answers, "", time.monotonic())
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.lost = True
         if not self.warm.done():
             self.warm.set_exception(ConnectionError("the fork server is gone"))
             # Nobody may be waiting any more; that is not an error of its own.
@@ -309,9 +386,19 @@ def _hang_up(sock: socket.socket, pid: int) -> None:
     if os.getpid() == pid:
         with contextlib.suppress(OSError):
             sock.shutdown(socket.SHUT_RDWR)
+        sock.close()
+
+
+def _silent() -> str:
+    return f"the fork server did not answer for {SILENCE:g} s, and was killed"
 
 
 def _start_error(server: ForkServer) -> WorkerStartError:
     status = server.process.poll()
-    what = "took no connection" if status is None else f"ended with status {status}"
+    if status is None:
+        what = "took no connection"
+    elif status < 0:
+        what = f"was killed by signal {-status}"
+    else:
+        what = f"ended with status {status}"
     return WorkerStartError(f"the fork server {what}", output=tail(server.log))

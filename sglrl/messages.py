@@ -705,7 +705,11 @@ class Dump(msgspec.Struct, frozen=True, tag="dump"):
     key: int
 
 
-ToForkServer = Fork | Kill | Dump
+class Ping(msgspec.Struct, frozen=True, tag="ping"):
+    """Asks whether the fork server runs; answered with ``Pong``."""
+
+
+ToForkServer = Fork | Kill | Dump | Ping
 
 
 class Warm(msgspec.Struct, frozen=True, tag="warm"):
@@ -727,4 +731,8 @@ class Exited(msgspec.Struct, frozen=True, tag="exited"):
     status: int
 
 
-FromForkServer = Warm | Forked | Exited
+class Pong(msgspec.Struct, frozen=True, tag="pong"):
+    """The fork server runs."""
+
+
+FromForkServer = Warm | Forked | Exited | Pong

@@ -185,10 +185,11 @@ class Pool:
         except TimeoutError:
             waiting = [w for w in self._workers.values() if not w.is_ready]
             serve = len(self._workers) - len(waiting)
+            lost = self._processes.lost
             await self.close()
             raise WorkerStartError(
                 f"{len(self._births) - serve} of {len(self._births)} workers were not ready within "
-                f"{self._config.start_timeout:g} s (start_timeout)",
+                f"{self._config.start_timeout:g} s (start_timeout){'; ' if lost else ''}{lost}",
                 worker=waiting[0].index if waiting else -1,
                 output=tail(waiting[0].log) if waiting else "",
             ) from None
@@ -423,7 +424,7 @@ class Pool:
         self.check_open()
         self.driver.check_loop()
         try:
-            await self._processes.reconnect()
+            await self._processes.connect()
         except TimeoutError:
             raise WorkerStartError(
                 f"the fork server was not ready within {self._config.start_timeout:g} s "
@@ -559,11 +560,19 @@ class Pool:
     async def _replace(self, worker: Worker) -> None:
         index = worker.index
         try:
-            await asyncio.sleep(worker.restart_in or 0.0)
+            while True:
+                await asyncio.sleep(worker.restart_in or 0.0)
+                if worker.restart_in is None:
+                    # It was removed meanwhile.
+                    return
+                try:
+                    await self._processes.connect()
+                    break
+                except (WorkerStartError, TimeoutError) as error:
+                    if worker.restart_in is not None:
+                        self._not_replaced(worker, error)
             if worker.restart_in is None:
-                # It was removed meanwhile.
                 return
-            await self._processes.reconnect()
             replacement = self._fork(index)
             replacement.returns = True
         except Exception as error:
@@ -579,6 +588,23 @@ class Pool:
             )
         except WorkerStartError as error:
             logger.error("the replacement of worker %d failed: %s\n%s", index, error, error.output)
+
+    def _not_replaced(self, worker: Worker, error: WorkerStartError | TimeoutError) -> None:
+        """There is no fork server for a replacement: it is tried again while the worker's budget of
+        restarts lasts. Raises ``WorkerStartError`` when the budget is used up."""
+        if isinstance(error, WorkerStartError):
+            reason, output = error.message, error.output
+        else:
+            reason = (
+                f"the fork server was not ready within {self._config.start_timeout:g} s "
+                "(start_timeout)"
+            )
+            output = ""
+        logger.error("worker %d could not be replaced: %s\n%s", worker.index, reason, output)
+        supervision = self._supervision[worker.index]
+        worker.restart_in = supervision.lost(reason, time.monotonic(), served=False)
+        if worker.restart_in is None:
+            raise WorkerStartError(f"{supervision.history}; {supervision.used_up}")
 
     def _run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
@@ -650,8 +676,10 @@ class Pool:
             if not worker.running:
                 worker.gone.set()
             return
-        reason = worker.farewell or (
-            f"killed by signal {-status}" if status < 0 else f"exited with status {status}"
+        reason = (
+            worker.farewell
+            or self._processes.lost
+            or (f"killed by signal {-status}" if status < 0 else f"exited with status {status}")
         )
         if not worker.ready.done():
             worker.ready.set_exception(

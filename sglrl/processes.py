@@ -14,12 +14,10 @@ from pathlib import Path
 from .codec import encode
 from .config import is_text
 from .errors import UsageError, WorkerStartError
-from .forkserver import ForkConnection, ForkServer, fork_server
+from .forkserver import LAST_SECONDS, ForkConnection, ForkServer, fork_server
 from .messages import Dump, Fork, Kill, Ready, WorkerSpec
 
 _RANKS = 1024
-_LAST_SECONDS = 5.0
-"""That a fork server which has been killed may take to end."""
 
 
 class Worker:
@@ -88,11 +86,13 @@ class Processes:
         return self._folder
 
     async def connect(self) -> None:
-        """Raises ``WorkerStartError`` if the fork server could not start."""
-        self._connection = await self._connect(fork_server(self._preload))
+        """Connect to the fork server, unless there is a connection. A fork server that was lost is
+        replaced by a new one.
 
-    async def reconnect(self) -> None:
-        """To a new fork server, as a rule, if the old one was lost."""
+        Raises:
+            WorkerStartError: the fork server could not start.
+            TimeoutError: it was not ready in time.
+        """
         async with self._connecting:
             if self._connection is not None and self._connection.alive:
                 return
@@ -102,9 +102,17 @@ class Processes:
             except WorkerStartError:
                 # It may be this one's end that is only just coming. One that lives has workers of
                 # other pools.
-                if not await asyncio.to_thread(server.ended, _LAST_SECONDS):
+                if not await asyncio.to_thread(server.ended, LAST_SECONDS):
                     raise
                 self._connection = await self._connect(fork_server(self._preload))
+
+    @property
+    def lost(self) -> str:
+        """Why the fork server is gone; empty while it is there."""
+        if self._server is None:
+            return ""
+        lost = self._connection is not None and self._connection.lost
+        return self._server.fault or ("its fork server ended" if lost else "")
 
     @property
     def leaving(self) -> bool:

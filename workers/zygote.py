@@ -34,7 +34,18 @@ from pathlib import Path
 import msgspec
 
 from sglrl.codec import encode
-from sglrl.messages import Dump, Exited, Fork, Forked, FromForkServer, Kill, ToForkServer, Warm
+from sglrl.messages import (
+    Dump,
+    Exited,
+    Fork,
+    Forked,
+    FromForkServer,
+    Kill,
+    Ping,
+    Pong,
+    ToForkServer,
+    Warm,
+)
 
 PRELOADS = {
     "plain": ("sglrl_workers.host",),
@@ -46,8 +57,8 @@ _PR_SET_NAME = 15
 _M_ARENA_MAX = -8
 _CLONE_FILES = 0x400
 _QUIET = 1.0
-"""Seconds without a message, after which the next fork is made: then it takes no time from a worker
-that starts."""
+"""Seconds without work, after which the next fork is made: then it takes no time from a worker that
+starts. To answer a ``Ping`` is not work."""
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
@@ -121,6 +132,8 @@ class Zygote:
         self.ahead = ahead
         self.spare: tuple[int, int] | None = None
         """Process id of a fork that waits for its ``Fork``, and the pipe to write it to."""
+        self.worked = time.monotonic()
+        """When there was work last."""
         self.ends: dict[int, int] = {}
         """By process id of a worker: the pipe that ends with it."""
         self.selector = selectors.DefaultSelector()
@@ -173,10 +186,11 @@ class Zygote:
     def serve(self) -> None:
         while True:
             wanted = self.ahead and self.spare is None and self.clients
-            events = self.selector.select(_QUIET if wanted else None)
-            for key, _ in events:
+            quiet_in = self.worked + _QUIET - time.monotonic()
+            for key, _ in self.selector.select(max(0.0, quiet_in) if wanted else None):
                 key.data()
-            if not events:
+            if wanted and self.spare is None and time.monotonic() >= self.worked + _QUIET:
+                self.worked = time.monotonic()
                 # What cannot be had now is tried again when it is asked for.
                 with contextlib.suppress(OSError):
                     self.fork_ahead()
@@ -190,6 +204,7 @@ class Zygote:
         self.reserve = os.open(os.devnull, os.O_RDONLY)
 
     def accept(self) -> None:
+        self.worked = time.monotonic()
         try:
             connection, _ = self.listener.accept()
         except BlockingIOError:
@@ -228,6 +243,10 @@ class Zygote:
                 self.drop(client)
                 return
             del buffer[: 4 + size]
+            if type(message) is Ping:
+                client.send(Pong())
+                continue
+            self.worked = time.monotonic()
             match message:
                 case Fork():
                     self.fork(client, message)
@@ -359,6 +378,7 @@ class Zygote:
         run(request.spec)
 
     def reap(self) -> None:
+        self.worked = time.monotonic()
         with contextlib.suppress(BlockingIOError):
             os.read(self.wake_read, 4096)
         while True:
