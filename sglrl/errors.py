@@ -14,6 +14,7 @@
     ├── Overloaded                     the driver's queue is full; try again later
     ├── DeadlineExceeded (TimeoutError)
     ├── RemoteError                    an exception inside the actor, with its traceback
+    ├── RolloutFailed                  nearly all samples of a rollout failed lately
     ├── EngineError                    the engine gave up on a request that was well formed
     ├── WeightUpdateError              an update was given up; every worker has its old weights
     │   ├── SettingsMismatch           sender and worker could not form a group: a setting differs
@@ -45,6 +46,7 @@ __all__ = [
     "Overloaded",
     "ProtocolError",
     "RemoteError",
+    "RolloutFailed",
     "SettingsMismatch",
     "SglrlError",
     "UnknownEndpoint",
@@ -153,6 +155,11 @@ class RemoteError(SglrlError):
         if not self.traceback:
             return self.message
         return f"{self.message}\n\nRemote traceback:\n{self.traceback.rstrip()}"
+
+
+class RolloutFailed(SglrlError):
+    """Of the latest attempts of a rollout more than ``max_failure_rate`` failed. The message has
+    the rate and the most frequent error; ``__cause__`` is the latest one."""
 
 
 class EngineError(SglrlError):

@@ -9,6 +9,10 @@ The samples of one item of the data set are a group. One group's life::
 
 One sample's: WAITING ──▶ RUNNING ──▶ DONE or LOST; a failed one may go back to WAITING.
 
+A sample of an item is run at most ``1 + retries`` times in all its groups: a group that is begun
+again has the samples of the one before, less those that have no run left. (A run whose process was
+lost is not counted, at most ``MOST_LOSSES`` times.)
+
 Staleness is bounded as in AReaL (https://arxiv.org/abs/2505.24298, eq. 3): with policy version v,
 batches of B groups and a bound of η versions, at most ``(v + η + 1) B`` groups have been begun and
 not given up. That alone bounds it only if groups finish in order; so samples whose oldest token is
@@ -44,16 +48,22 @@ GIVEN_UP: Final = "given up"
 
 
 class Sample:
-    """One rollout of an item. ``tries``: how often it has failed. ``losses``: how often what ran it
-    was lost. ``oldest``: the policy version of its oldest token, when it is DONE."""
+    """One rollout of an item.
 
-    __slots__ = ("group", "index", "losses", "oldest", "result", "state", "tries")
+    ``tries``: how often it was run before, in all groups of the item. ``losses``: how often what
+    ran it was lost. ``final``: it has failed in a way that no other run would change. ``oldest``:
+    the policy version of its oldest token, when it is DONE.
+    """
 
-    def __init__(self, group: Group, index: int) -> None:
+    __slots__ = ("final", "group", "index", "losses", "oldest", "result", "state", "tries")
+
+    def __init__(self, group: Group, index: int, tries: int, losses: int) -> None:
         self.group = group
         self.index = index
         self.state = WAITING
-        self.tries = self.losses = 0
+        self.tries = tries
+        self.losses = losses
+        self.final = False
         self.result: Any = None
         self.oldest = 0
 
@@ -63,18 +73,21 @@ class Sample:
 
 class Group:
     """The samples of an item. ``index``: its number in the data set. ``tries``: how often it was
-    begun before. ``oldest``: the policy version of the oldest token, while it is READY."""
+    begun before. ``before``: index, tries and losses of each sample. ``oldest``: the policy version
+    of the oldest token, while it is READY."""
 
     __slots__ = ("index", "item", "oldest", "open", "samples", "state", "tries")
 
-    def __init__(self, index: int, item: Any, size: int, tries: int) -> None:
+    def __init__(
+        self, index: int, item: Any, tries: int, before: list[tuple[int, int, int]]
+    ) -> None:
         self.index = index
         self.item = item
         self.state = RUNNING
         self.tries = tries
-        self.samples = [Sample(self, i) for i in range(size)]
+        self.samples = [Sample(self, i, tried, losses) for i, tried, losses in before]
         self.oldest = 0
-        self.open = size
+        self.open = len(before)
         """Samples that are neither DONE nor LOST."""
 
     @property
@@ -88,7 +101,8 @@ class Plan:
     Args:
         group_size: samples of each item.
         min_group: a group with fewer samples left is given up.
-        retries: how often a failed sample is run again, and a group that was given up begun again.
+        retries: how often a sample is run again, in all. A group that was given up is begun again
+            at most so often, while enough of its samples may be run again.
         batch_size, max_staleness: B and η above; None: no bound.
         ahead: groups that may be READY before no further one is begun.
         version: the policy's, now.
@@ -123,8 +137,9 @@ class Plan:
         self.waiting: deque[Sample] = deque()
         self.suspects: deque[Sample] = deque()
         """Those that wait and have been lost ``SUSPECT`` times."""
-        self.again: deque[tuple[int, Any, int]] = deque()
-        """Items of groups that were given up, with their number and how often they were begun."""
+        self.again: deque[tuple[int, Any, int, list[tuple[int, int, int]]]] = deque()
+        """Items of groups that were given up: number, item, how often it was begun, and index,
+        tries and losses of each sample that may be run again."""
         self.running = 0
         self.next_index = 0
         self.exhausted = False
@@ -155,16 +170,19 @@ class Plan:
     def begin(self, index: int, item: Any) -> Group:
         """An item of the data set, by its number."""
         self.next_index = max(self.next_index, index + 1)
-        return self._begin(index, item, 0)
+        return self._begin(index, item, 0, [(i, 0, 0) for i in range(self.group_size)])
 
     def begin_again(self) -> Group | None:
         """An item whose group was given up, if there is one."""
         return self._begin(*self.again.popleft()) if self.again else None
 
-    def _begin(self, index: int, item: Any, tries: int) -> Group:
-        group = Group(index, item, self.group_size, tries)
+    def _begin(
+        self, index: int, item: Any, tries: int, before: list[tuple[int, int, int]]
+    ) -> Group:
+        group = Group(index, item, tries, before)
         self.live[group] = None
-        self.waiting.extend(group.samples)
+        for sample in group.samples:
+            self._queue_of(sample).append(sample)
         return group
 
     def advance(self, version: int) -> None:
@@ -203,7 +221,7 @@ class Plan:
 
     def unfinished(self) -> list[int]:
         """Items that were begun and neither taken, filtered nor dropped for good, by number."""
-        return sorted({g.index for g in self.live} | {index for index, _, _ in self.again})
+        return sorted({g.index for g in self.live} | {index for index, _, _, _ in self.again})
 
     # --- samples ----------------------------------------------------------------------------------
 
@@ -235,10 +253,18 @@ class Plan:
             self._settle(sample.group)
         return sample.group if sample.group.state is READY else None
 
-    def failed(self, sample: Sample, reason: str, *, retry: bool) -> Group | None:
-        """A running sample has failed, or is given up. Its group, if that is READY now."""
+    def failed(
+        self, sample: Sample, reason: str, *, retry: bool, final: bool = False
+    ) -> Group | None:
+        """A running sample has failed, or is given up. Its group, if that is READY now.
+
+        Args:
+            retry: run it again in its group.
+            final: do not run it again if the group is begun again, either.
+        """
         assert sample.state is RUNNING, sample
         self.running -= 1
+        sample.final = final
         if retry and sample.tries < self.retries and sample.group.state is RUNNING:
             sample.tries += 1
             sample.state = WAITING
@@ -270,8 +296,7 @@ class Plan:
         group = sample.group
         self.running -= 1
         if group.state is RUNNING:
-            group.tries = self.retries
-            self._drop(group)
+            self._drop(group, again=False)
         self._lose(sample, reason)
 
     def _queue_of(self, sample: Sample) -> deque[Sample]:
@@ -316,10 +341,15 @@ class Plan:
                 peers = self.by_age[group.oldest] = OrderedDict()
             peers[group] = None
 
-    def _drop(self, group: Group) -> None:
-        """What runs of it goes on, and is of no use. It is begun again, if it was not too often."""
+    def _drop(self, group: Group, again: bool = True) -> None:
+        """What runs of it goes on, and is of no use. It is begun again, if it was not too often and
+        enough of its samples may be run again."""
         self._leave(group, DROPPED)
+        left = []
         for sample in group.samples:
+            tries = sample.tries if sample.state is WAITING else sample.tries + 1
+            if tries <= self.retries and not sample.final:
+                left.append((sample.index, tries, sample.losses))
             if sample.state is DONE:
                 self.samples_done -= 1
             if sample.state is WAITING or sample.state is DONE:
@@ -327,8 +357,8 @@ class Plan:
                     self._queue_of(sample).remove(sample)
                 sample.state = LOST
                 self.lost[GIVEN_UP] += 1
-        if group.tries < self.retries:
-            self.again.append((group.index, group.item, group.tries + 1))
+        if again and group.tries < self.retries and len(left) >= self.min_group:
+            self.again.append((group.index, group.item, group.tries + 1, left))
         else:
             self.dropped += 1
 

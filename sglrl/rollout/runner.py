@@ -30,17 +30,18 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from ..config import check_timeout
 from ..core import rollouts as core
 from ..core.concurrency import Concurrency
+from ..core.failures import Kind
 from ..errors import (
     Closed,
     DeadlineExceeded,
     ProtocolError,
-    RemoteError,
     SglrlError,
     UsageError,
     WorkerLost,
 )
 from ..sampling import SamplingParams, own_names
 from .ending import GRACE_SECONDS, Grace, Limit, end_without, name_of, stack_of
+from .failures import FailureLog
 from .gate import Gate
 from .group import Group, RolloutMetrics
 from .items import Items, length, session_arguments
@@ -86,6 +87,7 @@ def rollout(
     timeout: float | None = None,
     on_error: OnError = "retry",
     retries: int = 2,
+    max_failure_rate: float | None = 0.9,
     min_group: int | None = None,
     keep: Callable[[Group], bool] | None = None,
     open_session: Callable[[Any], Mapping[str, Any]] | None = None,
@@ -132,7 +134,13 @@ def rollout(
         on_error: what happens when the agent raises: "retry" the sample, at most ``retries`` times,
             then drop it; "drop" it at once; "raise" from here. A ``UsageError`` is not retried. A
             run whose first 32 samples all fail, or all that there are, raises in any case.
-        retries: also how often a group that was given up is begun again.
+        retries: how often a sample is run again, in all; a group that was given up is begun again
+            with what its samples have left of that, if they are enough for a group. So no sample is
+            run more than ``1 + retries`` times. (Runs that end with their process are not counted:
+            see ``processes``.)
+        max_failure_rate: when more than this share of the latest attempts has failed (the agent
+            raised, or was late), the run raises ``RolloutFailed``, which states the most frequent
+            error. The latest are 4 times ``concurrency``, and at least 64. None: never.
         min_group: a group with fewer samples left is given up; None: 2, or 1 if ``group_size`` is.
         keep: False filters a finished group out; another takes its place in the batch. See
             ``sglrl.rl.has_signal``.
@@ -168,6 +176,7 @@ def rollout(
         timeout=timeout,
         on_error=on_error,
         retries=retries,
+        max_failure_rate=max_failure_rate,
         min_group=min_group,
         keep=keep,
         open_session=open_session or session_arguments,
@@ -201,6 +210,7 @@ class Rollout:
         timeout: float | None,
         on_error: OnError,
         retries: int,
+        max_failure_rate: float | None,
         min_group: int | None,
         keep: Callable[[Group], bool] | None,
         open_session: Callable[[Any], Mapping[str, Any]],
@@ -230,6 +240,11 @@ class Rollout:
             raise UsageError("max_staleness needs batch_size: the groups of one weight update")
         if min_group is not None and min_group > group_size:
             raise UsageError(f"min_group={min_group} is more than group_size={group_size}")
+        rate: object = max_failure_rate
+        if rate is not None and (
+            isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 < rate <= 1
+        ):
+            raise UsageError(f"max_failure_rate must be None or in (0, 1], got {rate!r}")
         timeout = check_timeout(timeout)
         if timeout == 0:
             raise UsageError(f"timeout must be more than 0 seconds, got {timeout!r}")
@@ -297,6 +312,7 @@ class Rollout:
         self._count: Callable[[int, int, int], None] = self._on_turn
         self._staleness = 0
         self._failures = self._successes = 0
+        self._log = FailureLog(max_failure_rate)
         self._looped = False
         """Over all of it, and not within ``async with``."""
         self._processes: AgentProcesses | None = None
@@ -427,6 +443,7 @@ class Rollout:
                 raise
         finally:
             self._ended_at = time.monotonic()
+            self._log.log_totals()
             self._tell_takers()
 
     # --- its tasks --------------------------------------------------------------------------------
@@ -559,7 +576,7 @@ class Rollout:
 
     def _start(self, sample: core.Sample) -> None:
         group = sample.group
-        seed = None if self._seed is None else _seed(self._seed, sample, self._plan.retries)
+        seed = None if self._seed is None else _seed(self._seed, sample)
         if self._processes is not None:
             try:
                 self._running[sample] = self._processes.begin(
@@ -647,6 +664,7 @@ class Rollout:
         if self._given_up:
             self._given_up.pop(sample, None)
         self._successes += 1
+        self._log.went_well(self.concurrency)
         self._rewards.append(trajectory.reward)
         del self._running[sample]
         self._settle(sample.group, self._plan.done(sample, trajectory, trajectory.oldest_version))
@@ -719,16 +737,21 @@ class Rollout:
         task = self._task
         return self._closed or self._fatal or (task is not None and task.cancelling() > 0)
 
-    def _count_failure(self, error: Exception, *, fatal: bool = False) -> None:
-        """Raises it if it is ``fatal``, or if nothing but failures has come so far."""
+    def _count_failure(self, error: Exception, *, fatal: bool = False) -> Kind:
+        """Raises what ends the run: the error if it is ``fatal``, or if nothing but failures has
+        come so far; ``RolloutFailed`` if too many attempts fail."""
         self.errors.append(error)
         self._failures += 1
         if self._failures >= _SUSPECT and not self._successes:
             error.add_note(f"and none of the first {self._failures} samples ended well")
             fatal = True
-        if fatal:
+        try:
+            if fatal:
+                raise error
+            return self._log.count(error, self.concurrency)
+        except BaseException:
             self._fatal = True
-            raise error
+            raise
 
     def _failed(self, sample: core.Sample, error: Exception, *, condemned: bool = False) -> None:
         session = self._running.get(sample)
@@ -739,27 +762,22 @@ class Rollout:
             or (self._processes is not None and not self._processes.alive)
         )
         fatal = self._on_error == "raise" or refused or self._hopeless
-        self._count_failure(error, fatal=fatal)
+        kind = self._count_failure(error, fatal=fatal)
         retry = self._on_error == "retry" and not isinstance(error, UsageError)
-        logger.warning(
-            "sample %d of item %d failed: %s: %s",
-            sample.index,
-            sample.group.index,
-            type(error).__name__,
-            # Not every time the whole traceback of another process.
-            error.message if isinstance(error, RemoteError) and self._failures > 3 else error,
-            exc_info=None if isinstance(error, SglrlError) or self._failures > 3 else error,
-        )
+        self._log.log(kind, error, sample.index, sample.group.index)
         if condemned:
             self._running.pop(sample, None)
             self._plan.condemned(sample, "error")
             self._settle(sample.group, None)
         else:
-            self._ended(sample, "error", retry=retry)
+            self._ended(sample, "error", retry=retry, final=not retry)
 
-    def _ended(self, sample: core.Sample, reason: str, *, retry: bool = False) -> None:
+    def _ended(
+        self, sample: core.Sample, reason: str, *, retry: bool = False, final: bool = False
+    ) -> None:
         self._running.pop(sample, None)
-        self._settle(sample.group, self._plan.failed(sample, reason, retry=retry))
+        ready = self._plan.failed(sample, reason, retry=retry, final=final)
+        self._settle(sample.group, ready)
 
     def _settle(self, group: core.Group, ready: core.Group | None) -> None:
         """A sample of the group has ended, and the group with it if it is ``ready``."""
@@ -964,7 +982,7 @@ class Rollout:
             index=group.index,
             item=group.item,
             trajectories=tuple(sample.result for sample in done),
-            failed=len(group.samples) - len(done),
+            failed=self._plan.group_size - len(done),
             version=self._plan.version,
         )
 
@@ -1061,11 +1079,10 @@ class Rollout:
                 self._wake.set()
 
 
-def _seed(seed: int, sample: core.Sample, retries: int) -> int:
+def _seed(seed: int, sample: core.Sample) -> int:
     """Of a sample's first turn; the next ones count on from it. Another one for each try."""
-    group = sample.group
-    number = ((seed * 1_000_003 + group.index) * 1009 + sample.index) * 1024
-    return ((number + group.tries * (retries + 1) + sample.tries) * 1024) % (1 << 61)
+    number = ((seed * 1_000_003 + sample.group.index) * 1009 + sample.index) * 1024
+    return ((number + sample.tries) * 1024) % (1 << 61)
 
 
 def _checked_state(state: Mapping[str, Any] | None) -> tuple[int, set[int]]:

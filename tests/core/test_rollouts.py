@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -48,6 +51,7 @@ class PlanMachine(RuleBasedStateMachine):
         ahead: int,
         version: int,
     ) -> None:
+        self.group_size = group_size
         self.min_group = max(1, group_size - short)
         self.retries = retries
         self.batch_size = batch_size
@@ -69,11 +73,21 @@ class PlanMachine(RuleBasedStateMachine):
         self.order: list[Group] = []
         self.taken: list[Group] = []
         self.filtered = 0
-        self.fails: dict[Sample, int] = {}
-        self.losses: dict[Sample, int] = {}
+        self.runs: Counter[tuple[int, int]] = Counter()
+        """Runs of each sample of each item, without those whose process was lost."""
+        self.losses: Counter[tuple[int, int]] = Counter()
+        self.final: set[tuple[int, int]] = set()
         self.condemned: set[Group] = set()
         self.counted: dict[Group, int] = {}
         """Samples that were DONE when somebody last looked at the READY group."""
+
+    @staticmethod
+    def name(sample: Sample) -> tuple[int, int]:
+        return sample.group.index, sample.index
+
+    def may_run_again(self, item: int) -> list[int]:
+        names = [(item, i) for i in range(self.group_size)]
+        return [n[1] for n in names if self.runs[n] <= self.retries and n not in self.final]
 
     def too_old(self, version: int) -> bool:
         return self.staleness is not None and version < self.version - self.staleness
@@ -101,6 +115,12 @@ class PlanMachine(RuleBasedStateMachine):
             if again is None:
                 index = len({g.index for g in self.groups})
                 again = self.plan.begin(index, f"item {index}")
+                assert [s.index for s in again.samples] == [*range(self.group_size)]
+            else:
+                assert [s.index for s in again.samples] == self.may_run_again(again.index)
+                assert len(again.samples) >= self.min_group
+            assert all(s.tries == self.runs[self.name(s)] for s in again.samples)
+            assert all(s.losses == self.losses[self.name(s)] for s in again.samples)
             assert again.item == f"item {again.index}"
             self.groups.append(again)
 
@@ -111,13 +131,18 @@ class PlanMachine(RuleBasedStateMachine):
             for g in self.groups
             if g.state is RUNNING
             for s in g.samples
-            if s.state is WAITING and (suspect or self.losses.get(s, 0) < SUSPECT)
+            if s.state is WAITING and (suspect or self.losses[self.name(s)] < SUSPECT)
         ]
         sample = self.plan.start(suspect=suspect)
         assert (sample is None) == (not waiting)
         if sample is not None:
             assert sample in waiting
-            self.running.append(sample)
+            self.begin_running(sample)
+
+    def begin_running(self, sample: Sample) -> None:
+        self.running.append(sample)
+        self.runs[self.name(sample)] += 1
+        assert self.runs[self.name(sample)] <= 1 + self.retries
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), age=st.integers(0, 3))
@@ -134,17 +159,19 @@ class PlanMachine(RuleBasedStateMachine):
         self.note_ready(ready)
 
     @precondition(lambda self: self.running)
-    @rule(data=st.data(), retry=st.booleans())
-    def a_sample_fails(self, data: st.DataObject, retry: bool) -> None:
+    @rule(data=st.data(), how=st.sampled_from(["retry", "lose", "final"]))
+    def a_sample_fails(self, data: st.DataObject, how: str) -> None:
         sample = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
-        failed = self.fails[sample] = self.fails.get(sample, 0) + 1
-        again = retry and failed <= self.retries and sample.group.state is RUNNING
-        self.note_ready(self.plan.failed(sample, "error", retry=retry))
+        retry, name = how == "retry", self.name(sample)
+        again = retry and self.runs[name] <= self.retries and sample.group.state is RUNNING
+        if how == "final" and sample.group.state is RUNNING:
+            self.final.add(name)
+        self.note_ready(self.plan.failed(sample, "error", retry=retry, final=how == "final"))
         if again:
             assert sample.state is WAITING
-            suspect = self.losses.get(sample, 0) >= SUSPECT
+            suspect = self.losses[name] >= SUSPECT
             assert self.plan.start(suspect=suspect) is sample, "a retried sample goes first"
-            self.running.append(sample)
+            self.begin_running(sample)
         else:
             assert sample.state is LOST
 
@@ -152,11 +179,12 @@ class PlanMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def what_runs_a_sample_is_lost(self, data: st.DataObject) -> None:
         sample = self.running[data.draw(st.integers(0, len(self.running) - 1))]
-        losses, tries = self.losses.get(sample, 0), sample.tries
+        losses, tries = self.losses[self.name(sample)], sample.tries
         may = losses < MOST_LOSSES and sample.group.state is RUNNING
         assert self.plan.interrupted(sample) == may
         if may:
-            self.losses[sample] = losses + 1
+            self.losses[self.name(sample)] = losses + 1
+            self.runs[self.name(sample)] -= 1
             self.running.remove(sample)
             assert (sample.state, sample.tries) == (WAITING, tries)
         else:
@@ -243,17 +271,20 @@ class PlanMachine(RuleBasedStateMachine):
         by_item: dict[int, list[Group]] = {}
         for group in self.groups:
             by_item.setdefault(group.index, []).append(group)
-        pending = [index for index, _, _ in plan.again]
+        pending = [index for index, *_ in plan.again]
         unfinished = []
         dropped = 0
         for index, groups in by_item.items():
-            tries = [self.retries if g in self.condemned else i for i, g in enumerate(groups)]
-            assert [g.tries for g in groups] == tries
+            assert [g.tries for g in groups] == [*range(len(groups))]
             assert len(groups) <= self.retries + 1
             assert all(g.state is DROPPED for g in groups[:-1])
             last = groups[-1].state
             if last is DROPPED and index not in pending:
-                assert len(groups) == self.retries + 1 or groups[-1] in self.condemned
+                assert (
+                    len(groups) == self.retries + 1
+                    or groups[-1] in self.condemned
+                    or len(self.may_run_again(index)) < self.min_group
+                )
                 dropped += 1
             elif last not in (TAKEN, FILTERED):
                 unfinished.append(index)
@@ -328,3 +359,65 @@ def test_groups_that_wait_to_be_taken_hold_back_new_ones(taken: bool) -> None:
     if taken:
         plan.take()
     assert plan.may_begin() == taken
+
+
+@pytest.mark.parametrize("retries", [0, 1, 2])
+@pytest.mark.parametrize("min_group", [1, 2, 8])
+@pytest.mark.parametrize("share", [0.5, 0.9, 1.0])
+def test_no_sample_is_run_more_often_than_it_may(
+    retries: int, min_group: int, share: float
+) -> None:
+    """300 items of 8, of whose attempts this share fails; 64 run at a time, new weights come."""
+    draws = random.Random(0)
+    plan = Plan(
+        group_size=8, min_group=min_group, retries=retries, batch_size=300, max_staleness=1, ahead=9
+    )
+    attempts: Counter[tuple[int, int]] = Counter()
+    running: list[Sample] = []
+    while not plan.over:
+        while len(running) < 64:
+            sample = plan.start()
+            if sample is not None:
+                attempts[sample.group.index, sample.index] += 1
+                running.append(sample)
+            elif not plan.may_begin() or (plan.begin_again() is None and plan.next_index == 300):
+                break
+            elif plan.next_index < 300 and not plan.waiting:
+                plan.begin(plan.next_index, None)
+        plan.exhausted = plan.next_index == 300
+        for _ in range(draws.randrange(len(running) + 1)):
+            sample = running.pop(draws.randrange(len(running)))
+            if draws.random() < share:
+                plan.failed(sample, "error", retry=draws.random() < 0.9)
+            else:
+                plan.done(sample, "result", plan.version - draws.randrange(2))
+        if draws.random() < 0.2:
+            plan.advance(plan.version + 1)
+        while plan.take() is not None:
+            pass
+    assert len(attempts) <= 2400
+    assert max(attempts.values()) <= 1 + retries
+
+
+def test_a_group_is_begun_again_with_the_tries_that_are_left() -> None:
+    plan = Plan(group_size=3, min_group=2, retries=1)
+    plan.begin(0, "item")
+    tired, unlucky, _ = started(plan, 3)
+    plan.failed(tired, "error", retry=True)
+    (tired,) = started(plan, 1)
+    plan.failed(tired, "error", retry=True)
+    plan.failed(unlucky, "timeout", retry=False)
+    again = plan.begin_again()
+    assert again is not None
+    assert [(s.index, s.tries) for s in again.samples] == [(1, 1), (2, 1)]
+    unlucky, _ = started(plan, 2)
+    plan.failed(unlucky, "timeout", retry=False)
+    assert (plan.begin_again(), plan.dropped) == (None, 1)
+
+
+def test_what_no_other_run_would_change_is_not_run_again() -> None:
+    plan = Plan(group_size=1, retries=2)
+    plan.begin(0, "item")
+    (sample,) = started(plan, 1)
+    plan.failed(sample, "error", retry=False, final=True)
+    assert (plan.begin_again(), plan.dropped) == (None, 1)
