@@ -458,7 +458,10 @@ class Client:
         separator; any other part (an image, audio, ...) is an ``InvalidRequest``.
 
         Args:
-            n: samples per prompt. They share the prompt's prefix cache on one worker.
+            n: samples per prompt. They share the prompt's prefix cache on one worker. All samples
+                of all prompts are submitted at once, or none: at most as many as the workers'
+                windows hold and may wait at the driver (``max_queue``); more is an
+                ``InvalidRequest``.
             logprobs: return the logprob of every output token.
             top_logprobs: also return so many likeliest tokens at each position.
             session: turns with the same name go to the worker that holds their prefix.
@@ -492,6 +495,9 @@ class Client:
             raise InvalidRequest(f"n must be an integer of at least 1, got {n!r}")
         if worker is not None or session is not None or priority or type(priority) is not int:
             priority, worker, session = check_target(priority, worker, session)
+        if n > 1:
+            # Before the prompts are encoded, which may take long.
+            requests.check_count(n, 1, worker)
         prompts: Sequence[bytes]
         if prompt is not None or messages is not None or input_ids is None:
             several, prompts = await requests.encode_prompts(prompt, input_ids, messages)
@@ -570,7 +576,8 @@ class Client:
         """Logprobs that the model gives to given tokens, without generating.
 
         Args:
-            input_ids: tokens [length], or a list of such.
+            input_ids: tokens [length], or a list of such, of the same length at most as for
+                ``generate``.
             start: first position of interest; earlier ones are context only.
             top_logprobs: also return so many likeliest tokens at each position.
 

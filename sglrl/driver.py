@@ -17,7 +17,7 @@ from .codec import Buffer, decode_to_driver, encode, readable, split_frames
 from .config import FabricConfig
 from .core.calls import Call
 from .core.fabric import CANCEL, CHUNK, DRAINED, END, RESTART, SEND, Fabric
-from .core.members import GONE, READY, STALE, STARTING, SYNCING, Member
+from .core.members import GONE, READY, RETIRED, STALE, STARTING, SYNCING, Member
 from .dropped import Dropped
 from .errors import Closed, ProtocolError, SglrlError, UsageError
 from .messages import (
@@ -130,6 +130,21 @@ class Driver:
         """Messages that came to nothing: from strangers, malformed, or out of place. (Items of a
         message that is none of these are counted in ``fabric.stray_items``.)"""
         return self._drop.count
+
+    @property
+    def max_queue(self) -> int:
+        """Calls that may wait here for a worker."""
+        return self.fabric.config.max_queue
+
+    def windows(self, worker: int | None) -> int:
+        """Calls that the workers, or the one of this index, may hold."""
+        return sum(
+            [
+                member.window
+                for member in self.fabric.members.values()
+                if member.state is not RETIRED and worker in (None, member.index)
+            ]
+        )
 
     @property
     def ready(self) -> list[int]:

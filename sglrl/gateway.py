@@ -284,6 +284,7 @@ class Gateway:
                 self._pool.weights.address,
                 self._client.info,
                 self._news(),
+                self._driver.fabric.config.max_queue,
             ),
         )
         if self._watch is None:

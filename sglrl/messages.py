@@ -210,7 +210,8 @@ class News(msgspec.Struct, array_like=True, gc=False, frozen=True):
 
 
 class Admitted(msgspec.Struct, array_like=True, frozen=True, tag=63):
-    """The client may make calls, of at most ``max_message_bytes``."""
+    """The client may make calls, of at most ``max_message_bytes``. ``max_queue``: calls that may
+    wait at the driver, of all clients."""
 
     protocol: int
     model: str
@@ -218,6 +219,7 @@ class Admitted(msgspec.Struct, array_like=True, frozen=True, tag=63):
     weights_address: str
     engine: EngineInfo
     news: News
+    max_queue: int = 100_000
 
 
 class Answer(Item, array_like=True, gc=False, frozen=True):

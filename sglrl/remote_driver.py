@@ -11,7 +11,7 @@ from .codec import Buffer, decode_to_client, encode, split_frames
 from .config import FabricConfig
 from .core.calls import Call
 from .core.fabric import RESTART
-from .core.members import READY, Member
+from .core.members import READY, RETIRED, Member
 from .driver import Driver, now
 from .errors import Closed, ProtocolError
 from .messages import Admitted, Answers, Dismissed, News, Requests
@@ -69,6 +69,20 @@ class RemoteDriver(Driver):
         # Which of the pool's workers it is for is said in the request; here there is but one.
         call.target, call.pinned = call.pinned, None
         super().submit(call)
+
+    @property
+    def max_queue(self) -> int:
+        """Of the pool's own driver, for the calls of all its clients."""
+        return self.admitted.result().max_queue
+
+    def windows(self, worker: int | None) -> int:
+        return sum(
+            [
+                found.window
+                for found in self.news.workers
+                if found.state != RETIRED and worker in (None, found.id)
+            ]
+        )
 
     @property
     def ready(self) -> list[int]:

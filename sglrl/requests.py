@@ -71,6 +71,19 @@ class Requests:
                 "likeliest tokens use top_logprobs=k"
             )
 
+    def check_count(self, n: int, prompts: int, worker: int | None) -> None:
+        """Raises ``InvalidRequest`` if n calls for each of so many prompts are more than the pool
+        can take at a time, however idle it is. Called before anything is made for them."""
+        windows = self.driver.windows(worker)
+        most = self.driver.max_queue + windows
+        if n * prompts > most:
+            calls = f"n={n:,}" if prompts == 1 else f"n={n:,} for each of {prompts:,} prompts"
+            raise InvalidRequest(
+                f"{calls} makes {n * prompts:,} calls; at most {most:,} can be taken at a time: "
+                f"{windows:,} by the workers (window) and {self.driver.max_queue:,} that wait at "
+                "the driver (max_queue). Make fewer at a time, or launch with a larger max_queue"
+            )
+
     def deadline(self, timeout: Any) -> float | None:
         """See ``deadline_from``, which checks it. None: the client's own time-out."""
         if timeout is None:
@@ -144,7 +157,8 @@ class Requests:
         worker: int | None,
     ) -> tuple[list[Call], list[asyncio.Future[Completion]]]:
         """Calls that are still to be submitted, n for each prompt, and where their answers will
-        be."""
+        be. ``InvalidRequest`` if they are too many."""
+        self.check_count(n, len(prompts), worker)
         loop = asyncio.get_running_loop()
         calls: list[Call] = []
         futures: list[asyncio.Future[Completion]] = []
@@ -213,7 +227,8 @@ class Requests:
         worker: int | None,
     ) -> tuple[list[Call], list[asyncio.Future[Any]]]:
         """Calls that are still to be submitted, one for each prompt, and where their answers will
-        be."""
+        be. ``InvalidRequest`` if they are too many."""
+        self.check_count(1, len(prompts), worker)
         loop = asyncio.get_running_loop()
         calls: list[Call] = []
         futures: list[asyncio.Future[Any]] = []

@@ -65,6 +65,8 @@ _SUSPECT = 32
 _SUSPECT_DEATHS = 4
 """Or so many of each process, and as many more, have died one after another and nothing else was
 heard. (One item ends each of them so often, at most: see ``core/rollouts.py``.)"""
+_MOST_SAMPLES = 100_000
+"""Of an item. All of them are made when its group begins."""
 _RECENT = 256
 """Samples over which the mean reward is taken."""
 _HINT_SECONDS = 10.0
@@ -257,7 +259,18 @@ class Rollout:
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
             raise UsageError(f"seed must be an integer, got {seed!r}")
         # Wrong sampling values raise here, not in every sample.
-        client._started().samplings.prepare(sampling, values)
+        requests = client._started()
+        requests.samplings.prepare(sampling, values)
+        most = requests.driver.max_queue + requests.driver.windows(None)
+        if concurrency is not None:
+            # They do not all run at a time.
+            most = max(most, _MOST_SAMPLES)
+        if group_size > most:
+            raise UsageError(
+                f"group_size={group_size:,} is too large: at most {most:,} samples of an item can "
+                "run. Give concurrency= if there are fewer calls that the pool can take (the "
+                "workers' windows and max_queue), or sample the item in several groups"
+            )
         self._client = client
         self._agent = agent
         self._items = Items(dataset, self._is_wanted, self._read_one)
