@@ -56,6 +56,11 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _M_ARENA_MAX = -8
 _CLONE_FILES = 0x400
+_SERVER_SCORE = 200
+_WORKER_SCORE = 300
+"""What is added to ``oom_score_adj``: by the fork server to the driver's, by a worker to the fork
+server's. Where memory runs out, the kernel kills a worker first, which can be replaced, then the
+fork server, with which all workers end, and the driver last."""
 _QUIET = 1.0
 """Seconds without work, after which the next fork is made: then it takes no time from a worker that
 starts. To answer a ``Ping`` is not work."""
@@ -66,6 +71,13 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os.kill(os.getpid(), number)
+
+
+def raise_oom_score(by: int) -> None:
+    """Make the kernel prefer this process when it kills one because memory has run out."""
+    path = Path("/proc/self/oom_score_adj")
+    with contextlib.suppress(OSError, ValueError):
+        path.write_text(str(min(1000, int(path.read_text()) + by)))
 
 
 def call_this_process(name: str) -> None:
@@ -337,6 +349,7 @@ class Zygote:
     def forget(self, parent: int) -> None:
         """In the child: everything of the fork server."""
         die_with_parent(parent)
+        raise_oom_score(_WORKER_SCORE)
         call_this_process("sglrl spare")
         os.setsid()
         signal.set_wakeup_fd(-1)
@@ -435,6 +448,7 @@ def main() -> None:
     # Importing takes a while, in which nothing is watched.
     signal.signal(signal.SIGTERM, orphaned)
     die_with_parent(int(driver), signal.SIGTERM)
+    raise_oom_score(_SERVER_SCORE)
     # Plain actors are forked from a small process.
     zygote = Zygote(listener, int(driver), ahead=preload != "plain")
     zygote.preload(preload)

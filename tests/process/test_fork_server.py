@@ -198,3 +198,20 @@ async def test_there_can_be_no_other_one(monkeypatch: pytest.MonkeyPatch) -> Non
         assert "the fork server ended with status 1" in str(caught.value)
         assert "no more than 2 restarts in 60 s" in str(caught.value)
         assert states(values) == ["retired"]
+
+
+def oom_score_adj(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
+
+
+async def test_the_kernel_prefers_workers_when_memory_runs_out() -> None:
+    """The driver's end would be the end of all, and the fork server's that of its workers."""
+    own = oom_score_adj(os.getpid())
+    async with (
+        sglrl.launch("fake", engine="fake", replicas=2) as client,
+        sglrl.spawn(Values) as values,
+    ):
+        assert oom_score_adj(fork_server().process.pid) == min(1000, own + 200)
+        for worker in (*client.workers, *values.workers):
+            assert oom_score_adj(worker.pid) == min(1000, own + 500)
+        assert oom_score_adj(os.getpid()) == own
