@@ -42,6 +42,12 @@ class DriverKeys(msgspec.Struct, frozen=True, kw_only=True):
     secret: str
     clients: frozenset[str]
 
+    def __repr__(self) -> str:
+        return f"DriverKeys(clients={self.clients!r})"
+
+    def __rich_repr__(self) -> list[tuple[str, frozenset[str]]]:
+        return [("clients", self.clients)]
+
 
 def make_keys(folder: str | PathLike[str], *, force: bool = False) -> list[Path]:
     """Make a folder (0700) with the driver's pair and one for a client; returns the files.

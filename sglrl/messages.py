@@ -669,6 +669,12 @@ class ClientKeys(msgspec.Struct, frozen=True, kw_only=True):
     public: str
     secret: str
 
+    def __repr__(self) -> str:
+        return f"ClientKeys(driver={self.driver!r}, public={self.public!r})"
+
+    def __rich_repr__(self) -> list[tuple[str, str]]:
+        return [("driver", self.driver), ("public", self.public)]
+
 
 class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker process is told at birth. ``beat_interval``: seconds; None: it need not.

@@ -110,7 +110,8 @@ class RemoteDriver(Driver):
             case Dismissed(reason=reason):
                 self.lose(f"the pool dismissed this client ({reason})")
             case _:
-                self._drop("the pool says %r", message)
+                # Without its fields: an address among them holds a secret.
+                self._drop("the pool sent %s out of place", type(message).__name__)
 
     def _on_answers(self, answers: Answers, frames: list[Buffer]) -> None:
         if len(frames) > 1:

@@ -43,6 +43,10 @@ class Settings(NamedTuple):
     sampling: SamplingParams | None
     values: dict[str, Any]
 
+    def __repr__(self) -> str:
+        # The address and the keys hold secrets.
+        return f"<Settings of a run with {self.model}>"
+
 
 class Outcome(msgspec.Struct, array_like=True, frozen=True):
     """What one sample has come to; and the turns that have ended in its process since the last one

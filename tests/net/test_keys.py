@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import rich
 import zmq
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +16,8 @@ from zmq.utils import z85
 
 from sglrl.errors import InvalidKeys, UsageError
 from sglrl.keys import add_client, is_key, make_keys, read_client_keys, read_driver_keys
+from sglrl.messages import ActorSpec, WorkerSpec
+from sglrl.rollout.outcome import Settings
 
 
 @pytest.fixture
@@ -46,6 +50,42 @@ def test_what_was_copied_to_another_host_is_enough(folder: Path, tmp_path: Path)
     assert read_client_keys(there / "trainer.secret") == read_client_keys(folder)
     with pytest.raises(InvalidKeys, match=r"driver\.secret is missing"):
         read_driver_keys(there)
+
+
+def test_keys_do_not_show_their_secret(folder: Path) -> None:
+    driver, client = read_driver_keys(folder), read_client_keys(folder)
+    body = ActorSpec(target="m:A", code=b"", args=b"", frames=[], window=1)
+    spec = WorkerSpec(
+        index=0, identity=b"0", address="ipc://x", max_message_bytes=1, body=body, keys=client
+    )
+    settings = Settings(
+        driver=1,
+        max_message_bytes=1,
+        address="tcp://x:1#token",
+        keys=client,
+        insecure=False,
+        model="m",
+        call_timeout=None,
+        agent=type,
+        timeout=None,
+        max_staleness=None,
+        sampling=None,
+        values={},
+    )
+    assert repr(settings) == "<Settings of a run with m>"
+    shown = io.StringIO()
+    rich.print(driver, client, spec, file=shown)
+    for text in (
+        repr(driver),
+        repr(client),
+        f"{driver} {client}",
+        repr(spec),
+        shown.getvalue().replace("\n", ""),
+    ):
+        assert driver.secret not in text
+        assert client.secret not in text
+    assert repr(client) == f"ClientKeys(driver={client.driver!r}, public={client.public!r})"
+    assert repr(driver) == f"DriverKeys(clients={driver.clients!r})"
 
 
 def test_which_of_several(folder: Path) -> None:

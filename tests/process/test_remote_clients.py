@@ -34,6 +34,7 @@ from sglrl.messages import (
 )
 from sglrl.net.zmq import ZmqDealer, ZmqRouter
 from sglrl.relay import Peer
+from sglrl.remote_driver import RemoteDriver
 
 IDS = [3, 1, 4, 1, 5]
 PROGRAM = Path(__file__).with_name("remote_program.py")
@@ -69,6 +70,19 @@ async def until(client: sglrl.Client, met: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
         while not met():
             await client.generate(input_ids=IDS, max_new_tokens=1)
+
+
+async def test_a_message_out_of_place_is_logged_without_its_secret(
+    remote: sglrl.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver = remote._running()
+    assert isinstance(driver, RemoteDriver)
+    address = "ipc://x#token"
+    again = Admitted(PROTOCOL_VERSION, "m", 1, address, remote.info, driver.news)
+    driver._on_message(b"", [encode(again)])
+    assert driver.dropped == 1
+    assert "the pool sent Admitted out of place" in caplog.text
+    assert "token" not in caplog.text
 
 
 async def test_it_does_what_the_pools_own_client_does(
