@@ -265,5 +265,9 @@ def open_standard_files() -> None:
 
 
 def install(extra: str) -> str:
-    """What to do for an extra that is missing, as a message says it."""
-    return f"pip install -e '.[{extra}]' in sglrl's folder"
+    """The command that installs a missing extra, for a message: of the folder of sources that this
+    package is in (a clone, or an editable installation of one), else of the package."""
+    folder = Path(__file__).resolve().parents[1]
+    if (folder / "pyproject.toml").is_file():
+        return f"pip install -e '.[{extra}]' in {folder}"
+    return f"pip install 'sglrl[{extra}]'"

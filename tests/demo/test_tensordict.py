@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from torchrl.data import (
     SamplerWithoutReplacement,
 )
 
+from sglrl.config import install
 from sglrl.errors import UsageError
 from sglrl.rollout.tensors import stack
 from sglrl.rollout.trajectory import Trajectory, Turn
@@ -264,7 +266,7 @@ def test_what_cannot_be_stacked(
 
 def test_without_tensordict_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensordict", None)
-    with pytest.raises(ImportError, match=r"pip install -e '\.\[torchrl\]'"):
+    with pytest.raises(ImportError, match=re.escape(install("torchrl"))):
         make(1, 1).to_tensordict()
 
 

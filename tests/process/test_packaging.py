@@ -98,3 +98,26 @@ def test_a_part_of_what_was_compiled_is_not_used(copy: Path) -> None:
     assert modules_of(copy) == {".py"}
     with pytest.raises(AssertionError, match="SGLRL_COMPILED is 1, but not compiled"):
         modules_of(copy, "1")
+
+
+def hint_of(folder: Path) -> str:
+    """How the package in ``folder`` tells to install an extra."""
+    done = subprocess.run(
+        [sys.executable, "-c", "from sglrl.config import install; print(install('sglang'))"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(folder), "SGLRL_COMPILED": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_how_an_extra_is_installed(tmp_path: Path) -> None:
+    package = Path(sglrl.__file__).parent
+    shutil.copytree(package, tmp_path / "sglrl", ignore=shutil.ignore_patterns("__pycache__"))
+    assert hint_of(tmp_path) == "pip install 'sglrl[sglang]'"
+    # A clone, or an editable installation of one.
+    (tmp_path / "pyproject.toml").touch()
+    assert hint_of(tmp_path) == f"pip install -e '.[sglang]' in {tmp_path}"
