@@ -9,7 +9,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import settings
 from processes import descendants
+
+# On a busy machine an example may take any time. The time limit of pytest ends one that hangs.
+settings.register_profile("sglrl", deadline=None)
+settings.load_profile("sglrl")
 
 # A shell that runs the tests in the background has SIGINT ignored, and children inherit that: the
 # programs that tests interrupt, too.
