@@ -287,6 +287,7 @@ class Client:
         timeout: float = 60.0,
         drain_timeout: float = 600.0,
         wait: bool = True,
+        check_finite: bool = True,
         device: Any = None,
         host: str = "127.0.0.1",
     ) -> UpdateReport:
@@ -324,12 +325,16 @@ class Client:
             drain_timeout: seconds that "drain" may take; then the update is given up.
             wait: wait for another update or copy that is running; False: raise
                 ``UpdateInProgress`` at once.
+            check_finite: refuse weights that hold NaN or infinite values, or values that overflow
+                the engine's dtype. False: commit them as they are.
             device: the GPU (or "cpu") that sends; None: where the tensors are, else the current
                 one.
             host: address of this process that the workers can reach.
 
         Raises:
-            InvalidWeights: names, shapes or dtypes do not fit the model, or there is no room.
+            InvalidWeights: names, shapes or dtypes do not fit the model, there is no room, or some
+                value is not finite. Every worker keeps its weights, with one exception: in mode
+                "bucketed", a DTensor is gathered and checked after tensors before it were written.
             UpdateInProgress: another update or copy was still running when ``timeout`` had passed;
                 nothing has begun.
             SettingsMismatch, UsageError: see ``sglrl.errors``.
@@ -347,6 +352,7 @@ class Client:
             timeout=timeout,
             drain_timeout=drain_timeout,
             wait=wait,
+            check_finite=check_finite,
         )
         return await self._weights.update(weights, request, device=device, host=host)
 
@@ -360,6 +366,7 @@ class Client:
         timeout: float = 300.0,
         drain_timeout: float = 600.0,
         wait: bool = True,
+        check_finite: bool = True,
     ) -> UpdateReport:
         """As ``update_weights``, from a folder of safetensors files that every worker reads itself:
         those that ``model.safetensors.index.json`` names, if there is one, else all. A worker that
@@ -377,6 +384,7 @@ class Client:
             timeout=timeout,
             drain_timeout=drain_timeout,
             wait=wait,
+            check_finite=check_finite,
         )
         return await self._weights.update_from_disk(path, request)
 

@@ -10,7 +10,7 @@
     │   ├── ModelError                 the model folder is missing or unreadable
     │   ├── InvalidKeys                a CURVE key file is missing, malformed or open to others
     │   ├── NotEnoughDevices           fewer GPUs than replicas * tp_size
-    │   └── InvalidWeights             names, shapes or dtypes do not fit the model, or no room
+    │   └── InvalidWeights             they do not fit the model, are not finite, or no room
     ├── Overloaded                     the driver's queue is full; try again later
     ├── DeadlineExceeded (TimeoutError)
     ├── RemoteError                    an exception inside the actor, with its traceback
@@ -110,7 +110,8 @@ class NotEnoughDevices(UsageError):
 
 class InvalidWeights(UsageError):
     """An update does not fit the loaded model (unknown, missing, mis-shaped or mis-typed tensors),
-    or there is no room for it. Nothing has changed."""
+    some value is NaN, infinite or too large for the engine's dtype, or there is no room. Every
+    worker that serves has the weights it had before."""
 
 
 class WeightUpdateError(SglrlError):

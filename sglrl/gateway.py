@@ -92,6 +92,7 @@ class PoolEndpoints(Actor):
         seconds: float,
         drain_timeout: float,
         wait: bool,
+        check_finite: bool = True,
     ) -> UpdateReport:
         return await self._client.update_weights_from_disk(
             path,
@@ -101,6 +102,7 @@ class PoolEndpoints(Actor):
             timeout=seconds,
             drain_timeout=drain_timeout,
             wait=wait,
+            check_finite=check_finite,
         )
 
 

@@ -434,7 +434,8 @@ class Join(msgspec.Struct, array_like=True, frozen=True, tag=21):
 class Prepare(msgspec.Struct, array_like=True, frozen=True, tag=22):
     """Check the manifest and make room. ``source``: a folder of safetensors files instead of the
     group, or "". ``mode``: "auto", "full" or "bucketed". ``like``: the id of this rank's last
-    ``Prepare``, whose tensors these are: then they are left out. 0: they are here."""
+    ``Prepare``, whose tensors these are: then they are left out. 0: they are here.
+    ``check_finite``: refuse files that hold NaN or infinite values."""
 
     id: int
     version: int
@@ -445,6 +446,7 @@ class Prepare(msgspec.Struct, array_like=True, frozen=True, tag=22):
     partial: bool
     source: str
     like: int = 0
+    check_finite: bool = True
 
 
 class Stage(msgspec.Struct, array_like=True, frozen=True, tag=23):

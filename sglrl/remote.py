@@ -369,6 +369,7 @@ class _RemoteUpdates(LocalSender):
             request.timeout,
             request.drain_timeout,
             request.wait,
+            request.check_finite,
         )
         self._pool.heard_of(report.version)
         return report

@@ -48,6 +48,7 @@ from sglrl.messages import (
 )
 from sglrl.net.zmq import ZmqPolledDealer
 from sglrl.weights.files import weight_files
+from sglrl.weights.finite import FiniteCheck, ToCheck
 from sglrl.weights.group import Group, connect_store, settings
 from sglrl.weights.link import Link
 from sglrl.weights.sender import perform
@@ -629,6 +630,7 @@ class RankWeights:
         if update.mode != "full":
             raise InvalidWeights("weights from files need room for all of them")
         memory, layout = update.memory, update.layout
+        views: list[ToCheck] = []
         wanted = {spec.name: index for index, spec in enumerate(update.message.tensors)}
         for path in weight_files(Path(update.message.source)):
             with safe_open(path, framework="pt", device="cpu") as file:
@@ -643,8 +645,13 @@ class RankWeights:
                         flat = memory[place.bucket][place.offset : place.offset + place.nbytes]
                         view = flat.view(getattr(torch, spec.dtype)).view(spec.shape)
                     self._put(link, update, view.copy_, file.get_tensor(name))
+                    views.append((name, view, view.dtype))
         if wanted:
             raise WeightUpdateError(f"the files no longer hold {', '.join(sorted(wanted)[:8])}")
+        if update.message.check_finite:
+            check = FiniteCheck()
+            check.add(views)
+            check.finish()
         self._bind(update)
         if self._stream is not None:
             self._stream.synchronize()

@@ -41,6 +41,7 @@ from ..driver import Driver
 from ..errors import (
     Closed,
     DeadlineExceeded,
+    InvalidWeights,
     ModelError,
     ProtocolError,
     SettingsMismatch,
@@ -730,6 +731,7 @@ class WeightChannel:
             r.partial,
             r.folder,
             like,
+            r.check_finite,
         )
 
     def _mode(self, run: _Run, member: Member) -> str:
@@ -906,6 +908,11 @@ def _failure(ended: Ended, machine: WeightUpdate) -> SglrlError:
     refusals = [error for _, error in ended.errors]
     if ended.why == "refused":
         return refusals[0]
+    if ended.why == "broken":
+        # Found when the values were read. Whatever else went wrong followed from that.
+        for error in refusals:
+            if isinstance(error, InvalidWeights):
+                return error
     text = "; ".join(dict.fromkeys(str(e) for e in refusals)) or ended.why
     if not machine.members:
         return WorkerLost("no worker is left to update" + (f": {text}" if refusals else ""))

@@ -79,7 +79,7 @@ class LocalSender:
             end = await self._ending(device, host, tensors, deadline)
             request = request.with_specs(specs, total)
             assert request.bucket_bytes is not None
-            cargo = Cargo(tensors, ready, specs, request.bucket_bytes)
+            cargo = Cargo(tensors, ready, specs, request.bucket_bytes, request.check_finite)
             try:
                 return await self._channel.update(request, end, lambda: end.load(cargo))
             finally:

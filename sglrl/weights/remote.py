@@ -233,6 +233,7 @@ class Sender:
         timeout: float = 60.0,
         drain_timeout: float = 600.0,
         wait: bool = True,
+        check_finite: bool = True,
     ) -> UpdateReport:
         """As ``Client.update_weights``; without ``weights`` the registered model is sent.
 
@@ -256,6 +257,7 @@ class Sender:
             timeout=timeout,
             drain_timeout=drain_timeout,
             wait=wait,
+            check_finite=check_finite,
         )
         return await self._update(weights, request)
 
@@ -280,7 +282,7 @@ class Sender:
             check_ties(self._manifest, named)
             request = request.with_specs(specs, self._manifest.total)
             assert request.bucket_bytes is not None
-            cargo = Cargo(tensors, ready, specs, request.bucket_bytes)
+            cargo = Cargo(tensors, ready, specs, request.bucket_bytes, request.check_finite)
             self._end.load(cargo)
             try:
                 report = await self._proposed_and_ended(request)

@@ -49,6 +49,7 @@ class UpdateRequest(msgspec.Struct, frozen=True, kw_only=True):
     timeout: float = 60.0
     drain_timeout: float = 600.0
     wait: bool = True
+    check_finite: bool = True
     folder: str = ""
     seen: list[tuple[str, int, int, int]] = []
     begun: float = msgspec.field(default_factory=time.perf_counter)
@@ -97,7 +98,11 @@ class UpdateRequest(msgspec.Struct, frozen=True, kw_only=True):
         ):
             if not isinstance(value, str) or value not in known:
                 raise UsageError(f"{name} must be one of {', '.join(known)}, got {value!r}")
-        for name, switch in (("partial", self.partial), ("wait", self.wait)):
+        for name, switch in (
+            ("partial", self.partial),
+            ("wait", self.wait),
+            ("check_finite", self.check_finite),
+        ):
             if not isinstance(switch, bool):
                 raise UsageError(f"{name} must be True or False, got {switch!r}")
         for name, seconds in (("timeout", self.timeout), ("drain_timeout", self.drain_timeout)):

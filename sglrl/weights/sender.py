@@ -34,6 +34,7 @@ from ..messages import (
     TensorSpec,
     ToRank,
 )
+from .finite import FiniteCheck
 from .group import Group, Store, settings
 from .link import Link
 from .shared import SharedSender
@@ -47,13 +48,14 @@ RING: Final = 2
 
 class Cargo(msgspec.Struct):
     """What one update sends: tensors with their specs, which say the dtype they are sent in.
-    ``ready``: CUDA events that are awaited before the tensors are read. ``begun``: some may have
-    been gathered."""
+    ``ready``: CUDA events that are awaited before the tensors are read. ``check_finite``: send no
+    NaN and no infinite values. ``begun``: some may have been gathered."""
 
     tensors: Named
     ready: list[Any]
     specs: list[TensorSpec]
     bucket_bytes: int
+    check_finite: bool
     begun: bool = False
 
     @property
@@ -210,7 +212,25 @@ class SendingEnd:
                     event.synchronize()
                 else:
                     self._stream.wait_event(event)
-            return self._send(link, update, cargo, packing)
+            check = FiniteCheck() if cargo.check_finite else None
+            if check is not None:
+                self._check_before(check, cargo, packing)
+            return self._send(link, update, cargo, packing, check)
+
+    def _check_before(self, check: FiniteCheck, cargo: Cargo, packing: _Packing) -> None:
+        """Before anything is sent, which may go straight into live weights. Tensors that are
+        gathered are checked when they are packed."""
+        tensors = [
+            (name, tensor, dtype)
+            for (name, tensor), dtype in zip(cargo.tensors, packing.dtypes, strict=True)
+            if not hasattr(tensor, "full_tensor")
+        ]
+        for device in {tensor.device for _, tensor, _ in tensors} - {self.device}:
+            if device.type == "cuda":
+                for event in cargo.ready:
+                    torch.cuda.current_stream(device).wait_event(event)
+        check.add(tensors)
+        check.finish()
 
     def _plan(self, link: Link, cargo: Cargo) -> None:
         # What is wrong with it is said by the stage.
@@ -227,7 +247,14 @@ class SendingEnd:
             packing = link.packing = _Packing(cargo.specs, cargo.bucket_bytes)
         return packing
 
-    def _send(self, link: Link, update: int, cargo: Cargo, packing: _Packing) -> SentStage:
+    def _send(
+        self,
+        link: Link,
+        update: int,
+        cargo: Cargo,
+        packing: _Packing,
+        check: FiniteCheck | None,
+    ) -> SentStage:
         group, neighbour = link.group, link.sender
         gather = begun = 0.0
         works: list[Any] = []
@@ -246,7 +273,7 @@ class SendingEnd:
                 if in_pieces and neighbour is None:
                     pieces = self._as_they_are(cargo, packing, bucket)
                 if pieces is None:
-                    data = self._packed(cargo, packing, bucket)
+                    data = self._packed(cargo, packing, bucket, check)
                     pieces = packing.views(bucket, data) if in_pieces else [data]
                 now = time.perf_counter()
                 gather += now - start
@@ -261,6 +288,8 @@ class SendingEnd:
                 group.synchronize()
         if neighbour is not None:
             neighbour.finish(len(packing.buckets))
+        if check is not None:
+            check.finish()
         return SentStage(gather * 1e3, (time.perf_counter() - begun) * 1e3)
 
     def _as_they_are(
@@ -277,10 +306,19 @@ class SendingEnd:
             found.append(tensor)
         return found
 
-    def _packed(self, cargo: Cargo, packing: _Packing, bucket: int) -> torch.Tensor:
+    def _packed(
+        self, cargo: Cargo, packing: _Packing, bucket: int, check: FiniteCheck | None
+    ) -> torch.Tensor:
         data = packing.memory(bucket, self.device)
         views = packing.views(bucket, data)
-        tensors = [whole(cargo.tensors[index][1]) for index in packing.buckets[bucket]]
+        given = [(cargo.tensors[index], packing.dtypes[index]) for index in packing.buckets[bucket]]
+        tensors = [whole(tensor) for (_, tensor), _ in given]
+        if check is not None:
+            check.add(
+                (name, full, dtype)
+                for ((name, tensor), dtype), full in zip(given, tensors, strict=True)
+                if hasattr(tensor, "full_tensor")
+            )
         if all(t.device == self.device for t in tensors):
             torch._foreach_copy_(views, tensors)
         else:

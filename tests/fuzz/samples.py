@@ -265,7 +265,7 @@ def to_rank() -> list[list[bytes]]:
         (Join(3, 1, "127.0.0.1", 1, -1, 2, 0, 1, 1.0), []),
         (Prepare(4, 1, SPECS, 1 << 20, "auto", "continue", False, ""), []),
         (Prepare(5, 2, SPECS, 64, "bucketed", "drain", True, "/no/such/folder"), []),
-        (Prepare(6, 3, [], 1 << 20, "auto", "continue", False, "", 4), []),
+        (Prepare(6, 3, [], 1 << 20, "auto", "continue", False, "", 4, False), []),
         (Stage(4, "full"), []),
         (Commit(4), []),
         (Abort(5, True), []),

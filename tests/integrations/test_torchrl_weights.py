@@ -227,6 +227,26 @@ def test_weights_that_are_given(learner: AsyncSGLang, model: Any) -> None:
     sender.shutdown()
 
 
+def test_weights_that_are_not_finite(learner: AsyncSGLang, model: Any) -> None:
+    name = "model.norm.weight"
+    part = {name: model.model.norm.weight.detach().clone()}
+    version = learner.client.weight_version
+    good = part[name][3].item()
+    part[name][3] = float("nan")
+    sender = SGLangWeightSyncScheme(learner).create_sender()
+    for refused in (sender.update_weights, learner.update_weights):
+        with pytest.raises(sglrl.InvalidWeights, match=f"{name} holds NaN"):
+            refused(part)
+    assert learner.client.weight_version == version
+    sender.shutdown()
+    sender = SGLangWeightSyncScheme(learner, check_finite=False).create_sender()
+    assert sender.update_weights(part).version == version + 1
+    assert learner.client.verify_weights(part) == []
+    part[name][3] = good
+    sender.update_weights(part)
+    sender.shutdown()
+
+
 def test_the_services_own_update(learner: AsyncSGLang, model: Any) -> None:
     learner.init_weight_update_group()
     name = "model.norm.weight"

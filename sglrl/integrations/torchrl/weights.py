@@ -73,6 +73,7 @@ class SGLangWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]
             computed anew; "in_place": they go on with the KV cache that they have; "abort": they
             return what they have.
         timeout: seconds that a replica may take for any phase.
+        check_finite: as for ``Client.update_weights``.
         keys, insecure: as for ``sglrl.connect``.
         remote_addr: a folder: then updates are written there as memory-mapped tensordicts, and
             receivers apply them (``create_receiver``).
@@ -96,6 +97,7 @@ class SGLangWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]
         pause_mode: PauseMode | None = None,
         *,
         timeout: float = 300.0,
+        check_finite: bool = True,
         keys: str | os.PathLike[str] | None = None,
         insecure: bool = False,
         remote_addr: str | os.PathLike[str] | None = None,
@@ -123,6 +125,7 @@ class SGLangWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]
         self.flush_cache_on_update = flush_cache_on_update
         self.pause_mode = pause_mode
         self.timeout = timeout
+        self.check_finite = check_finite
         self.keys = keys
         self.insecure = insecure
         self.remote_addr = remote_addr
@@ -226,6 +229,7 @@ class PoolTransport:
             inflight=_INFLIGHT[scheme.pause_mode or "retract"],
             partial=partial,
             timeout=scheme.timeout,
+            check_finite=scheme.check_finite,
             device=_device(scheme, self._client),
             **self._hosted(),
         )
@@ -466,6 +470,7 @@ class SGLangWeightReceiver:
             partial=True,
             inflight=_INFLIGHT[self._scheme.pause_mode or "retract"],
             timeout=self._scheme.timeout,
+            check_finite=self._scheme.check_finite,
             device=_device(self._scheme, self._client),
         )
 

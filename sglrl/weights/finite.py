@@ -1,0 +1,80 @@
+"""Check that weights are finite, also in the dtype that the engine keeps them in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from ..errors import InvalidWeights
+
+_SHOWN = 8
+
+ToCheck = tuple[str, torch.Tensor, torch.dtype]
+"""A tensor's name, the tensor, and the dtype that it is cast to."""
+
+
+class FiniteCheck:
+    """Collects the largest magnitude of each tensor.
+
+    ``add`` reads every tensor once and does not wait for a GPU. ``finish`` waits, once for all
+    tensors. A cast rounds a larger number to no smaller one, so the largest magnitude shows whether
+    any value overflows.
+    """
+
+    def __init__(self) -> None:
+        self._found: list[tuple[list[str], torch.dtype, torch.Tensor]] = []
+        """Names, the dtype that they are cast to, and their magnitudes before and after that:
+        float64, (2, names)."""
+
+    def add(self, tensors: Iterable[ToCheck]) -> None:
+        """Check these tensors, on the current stream of their device."""
+        groups: dict[tuple[torch.device, torch.dtype, torch.dtype], list[ToCheck]] = {}
+        for one in tensors:
+            _, tensor, dtype = one
+            if tensor.numel():
+                groups.setdefault((tensor.device, tensor.dtype, dtype), []).append(one)
+        for (_, _, dtype), group in groups.items():
+            given = torch.stack(_largest([tensor for _, tensor, _ in group]))
+            both = torch.stack((given.double(), given.to(dtype).double()))
+            self._found.append(([name for name, _, _ in group], dtype, both))
+
+    def finish(self) -> None:
+        """Wait for what was added. Raises ``InvalidWeights`` if some of it is not finite."""
+        found, self._found = self._found, []
+        wrong = []
+        for names, dtype, both in found:
+            for name, given, sent in zip(names, *both.tolist(), strict=True):
+                if not math.isfinite(sent):
+                    wrong.append(f"{name} holds {_kind(given, dtype)}")
+        if wrong:
+            more = f"; and {len(wrong) - _SHOWN} more tensors" if len(wrong) > _SHOWN else ""
+            raise InvalidWeights(
+                f"the weights are not finite: {'; '.join(wrong[:_SHOWN])}{more}. Send finite ones, "
+                "or pass check_finite=False to commit them as they are"
+            )
+
+
+def _kind(largest: float, dtype: torch.dtype) -> str:
+    if math.isnan(largest):
+        return "NaN"
+    if math.isinf(largest):
+        return "an infinite value"
+    return f"{largest:g} or its negative, which overflows {str(dtype).removeprefix('torch.')}"
+
+
+def _largest(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The largest magnitude of each tensor, or NaN if it holds NaN. All have one device and dtype,
+    and none is empty."""
+    first = tensors[0]
+    if first.element_size() == 1:
+        # No reduction takes 8-bit floats. float16 holds all of their values.
+        return [_largest([tensor.to(torch.float16)])[0] for tensor in tensors]
+    if first.device.type == "cuda":
+        # One kernel for many tensors.
+        found: list[torch.Tensor] = list(torch._foreach_norm(tensors, math.inf))
+        return found
+    # On a CPU it is several times as fast as a norm.
+    ends = [torch.aminmax(tensor) for tensor in tensors]
+    return [torch.maximum(-least, most) for least, most in ends]
