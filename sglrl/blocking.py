@@ -31,6 +31,7 @@ from .rollout.play import Agent
 from .rollout.runner import Rollout, rollout
 from .rollout.session import Session
 from .rollout.trajectory import Trajectory
+from .shortage import start_thread
 from .weights.local import TensorMetadata
 from .weights.report import UpdateReport
 
@@ -60,14 +61,16 @@ class BlockingClient:
         if self._loop is not None:
             raise UsageError("this client is running already; make another one")
         open_standard_files()
-        self._loop = uvloop.new_event_loop()
-        self._thread = threading.Thread(
-            target=_run,
-            args=(self._loop, self._client, self._runs),
-            name="sglrl-blocking",
-            daemon=True,
+        loop = uvloop.new_event_loop()
+        thread = threading.Thread(
+            target=_run, args=(loop, self._client, self._runs), name="sglrl-blocking", daemon=True
         )
-        self._thread.start()
+        try:
+            start_thread(thread)
+        except BaseException:
+            loop.close()
+            raise
+        self._loop, self._thread = loop, thread
         # At interpreter exit the client's own warning is enough.
         weakref.finalize(
             self, _close_unclosed, self._loop, self._client, os.getpid()

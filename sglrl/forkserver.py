@@ -41,6 +41,7 @@ from .config import install
 from .core.hangs import HangDetector
 from .errors import WorkerStartError
 from .messages import Dump, Exited, Forked, FromForkServer, Kill, Ping, Pong, Warm
+from .shortage import no_file, reason
 
 logger = logging.getLogger("sglrl.spawn")
 
@@ -75,7 +76,10 @@ it, 107."""
 
 def _private_folder() -> Path:
     """Of sockets, for this user alone. Where ``TMPDIR`` is too long for these, in /tmp."""
-    base = tempfile.gettempdir()
+    try:
+        base = tempfile.gettempdir()
+    except FileNotFoundError as error:
+        raise no_file("any of the system's folders for temporary files", error) from None
     if len(os.fsencode(base)) > _LONGEST_BASE:
         base = "/tmp"
     try:
@@ -109,29 +113,39 @@ class ForkServer:
             raise
 
     def _start(self) -> subprocess.Popen[bytes]:
-        with self.log.open("wb") as log, socket.socket(socket.AF_UNIX) as listener:
-            # Bound here and inherited, so that a connection can be made before the child runs.
-            listener.bind(str(self.path))
-            listener.listen(64)
-            return subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "sglrl_workers.zygote",
-                    str(listener.fileno()),
-                    self.preload,
-                    str(self.pid),
-                ],
-                pass_fds=[listener.fileno()],
-                # What SGLang imports would make a folder elsewhere, and leave it there.
-                env={"CUDA_TILE_TEMP_DIR": str(self.folder / "cuda-tile"), **os.environ},
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                # A Ctrl-C in the terminal is the driver's to handle, not its workers'.
-                start_new_session=True,
-                cwd="/",
-            )
+        with contextlib.ExitStack() as stack:
+            try:
+                log = stack.enter_context(self.log.open("wb"))
+                listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+                # Bound here and inherited, so that a connection can be made before the child runs.
+                listener.bind(str(self.path))
+                listener.listen(64)
+            except OSError as error:
+                raise no_file(self.folder, error) from None
+            try:
+                return subprocess.Popen(
+                    [
+                        sys.executable,
+                        "-m",
+                        "sglrl_workers.zygote",
+                        str(listener.fileno()),
+                        self.preload,
+                        str(self.pid),
+                    ],
+                    pass_fds=[listener.fileno()],
+                    # What SGLang imports would make a folder elsewhere, and leave it there.
+                    env={"CUDA_TILE_TEMP_DIR": str(self.folder / "cuda-tile"), **os.environ},
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    # A Ctrl-C in the terminal is the driver's to handle, not its workers'.
+                    start_new_session=True,
+                    cwd="/",
+                )
+            except OSError as error:
+                raise WorkerStartError(
+                    f"the fork server cannot be started: {reason(error)}"
+                ) from None
 
     @property
     def alive(self) -> bool:

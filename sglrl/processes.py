@@ -16,6 +16,7 @@ from .config import is_text
 from .errors import UsageError, WorkerStartError
 from .forkserver import LAST_SECONDS, ForkConnection, ForkServer, fork_server
 from .messages import Dump, Fork, Kill, Ready, WorkerSpec
+from .shortage import no_file
 
 _RANKS = 1024
 
@@ -80,7 +81,10 @@ class Processes:
         """Start the fork server, if it does not run. The folder of the pool's files: the logs of
         its workers, and its socket."""
         server = fork_server(self._preload)
-        self._folder = Path(tempfile.mkdtemp(prefix="pool-", dir=server.folder))
+        try:
+            self._folder = Path(tempfile.mkdtemp(prefix="pool-", dir=server.folder))
+        except OSError as error:
+            raise no_file(server.folder, error) from None
         # At interpreter exit the fork server's folder is removed, and this one with it.
         weakref.finalize(self, _remove, self._folder, os.getpid()).atexit = False
         return self._folder
@@ -168,8 +172,13 @@ class Processes:
 
     def fork(self, worker: Worker, requests: Sequence[bytes]) -> None:
         assert self._connection is not None
-        # Of the process before it, which has been shown.
-        worker.log.unlink(missing_ok=True)
+        try:
+            # That of the process before it has been shown. A file that is made here needs no room
+            # when the worker opens it.
+            worker.log.unlink(missing_ok=True)
+            worker.log.touch(mode=0o600)
+        except OSError as error:
+            raise no_file(worker.log.parent, error) from None
         for rank, request in enumerate(requests):
             key = worker.index * _RANKS + rank
             self._workers[key] = worker

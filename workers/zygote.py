@@ -46,6 +46,7 @@ from sglrl.messages import (
     ToForkServer,
     Warm,
 )
+from sglrl.shortage import explain, reason
 
 PRELOADS = {
     "plain": ("sglrl_workers.host",),
@@ -284,7 +285,7 @@ class Zygote:
         except OSError as error:
             # No more files, processes or memory: this worker cannot be, and the others live on.
             with self.one_more_file():
-                Path(request.log).write_text(f"the fork server could not fork: {error}\n")
+                Path(request.log).write_text(f"the fork server could not fork: {reason(error)}\n")
             client.send(Exited(request.key, error.errno or 1))
             return
         client.keys[pid] = request.key
@@ -311,8 +312,9 @@ class Zygote:
                 os.close(end)
                 self.forget(parent)
                 self.become_worker(request, kept)
-            except BaseException:
+            except BaseException as error:
                 traceback.print_exc()
+                explain(error)
                 sys.stderr.flush()
                 os._exit(1)
             os._exit(0)
@@ -371,13 +373,13 @@ class Zygote:
             body = file.read()
         if not body:
             return
-        end_with_process(kept)
         call_this_process("sglrl worker")
         request = msgspec.msgpack.decode(body, type=Fork)
         log = os.open(request.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.close(log)
+        end_with_process(kept)
         # In C, so that it also works while no Python can run.
         faulthandler.register(signal.SIGUSR1, file=2, all_threads=True, chain=False)
         os.environ.update(request.env)

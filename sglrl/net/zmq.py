@@ -38,6 +38,7 @@ from ..dropped import Dropped
 from ..errors import Closed, UsageError
 from ..keys import DriverKeys
 from ..messages import ClientKeys
+from ..shortage import check_threads, start_thread
 from .base import MOST_UNREAD, Frame, OnBreak, OnDriverMessage, OnPause, OnWorkerMessage
 
 logger = logging.getLogger("sglrl.net")
@@ -63,6 +64,8 @@ leaves. While they wait, ZeroMQ does not read heartbeats either: a driver that i
 than ``heartbeat_timeout`` must not come to have so many."""
 _DOMAIN: Final = b"sglrl"
 _HANDSHAKE_MS: Final = 10_000
+_THREADS: Final = 3
+"""What a context and a connection start. ZeroMQ aborts the process when it cannot start one."""
 
 
 def key_pair() -> tuple[str, str]:
@@ -176,6 +179,7 @@ def _dealer(
     """A connected DEALER. ``on_break``: called, on a thread of its own, when the other side is
     suddenly gone. ZeroMQ connects again by itself, and what was under way then is lost unnoticed:
     in the middle of a stream, say."""
+    check_threads(_THREADS)
     socket = _socket(zmq.Context.instance(), zmq.DEALER, address, max_message_bytes)
     socket.setsockopt(zmq.IDENTITY, identity)
     _set_heartbeat(socket, address, heartbeat_timeout)
@@ -186,12 +190,17 @@ def _dealer(
     if on_break is not None:
         socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         events = zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
-        threading.Thread(
+        thread = threading.Thread(
             target=_await_break,
             args=(socket.get_monitor_socket(events), on_break),
             name="sglrl-connection",
             daemon=True,
-        ).start()
+        )
+        try:
+            start_thread(thread)
+        except BaseException:
+            _end(socket, 0)
+            raise
     try:
         socket.connect(address)
     except zmq.ZMQError as error:
@@ -396,6 +405,7 @@ class ZmqRouter(_Pump):
         self.worker_keys: ClientKeys | None = None
         # A context has one place where it asks whom to admit, which is another one's business in
         # the context that all share.
+        check_threads(_THREADS)
         self._context = zmq.Context()
         _when_collected(self, _destroy, self._context)
         super().__init__(_socket(self._context, zmq.ROUTER, address, max_message_bytes))
@@ -421,9 +431,14 @@ class ZmqRouter(_Pump):
             self.socket.bind(address)
         except zmq.ZMQError as error:
             self.close()
+            hint = (
+                "the path of a socket has at most 107 bytes, and its folder must be there, with "
+                "room for one more file (TMPDIR names the folder of address='ipc')"
+                if address.startswith("ipc://")
+                else "name an IP address or an interface of this machine, and a free port or *"
+            )
             raise UsageError(
-                f"sglrl cannot listen on {address}: {zmq.strerror(error.errno or 0)}; name an IP "
-                "address or an interface of this machine, and a free port or *"
+                f"sglrl cannot listen on {address}: {zmq.strerror(error.errno or 0)}; {hint}"
             ) from None
         bound = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.address = _reachable(bound, here=True)

@@ -1,0 +1,67 @@
+"""Errors that name what the system has no more of (room for files, processes, threads), and what to
+do about it."""
+
+from __future__ import annotations
+
+import errno
+import resource
+import sys
+import threading
+from pathlib import Path
+
+from .errors import WorkerStartError
+
+
+def no_file(folder: str | Path, error: OSError) -> WorkerStartError:
+    """The error for a temporary file that cannot be made in ``folder``."""
+    return WorkerStartError(
+        f"no file can be made in {folder} ({error.strerror or error}); free space and inodes "
+        "there (df, df -i), or set TMPDIR to another folder"
+    )
+
+
+def no_process() -> str:
+    """Why a process or a thread cannot be started, and what to do."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    limit = "unlimited" if soft == resource.RLIM_INFINITY else str(soft)
+    return (
+        f"the limit of processes and threads is reached (ulimit -u is {limit}; pids.max of a "
+        "container may be lower); raise it, end other processes of this user, or start fewer "
+        "workers"
+    )
+
+
+def reason(error: OSError) -> str:
+    """Why a process could not be started."""
+    text = error.strerror or str(error)
+    return f"{text}: {no_process()}" if error.errno == errno.EAGAIN else text
+
+
+def start_thread(thread: threading.Thread) -> None:
+    """``thread.start()``. Raises ``WorkerStartError`` if the system has no more threads."""
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise WorkerStartError(f"{error}: {no_process()}") from None
+
+
+def check_threads(count: int) -> None:
+    """Raise ``WorkerStartError`` unless the system has ``count`` more threads: a library that
+    starts them may abort the process when it cannot."""
+    end = threading.Event()
+    started: list[threading.Thread] = []
+    try:
+        for _ in range(count):
+            thread = threading.Thread(target=end.wait, name="sglrl-check", daemon=True)
+            start_thread(thread)
+            started.append(thread)
+    finally:
+        end.set()
+        for thread in started:
+            thread.join()
+
+
+def explain(error: BaseException) -> None:
+    """Write to stderr why a worker ended, if it could not start a thread."""
+    if isinstance(error, RuntimeError) and "start new thread" in str(error):
+        sys.stderr.write(f"{no_process()}\n")
