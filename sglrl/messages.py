@@ -450,8 +450,8 @@ class Prepare(msgspec.Struct, array_like=True, frozen=True, tag=22):
 
 
 class Stage(msgspec.Struct, array_like=True, frozen=True, tag=23):
-    """Send, or receive, the buckets. ``mode``: of a worker, "full" or "bucketed": what all of its
-    ranks have room for."""
+    """Send, or receive, the buckets. ``mode``: "full" or "bucketed". Of a worker, what all of its
+    ranks have room for; of the sender, "bucketed" if some worker overwrites its live weights."""
 
     id: int
     mode: str = ""

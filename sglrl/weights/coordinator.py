@@ -735,11 +735,11 @@ class WeightChannel:
         )
 
     def _mode(self, run: _Run, member: Member) -> str:
-        """All ranks of a replica pause, or none does."""
-        if member == SENDER:
-            return ""
+        """All ranks of a replica pause, or none does. The sender gets "bucketed" if some do."""
         found = {
-            run.bodies[rank, PREPARE].mode for rank in run.machine.members if rank[0] == member[0]
+            run.bodies[rank, PREPARE].mode
+            for rank in run.machine.members
+            if member == SENDER or rank[0] == member[0]
         }
         return "bucketed" if "bucketed" in found else "full"
 

@@ -126,7 +126,9 @@ class SendingEnd:
         self._loop = asyncio.get_running_loop()
         self._store = Store(host)
         self._link = self._new_link()
-        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        on_gpu = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device, priority=-1) if on_gpu else None
+        self._check_stream = torch.cuda.Stream(device) if on_gpu else None
         self._cargo: Cargo | None = None
 
     @property
@@ -156,7 +158,7 @@ class SendingEnd:
             case Stage():
                 # What is loaded now, whatever is when the thread comes to it.
                 link, cargo = self._link, self._cargo
-                self._run(link, message.id, STAGE, lambda: self._stage(link, message.id, cargo))
+                self._run(link, message.id, STAGE, lambda: self._stage(link, message, cargo))
             case Abort():
                 # Answered at once, also when the thread is in a collective.
                 if message.leave:
@@ -196,7 +198,7 @@ class SendingEnd:
             link.sender = SharedSender(store, prefix, join.readers, RING, join.timeout)
         link.check()
 
-    def _stage(self, link: Link, update: int, cargo: Cargo | None) -> SentStage:
+    def _stage(self, link: Link, message: Stage, cargo: Cargo | None) -> SentStage:
         if cargo is None:
             raise WeightUpdateError("the update was withdrawn")
         if cargo.begun and cargo.is_gathered:
@@ -214,12 +216,18 @@ class SendingEnd:
                     self._stream.wait_event(event)
             check = FiniteCheck() if cargo.check_finite else None
             if check is not None:
-                self._check_before(check, cargo, packing)
-            return self._send(link, update, cargo, packing, check)
+                self._begin_check(check, cargo, packing)
+                if message.mode == "bucketed":
+                    # What is sent goes straight into live weights.
+                    self._end_check(check)
+            sent = self._send(link, message.id, cargo, packing, check)
+            if check is not None:
+                self._end_check(check)
+            return sent
 
-    def _check_before(self, check: FiniteCheck, cargo: Cargo, packing: _Packing) -> None:
-        """Before anything is sent, which may go straight into live weights. Tensors that are
-        gathered are checked when they are packed."""
+    def _begin_check(self, check: FiniteCheck, cargo: Cargo, packing: _Packing) -> None:
+        """Check all tensors but those that are gathered, which are checked when they are packed. A
+        GPU does it while it sends: a broadcast leaves most of its memory's bandwidth unused."""
         tensors = [
             (name, tensor, dtype)
             for (name, tensor), dtype in zip(cargo.tensors, packing.dtypes, strict=True)
@@ -229,7 +237,15 @@ class SendingEnd:
             if device.type == "cuda":
                 for event in cargo.ready:
                     torch.cuda.current_stream(device).wait_event(event)
-        check.add(tensors)
+        if self._check_stream is not None and self._stream is not None:
+            self._check_stream.wait_stream(self._stream)
+        with torch.cuda.stream(self._check_stream):
+            check.add(tensors)
+
+    def _end_check(self, check: FiniteCheck) -> None:
+        """Raise ``InvalidWeights`` if a tensor that was checked is not finite."""
+        if self._check_stream is not None and self._stream is not None:
+            self._stream.wait_stream(self._check_stream)
         check.finish()
 
     def _plan(self, link: Link, cargo: Cargo) -> None:
@@ -288,8 +304,6 @@ class SendingEnd:
                 group.synchronize()
         if neighbour is not None:
             neighbour.finish(len(packing.buckets))
-        if check is not None:
-            check.finish()
         return SentStage(gather * 1e3, (time.perf_counter() - begun) * 1e3)
 
     def _as_they_are(
