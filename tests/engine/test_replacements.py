@@ -7,12 +7,13 @@ import contextlib
 import os
 import shutil
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
+from processes import strike as stop
 
 import sglrl
 
@@ -230,36 +231,77 @@ async def test_an_update_waits_for_a_worker(lab: Lab) -> None:
     await lab.check()
 
 
-@pytest.mark.parametrize("begins", ["Give", "Take"])
-@pytest.mark.parametrize("delay", [0.0, 0.002, 0.008, 0.03])
-async def test_a_replacement_is_lost_when_its_copy_has_begun(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch, begins: str, delay: float
+async def on_message(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, kind: str, act: Callable[[], None]
 ) -> None:
-    """Nobody waits for it: an update with a short timeout reaches the others, and the next
-    replacement is not taken for it."""
-    await lab.other()
-    (added,) = await lab.client.add_workers()
+    """Kill worker 1. Returns when its replacement's copy has come to the first message of this
+    kind, after which ``act`` is called at once."""
     channel = lab.client._pool.weights
-    send, begun = channel._send, asyncio.Event()
-    loop = asyncio.get_running_loop()
+    send, sent = channel._send, asyncio.Event()
 
     def observed(rank: Any, message: Any) -> None:
         send(rank, message)
-        if type(message).__name__ == begins and not begun.is_set():
-            begun.set()
-            # Its pid now: it may end by itself.
-            loop.call_later(delay, kill_quietly, lab.client.workers[1].pid)
+        if type(message).__name__ == kind and not sent.is_set():
+            sent.set()
+            act()
 
     monkeypatch.setattr(channel, "_send", observed)
     await kill(lab.client, 1)
     async with asyncio.timeout(60):
-        await begun.wait()
-    # It is running now, or has been given up.
-    report = await lab.other(timeout=5.0)
-    assert {0, added} <= set(report.workers)
+        await sent.wait()
+
+
+async def updates_soon(lab: Lab, *workers: int) -> None:
+    """These get an update, and all serve again, long before a copy's own time is over."""
     async with asyncio.timeout(60):
+        report = await lab.other(timeout=5.0)
+        assert set(workers) <= set(report.workers)
         await lab.client.wait_until_full()
     await lab.check()
+
+
+async def test_a_replacement_is_lost_before_its_giver_answers(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The giver is stopped until the loss has been noticed. Nothing waits for what can never come,
+    and the next replacement is not asked for what was asked of this one."""
+    await lab.other()
+    (added,) = await lab.client.add_workers()
+    giver, taker = lab.client.workers[0].pid, -1
+
+    def act() -> None:
+        nonlocal taker
+        stop(giver, signal.SIGSTOP)
+        taker = lab.client.workers[1].pid
+        strike(lab.client, 1)
+
+    try:
+        await on_message(lab, monkeypatch, "Give", act)
+        async with asyncio.timeout(60):
+            while lab.client.workers[1].pid == taker and lab.client.workers[1].state != "lost":
+                await lab.client._pool.driver.change()
+    finally:
+        os.kill(giver, signal.SIGCONT)
+    await updates_soon(lab, 0, added)
+    await lab.client.remove_worker(added)
+
+
+@pytest.mark.parametrize("kind", ["Give", "Take"])
+@pytest.mark.parametrize("delay", [0.0, 0.002, 0.008, 0.03])
+async def test_a_replacement_is_lost_when_its_copy_has_begun(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, kind: str, delay: float
+) -> None:
+    """However far the copy has come."""
+    await lab.other()
+    (added,) = await lab.client.add_workers()
+    loop = asyncio.get_running_loop()
+
+    def act() -> None:
+        # Its pid now: another one may have its place by then.
+        loop.call_later(delay, kill_quietly, lab.client.workers[1].pid)
+
+    await on_message(lab, monkeypatch, kind, act)
+    await updates_soon(lab, 0, added)
     await lab.client.remove_worker(added)
 
 
