@@ -9,11 +9,13 @@
         two.loses = True   # packets that ``two`` sends are lost; it still receives
         one.up = False     # the interface is down: nothing arrives in either direction
 
+``another_host`` joins one namespace to the test's own, so that the test itself can be one end.
+
 Programs and the test exchange JSON, one object a line, over the program's standard input and
 output. Leaving the block kills the programs and removes the namespaces.
 
-This needs root. Without it ``two_hosts`` skips the test. With the environment variable CI set it
-fails the test instead.
+This needs root. Without it the test is skipped. With the environment variable CI set it fails
+instead.
 """
 
 from __future__ import annotations
@@ -33,7 +35,6 @@ import pytest
 
 T = TypeVar("T")
 
-_INTERFACE = "link"
 _NOBODY = "02:00:00:00:00:01"
 """A hardware address that neither interface has."""
 _END_SECONDS = 30.0
@@ -72,11 +73,15 @@ class Program:
 
 
 class Host:
-    """One namespace. ``address``: its IPv4 address on the link."""
+    """One namespace; without a ``namespace``, that of the test. ``address``: its IPv4 address on
+    the link. ``name``: of its interface."""
 
-    def __init__(self, name: str, address: str, other: str, stack: ExitStack) -> None:
-        self.name = name
+    def __init__(
+        self, namespace: str | None, name: str, address: str, other: str, stack: ExitStack
+    ) -> None:
         self.address = address
+        self._namespace = namespace
+        self._name = name
         self._other = other
         self._stack = stack
         # A thread of its own enters the namespace. The processes that it starts are in it, too.
@@ -92,19 +97,20 @@ class Host:
     def _enter(self) -> Any:
         from pyroute2 import IPRoute, netns
 
-        netns.setns(self.name)
+        if self._namespace is not None:
+            netns.setns(self._namespace)
         return IPRoute()
 
-    def _index(self, interface: str = _INTERFACE) -> int:
-        found: int = self._netlink.link_lookup(ifname=interface)[0]
+    def _index(self) -> int:
+        found: int = self._netlink.link_lookup(ifname=self._name)[0]
         return found
 
     def join(self, other: Host) -> None:
         """Make the link."""
 
         def make() -> None:
-            peer = {"ifname": _INTERFACE, "net_ns_fd": other.name}
-            self._netlink.link("add", ifname=_INTERFACE, kind="veth", peer=peer)
+            peer = {"ifname": other._name, "net_ns_fd": other._namespace}
+            self._netlink.link("add", ifname=self._name, kind="veth", peer=peer)
 
         self._do(make)
         for host in (self, other):
@@ -112,7 +118,9 @@ class Host:
             host.up = True
 
     def _configure(self) -> None:
-        self._netlink.link("set", index=self._index("lo"), state="up")
+        if self._namespace is not None:
+            loopback = self._netlink.link_lookup(ifname="lo")[0]
+            self._netlink.link("set", index=loopback, state="up")
         self._netlink.addr("add", index=self._index(), address=self.address, prefixlen=24)
 
     @property
@@ -161,6 +169,20 @@ class Host:
 
 @contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
+    """Two namespaces that are joined to each other, and to nothing else."""
+    with _joined(2) as hosts:
+        yield hosts
+
+
+@contextmanager
+def another_host() -> Iterator[tuple[Host, Host]]:
+    """The test's own namespace, and another one that is joined to it."""
+    with _joined(1) as hosts:
+        yield hosts
+
+
+@contextmanager
+def _joined(count: int) -> Iterator[tuple[Host, Host]]:
     if os.geteuid() != 0:
         reason = "network namespaces need root"
         if os.environ.get("CI"):
@@ -168,14 +190,16 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
         pytest.skip(reason)
     from pyroute2 import netns
 
+    # Tests that run at the same time share a namespace.
     tag = secrets.token_hex(4)
-    names = [f"sglrl-{tag}-{n}" for n in (1, 2)]
-    addresses = ["10.77.0.1", "10.77.0.2"]
+    net = f"10.77.{secrets.randbelow(256)}"
     with ExitStack() as stack:
-        for name in names:
-            netns.create(name)
-            stack.callback(netns.remove, name)
-        one = Host(names[0], addresses[0], addresses[1], stack)
-        two = Host(names[1], addresses[1], addresses[0], stack)
-        one.join(two)
-        yield one, two
+        made = [f"sglrl-{tag}-{n}" for n in range(count)]
+        for namespace in made:
+            netns.create(namespace)
+            stack.callback(netns.remove, namespace)
+        one, two = [None, *made][-2:]
+        here = Host(one, f"sg{tag}a", f"{net}.1", f"{net}.2", stack)
+        there = Host(two, f"sg{tag}b", f"{net}.2", f"{net}.1", stack)
+        here.join(there)
+        yield here, there

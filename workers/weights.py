@@ -49,7 +49,7 @@ from sglrl.messages import (
 from sglrl.net.zmq import ZmqPolledDealer
 from sglrl.weights.files import weight_files
 from sglrl.weights.finite import FiniteCheck, ToCheck
-from sglrl.weights.group import Group, connect_store, settings
+from sglrl.weights.group import Group, connect_store, local_address, settings
 from sglrl.weights.link import Link
 from sglrl.weights.sender import perform
 from sglrl.weights.shared import SharedReader
@@ -274,9 +274,8 @@ class RankWeights:
         if join.reader >= 0:
             link.reader = SharedReader(store, prefix, join.reader, self._device, join.timeout)
         else:
-            link.group = Group(
-                store, prefix, join.rank, join.size, self._device, join.host, join.timeout
-            )
+            own = local_address(join.host, join.port)
+            link.group = Group(store, prefix, join.rank, join.size, self._device, own, join.timeout)
             link.group.begin()
         link.check()
 

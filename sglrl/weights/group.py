@@ -77,11 +77,21 @@ def connect_store(host: str, port: int, timeout: float) -> dist.TCPStore:
     return dist.TCPStore(host, port, None, False, timedelta(seconds=timeout))
 
 
+def local_address(host: str, port: int) -> str:
+    """This process's own address on the way to ``host``. Sends nothing. Raises ``OSError`` if there
+    is no way, or no such host."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        address: str = probe.getsockname()[0]
+        return address
+
+
 class Group:
     """A communicator in which rank 0 sends.
 
     Args:
         store: keys under ``prefix`` are this group's.
+        host: this rank's own address, at which the others reach it. gloo listens there.
         timeout: seconds that one operation may take.
     """
 

@@ -161,7 +161,8 @@ class Sender:
         sender._unclosed = warn_unless_closed(sender, f"the Sender connected to {url}")
         # The thread that calls ``tell`` must not keep a sender alive that is never closed.
         lose = weakref.WeakMethod(sender._lose)
-        broken.add_done_callback(lambda _: (found := lose()) and found("the client is gone"))
+        reason = "the client is gone or cannot be reached"
+        broken.add_done_callback(lambda _: (found := lose()) and found(reason))
         sender._end = SendingEnd(device, host, sender._answer)
         sender._manifest = Manifest()
         dealer.start(sender._on_message)

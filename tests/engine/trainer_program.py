@@ -1,7 +1,8 @@
 """A trainer in a process of its own: sends the weights of the folders named on its standard input.
 
-    python trainer_program.py ADDRESS
+    python trainer_program.py ADDRESS [HOST HEARTBEAT_TIMEOUT]
 
+HOST: an address of its own, where workers on another host can reach it.
 Every line of input is a command in JSON, every line of output its result: ``{"update": folder}``
 with options of ``Sender.update``; ``{"block": folder}``, whose last tensor is never there:
 "blocked" comes when all others are on their way; ``{"group": 0}`` uses the process's own default
@@ -79,12 +80,15 @@ async def perform(sender: Sender, command: dict[str, Any]) -> None:
             )
 
 
-async def main(address: str) -> None:
+async def main(address: str, *way: str) -> None:
     torch.set_num_threads(1)
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=9))
     loop = asyncio.get_running_loop()
-    async with await Sender.connect(address) as sender:
+    options: dict[str, Any] = {}
+    if way:
+        options = {"host": way[0], "heartbeat_timeout": float(way[1]), "insecure": True}
+    async with await Sender.connect(address, **options) as sender:
         say(result="connected", version=sender.weight_version)
         while line := await loop.run_in_executor(None, sys.stdin.readline):
             await perform(sender, json.loads(line))
@@ -94,4 +98,4 @@ async def main(address: str) -> None:
 
 if __name__ == "__main__":
     assert Path(sys.argv[0]).name == "trainer_program.py"
-    asyncio.run(main(sys.argv[1]))
+    asyncio.run(main(*sys.argv[1:]))
