@@ -16,7 +16,9 @@ from importlib.util import find_spec, spec_from_file_location
 from typing import Any, Final
 
 MODULES: Final = (
+    "core.call_queue",
     "core.calls",
+    "core.clients",
     "core.fabric",
     "core.members",
     "core.rollouts",

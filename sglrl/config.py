@@ -16,12 +16,26 @@ from .errors import UsageError
 ROUTING_STRATEGIES = ("prefix-aware", "requests", "kv-cache", "round-robin")
 
 
+LEAST_UNREAD_BYTES: Final = 4 << 20
+"""A client in another process reports what it has read each time that it has read a fourth of this.
+So one that reads is never taken for one that does not."""
+DROPPED_AT: Final = 4
+"""Times ``max_unread_bytes``; see there."""
+
+
 class FabricConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Limits and policy of one pool.
 
     Attributes:
         routing: strategies in order of preference; the first that names a worker wins.
         max_queue: calls that may wait at the driver; one more raises ``Overloaded``.
+        max_queue_bytes: bytes that these may hold: token ids, raw arguments and raw frames. A call
+            that would exceed them raises ``Overloaded``.
+        max_calls_per_client: calls of one client (the pool's own, or one in another process) that
+            may wait; one more raises ``Overloaded`` there. None: ``max_queue``.
+        max_unread_bytes: with as many bytes of unread answers the calls of a client in another
+            process wait. The calls that run go on. With ``DROPPED_AT`` times as many bytes, or as
+            ``max_message_bytes`` if that is more, the client is dropped and its calls end.
         max_attempts: how many workers one idempotent call may lose, without a chunk between them,
             before it fails: it may be what kills them. Bad luck alone must not get so far.
         overload: a worker counts as overloaded for prefix affinity when it holds more than
@@ -32,6 +46,9 @@ class FabricConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     routing: tuple[str, ...] = ("requests",)
     max_queue: int = 100_000
+    max_queue_bytes: int = 1 << 30
+    max_calls_per_client: int | None = None
+    max_unread_bytes: int = 256 << 20
     max_attempts: int = 5
     overload: float = 1.25
     overload_slack: int = 2
@@ -57,6 +74,16 @@ class FabricConfig(msgspec.Struct, frozen=True, kw_only=True):
             value: object = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= low:
                 raise UsageError(f"{name} must be at least {low}, got {value!r}")
+        for name, low in (
+            ("max_queue_bytes", 0),
+            ("max_calls_per_client", 1),
+            ("max_unread_bytes", LEAST_UNREAD_BYTES),
+        ):
+            value = getattr(self, name)
+            if name == "max_calls_per_client" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < low:
+                raise UsageError(f"{name} must be an integer of at least {low:,}, got {value!r}")
 
 
 _LONGEST: Final = 1e9

@@ -29,6 +29,7 @@ from ..errors import SglrlError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from .clients import ClientState
     from .members import Member
     from .routing import Route
 
@@ -59,21 +60,30 @@ class Call:
     the chunks received so far. ``losses``: workers lost while they held it, since it last received
     a chunk. ``urgent``: it is sent at once to the READY worker that it is pinned to, whose window
     may be full: it is about the calls that the worker holds. ``target``: in a process that has no
-    pool of its own, the worker of the pool that it is for.
+    pool of its own, the worker of the pool that it is for. ``client``: who made it; None until it
+    waits, if the pool's own client did. ``answer_bytes``: size of the answer, if it is known before
+    and the client has to read it; 0 otherwise. ``extra_bytes``: bytes that it holds beside
+    its prompt, its raw frames and ``Raw`` arguments. ``queued_bytes``: bytes that count while
+    it waits, beside its prompt. ``passed``: how often a call that comes after it went before it.
     """
 
     __slots__ = (
+        "answer_bytes",
         "args",
         "attempts",
+        "client",
         "deadline",
         "endpoint",
+        "extra_bytes",
         "first_at",
         "frames",
         "id",
         "idempotent",
         "losses",
+        "passed",
         "pinned",
         "priority",
+        "queued_bytes",
         "reply",
         "resumable",
         "route",
@@ -100,6 +110,7 @@ class Call:
         stream: bool = False,
         resumable: bool = False,
         urgent: bool = False,
+        client: ClientState | None = None,
     ) -> None:
         self.id = -1
         self.endpoint = endpoint
@@ -115,6 +126,11 @@ class Call:
         self.stream = stream
         self.resumable = resumable
         self.urgent = urgent
+        self.client = client
+        self.answer_bytes = 0
+        self.extra_bytes = 0
+        self.queued_bytes = 0
+        self.passed = 0
         self.losses = 0
         self.state = QUEUED
         self.worker: Member | None = None
@@ -133,9 +149,13 @@ class Call:
         self.state = state
 
     def goes_before(self, other: Call) -> bool:
-        """By priority, then by age: ids count submissions."""
+        """By priority. Then clients take turns: the one that was served longest ago goes first.
+        Calls of one client go by age: ids count submissions."""
         if self.priority != other.priority:
             return self.priority > other.priority
+        mine, its = self.client, other.client
+        if mine is not its and mine is not None and its is not None:
+            return mine.turn < its.turn
         return self.id < other.id
 
     def __repr__(self) -> str:

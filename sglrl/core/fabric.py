@@ -5,11 +5,11 @@ Invariants (checked by ``validate``, which the tests run after every step):
 
 * every submitted call ends exactly once, with one ``END`` effect;
 * a member never holds more calls than its window, urgent ones aside;
-* a call waits in the queue only while no member that may take it has room;
+* a call waits in the queue only while no member that may take it has room, or while its client has
+  too much to read;
 * the sum of all loads equals the number of calls that are SENT, RUNNING or CANCELLING.
 
-Waiting calls go by priority and age, but of one priority a member leaves to another what goes on
-from what that holds, until the oldest has been passed by for as long again as it would wait.
+``call_queue.py`` says in which order calls leave the queue, and how many may be in it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, Any, Final
 
 from ..config import FabricConfig
-from ..errors import Closed, DeadlineExceeded, Overloaded, SglrlError, UsageError, WorkerLost
+from ..errors import Closed, DeadlineExceeded, SglrlError, UsageError, WorkerLost
 from ..messages import Item, ItemKind
+from .call_queue import CallQueue
 from .calls import CANCELLING, ENDED, QUEUED, RUNNING, SENT, Call
+from .clients import NO_LIMIT, ClientState
 from .members import DRAINING, GONE, LOST, READY, RETIRED, STALE, SYNCING, LoadIndex, Member
 from .routing import Router
-from .waiting import Waiting
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,10 +48,6 @@ DRAINED: Final = 5
 Effect = tuple[int, Any, Any]
 
 _CHUNK = 0
-_PATIENCE: Final = 64
-"""Calls that may pass an older one, beyond those that wait at a time."""
-_LOOKS: Final = 64
-"""Calls of which is asked at a time whether another member holds what they begin with."""
 
 
 class Fabric:
@@ -70,12 +67,32 @@ class Fabric:
         """No new calls; those that are there run to their end."""
         self._epitaph = ""
         self._next_id = 0
-        self._fresh = Waiting()
-        """Calls that may go anywhere."""
-        self._homed = Waiting()
-        """Those in some member's ``returning``."""
-        self._waiting = 0
+        self.queue = CallQueue(self.config, self.router, self.members)
+        self._turns = 0
+        self._own = self.add_client()
+        """Who makes the calls that name no client."""
+        self._woken = False
+        """Calls wait that may not have gone for another reason than that nobody had room."""
         self._deadlines: list[tuple[float, int]] = []
+
+    # --- clients ----------------------------------------------------------------------------------
+
+    def add_client(self, max_unread: int = NO_LIMIT) -> ClientState:
+        """A new client. Its waiting calls go only while it has fewer than ``max_unread`` bytes of
+        answers to read."""
+        self._turns += 1
+        return ClientState(self._turns, max_unread)
+
+    def remove_client(self, client: ClientState) -> None:
+        """All calls of the client have been cancelled."""
+        self.queue.drop(client)
+
+    def read_by_client(self, client: ClientState, size: int, now: float) -> None:
+        """The client has read so many bytes more, which were added to ``unread`` when they were
+        sent."""
+        client.unread -= size
+        self._wake(client)
+        self._pump_woken(now)
 
     # --- members ----------------------------------------------------------------------------------
 
@@ -126,6 +143,8 @@ class Fabric:
         member.calls.clear()
         member.load = 0
         for call in held:
+            if call.answer_bytes:
+                self._expect_no_more(call)
             if call.state == CANCELLING:
                 call.move(ENDED)
                 continue
@@ -150,6 +169,7 @@ class Fabric:
                 )
         self._fail_pinned(member, f"lost ({reason})", keep_idempotent=returns)
         self._pump(now)
+        self._pump_woken(now)
         self._end_if_alone(reason)
 
     def member_retired(self, index: int, reason: str) -> None:
@@ -173,7 +193,8 @@ class Fabric:
 
         Raises:
             Closed: the pool is closed.
-            Overloaded: ``max_queue`` calls are already waiting.
+            Overloaded: ``max_queue`` calls are already waiting, or ``max_calls_per_client`` of this
+                client, or with this one they would have more than ``max_queue_bytes``.
             WorkerLost: no worker is left, or the one it is pinned to is gone.
             UsageError: it is pinned to a worker that never existed.
         """
@@ -182,18 +203,17 @@ class Fabric:
         self._next_id = id_ = self._next_id + 1
         call.id = id_
         call.submitted_at = now
-        member = self.router.choose(call) if call.pinned is None else self._pinned_member(call)
+        member: Member | None = None
+        if call.pinned is not None:
+            member = self._pinned_member(call)
+        elif call.client is None or not call.client.blocked:
+            member = self.router.choose(call)
         if member is None:
             lost = not self.loads.members and self.members and not self.alive
             if lost and call.pinned is None:
                 raise WorkerLost(f"no worker is left in this pool: {self._epitaph}")
-            if self._waiting >= self.config.max_queue and not call.urgent:
-                raise Overloaded(
-                    f"{self._waiting} calls already wait for a worker (max_queue="
-                    f"{self.config.max_queue}); await some of them before you submit more"
-                )
+            self._enqueue(call, limited=not call.urgent)
             self.calls[id_] = call
-            self._enqueue(call)
         else:
             self.calls[id_] = call
             self._dispatch(call, member, now)
@@ -230,6 +250,8 @@ class Fabric:
                 outbox.append((CHUNK, call, item))
             else:
                 del held[item.id]
+                if call.answer_bytes:
+                    self._expect_no_more(call)
                 if call.state != CANCELLING:
                     del calls[item.id]
                     outbox.append((END, call, item))
@@ -244,8 +266,9 @@ class Fabric:
                 member.load -= ended
                 if member.state is DRAINING and not member.load:
                     outbox.append((DRAINED, member, None))
-            if self._waiting:
+            if self.queue.waiting:
                 self._pump(now, member)
+                self._pump_woken(now)
 
     def next_deadline(self) -> float | None:
         """When ``tick`` is next needed; None when no live call has a deadline."""
@@ -274,8 +297,11 @@ class Fabric:
                 self.outbox.append((END, call, error))
 
     def _waits(self, call: Call) -> str:
-        """Where a call waits that no worker holds, and why, if nobody that may take it serves."""
-        pinned = call.pinned
+        """Where a call waits that no worker holds, and why, if nobody that may take it serves, or
+        its client does not read."""
+        client, pinned = call.client, call.pinned
+        if client is not None and client.blocked:
+            return f"in the queue: {client.unread:,} bytes of answers to its client are unread"
         among = self.members.values() if pinned is None else (self.members[pinned],)
         if any(member.state is READY for member in among):
             return "in the queue"
@@ -315,7 +341,7 @@ class Fabric:
     @property
     def waiting(self) -> int:
         """Calls that wait at the driver."""
-        return self._waiting
+        return self.queue.waiting
 
     # --- inside -----------------------------------------------------------------------------------
 
@@ -351,9 +377,11 @@ class Fabric:
         gone = target.state in (DRAINING, RETIRED)
         if gone or (target.state is LOST and not call.idempotent):
             raise WorkerLost(f"worker {call.pinned} is {target.state}", worker=call.pinned)
-        if target.has_room or (call.urgent and target.state is READY):
+        if call.urgent and target.state is READY:
             return target
-        return None
+        client = call.client
+        blocked = client is not None and client.blocked
+        return target if target.has_room and not blocked else None
 
     def _dispatch(self, call: Call, member: Member, now: float) -> None:
         self.loads.reserve(member)
@@ -364,44 +392,43 @@ class Fabric:
         call.attempts += 1
         if not call.first_at:
             call.sent_at = now
+        if call.answer_bytes and call.client is not None:
+            call.client.unread += call.answer_bytes
         member.calls[call.id] = call
         self.outbox.append((SEND, member, call))
 
-    def _enqueue(self, call: Call) -> None:
-        self._waiting += 1
-        if call.pinned is not None:
-            self.members[call.pinned].pinned.push(call)
-            return
-        home = self.router.home(call)
-        if home is None:
-            self._fresh.push(call)
-        else:
-            self._send_home(call, home)
+    def _expect_no_more(self, call: Call) -> None:
+        """No worker computes the call's answer any more."""
+        client = call.client
+        if client is not None:
+            client.unread -= call.answer_bytes
+            self._wake(client)
 
-    def _send_home(self, call: Call, home: Member) -> None:
-        """It had best go to this member, which holds what it goes on from."""
-        for queue in (self._homed, home.returning):
-            queue.push(call)
-            self._sweep(queue)
+    def _wake(self, client: ClientState) -> None:
+        if client.wake():
+            self._woken = True
+
+    def _pump_woken(self, now: float) -> None:
+        """Give calls of clients that are blocked no longer to members that had room all along."""
+        if self._woken:
+            self._woken = False
+            if not self.loads.with_room:
+                return
+            for member in self.members.values():
+                if member.has_room:
+                    self._pump(now, member)
+
+    def _enqueue(self, call: Call, *, limited: bool = False) -> None:
+        """Raises ``Overloaded`` if it is ``limited``, and there may not be one more."""
+        if call.client is None:
+            call.client = self._own
+        self.queue.push(call, limited=limited)
 
     def _unqueue(self, call: Call) -> None:
-        """A waiting call waits no longer. It stands in its queues until they come to it, or are
-        swept."""
+        """A waiting call waits no longer."""
         call.move(ENDED)
         del self.calls[call.id]
-        self._waiting -= 1
-        if call.pinned is not None:
-            self._sweep(self.members[call.pinned].pinned)
-            return
-        self._sweep(self._fresh)
-        self._sweep(self._homed)
-        if not self._waiting:
-            for member in self.members.values():
-                member.returning.clear()
-
-    def _sweep(self, queue: Waiting) -> None:
-        """Bound it by twice the calls that wait."""
-        queue.bound(64 + 2 * self._waiting)
+        self.queue.remove(call)
 
     def _end_queued(self, call: Call, outcome: Item | SglrlError) -> None:
         self._unqueue(call)
@@ -422,10 +449,7 @@ class Fabric:
     def _withdraw(self, member: Member) -> None:
         self.loads.leave(member)
         self.router.leave(member)
-        for call in member.returning:
-            if call.state == QUEUED:
-                self._fresh.push(call)
-        member.returning.clear()
+        self.queue.withdraw(member)
 
     def _fail_pinned(self, member: Member, why: str, *, keep_idempotent: bool = False) -> None:
         """Calls that wait for this worker and no other. What is not idempotent may count on what
@@ -445,59 +469,24 @@ class Fabric:
     def _pump(self, now: float, member: Member | None = None) -> None:
         """Give waiting calls to members with room. ``member`` has gained room; the calls that are
         pinned to it come first."""
+        queue = self.queue
         if member is not None:
-            pinned = member.pinned
-            while member.has_room and (call := pinned.first()) is not None:
-                pinned.take()
+            while member.has_room and (call := queue.take_pinned(member)) is not None:
                 self._start_waiting(call, member, now)
-            while member.has_room and (call := self._next_for(member)) is not None:
+            while member.has_room and (call := queue.take_for(member)) is not None:
                 self.router.given(call, member)
                 self._start_waiting(call, member, now)
-        while self.loads.with_room:
-            fresh, homed = self._fresh.first(), self._homed.first()
-            call = _older(fresh, homed)
-            if call is None:
-                break
-            (self._fresh if call is fresh else self._homed).take()
+        while self.loads.with_room and (call := queue.take_any()) is not None:
             chosen = self.router.choose(call)
             assert chosen is not None
             self._start_waiting(call, chosen, now)
 
-    def _next_for(self, member: Member) -> Call | None:
-        """The waiting call that this member with room takes. It is in no queue then."""
-        own = member.returning.first()
-        fresh = self._fresh.first()
-        for _ in range(_LOOKS):
-            if fresh is None or fresh is not _older(fresh, own):
-                break
-            # Meanwhile others may have got what it begins with.
-            home = self.router.home(fresh)
-            if home is None or home is member:
-                break
-            self._fresh.take()
-            self._send_home(fresh, home)
-            fresh = self._fresh.first()
-        oldest = _older(fresh, self._homed.first())
-        found = _older(fresh, own)
-        if oldest is None:
-            return None
-        # Ids count submissions. Who comes last when w calls wait is w younger than the oldest.
-        if (
-            found is None
-            or found.priority != oldest.priority
-            or found.id - oldest.id > _PATIENCE + 2 * self._waiting
-        ):
-            found = oldest
-        if found is fresh:
-            self._fresh.take()
-        elif found is own:
-            member.returning.take()
-        else:
-            self._homed.take()
-        return found
-
     def _start_waiting(self, call: Call, member: Member, now: float) -> None:
-        self._waiting -= 1
+        self.queue.leave(call)
+        client = call.client
+        assert client is not None
+        self._turns += 1
+        client.turn = self._turns
         self._dispatch(call, member, now)
 
     def _trim_deadlines(self) -> None:
@@ -509,6 +498,7 @@ class Fabric:
     def validate(self) -> None:
         """Raise AssertionError unless every invariant of the module's docstring holds. O(n)."""
         held = 0
+        expected: Counter[ClientState] = Counter()
         for member in self.members.values():
             assert member.load == len(member.calls), member
             load = member.load - sum(call.urgent for call in member.calls.values())
@@ -516,17 +506,18 @@ class Fabric:
             for call in member.calls.values():
                 assert call.state in (SENT, RUNNING, CANCELLING), call
                 assert call.worker is member, call
+                if call.client is not None:
+                    expected[call.client] += call.answer_bytes
             held += len(member.calls)
-        queued = 0
         for call in self.calls.values():
             assert call.state in (QUEUED, SENT, RUNNING), call
-            if call.state == QUEUED:
-                queued += 1
+            if call.state == QUEUED and not (call.client is not None and call.client.blocked):
                 if call.pinned is None:
                     assert not self.loads.with_room, call
                 else:
                     assert not self.members[call.pinned].has_room, call
-        assert queued == self._waiting, (queued, self._waiting)
+        assert all(client.unread >= size for client, size in expected.items()), expected
+        self.queue.validate(self.calls)
         ready = [m for m in self.members.values() if m.state is READY]
         assert self.loads.members == len(ready)
         assert self.loads.total == sum(m.load for m in ready)
@@ -535,9 +526,3 @@ class Fabric:
             least = self.loads.least()
             assert least is not None
             assert least.load == min(m.load for m in ready if m.has_room)
-
-
-def _older(a: Call | None, b: Call | None) -> Call | None:
-    if a is None or b is None:
-        return a or b
-    return b if b.goes_before(a) else a

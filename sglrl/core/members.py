@@ -20,7 +20,7 @@ from typing import Final
 
 from ..errors import SglrlError
 from .calls import Call
-from .waiting import Waiting
+from .waiting import FairQueue
 
 STARTING: Final = "starting"
 SYNCING: Final = "syncing"
@@ -75,9 +75,9 @@ class Member:
         self.kv_usage = -1.0
         self.waiting = self.preempted = 0
         self.calls: dict[int, Call] = {}
-        self.pinned = Waiting()
+        self.pinned = FairQueue()
         """Calls that wait for this member and no other."""
-        self.returning = Waiting()
+        self.returning = FairQueue()
         """Calls that wait for any member and had best go to this one, which holds what they go on
         from."""
 

@@ -56,6 +56,8 @@ class Route:
         member: who got the call before; it gets the next one of a conversation.
         recorded: how many beginnings there were when ``member`` got the call before. (The whole
             prompt is none of them.)
+        waiting: its calls that wait. They share its prompt.
+        queued_bytes: size of the prompt when the first of these began to wait.
         _latest: the key of the last of these.
         _keys: of the prompt as it is, if ``_hashed`` says so: of so many bytes.
         _beginnings: how many of the keys are of beginnings.
@@ -68,11 +70,13 @@ class Route:
         "_latest",
         "member",
         "number",
+        "queued_bytes",
         "recorded",
         "session",
         "sticky",
         "tokens",
         "version",
+        "waiting",
     )
 
     def __init__(self, tokens: bytes, version: int = 0, session: str | None = None) -> None:
@@ -83,6 +87,8 @@ class Route:
         self.number = -1
         self.member: Member | None = None
         self.recorded = 0
+        self.waiting = 0
+        self.queued_bytes = 0
         self._latest = 0
         self._keys: list[int] = _NO_KEYS
         self._beginnings = 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from sglrl.config import FabricConfig
 from sglrl.core.calls import Call
 from sglrl.core.fabric import CANCEL, CHUNK, DRAINED, END, RESTART, SEND
 from sglrl.errors import Closed, DeadlineExceeded, Overloaded, UsageError, WorkerLost
@@ -30,9 +31,20 @@ class ModelMember:
         return self.state == "ready" and len(self.held) < self.window
 
 
+@dataclass(eq=False)
+class ModelClient:
+    """``turn``: when a call of it that waited was last sent, as a number that rises. ``unread``:
+    bytes that it has not read."""
+
+    turn: int
+    max_unread: int
+    unread: int = 0
+
+
 @dataclass
 class ModelCall:
     call: Call
+    client: ModelClient
     state: str = WAITING
     attempts: int = 0
     losses: int = 0
@@ -40,14 +52,17 @@ class ModelCall:
     cancelled: bool = False
     home: int | None = None
     """The member that has it return to it, while it waits."""
+    waited: bool = False
+    passed: int = 0
+    """How often another call went before it, while it waits."""
 
     @property
     def pinned(self) -> int | None:
         return self.call.pinned
 
     @property
-    def order(self) -> tuple[int, int]:
-        return -self.call.priority, self.call.id
+    def order(self) -> tuple[int, int, int]:
+        return -self.call.priority, self.client.turn, self.call.id
 
     @property
     def conversation(self) -> object:
@@ -59,9 +74,13 @@ class ModelCall:
 
 
 class Model:
-    def __init__(self, max_queue: int, max_attempts: int) -> None:
-        self.max_queue = max_queue
-        self.max_attempts = max_attempts
+    def __init__(self, config: FabricConfig, max_unread: list[int]) -> None:
+        self.config = config
+        self.max_attempts = config.max_attempts
+        self.clients = [ModelClient(turn, most) for turn, most in enumerate(max_unread)]
+        self.turns = len(max_unread)
+        self.prompts: dict[object, int] = {}
+        """Size of the prompt that waiting calls share, by their route."""
         self.members: dict[int, ModelMember] = {}
         self.calls: dict[int, ModelCall] = {}
         self.homes: dict[object, int] = {}
@@ -81,7 +100,31 @@ class Model:
             return self.members[pinned].has_room
         return any(m.has_room for m in self.members.values())
 
-    def refusal(self, call: Call) -> type[Exception] | None:
+    def unread(self, client: ModelClient) -> int:
+        """With answers of known size that are on their way."""
+        held = {id_ for member in self.members.values() for id_ in member.held}
+        mine = (self.calls[id_] for id_ in held if self.calls[id_].client is client)
+        return client.unread + sum(c.call.answer_bytes for c in mine)
+
+    def blocked(self, client: ModelClient) -> bool:
+        return self.unread(client) >= client.max_unread
+
+    def may_go(self) -> list[ModelCall]:
+        """Those that wait for a member with room, and for nothing else."""
+        found = self.in_state(WAITING)
+        blocked = [client for client in self.clients if self.blocked(client)]
+        return [c for c in found if c.client not in blocked]
+
+    def queued_bytes(self, *more: Call) -> int:
+        """Of all that wait, if these calls did, too."""
+        calls = [c.call for c in self.in_state(WAITING)] + list(more)
+        own = sum(c.extra_bytes + len(c.args) + sum(map(len, c.frames)) for c in calls)
+        return own + sum(
+            self.prompts.get(route, len(route.tokens))
+            for route in {c.route for c in calls if c.route is not None}
+        )
+
+    def refusal(self, call: Call, client: ModelClient) -> type[Exception] | None:
         """What ``submit`` must raise for this call now."""
         if self.closed:
             return Closed
@@ -93,23 +136,42 @@ class Model:
                 return WorkerLost
         elif self.members and not self.alive():
             return WorkerLost
-        if not self.room_for(call.pinned) and len(self.in_state(WAITING)) >= self.max_queue:
-            return Overloaded
+        if not self.room_for(call.pinned) or self.blocked(client):
+            waiting, config = self.in_state(WAITING), self.config
+            most = config.max_calls_per_client
+            if (
+                len(waiting) >= config.max_queue
+                or (most is not None and sum(c.client is client for c in waiting) >= most)
+                or self.queued_bytes(call) > config.max_queue_bytes
+            ):
+                return Overloaded
         return None
 
     def has_choice(self) -> bool:
         return sum(m.state == "ready" for m in self.members.values()) > 1
 
-    def submitted(self, call: Call) -> None:
-        new = self.calls[call.id] = ModelCall(call)
-        if not self.room_for(call.pinned):
+    def submitted(self, call: Call, client: ModelClient) -> None:
+        waits = not self.room_for(call.pinned) or self.blocked(client)
+        new = self.calls[call.id] = ModelCall(call, client)
+        if waits:
             self._waits(new)
 
     def _waits(self, call: ModelCall) -> None:
+        self.forget_prompts()
         call.state = WAITING
         call.home = None
+        call.waited = True
+        call.passed = 0
+        route = call.call.route
+        if route is not None:
+            self.prompts.setdefault(route, len(route.tokens))
         if call.pinned is None and self.has_choice():
             call.home = self.homes.get(call.conversation)
+
+    def forget_prompts(self) -> None:
+        """Those that no waiting call has."""
+        routes = {c.call.route for c in self.in_state(WAITING)}
+        self.prompts = {route: size for route, size in self.prompts.items() if route in routes}
 
     def _left(self, index: int) -> None:
         """What it held is nobody's."""
@@ -243,8 +305,9 @@ class Model:
         chunks = [e for e in seen if e[0] == CHUNK]
         assert chunks == [e for e in wanted if e[0] == CHUNK], "chunks keep their order"
         assert sorted(map(str, seen)) == sorted(map(str, wanted))
-        for call in self.in_state(WAITING):
+        for call in self.may_go():
             assert not self.room_for(call.pinned), f"{call.call} waits beside a free place"
+        self.forget_prompts()
 
     def _judge_send(self, index: int, sent: Call) -> None:
         member = self.members[index]
@@ -252,29 +315,38 @@ class Model:
         assert member.has_room, f"{member} got a call"
         assert call.state == WAITING, f"{call} was sent"
         assert call.pinned in (None, index)
-        waiting = self.in_state(WAITING)
+        waiting = self.may_go()
+        assert call in waiting, f"{call.client} has not read enough"
         if call.pinned is None:
             assert not any(c.pinned == index for c in waiting), "pinned calls come first"
-            self._judge_turn(call, index, [c for c in waiting if c.pinned is None], len(waiting))
+            self._judge_turn(call, index, [c for c in waiting if c.pinned is None])
             if self.has_choice() and call.conversation is not None:
                 self.homes[call.conversation] = index
         else:
             rivals = [c for c in waiting if c.pinned == index]
             assert min(rivals, key=lambda c: c.order) is call
+        if call.waited:
+            call.client.turn = self.turns
+            self.turns += 1
+        call.waited = False
         call.state = SENT
         call.attempts += 1
         assert call.losses < self.max_attempts
         assert call.call.resumable or call.attempts <= self.max_attempts
         member.held.add(sent.id)
 
-    def _judge_turn(self, call: ModelCall, index: int, rivals: list[ModelCall], all_: int) -> None:
-        """Calls that return to another member are left to that, unless the oldest call is of higher
-        priority, or would be passed by too often, or there are no others: then the oldest goes."""
+    def _judge_turn(self, call: ModelCall, index: int, rivals: list[ModelCall]) -> None:
+        """Calls that return to another member are left to that, unless the call that is next is of
+        higher priority, or was passed by too often, or there are no others: then that goes. (It is
+        called the oldest here, as with one client it is.)"""
         oldest = min(rivals, key=lambda c: c.order)
+        waiting = self.in_state(WAITING)
+        same = sum(c.client is oldest.client for c in waiting)
+        clients = len({id(c.client) for c in waiting})
+        patient = oldest.passed < 64 + 2 * min(len(waiting), same * clients)
 
         def may_pass(one: ModelCall) -> bool:
-            near = one.call.id - oldest.call.id <= 64 + 2 * all_
-            return near and one.call.priority == oldest.call.priority
+            return patient and one.call.priority == oldest.call.priority
 
         # Of others the model does not know who holds what they begin with.
         certain = [c for c in rivals if c.home == index or c.call.route is None]
@@ -285,3 +357,5 @@ class Model:
         else:
             assert call is oldest or may_pass(call), f"{call} has passed {oldest} too often"
             assert first is None or call.order <= first.order, f"{first} should have gone before"
+        if call is not oldest:
+            oldest.passed += 1

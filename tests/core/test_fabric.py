@@ -10,7 +10,7 @@ from sglrl.core.members import STALE
 from sglrl.errors import Closed, DeadlineExceeded, Overloaded, UsageError, WorkerLost
 from sglrl.messages import Item, ItemKind
 
-from .pool import finish, make_call, make_fabric, sent, submit, worker_of
+from .pool import finish, make_call, make_fabric, route, sent, submit, worker_of
 
 
 def test_waiting_calls_go_by_priority_then_age() -> None:
@@ -194,8 +194,8 @@ def test_cancelled_calls_do_not_fill_the_queue() -> None:
         for _ in range(2000):
             fabric.cancel(submit(fabric, pinned=pinned), 0.0)
     assert fabric.waiting == 0
-    assert len(fabric._fresh) <= 65
-    assert not fabric._homed
+    assert len(fabric.queue.fresh) <= 65
+    assert not fabric.queue.homed
     assert len(fabric.members[0].pinned) <= 65
     fabric.validate()
 
@@ -254,3 +254,150 @@ def test_waiting_calls_can_be_answered_for_a_worker() -> None:
     fabric.outbox.clear()
     finish(fabric, running[0])
     assert sent(fabric) == [other]
+
+
+def test_clients_take_turns_within_a_priority() -> None:
+    fabric = make_fabric(1, window=1)
+    running = submit(fabric)
+    own = [submit(fabric) for _ in range(50)]
+    one, two = fabric.add_client(), fabric.add_client()
+    first = [submit(fabric, client=one) for _ in range(2)]
+    second = [submit(fabric, client=two) for _ in range(3)]
+    before = submit(fabric, client=two, priority=1)
+    sent(fabric)
+    order = []
+    for _ in range(9):
+        finish(fabric, running)
+        (running,) = sent(fabric)
+        order.append(running)
+    # The one that was served last, with a higher priority, goes last.
+    turns = [own[0], first[0], second[0], own[1], first[1], second[1], own[2], second[2]]
+    assert order == [before, *turns]
+    fabric.validate()
+
+
+def test_repeated_calls_go_before_younger_ones_of_their_client() -> None:
+    fabric = make_fabric(2, window=1)
+    client = fabric.add_client()
+    lost = submit(fabric, client=client, idempotent=True)
+    other = submit(fabric)
+    waiting = [submit(fabric, client=client) for _ in range(3)]
+    sent(fabric)
+    fabric.member_lost(worker_of(lost) or 0, "it was killed", 0.0)
+    finish(fabric, other)
+    assert sent(fabric) == [lost]
+    finish(fabric, lost)
+    assert sent(fabric) == waiting[:1]
+
+
+def test_a_call_of_few_is_passed_by_less_often_than_one_of_many() -> None:
+    """For as long again as it would wait, which for the only call of its client is not long."""
+    fabric = make_fabric(2, window=1, routing=("requests",))
+    client = fabric.add_client()
+    slow, quick = (route([n]) for n in range(2))
+    slow.extend(slow.tokens, 0)
+    quick.extend(quick.tokens, 0)
+    submit(fabric, route=slow, client=client)
+    running = submit(fabric, route=quick)
+    alone = submit(fabric, route=slow, client=client)
+    many = [submit(fabric, route=quick) for _ in range(500)]
+    passed = 0
+    while alone.worker is None:
+        finish(fabric, running)
+        running = many[passed]
+        passed += running.worker is not None
+    assert passed == 1 + 64 + 2 * 2, "first it was the turn of the other client"
+
+
+def test_a_client_may_have_so_many_calls_wait() -> None:
+    fabric = make_fabric(1, window=1, max_queue=5, max_calls_per_client=3)
+    client = fabric.add_client()
+    running = [submit(fabric, client=client) for _ in range(4)]
+    with pytest.raises(Overloaded, match=r"^3 calls of this client .*\(max_calls_per_client=3\)"):
+        fabric.submit(make_call(client=client), 0.0)
+    for _ in range(2):
+        submit(fabric)
+    with pytest.raises(Overloaded, match=r"^5 calls already .*\(max_queue=5\)"):
+        fabric.submit(make_call(), 0.0)
+    finish(fabric, running[0])
+    submit(fabric, client=client, urgent=True, pinned=0)
+    fabric.validate()
+
+
+def test_calls_that_wait_may_have_so_many_bytes() -> None:
+    fabric = make_fabric(1, window=1, max_queue_bytes=1000)
+    running = submit(fabric, frames=[bytes(5000)])
+    assert fabric.queue.queued_bytes == 0
+    prompt = route([1] * 100)
+    samples = [submit(fabric, route=prompt, priority=n) for n in range(3)]
+    assert fabric.queue.queued_bytes == 400 + 3, "they share the prompt"
+    refused = make_call(frames=[bytes(500), memoryview(bytes(200))])
+    with pytest.raises(Overloaded) as full:
+        fabric.submit(refused, 0.0)
+    assert full.value.message == (
+        "this call has 701 bytes, and the 3 calls that already wait for a worker have 403, of at "
+        "most 1,000 (max_queue_bytes); await some of them before you submit more"
+    )
+    submit(fabric, frames=[bytes(500)])
+    urgent = submit(fabric, frames=[bytes(700)], urgent=True, pinned=0)
+    fabric.validate()
+    assert fabric.queue.queued_bytes == 904
+    fabric.cancel(samples[0], 0.0)
+    assert fabric.queue.queued_bytes == 903
+    for call in (running, urgent, samples[2]):
+        finish(fabric, call)
+    assert fabric.queue.queued_bytes == 501
+    fabric.close()
+    assert fabric.queue.queued_bytes == 0
+
+
+def test_a_client_that_does_not_read_gets_no_more() -> None:
+    fabric = make_fabric(2, window=2)
+    client = fabric.add_client(100)
+    calls = []
+    for _ in range(4):
+        call = make_call(client=client)
+        call.answer_bytes = 60
+        fabric.submit(call, 0.0)
+        calls.append(call)
+    pinned = submit(fabric, client=client, pinned=1)
+    assert sent(fabric) == calls[:2], "two answers are all that it may leave unread"
+    client.unread += 60
+    finish(fabric, calls[0])
+    fabric.validate()
+    other = submit(fabric)
+    assert sent(fabric) == [other], "others have the room that it leaves"
+    fabric.read_by_client(client, 20, 0.0)
+    assert sent(fabric) == []
+    fabric.read_by_client(client, 10, 0.0)
+    assert sent(fabric) == [calls[2]]
+    assert client.unread == 30 + 2 * 60
+    fabric.read_by_client(client, 30, 0.0)
+    assert sent(fabric) == []
+    finish(fabric, calls[1])
+    assert sent(fabric) == [pinned, calls[3]]
+    client.unread += 30
+    late = submit(fabric, client=client, deadline=5.0)
+    fabric.tick(6.0)
+    _, call, error = fabric.outbox[-1]
+    assert call is late
+    assert error.message.endswith("in the queue: 150 bytes of answers to its client are unread)")
+    fabric.validate()
+
+
+def test_a_client_that_left_stands_in_no_queue() -> None:
+    fabric = make_fabric(2, window=1, routing=("requests",))
+    client = fabric.add_client()
+    talk = route([1])
+    talk.extend(talk.tokens, 0)
+    calls = [submit(fabric, route=talk, client=client) for _ in range(3)]
+    calls.append(submit(fabric, route=route([2]), client=client))
+    finish(fabric, calls[0])
+    for call in calls:
+        fabric.cancel(call, 0.0)
+    fabric.remove_client(client)
+    queues = [fabric.queue.fresh, fabric.queue.homed]
+    for member in fabric.members.values():
+        queues += [member.returning, member.pinned]
+    assert not any(queues)
+    fabric.validate()

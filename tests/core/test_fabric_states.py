@@ -12,12 +12,21 @@ from msgspec import Raw
 
 from sglrl.config import ROUTING_STRATEGIES, FabricConfig
 from sglrl.core.calls import Call
+from sglrl.core.clients import ClientState
 from sglrl.core.fabric import Fabric
 from sglrl.core.routing import Route
 from sglrl.errors import SglrlError
 from sglrl.messages import Item, ItemKind
 
-from .fabric_model import CANCELLING, ENDED, RUNNING, SENT, WAITING, Model, ModelMember
+from .fabric_model import (
+    CANCELLING,
+    ENDED,
+    RUNNING,
+    SENT,
+    WAITING,
+    Model,
+    ModelMember,
+)
 
 pick = st.integers(0, 1 << 16)
 """Chooses one of what is there at the moment, modulo its number."""
@@ -39,27 +48,42 @@ RETRIES = ["never", "repeat", "resume"]
 class FabricStates(RuleBasedStateMachine):
     @initialize(
         max_queue=st.sampled_from([50, 3, 1, 0]),
+        max_queue_bytes=st.sampled_from([1 << 30, 1 << 30, 40]),
+        max_calls_per_client=st.sampled_from([None, None, 2]),
+        max_unread=st.lists(st.sampled_from([1 << 30, 25]), min_size=1, max_size=2),
         max_attempts=st.integers(1, 3),
         routing=st.lists(st.sampled_from(ROUTING_STRATEGIES), min_size=1, max_size=3),
         windows=st.lists(st.integers(1, 4), min_size=1, max_size=3),
     )
     def begin(
-        self, max_queue: int, max_attempts: int, routing: list[str], windows: list[int]
+        self,
+        max_queue: int,
+        max_queue_bytes: int,
+        max_calls_per_client: int | None,
+        max_unread: list[int],
+        max_attempts: int,
+        routing: list[str],
+        windows: list[int],
     ) -> None:
         self.now = 0.0
         self.strays = 0
         self.conversations = [Route(bytes([n, 0, 0, 0])) for n in range(6)]
-        self.model = Model(max_queue, max_attempts)
-        self.fabric = Fabric(
-            FabricConfig(
-                routing=tuple(routing),
-                max_queue=max_queue,
-                max_attempts=max_attempts,
-                prefix_block=2,
-                prefix_entries=8,
-                overload_slack=1,
-            )
+        config = FabricConfig(
+            routing=tuple(routing),
+            max_queue=max_queue,
+            max_queue_bytes=max_queue_bytes,
+            max_calls_per_client=max_calls_per_client,
+            max_attempts=max_attempts,
+            prefix_block=2,
+            prefix_entries=8,
+            overload_slack=1,
         )
+        # The first one is the pool's own.
+        self.model = Model(config, [1 << 30, *max_unread])
+        self.fabric = Fabric(config)
+        clients: list[ClientState | None] = [None]
+        clients += [self.fabric.add_client(most) for most in max_unread]
+        self.clients = list(zip(clients, self.model.clients, strict=True))
         for index, window in enumerate(windows):
             self.join()
             self.fabric.member_ready(index, window, self.now)
@@ -168,6 +192,8 @@ class FabricStates(RuleBasedStateMachine):
         stream=st.booleans(),
         route=routes,
         copies=st.integers(1, 4),
+        client=pick,
+        answer=st.sampled_from([0, 10, 30]),
     )
     def submit(
         self,
@@ -178,29 +204,58 @@ class FabricStates(RuleBasedStateMachine):
         stream: bool,
         route: Route | None,
         copies: int,
+        client: int,
+        answer: int,
     ) -> None:
         for _ in range(copies):
-            self.submit_one(priority, pinned, deadline, retry, stream, route)
+            self.submit_one(priority, pinned, deadline, retry, stream, route, client, answer)
 
     @rule(
         settings=st.lists(
-            st.tuples(st.integers(0, 2), st.sampled_from(RETRIES), st.booleans(), st.booleans()),
+            st.tuples(
+                st.integers(0, 2), st.sampled_from(RETRIES), st.booleans(), st.booleans(), pick
+            ),
             min_size=2,
             max_size=8,
         )
     )
-    def submit_several(self, settings: list[tuple[int, str, bool, bool]]) -> None:
+    def submit_several(self, settings: list[tuple[int, str, bool, bool, int]]) -> None:
         """More work at once, for any worker: most histories begin with some to be interesting."""
-        for priority, retry, stream, timed in settings:
-            self.submit_one(priority, None, 4 if timed else None, retry, stream, None)
+        for priority, retry, stream, timed, client in settings:
+            self.submit_one(priority, None, 4 if timed else None, retry, stream, None, client, 0)
 
     @rule(turns=st.lists(st.tuples(pick, st.integers(0, 1)), min_size=3, max_size=10))
     def converse(self, turns: list[tuple[int, int]]) -> None:
-        """Next turns of a few conversations."""
+        """Next turns of a few conversations, each of one client."""
         for n, priority in turns:
-            one = self.conversations[n % len(self.conversations)]
+            n %= len(self.conversations)
+            one = self.conversations[n]
             one.extend(one.tokens + b"\1\0\0\0" * 3, 0)
-            self.submit_one(priority, None, None, "resume", False, one)
+            self.submit_one(priority, None, None, "resume", False, one, n, 0)
+
+    @rule(
+        n=pick,
+        size=st.sampled_from([0, 10, 30]),
+        answers=st.lists(st.sampled_from([0, 30]), max_size=4),
+    )
+    def leave_unread(self, n: int, size: int, answers: list[int]) -> None:
+        """A client in another process does not read what it was sent, and asks for more."""
+        n = 1 + n % (len(self.clients) - 1)
+        state, client = self.clients[n]
+        assert state is not None
+        state.unread += size
+        client.unread += size
+        for answer in answers:
+            self.submit_one(0, None, None, "repeat", False, None, n, answer)
+
+    @rule(n=pick, size=st.sampled_from([5, 60, 90]))
+    def client_reads(self, n: int, size: int) -> None:
+        state, client = self.clients[1 + n % (len(self.clients) - 1)]
+        size = min(size, client.unread)
+        if state is not None and size:
+            client.unread -= size
+            self.fabric.read_by_client(state, size, self.now)
+            self.judge([])
 
     @rule(every=st.integers(1, 3))
     def progress(self, every: int) -> None:
@@ -219,7 +274,10 @@ class FabricStates(RuleBasedStateMachine):
         retry: str,
         stream: bool,
         route: Route | None,
+        client: int,
+        answer: int,
     ) -> None:
+        state, known = self.clients[client % len(self.clients)]
         call = Call(
             "work",
             Raw(b"\x90"),
@@ -231,8 +289,12 @@ class FabricStates(RuleBasedStateMachine):
             idempotent=retry != "never",
             stream=stream,
             resumable=retry == "resume",
+            frames=[b"frame"] if answer else (),
+            client=state,
         )
-        refusal = self.model.refusal(call)
+        call.answer_bytes = answer if state is not None else 0
+        call.extra_bytes = priority + 1
+        refusal = self.model.refusal(call, known)
         if refusal is not None:
             with pytest.raises(refusal):
                 self.fabric.submit(call, self.now)
@@ -240,7 +302,7 @@ class FabricStates(RuleBasedStateMachine):
         else:
             self.fabric.submit(call, self.now)
             assert call.id not in self.model.calls
-            self.model.submitted(call)
+            self.model.submitted(call, known)
         self.judge([])
 
     @rule(
@@ -315,6 +377,11 @@ class FabricStates(RuleBasedStateMachine):
         fabric, model = self.fabric, self.model
         fabric.validate()
         assert fabric.waiting == len(model.in_state(WAITING))
+        assert fabric.queue.queued_bytes == model.queued_bytes()
+        for state, client in self.clients:
+            if state is not None:
+                assert state.unread == model.unread(client)
+                assert state.waiting == sum(c.client is client for c in model.in_state(WAITING))
         assert fabric.stray_items == self.strays
         for index, member in model.members.items():
             real = fabric.members[index]
@@ -337,6 +404,9 @@ class FabricStates(RuleBasedStateMachine):
         self.same_as_the_model()
         assert self.fabric.calls == {}
         assert self.fabric.waiting == self.fabric.loads.total == 0
+        assert self.fabric.queue.queued_bytes == self.fabric.queue.clients == 0
+        for state, client in self.clients:
+            assert state is None or state.unread == client.unread
         assert all(m.load == 0 for m in self.fabric.members.values())
         for call in self.model.calls.values():
             assert call.state == ENDED
