@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     )
     from .launch import launch
     from .messages import EngineInfo, EngineStats
-    from .pool import WorkerInfo
+    from .pool import QueueInfo, WorkerInfo
     from .remote import connect
     from .rollout import (
         Group,
@@ -102,6 +102,7 @@ _HOME = {
     "NotEnoughDevices": "errors",
     "Overloaded": "errors",
     "ProtocolError": "errors",
+    "QueueInfo": "pool",
     "RemoteError": "errors",
     "Rollout": "rollout",
     "RolloutFailed": "errors",
@@ -159,6 +160,7 @@ __all__ = [
     "NotEnoughDevices",
     "Overloaded",
     "ProtocolError",
+    "QueueInfo",
     "RemoteError",
     "Rollout",
     "RolloutFailed",

@@ -24,7 +24,7 @@ from .controls import WorkerStats
 from .errors import Closed, UsageError
 from .launch import launch
 from .messages import EngineInfo
-from .pool import WorkerInfo
+from .pool import QueueInfo, WorkerInfo
 from .remote import connect
 from .rollout.group import Group, RolloutMetrics
 from .rollout.play import Agent
@@ -221,6 +221,11 @@ class BlockingClient:
     def workers(self) -> list[WorkerInfo]:
         """See ``Client.workers``."""
         return self._client.workers
+
+    @property
+    def queue(self) -> QueueInfo:
+        """See ``Client.queue``."""
+        return self._client.queue
 
     @property
     def tokenizer(self) -> Any:

@@ -22,7 +22,7 @@ from .driver import Driver
 from .errors import Closed, InvalidRequest, UsageError
 from .gateway import Gateway
 from .messages import ClientKeys, EngineInfo
-from .pool import Birth, Pool, WorkerInfo, describe
+from .pool import Birth, Pool, QueueInfo, WorkerInfo, describe
 from .prompts import Message, check_given_ids
 from .requests import Requests
 from .rollout.opening import Opening
@@ -172,6 +172,12 @@ class Client:
     def workers(self) -> list[WorkerInfo]:
         """``id``, ``pid``, ``state``, ``weight_version``, ``device``, load of every worker."""
         return self._pool.workers
+
+    @property
+    def queue(self) -> QueueInfo:
+        """The calls of all clients that wait at the driver: ``calls``, ``bytes``, ``clients``. In a
+        client of ``sglrl.connect``: as the pool last said, at most every 0.1 s."""
+        return self._pool.queue
 
     @property
     def tokenizer(self) -> Any:

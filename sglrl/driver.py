@@ -16,6 +16,7 @@ from typing import Any, Final, Protocol
 from .codec import Buffer, decode_to_driver, encode, readable, split_frames
 from .config import FabricConfig
 from .core.calls import Call
+from .core.clients import ClientState
 from .core.fabric import CANCEL, CHUNK, DRAINED, END, RESTART, SEND, Fabric
 from .core.members import GONE, READY, RETIRED, STALE, STARTING, SYNCING, Member
 from .dropped import Dropped
@@ -261,6 +262,13 @@ class Driver:
         """The caller no longer waits; the worker is told to stop."""
         self.fabric.cancel(call, now())
         if not self._flush_scheduled:
+            self._flush_scheduled = True
+            self.loop.call_soon(self._end_of_turn)
+
+    def read_by_client(self, client: ClientState, size: int) -> None:
+        """See ``Fabric.read_by_client``."""
+        self.fabric.read_by_client(client, size, now())
+        if self.fabric.outbox and not self._flush_scheduled:
             self._flush_scheduled = True
             self.loop.call_soon(self._end_of_turn)
 

@@ -30,6 +30,7 @@ from .messages import (
     ModelDescription,
     News,
     Piece,
+    ReadSoFar,
     Request,
     Requests,
     ToClient,
@@ -168,8 +169,7 @@ class Gateway:
     # --- what clients are told --------------------------------------------------------------------
 
     def _tell(self, peer: Peer, message: ToClient) -> None:
-        if not self._driver.send_to_peer(peer.identity, encode(message)):
-            self._lose(peer)
+        self._relay.send(peer, encode(message))
 
     def _tell_all(self) -> None:
         if self._peers:
@@ -198,7 +198,14 @@ class Gateway:
                     m.preempted,
                 )
             )
-        return News(self._client.weight_version, self._driver.fabric.waiting, workers)
+        queue = self._driver.fabric.queue
+        return News(
+            self._client.weight_version,
+            queue.waiting,
+            workers,
+            queue.queued_bytes,
+            queue.clients,
+        )
 
     async def _watch_workers(self) -> None:
         while True:
@@ -240,13 +247,20 @@ class Gateway:
             case Leave() if peer is None:
                 """Its connection broke, and it was forgotten before it connected again."""
             case _ if peer is None:
-                self._dismiss(identity, "it is not known to the pool any more")
+                self._dismiss(
+                    identity,
+                    "it is not known to the pool any more; a client that leaves too many bytes of "
+                    "answers unread is dropped: let its event loop run, or launch the pool with a "
+                    "larger max_unread_bytes",
+                )
                 return False
             case Requests(requests=requests):
                 return self._admission.begin(peer, requests)
             case Cancel(ids=ids):
                 for id_ in ids:
                     self._relay.cancel(peer, id_)
+            case ReadSoFar(bytes=size):
+                return self._relay.read_so_far(peer, size)
             case Leave():
                 self._forget(peer)
             case _:
@@ -276,7 +290,9 @@ class Gateway:
             self._dismiss(identity, f"the pool has {_MOST_PEERS} clients in other processes")
             return False
         most = min(client.max_message_bytes, self._driver.max_message_bytes)
-        peer = self._peers[identity] = Peer(identity, most)
+        fabric = self._driver.fabric
+        state = fabric.add_client(fabric.config.max_unread_bytes)
+        peer = self._peers[identity] = Peer(identity, most, state)
         self._tell(
             peer,
             Admitted(

@@ -77,6 +77,9 @@ def launch(
     timeout: float | None = None,
     window: int | None = None,
     max_queue: int = 100_000,
+    max_queue_bytes: int = 1 << 30,
+    max_calls_per_client: int | None = None,
+    max_unread_bytes: int = 256 << 20,
     address: str = "ipc",
     keys: str | os.PathLike[str] | None = None,
     insecure: bool = False,
@@ -108,6 +111,15 @@ def launch(
         window: calls at one worker at a time, the rest wait at the driver; None: twice what its
             engine runs at once.
         max_queue: calls that may wait at the driver before ``Overloaded`` is raised.
+        max_queue_bytes: bytes that these calls may hold before ``Overloaded`` is raised: token ids,
+            4 bytes each, and raw frames. A prompt that several samples share counts once.
+        max_calls_per_client: calls of one client that may wait at the driver before ``Overloaded``
+            is raised in that client. The client that ``launch`` returns is one; each client of
+            ``sglrl.connect`` is another. None: ``max_queue``. Clients take turns in any case.
+        max_unread_bytes: a client of ``sglrl.connect`` that has left as many bytes of answers
+            unread gets no more: its further calls wait until it reads. With 4 times as many (or 4
+            times ``max_message_bytes``, if that is more) it is dropped and its calls end. At least
+            4 MiB.
         address: "ipc"; "tcp" for the loopback interface; or "tcp://HOST:PORT", where HOST is an
             IP address or an interface of this machine or "0.0.0.0" for all, and PORT may be "*".
             Beyond the loopback interface it needs ``keys``.
@@ -158,7 +170,13 @@ def launch(
         raise UsageError(f"timeout must be more than 0 seconds, got {timeout}")
     if engine not in ("sglang", "fake"):
         raise UsageError(f"unknown engine {engine!r}; known: sglang, fake")
-    fabric = FabricConfig(routing=strategies(routing), max_queue=max_queue)
+    fabric = FabricConfig(
+        routing=strategies(routing),
+        max_queue=max_queue,
+        max_queue_bytes=max_queue_bytes,
+        max_calls_per_client=max_calls_per_client,
+        max_unread_bytes=max_unread_bytes,
+    )
     _check_engine_args(engine, engine_args)
     if engine == "sglang":
         path = check_model(path)

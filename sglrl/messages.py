@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 
 class CallMessage(msgspec.Struct, array_like=True, gc=False, frozen=True):
@@ -183,7 +183,14 @@ class Leave(msgspec.Struct, array_like=True, frozen=True, tag=62):
     """It is closed."""
 
 
-FromClient = Approach | Requests | Cancel | Leave
+class ReadSoFar(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=66):
+    """The client has read messages of so many bytes since it approached, all frames counted. The
+    driver holds back a client's calls while too many bytes are unread."""
+
+    bytes: int
+
+
+FromClient = Approach | Requests | Cancel | Leave | ReadSoFar
 
 
 class WorkerNews(msgspec.Struct, array_like=True, gc=False, frozen=True):
@@ -202,11 +209,14 @@ class WorkerNews(msgspec.Struct, array_like=True, gc=False, frozen=True):
 
 
 class News(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """How the pool is. ``version``: of the weights. ``queued``: calls that wait at the driver."""
+    """How the pool is. ``version``: of the weights. ``queued``: calls that wait at the driver.
+    ``queued_bytes``: bytes that they hold. ``queued_clients``: clients whose calls they are."""
 
     version: int
     queued: int
     workers: list[WorkerNews]
+    queued_bytes: int = 0
+    queued_clients: int = 0
 
 
 class Admitted(msgspec.Struct, array_like=True, frozen=True, tag=63):

@@ -67,6 +67,20 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     window: int
 
 
+class QueueInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The calls that wait at the driver for a worker with room.
+
+    Attributes:
+        calls: how many they are, of all clients together.
+        bytes: bytes that they hold; ``max_queue_bytes`` limits them.
+        clients: number of clients whose calls they are.
+    """
+
+    calls: int
+    bytes: int
+    clients: int
+
+
 def describe(workers: Iterable[WorkerInfo]) -> str:
     """How many there are of each state, but for the retired: "2 ready, 1 lost"."""
     states = Counter(worker.state for worker in workers if worker.state != "retired")
@@ -149,6 +163,11 @@ class Pool:
                 )
             )
         return found
+
+    @property
+    def queue(self) -> QueueInfo:
+        queue = self.driver.fabric.queue
+        return QueueInfo(calls=queue.waiting, bytes=queue.queued_bytes, clients=queue.clients)
 
     def ready(self, index: int) -> Ready:
         """What worker ``index`` said of itself when it became ready."""

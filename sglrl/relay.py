@@ -14,7 +14,9 @@ import msgspec
 
 from .actor import EndpointSpec
 from .codec import MALFORMED, Buffer, encode
+from .config import DROPPED_AT
 from .core.calls import Call
+from .core.clients import ClientState
 from .core.routing import Route
 from .driver import ENVELOPE_BYTES, Driver, now
 from .errors import (
@@ -65,10 +67,13 @@ _FRAMES: Final = 3
 
 
 class Peer:
-    """One client, and what it is to be told."""
+    """One client, and what it is to be told. ``state``: how the fabric knows it."""
 
-    def __init__(self, identity: bytes, most_bytes: int) -> None:
+    def __init__(self, identity: bytes, most_bytes: int, state: ClientState) -> None:
         self.identity = identity
+        self.state = state
+        self.sent = self.read = 0
+        """Bytes of all messages that were sent to it, and that it has reported to have read."""
         self.most_bytes = most_bytes
         """Of a frame."""
         self.calls: dict[int, Call] = {}
@@ -179,6 +184,8 @@ class Relay:
         self._on_lost = on_lost
         self._unsent: dict[Peer, None] = {}
         self._flush_scheduled = False
+        most = max(driver.fabric.config.max_unread_bytes, driver.max_message_bytes)
+        self._most_unread = DROPPED_AT * most
 
     def put(self, peer: Peer, item: Part, frames: Sequence[Buffer]) -> None:
         """Leaves when the loop tick ends, with all else for this client as one message."""
@@ -211,11 +218,34 @@ class Relay:
             peer.told = now()
         self._send_answers(peer, items, again, frames, news)
 
+    def send(self, peer: Peer, body: bytes, frames: Sequence[Buffer] = ()) -> None:
+        """Send one message. The client is lost if this cannot be done, or if it has left too much
+        unread."""
+        if not self._driver.send_to_peer(peer.identity, body, *frames):
+            self._on_lost(peer)
+            return
+        size = len(body)
+        for frame in frames:
+            size += len(frame)
+        peer.sent += size
+        peer.state.unread += size
+        if peer.sent - peer.read > self._most_unread:
+            self._on_lost(peer)
+
+    def read_so_far(self, peer: Peer, size: int) -> bool:
+        """What the client reports. False if it cannot be."""
+        if not peer.read <= size <= peer.sent:
+            return False
+        more, peer.read = size - peer.read, size
+        self._driver.read_by_client(peer.state, more)
+        return True
+
     def forget(self, peer: Peer) -> None:
         """Nobody waits for its calls any more."""
         self._unsent.pop(peer, None)
         for call in peer.calls.values():
             self._driver.cancel(call)
+        self._driver.fabric.remove_client(peer.state)
         for task in peer.tasks.values():
             task.cancel()
         peer.calls.clear()
@@ -267,8 +297,8 @@ class Relay:
                 self.cancel(peer, id_)
             item = (id_, ItemKind.FAILED, body, 0, *end)
             self._send_answers(peer, [item], again, [], news)
-        elif not self._driver.send_to_peer(peer.identity, body, *frames):
-            self._on_lost(peer)
+        else:
+            self.send(peer, body, frames)
 
 
 class Admission:
@@ -350,15 +380,17 @@ class Admission:
                 pinned=worker,
                 idempotent=control.idempotent,
                 urgent=worker is not None,
+                client=peer.state,
             )
         args: msgspec.Struct
+        answer = 0
         try:
             if generate:
                 args, ids = self._generate(raw, forward)
             elif endpoint == "score":
-                args, ids = self._score(raw)
+                args, ids, answer = self._score(raw)
             elif endpoint == "next_token_logprobs":
-                args, ids = self._next_token(raw)
+                args, ids, answer = self._next_token(raw)
             else:
                 raise UnknownEndpoint(f"the engine has no endpoint {endpoint!r}")
         except MALFORMED as error:
@@ -381,7 +413,7 @@ class Admission:
             # One that is no turn of it, as the client says, costs a miss in a prefix cache.
             forward.conversation = route = peer.conversation(number)
             route.extend(ids, version)
-        return Call(
+        call = Call(
             endpoint,
             args,
             forward,
@@ -393,7 +425,11 @@ class Admission:
             True,
             False,
             generate,
+            client=peer.state,
         )
+        call.answer_bytes = answer
+        call.extra_bytes = len(raw) - size
+        return call
 
     def _generate(self, raw: Any, forward: Forward) -> tuple[GenerateArgs, bytes]:
         wanted = _decode_generate(raw)
@@ -424,19 +460,21 @@ class Admission:
         )
         return args, ids
 
-    def _score(self, raw: Any) -> tuple[ScoreArgs, bytes]:
+    def _score(self, raw: Any) -> tuple[ScoreArgs, bytes, int]:
+        """With the size of the answer, like ``_next_token``."""
         wanted = _decode_score(raw)
         ids: bytes = wanted.input_ids
-        if not 0 <= wanted.start < len(ids) // 4:
+        count = len(ids) // 4
+        if not 0 <= wanted.start < count:
             raise InvalidRequest(f"start={wanted.start} is beyond the tokens given")
         _check_top(wanted.top_logprobs, self._most_top)
-        return wanted, ids
+        return wanted, ids, (count - wanted.start) * (4 + 8 * wanted.top_logprobs)
 
-    def _next_token(self, raw: Any) -> tuple[NextTokenArgs, bytes]:
+    def _next_token(self, raw: Any) -> tuple[NextTokenArgs, bytes, int]:
         wanted = _decode_next_token(raw)
         ids: bytes = wanted.input_ids
         _check_top(wanted.top_k, self._vocab_size)
-        return wanted, ids
+        return wanted, ids, 8 * wanted.top_k if wanted.top_k else 4 * self._vocab_size
 
     def _check_sampling(self, raw: bytes) -> int:
         """What an engine would not survive; the rest it checks itself. Its max_new_tokens."""

@@ -42,7 +42,7 @@ from .messages import (
     Requests,
 )
 from .net.zmq import ZmqDealer, check_address
-from .pool import Pool, WorkerInfo
+from .pool import Pool, QueueInfo, WorkerInfo
 from .remote_driver import Line, RemoteDriver
 from .weights.coordinator import WeightChannel
 from .weights.deadline import Deadline, turn
@@ -259,6 +259,12 @@ class RemotePool(Pool):
             )
             for w in self.news.workers
         ]
+
+    @property
+    def queue(self) -> QueueInfo:
+        """As the pool last said."""
+        news = self.news
+        return QueueInfo(calls=news.queued, bytes=news.queued_bytes, clients=news.queued_clients)
 
     def ready(self, index: int) -> Ready:
         return Ready(PROTOCOL_VERSION, 0, 1, [], "", self._engine)

@@ -8,18 +8,19 @@ from functools import partial
 from typing import Any, Final
 
 from .codec import Buffer, decode_to_client, encode, split_frames
-from .config import FabricConfig
+from .config import LEAST_UNREAD_BYTES, FabricConfig
 from .core.calls import Call
 from .core.fabric import RESTART
 from .core.members import READY, RETIRED, Member
 from .driver import Driver, now
 from .errors import Closed, ProtocolError
-from .messages import Admitted, Answers, Dismissed, News, Requests
+from .messages import Admitted, Answers, Dismissed, News, ReadSoFar, Requests
 from .net.base import OnBreak, OnDriverMessage, OnPause
 from .net.zmq import ZmqDealer
 
 _ANY_NUMBER: Final = 1 << 62
 _MANY: Final = 64
+_REPORT_BYTES: Final = LEAST_UNREAD_BYTES // 4
 _APART: Final = 0.001
 """With many calls under way their messages are at least so many seconds apart. A message costs the
 pool's process, which has those of all clients, as much as several calls do."""
@@ -59,6 +60,8 @@ class RemoteDriver(Driver):
         self.admitted: asyncio.Future[Admitted] = asyncio.get_running_loop().create_future()
         self.news = News(0, 0, [])
         self.on_news: Callable[[], None] = lambda: None
+        self._read = self._reported = 0
+        """Bytes of the pool's messages so far, and of those that the pool knows to be read."""
         self._names: dict[int, Member] = {}
         self._conversations = 0
         self._sent_at = 0.0
@@ -95,6 +98,11 @@ class RemoteDriver(Driver):
         self.close(reason)
 
     def _on_message(self, identity: bytes, frames: list[Buffer]) -> None:
+        for frame in frames:
+            self._read += len(frame)
+        if self._read - self._reported >= _REPORT_BYTES:
+            self._reported = self._read
+            self.send_to_peer(b"", encode(ReadSoFar(self._read)))
         try:
             message = decode_to_client(frames[0])
         except (ProtocolError, IndexError) as error:

@@ -135,6 +135,7 @@ def spawn(
     window: int = 64,
     routing: tuple[str, ...] | list[str] | str = ("requests",),
     max_queue: int = 100_000,
+    max_queue_bytes: int = 1 << 30,
     start_timeout: float = 60.0,
     hang_timeout: float | None = None,
     restarts: int = 5,
@@ -153,6 +154,8 @@ def spawn(
         window: calls one worker works on at a time; the rest wait at the driver.
         routing: see ``sglrl.core.routing``.
         max_queue: calls that may wait at the driver before ``Overloaded`` is raised.
+        max_queue_bytes: bytes that the arguments of these calls may have before ``Overloaded`` is
+            raised.
         start_timeout: seconds until all workers must be ready.
         hang_timeout: a worker whose event loop does not turn over for so many seconds, though it
             holds calls, is ended as if it had died, and the stacks of its threads are logged. An
@@ -190,7 +193,9 @@ def spawn(
         [birth] * replicas,
         name=f"the ActorHandle of {actor.__qualname__}",
         preload="plain",
-        fabric=FabricConfig(routing=strategies(routing), max_queue=max_queue),
+        fabric=FabricConfig(
+            routing=strategies(routing), max_queue=max_queue, max_queue_bytes=max_queue_bytes
+        ),
         config=PoolConfig(
             start_timeout=start_timeout,
             restarts=restarts,

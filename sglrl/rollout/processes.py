@@ -109,6 +109,7 @@ class AgentProcesses:
                 replicas=count,
                 window=_ANY_NUMBER,
                 max_queue=_ANY_NUMBER,
+                max_queue_bytes=_ANY_NUMBER,
                 start_timeout=_START_SECONDS,
                 hang_timeout=hang,
                 restarts=_RESTARTS,

@@ -43,6 +43,7 @@ from sglrl.messages import (
     RankAnswer,
     RankHello,
     RankSettings,
+    ReadSoFar,
     Ready,
     Request,
     Requests,
@@ -248,6 +249,7 @@ def from_client() -> list[list[bytes]]:
             [],
         ),
         (Cancel([1, 2, 6]), []),
+        (ReadSoFar(1), []),
         (Leave(), []),
     ]
     return _encoded(messages, FromClient)

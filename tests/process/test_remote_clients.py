@@ -18,6 +18,7 @@ import pytest
 import sglrl
 from sglrl import remote as remote_module
 from sglrl.codec import decode_to_client, encode
+from sglrl.core.clients import ClientState
 from sglrl.keys import make_keys
 from sglrl.messages import (
     PROTOCOL_VERSION,
@@ -612,7 +613,7 @@ async def test_cancelled_turns_leave_nothing_at_the_driver() -> None:
 
 
 def test_of_a_client_the_latest_conversations_are_known() -> None:
-    peer, most = Peer(b"", 1), 1 << 14
+    peer, most = Peer(b"", 1, ClientState(0, 1)), 1 << 14
     first = peer.conversation(0)
     for number in range(1, 3 * most):
         peer.conversation(number)
