@@ -34,8 +34,9 @@ class FabricConfig(msgspec.Struct, frozen=True, kw_only=True):
         max_calls_per_client: calls of one client (the pool's own, or one in another process) that
             may wait; one more raises ``Overloaded`` there. None: ``max_queue``.
         max_unread_bytes: with as many bytes of unread answers the calls of a client in another
-            process wait. The calls that run go on. With ``DROPPED_AT`` times as many bytes, or as
-            ``max_message_bytes`` if that is more, the client is dropped and its calls end.
+            process wait. The calls that run go on, so that up to twice as many bytes of rows and
+            scores come together, and more of generations. With ``DROPPED_AT`` times as many bytes,
+            or as ``max_message_bytes`` if that is more, the client is dropped and its calls end.
         max_attempts: how many workers one idempotent call may lose, without a chunk between them,
             before it fails: it may be what kills them. Bad luck alone must not get so far.
         overload: a worker counts as overloaded for prefix affinity when it holds more than
