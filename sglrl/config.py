@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import resource
 from numbers import Real
 from pathlib import Path
 from typing import Any, Final
@@ -290,6 +291,17 @@ def open_standard_files() -> None:
         except OSError:
             # The lowest number that is free, which is this one.
             os.open(os.devnull, os.O_RDWR)
+
+
+_MOST_FILES: Final = 1 << 16
+
+
+def raise_file_limit() -> None:
+    """Let this process open as many files as it may, up to 65,536: every connection is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def install(extra: str) -> str:

@@ -97,6 +97,8 @@ def launch(
 ) -> Client:
     """Start workers that each own an SGLang scheduler: ``async with sglrl.launch(...) as client``.
 
+    Entering raises this process's soft limit of open files to its hard limit, at most to 65,536.
+
     Args:
         model: a folder with a Hugging Face model, or a name on the hub.
         replicas: independent copies of the model; calls are routed among them.

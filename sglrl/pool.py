@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import msgspec
 
-from .config import FabricConfig, PoolConfig, check_target, check_timeout
+from .config import FabricConfig, PoolConfig, check_target, check_timeout, raise_file_limit
 from .core.members import DRAINING, READY, RETIRED, STALE, SYNCING
 from .core.seeds import process_seed
 from .core.supervision import Supervision
@@ -225,6 +225,7 @@ class Pool:
 
     async def _start(self) -> None:
         config = self._config
+        raise_file_limit()
         self._folder = self._processes.start()
         address = config.address
         if address == "ipc":

@@ -144,6 +144,8 @@ def spawn(
 ) -> ActorHandle:
     """Run an actor class in worker processes: ``async with sglrl.spawn(Judge, ...) as judges``.
 
+    Entering raises this process's soft limit of open files to its hard limit, at most to 65,536.
+
     Args:
         actor: a subclass of ``sglrl.Actor``. Defined in a module, it is imported there by name;
             defined in ``__main__`` or in a function, it travels by value. The user's script is

@@ -21,7 +21,10 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import socket as sockets
+import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -64,6 +67,16 @@ leaves. While they wait, ZeroMQ does not read heartbeats either: a driver that i
 than ``heartbeat_timeout`` must not come to have so many."""
 _DOMAIN: Final = b"sglrl"
 _HANDSHAKE_MS: Final = 10_000
+"""Time for a handshake. With keys it includes a question to the driver, which may be busy."""
+_GREETING_BYTES: Final = 64
+_PLAIN_HANDSHAKE_BYTES: Final = _GREETING_BYTES + 27
+"""A greeting and the shortest READY command (https://rfc.zeromq.org/spec/23): a connection that
+has sent less is not through with its handshake."""
+_CURVE_HANDSHAKE_BYTES: Final = _GREETING_BYTES + 202 + 257
+"""A greeting, HELLO and the shortest INITIATE (https://rfc.zeromq.org/spec/26)."""
+_EVENT: Final = struct.Struct("=HI")
+_RECEIVED: Final = struct.Struct("=128xQ")
+"""``tcpi_bytes_received`` in ``struct tcp_info`` of linux/tcp.h."""
 _THREADS: Final = 3
 """What a context and a connection start. ZeroMQ aborts the process when it cannot start one."""
 
@@ -365,19 +378,66 @@ class _Gate(_Pump):
 
 
 class _Connections(_Pump):
-    """Reports when a connection of the router ends. ZeroMQ says nothing of its peer."""
+    """Reports when a connection of the router ends. ZeroMQ says nothing of its peer.
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], router: zmq.Socket[bytes]) -> None:
+    Over tcp it also closes connections that have not finished their handshake, the oldest first,
+    when they take more than a quarter of the files that this process may open. ZeroMQ by itself
+    would accept until no file is left.
+    """
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], router: zmq.Socket[bytes], *, keys: bool
+    ) -> None:
         super().__init__(context.socket(zmq.PAIR))
         # If this end could be full, ZeroMQ's thread would wait for it, and all connections with it.
         self.socket.setsockopt(zmq.RCVHWM, 0)
-        router.monitor("inproc://connections", zmq.EVENT_DISCONNECTED)
+        router.monitor("inproc://connections", zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self.socket.connect("inproc://connections")
         self.on_break: OnBreak | None = None
+        self.port = 0
+        """That the router listens on; 0: not over tcp."""
+        self.cut_off = Dropped(logger)
+        self._handshake_bytes = _CURVE_HANDSHAKE_BYTES if keys else _PLAIN_HANDSHAKE_BYTES
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._most = sys.maxsize if files == resource.RLIM_INFINITY else files // 4
+        self._accepted: dict[int, None] = {}
+        """Descriptors of connections, oldest first, without those that were seen to be past their
+        handshake."""
 
     def handle(self, frames: list[Any]) -> None:
-        if self.on_break is not None:
-            self.on_break()
+        event, fd = _EVENT.unpack(frames[0])
+        self._accepted.pop(fd, None)
+        if event == zmq.EVENT_DISCONNECTED:
+            if self.on_break is not None:
+                self.on_break()
+        elif self.port:
+            self._accepted[fd] = None
+            while len(self._accepted) > self._most:
+                oldest = next(iter(self._accepted))
+                del self._accepted[oldest]
+                self._cut_off(oldest)
+
+    def _cut_off(self, fd: int) -> None:
+        """Shut a connection down unless it is past its handshake. ZeroMQ then closes it."""
+        try:
+            connection = sockets.socket(fileno=fd)
+        except OSError:
+            # Closed meanwhile, which is about to be reported.
+            return
+        try:
+            # Its number may belong to another file by now.
+            if connection.getsockname()[1] != self.port:
+                return
+            info = connection.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, _RECEIVED.size)
+            (received,) = _RECEIVED.unpack(info)
+            if received < self._handshake_bytes:
+                connection.shutdown(sockets.SHUT_RDWR)
+                self.cut_off("too many connections have not finished their handshake")
+        except (OSError, IndexError, struct.error):
+            return
+        finally:
+            # It is ZeroMQ's.
+            connection.detach()
 
 
 class ZmqRouter(_Pump):
@@ -426,7 +486,7 @@ class ZmqRouter(_Pump):
                 "(insecure=True)",
                 address,
             )
-        self._connections = _Connections(self._context, self.socket)
+        self._connections = _Connections(self._context, self.socket, keys=keys is not None)
         try:
             self.socket.bind(address)
         except zmq.ZMQError as error:
@@ -441,6 +501,8 @@ class ZmqRouter(_Pump):
                 f"sglrl cannot listen on {address}: {zmq.strerror(error.errno or 0)}; {hint}"
             ) from None
         bound = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        if bound.startswith("tcp://"):
+            self._connections.port = int(bound.rpartition(":")[2])
         self.address = _reachable(bound, here=True)
         self.outer_address = _reachable(bound, here=False)
         self._on_message: OnDriverMessage | None = None
@@ -459,6 +521,11 @@ class ZmqRouter(_Pump):
     def refused(self) -> int:
         """Handshakes with an unknown key; a peer tries again and again."""
         return 0 if self._gate is None else self._gate.refused.count
+
+    @property
+    def cut_off(self) -> int:
+        """Connections that were closed because too many had not finished their handshake."""
+        return 0 if self._connections is None else self._connections.cut_off.count
 
     def start(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
@@ -160,3 +161,48 @@ async def test_versions_of_zeromq_in_which_a_few_bytes_are_a_peer(
         await inbox.reach(1)
     assert inbox.got == [(b"good", [b"hello"])]
     router.close()
+
+
+@pytest.mark.parametrize("locked", [False, True])
+async def test_handshakes_that_are_not_finished(folder: Path, locked: bool) -> None:
+    """With too many of them, the oldest are closed. Whoever is past its handshake stays."""
+    keys = DriverKeys(secret=key_pair()[1], clients=frozenset()) if locked else None
+    router = ZmqRouter("tcp://127.0.0.1:*", max_message_bytes=SMALL, keys=keys)
+    most = 4
+    inbox = Inbox()
+    router.start(inbox)
+    with ExitStack() as stack:
+        stack.callback(router.close)
+        good = [
+            stack.enter_context(
+                closing(
+                    ZmqDealer(
+                        router.address, b"%d" % n, max_message_bytes=SMALL, keys=router.worker_keys
+                    )
+                )
+            )
+            for n in range(6)
+        ]
+        for end in good:
+            end.send([b"hello"])
+        await inbox.reach(6)
+        router._connections._most = most  # type: ignore[union-attr]
+        port = int(router.address.rpartition(":")[2])
+        idle = []
+        for _ in range(20):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            # ZeroMQ has accepted it when it sends its greeting.
+            await reader.readexactly(1)
+            writer.write(b"\xff" + b"\0" * 8 + b"\x7f")
+            idle.append((reader, writer))
+        for reader, _ in idle[:-most]:
+            with suppress(ConnectionError):
+                await reader.read()
+        assert router.cut_off == 20 - most
+        for end in good:
+            end.send([b"still here"])
+        await inbox.reach(12)
+        for _, writer in idle:
+            writer.close()
+            with suppress(ConnectionError):
+                await writer.wait_closed()
