@@ -237,27 +237,23 @@ def _end(socket: zmq.Socket[bytes], linger: float) -> None:
     socket.close(int(linger * 1000))
 
 
-def _end_unclosed(socket: zmq.Socket[bytes], pid: int) -> None:
-    """Close the socket of a pump that was collected without being closed."""
-    if os.getpid() == pid and not socket.closed:
-        _end(socket, 0)
+def _end_unclosed(pump: _Pump, *owned: zmq.Socket[bytes] | zmq.Context[zmq.Socket[bytes]]) -> None:
+    """Close these, in this order, when a pump is collected that was never closed. Otherwise the
+    collector may end the context before the sockets, which waits for ever. At interpreter exit
+    nothing is closed: an event loop in another thread may still use the sockets."""
+    finalize(pump, _end_in_order, owned, os.getpid()).atexit = False
 
 
-def _destroy(context: zmq.Context[zmq.Socket[bytes]], pid: int) -> None:
-    """Close all sockets of a context and the context."""
+def _end_in_order(
+    owned: Sequence[zmq.Socket[bytes] | zmq.Context[zmq.Socket[bytes]]], pid: int
+) -> None:
+    # A forked process has copies, which are the parent's to close.
     if os.getpid() == pid:
-        context.destroy(0)
-
-
-def _when_collected(
-    pump: _Pump, release: Callable[[Any, int], None], owned: Any
-) -> finalize[..., _Pump]:
-    """Release what a pump owns when the pump is collected. Without this, the collector may end the
-    context before the sockets, which waits for ever. At interpreter exit nothing is released: an
-    event loop in another thread may still use the sockets."""
-    finalizer = finalize(pump, release, owned, os.getpid())
-    finalizer.atexit = False
-    return finalizer
+        for one in owned:
+            if isinstance(one, zmq.Context):
+                one.destroy(0)
+            elif not one.closed:
+                _end(one, 0)
 
 
 class _Pump:
@@ -273,7 +269,6 @@ class _Pump:
         self.closed = False
         self.on_pause: OnPause | None = None
         _pumps.add(self)
-        _when_collected(self, _end_unclosed, socket)
 
     def begin(self) -> None:
         self.loop = asyncio.get_running_loop()
@@ -467,7 +462,6 @@ class ZmqRouter(_Pump):
         # the context that all share.
         check_threads(_THREADS)
         self._context = zmq.Context()
-        _when_collected(self, _destroy, self._context)
         super().__init__(_socket(self._context, zmq.ROUTER, address, max_message_bytes))
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.SNDHWM, MOST_UNREAD)
@@ -506,6 +500,7 @@ class ZmqRouter(_Pump):
         self.address = _reachable(bound, here=True)
         self.outer_address = _reachable(bound, here=False)
         self._on_message: OnDriverMessage | None = None
+        _end_unclosed(self, *self._sockets, self._context)
 
     def _lock(self, keys: DriverKeys) -> None:
         """Before anyone can connect."""
@@ -516,6 +511,13 @@ class ZmqRouter(_Pump):
         self.socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
         # Without this ZeroMQ admits everybody if nobody answers its question.
         self.socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+
+    @property
+    def _sockets(self) -> list[zmq.Socket[bytes]]:
+        """In the order in which they are closed. The router is first: ZeroMQ's thread would wait
+        for somebody to take its last event."""
+        pumps = (self, self._connections, self._gate)
+        return [pump.socket for pump in pumps if pump is not None]
 
     @property
     def refused(self) -> int:
@@ -546,7 +548,7 @@ class ZmqRouter(_Pump):
         if self.closed:
             return
         super().close()
-        # After the router: ZeroMQ would wait for somebody to take its last event.
+        # In the order of ``_sockets``.
         for pump in (self._connections, self._gate):
             if pump is not None:
                 pump.close()
@@ -585,6 +587,7 @@ class ZmqDealer(_Pump):
         super().__init__(
             _dealer(address, identity, max_message_bytes, keys, on_break, heartbeat_timeout)
         )
+        _end_unclosed(self, self.socket)
         self._on_message: OnWorkerMessage | None = None
 
     def start(self, on_message: OnWorkerMessage) -> None:
