@@ -64,6 +64,7 @@ def test_keys_do_not_show_their_secret(folder: Path) -> None:
         address="tcp://x:1#token",
         keys=client,
         insecure=False,
+        heartbeat_timeout=30.0,
         model="m",
         call_timeout=None,
         agent=type,
