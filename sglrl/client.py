@@ -596,11 +596,16 @@ class Client:
             top_logprobs: also return so many likeliest tokens at each position.
 
         Returns:
-            float32 [length - start]: ``log p(token i | tokens before i)`` at temperature 1.
-            Position 0 has no context and is NaN. With ``top_logprobs``: ``Scores``. A list of that
-            for a list. Where a text is prefilled in several parts and a weight update with
-            inflight="continue" comes in between, each part is of the weights that it met; with
-            "retract", "abort" or "drain" all is of one version.
+            ``ScoreLogprobs``, an array float32 [length - start]: ``log p(token i | tokens before
+            i)`` at temperature 1. Position 0 has no context and is NaN. With ``top_logprobs``:
+            ``Scores``. A list of that for a list.
+
+            ``.version`` of either is the version of the weights that the forward pass which
+            computed the score was launched with. It may be older than ``weight_version`` when the
+            score arrives. A score that is submitted after ``update_weights`` has returned has the
+            new version. Where a text is prefilled in several parts and a weight update with
+            inflight="continue" comes in between, each part is of the weights that it met, which
+            ``.versions`` tells; with "retract", "abort" or "drain" all is of one version.
         """
         requests = self._started()
         deadline = requests.deadline(timeout)
@@ -631,6 +636,12 @@ class Client:
             ids: tokens [length].
             top_k: only the so many likeliest tokens; None: all of them, in one raw frame.
             worker, priority, timeout: as for ``generate``.
+
+        Returns:
+            ``NextTokenLogprobs``, whose ``version`` is the version of the weights that the forward
+            pass which computed the distribution was launched with. It may be older than
+            ``weight_version`` when the result arrives. A call that is submitted after
+            ``update_weights`` has returned has the new version.
 
         Raises:
             UsageError: something above is wrong, and nothing was sent: ``InvalidRequest`` for a

@@ -1,10 +1,10 @@
-"""What ``generate`` and ``stream`` give back: immutable, with arrays as views of what came in."""
+"""Results of calls to an engine: immutable, with arrays as views of what came in."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -18,7 +18,8 @@ Decode = Callable[[Sequence[int], bool], str]
 
 
 class VersionSpan(NamedTuple):
-    """Output tokens ``start`` to ``stop`` (exclusive) were sampled by policy ``version``."""
+    """Tokens ``start`` to ``stop`` (exclusive) are of policy ``version``: the forward pass which
+    computed their logits was launched with these weights."""
 
     start: int
     stop: int
@@ -45,7 +46,45 @@ class TopLogprobs(NamedTuple):
         return f"<TopLogprobs of {len(self.ids)} tokens, top {self.ids.shape[1]}>"
 
 
-class Scores(NamedTuple):
+class ScoreLogprobs(NDArray[np.float32]):
+    """Logprobs of given tokens: what ``score`` returns. A numpy array, float32 [n].
+
+    What is computed from it, slices and copies included, is an array without versions.
+
+    Attributes:
+        versions: which policy version computed which positions, in order.
+    """
+
+    versions: tuple[VersionSpan, ...]
+
+    def __new__(
+        cls, logprobs: NDArray[np.float32], versions: tuple[VersionSpan, ...]
+    ) -> ScoreLogprobs:
+        made = logprobs.view(cls)
+        made.versions = versions
+        return made
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that the forward pass for the last position was launched with. It
+        is the version of all positions unless ``versions`` has several spans."""
+        return self.versions[-1].version
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # numpy's own would lose the versions.
+        array, versions = np.array(self), self.__dict__.get("versions")
+        if versions is None:
+            return np.array, (array,)
+        return ScoreLogprobs, (array, versions)
+
+
+class _Scores(NamedTuple):
+    logprobs: ScoreLogprobs
+    top_ids: NDArray[np.int32]
+    top_logprobs: NDArray[np.float32]
+
+
+class Scores(_Scores):
     """Of given tokens, at n positions: what ``score(..., top_logprobs=k)`` returns.
 
     Attributes:
@@ -55,9 +94,17 @@ class Scores(NamedTuple):
             logprobs NaN.
     """
 
-    logprobs: NDArray[np.float32]
-    top_ids: NDArray[np.int32]
-    top_logprobs: NDArray[np.float32]
+    __slots__ = ()
+
+    @property
+    def version(self) -> int:
+        """As ``ScoreLogprobs.version``."""
+        return self.logprobs.version
+
+    @property
+    def versions(self) -> tuple[VersionSpan, ...]:
+        """Which policy version computed which positions, in order."""
+        return self.logprobs.versions
 
     def __repr__(self) -> str:
         return f"<Scores of {len(self.logprobs)} tokens, top {self.top_ids.shape[1]}>"
@@ -69,7 +116,8 @@ class NextTokenLogprobs(NamedTuple):
     Attributes:
         logprobs: float32 [v], by token id; with ``top_k`` float32 [k], likeliest first. Read-only.
         token_ids: int32 [k], which tokens these are; None: all.
-        version: of the weights.
+        version: of the weights that the forward pass which computed the distribution was launched
+            with.
         cached_tokens: prompt tokens that were served from the prefix cache.
         worker: index of the worker that computed it.
     """

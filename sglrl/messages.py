@@ -325,6 +325,9 @@ class TokenChunk(msgspec.Struct, array_like=True, gc=False, frozen=True):
     ids: int32 [t]. logprobs: float32 [t] or empty. top_ids, top_logprobs: int32, float32 [t, k].
     ``version``: of the weights that all of them were sampled with. ``finish`` is empty until the
     last chunk, then "stop", "length" or "abort".
+
+    The answer to ``ScoreArgs`` has logprobs without ids. ``parts``: int32 [p, 2], of each part that
+    one version computed the number of logprobs and the version; empty if ``version`` computed all.
     """
 
     ids: bytes
@@ -335,6 +338,7 @@ class TokenChunk(msgspec.Struct, array_like=True, gc=False, frozen=True):
     top_ids: bytes = b""
     top_logprobs: bytes = b""
     stop_match: str | int | None = None
+    parts: bytes = b""
 
 
 class ScoreArgs(msgspec.Struct, array_like=True, gc=False, frozen=True):

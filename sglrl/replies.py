@@ -16,7 +16,14 @@ from numpy.typing import NDArray
 
 from .actor import error_of
 from .codec import MALFORMED, Buffer
-from .completion import Completion, Decode, NextTokenLogprobs, Scores
+from .completion import (
+    Completion,
+    Decode,
+    NextTokenLogprobs,
+    ScoreLogprobs,
+    Scores,
+    VersionSpan,
+)
 from .core.calls import Call
 from .driver import now
 from .errors import NOT_FINITE, EngineError, ProtocolError, SglrlError
@@ -198,7 +205,7 @@ class _WholeReply:
 
 
 class ScoreReply(_WholeReply):
-    """The logprobs of ``count`` tokens, float32 [count]; with ``top``, ``Scores``."""
+    """``ScoreLogprobs`` of ``count`` tokens; with ``top``, ``Scores``."""
 
     __slots__ = ("count", "top")
 
@@ -209,16 +216,17 @@ class ScoreReply(_WholeReply):
 
     def made(
         self, call: Call, chunk: TokenChunk, frames: Sequence[Buffer]
-    ) -> NDArray[np.float32] | Scores:
+    ) -> ScoreLogprobs | Scores:
         count, top = self.count, self.top
         if len(chunk.logprobs) != 4 * count:
             raise ProtocolError(
                 f"the worker sent {len(chunk.logprobs) // 4} logprobs of {count} tokens"
             )
-        logprobs = np.frombuffer(chunk.logprobs, dtype="<f4")
+        array = np.frombuffer(chunk.logprobs, dtype="<f4")
+        logprobs = ScoreLogprobs(array, _spans(chunk, count))
         if count > 1:
             # What is NaN in the model's memory is NaN in all that comes behind it.
-            _check_number(logprobs[-1], chunk.version)
+            _check_number(array[-1], chunk.version)
         if not top:
             return logprobs
         return Scores(logprobs, *_top_of(chunk, (count, top)))
@@ -253,6 +261,21 @@ class NextTokenReply(_WholeReply):
             chunk.cached_tokens,
             call.worker.index,  # type: ignore[union-attr]
         )
+
+
+def _spans(chunk: TokenChunk, count: int) -> tuple[VersionSpan, ...]:
+    """Of a score of ``count`` tokens. ``ProtocolError`` unless its parts are as many tokens."""
+    if not chunk.parts:
+        return (VersionSpan(0, count, chunk.version),)
+    spans: list[VersionSpan] = []
+    begin = 0
+    if len(chunk.parts) % 8 == 0:
+        for tokens, version in np.frombuffer(chunk.parts, dtype="<i4").reshape(-1, 2).tolist():
+            spans.append(VersionSpan(begin, begin + tokens, version))
+            begin += tokens
+    if begin != count or any(span.stop <= span.start for span in spans):
+        raise ProtocolError(f"the worker sent a score of {count} tokens in other parts")
+    return tuple(spans)
 
 
 def _check_number(logprob: np.float32, version: int) -> None:

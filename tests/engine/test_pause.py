@@ -230,10 +230,11 @@ async def test_pausing_while_what_runs_is_being_ended(lab: Lab) -> None:
 
 @pytest.mark.parametrize("what", ["pause", "two pauses", "update", "bucketed update"])
 async def test_what_returns_nothing_does_not_hold_up_who_aborts(lab: Lab, what: str) -> None:
-    """Scores and next-token logprobs are computed again, with the weights that there are then."""
+    """Scores and next-token logprobs are computed again, with the weights that there are then, and
+    tell which they are."""
     client = lab.client
     texts = [[3 + (i * 7 + k * k) % 200 for k in range(300 + i)] for i in range(80)]
-    before = lab.current
+    before = client.weight_version
     calls = begin(client, 3, ENDLESS)
     await until_running(client, 3)
     scores = [asyncio.ensure_future(client.score(ids)) for ids in texts[:40]]
@@ -253,16 +254,22 @@ async def test_what_returns_nothing_does_not_hold_up_who_aborts(lab: Lab, what: 
     if "pause" in what:
         assert (await standing(client)).running == 0
         await client.resume()
-    for index, call in enumerate(others):
-        found, ids = await call, texts[index]
-        rows = [lab.current.logprobs(ids)]
-        if lab.current is not before and (done[index] or index >= len(scores)):
-            rows.append(before.logprobs(ids))
-        if index < len(scores):
-            found, rows = found[1:], [row[np.arange(len(ids) - 1), ids[1:]] for row in rows]
+    later = [asyncio.ensure_future(client.score(ids)) for ids in texts[:2]]
+    later += [asyncio.ensure_future(client.next_token_logprobs(ids)) for ids in texts[2:4]]
+    versions = []
+    for index, call in enumerate([*others, *later]):
+        found, ids = await call, texts[index % len(texts)]
+        versions.append(found.version)
+        rows = lab.by_version[found.version].logprobs(ids)
+        if isinstance(found, sglrl.NextTokenLogprobs):
+            logprobs, wanted = found.logprobs, rows[-1]
         else:
-            found, rows = found.logprobs, [row[-1] for row in rows]
-        assert min(abs(found - row).max() for row in rows) < lab.tolerance
+            assert found.versions == ((0, len(ids), found.version),)
+            logprobs, wanted = found[1:], rows[np.arange(len(ids) - 1), ids[1:]]
+        assert abs(logprobs - wanted).max() < lab.tolerance
+    # One that ended before the update did may arrive after it.
+    assert set(versions[: len(others)]) <= {before, client.weight_version}
+    assert set(versions[len(others) :]) == {client.weight_version}
     await lab.check()
 
 

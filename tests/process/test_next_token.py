@@ -192,11 +192,14 @@ async def test_scores_with_the_likeliest_tokens(client: sglrl.Client) -> None:
     assert plain.tolist() == top.logprobs.tolist()
     assert top.top_ids.tolist() == [[0, 1, 2, 3]] * 2
     assert top.top_logprobs.shape == (2, 4)
+    assert plain.versions == top.versions == ((0, 2, 0),)
+    assert plain.version == top.version == 0
 
 
 def test_without_await() -> None:
     with sglrl.blocking("fake", engine="fake", vocab_size=100) as client:
         assert int(client.next_token_logprobs([1, 2, 17]).logprobs.argmax()) == 17
+        assert client.score([1, 2, 17]).version == 0
         assert client.next_token_logprobs([3], top_k=2).token_ids.tolist() == [3, 4]
 
 

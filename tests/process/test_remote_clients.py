@@ -103,7 +103,9 @@ async def test_it_does_what_the_pools_own_client_does(
     assert len(chunks) > 2
     assert np.concatenate([c.output_ids for c in chunks]).tolist() == IDS * 6
     assert stream.completion.output_ids.tolist() == IDS * 6
-    np.testing.assert_array_equal(await remote.score(IDS, start=1), await pool.score(IDS, start=1))
+    scores, own_scores = await remote.score(IDS, start=1), await pool.score(IDS, start=1)
+    np.testing.assert_array_equal(scores, own_scores)
+    assert scores.versions == own_scores.versions == ((0, len(IDS) - 1, 0),)
     row, own_row = await remote.next_token_logprobs(IDS), await pool.next_token_logprobs(IDS)
     np.testing.assert_array_equal(row.logprobs, own_row.logprobs)
     assert row.worker in (0, 1)

@@ -237,10 +237,11 @@ def token_chunks(
 
 
 def score_chunk(
-    output: BatchTokenIDOutput, i: int, start: int, top: int, version: int
+    output: BatchTokenIDOutput, i: int, start: int, top: int, prefills: list[tuple[int, int]]
 ) -> TokenChunk:
     """The prompt's logprobs from position ``start`` on. Position 0 has none: its logprobs are NaN,
-    and the ids of its likeliest tokens -1."""
+    and the ids of its likeliest tokens -1. ``prefills``: (first position, version) of each part of
+    the prompt that one version computed; the logits of a position are of the next token."""
     # SGLang's first position is the one before ``start``, if there is one.
     skip = 1 if start else 0
     values = [float("nan") if v is None else v for v in output.input_token_logprobs_val[i][skip:]]
@@ -254,14 +255,21 @@ def score_chunk(
             top,
             "<f4",
         )
+    ends = [first + 1 for first, _ in prefills[1:]] + [start + len(values)]
+    parts = []
+    for end, (_, version) in zip(ends, prefills, strict=True):
+        if end > start:
+            parts.append((end - start, version))
+            start = end
     return TokenChunk(
         b"",
         np.array(values, dtype="<f4").tobytes(),
         "stop",
         output.cached_tokens[i],
-        version,
+        parts[-1][1],
         top_ids,
         top_values,
+        parts=np.array(parts, dtype="<i4").tobytes() if len(parts) > 1 else b"",
     )
 
 

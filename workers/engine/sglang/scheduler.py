@@ -112,10 +112,21 @@ class _Request:
 
     ``sent``: tokens reported so far, the ``resumed`` ones of another worker included. ``version``:
     of the next one. ``changes``: (position, version), in order, where it changes later.
-    ``score_start``: of a scoring request; else -1. ``generates``: it is one of ``generate``.
+    ``score_start``: of a scoring request; else -1. ``prefills``: of a scoring request, (first
+    position, version) of each part of the prompt that one version computes. ``generates``: it is
+    one of ``generate``.
     """
 
-    __slots__ = ("changes", "generates", "resumed", "score_start", "sent", "top", "version")
+    __slots__ = (
+        "changes",
+        "generates",
+        "prefills",
+        "resumed",
+        "score_start",
+        "sent",
+        "top",
+        "version",
+    )
 
     def __init__(
         self, version: int, top: int, score_start: int = -1, *, generates: bool = False
@@ -127,6 +138,15 @@ class _Request:
         self.sent = 0
         self.resumed = 0
         self.changes: list[tuple[int, int]] = []
+        self.prefills: list[tuple[int, int]] = []
+
+    def prefilled(self, begin: int, version: int) -> None:
+        """A forward pass of the prompt from this position on was launched. A request that was
+        retracted begins again."""
+        while self.prefills and self.prefills[-1][0] >= begin:
+            self.prefills.pop()
+        if not self.prefills or self.prefills[-1][1] != version:
+            self.prefills.append((begin, version))
 
     def take(self, count: int) -> list[tuple[int, int]]:
         """The next ``count`` tokens as (number, version), never empty."""
@@ -479,7 +499,7 @@ class Adapter:
                 mailbox.put_error(id_, error, text)
             elif request.score_start >= 0:
                 chunk = convert.score_chunk(
-                    output, i, request.score_start, request.top, self.result_version
+                    output, i, request.score_start, request.top, request.prefills
                 )
                 mailbox.put(id_, kind, chunk)
             elif next_token:
@@ -488,6 +508,14 @@ class Adapter:
             else:
                 self._return(id_, request, output, i)
         self._flush()
+
+    def launched(self, batch: Any) -> None:
+        """A prefill, with the scheduler's version."""
+        for request, begin in zip(batch.reqs, batch.prefix_lens, strict=True):
+            if request.return_logprob:
+                known = self.requests.get(convert.call_id(request.rid))
+                if known is not None and known.score_start >= 0:
+                    known.prefilled(begin, self.scheduler.sglrl_version)
 
     def answer(
         self, queries: Sequence[Known], logits: torch.Tensor, at: Sequence[int]
@@ -773,6 +801,7 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
             if self.sglrl_adapter is not None:
                 # A prompt that is prefilled in parts has its next token after the last one.
                 self.sglrl_adapter.next_tokens.expect(batch.reqs, self.chunked_req)
+                self.sglrl_adapter.launched(batch)
         result = super().run_batch(batch, *args, **kwargs)
         result.sglrl_version = self.sglrl_version
         result.sglrl_launch = self._sglrl_launches
