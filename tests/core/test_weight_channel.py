@@ -71,6 +71,7 @@ class Pool:
         self.channel = WeightChannel(lambda worker, _: self.expelled.append(worker))
         self.on_peer: Callable[[bytes, bytes], bool]
         self.on_lost: Callable[[int], None]
+        self.on_breaks: set[Callable[[], None]] = set()
         self.channel.attach(cast(Any, self), "inproc://none")
         self.identities = {rank_identity(b"w%d" % w, 0): w for w in range(workers)}
         self.come()
