@@ -46,7 +46,7 @@ class TopLogprobs(NamedTuple):
         return f"<TopLogprobs of {len(self.ids)} tokens, top {self.ids.shape[1]}>"
 
 
-class ScoreLogprobs(NDArray[np.float32]):
+class ScoreLogprobs(np.ndarray[Any, np.dtype[np.float32]]):
     """Logprobs of given tokens: what ``score`` returns. A numpy array, float32 [n].
 
     What is computed from it, slices and copies included, is an array without versions.
