@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from typing import Any, cast
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from sglrl.codec import encode
 from sglrl.completion import ScoreLogprobs, Scores, VersionSpan
+from sglrl.core.calls import Call
 from sglrl.errors import ProtocolError
 from sglrl.messages import Item, ItemKind, TokenChunk
 from sglrl.replies import ScoreReply
@@ -27,7 +29,7 @@ def scored(chunk: TokenChunk, top: int = 0) -> Any:
 
     async def answered() -> Any:
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        call = cast(Any, None)
+        call = Call("score", msgspec.Raw(), None)
         ScoreReply(future, len(VALUES), top).end(call, Item(1, ItemKind.DONE, encode(chunk)), ())
         return await future
 

@@ -99,7 +99,7 @@ async def test_models_that_have_diverged(
     stream = engine.stream(input_ids=PROMPTS[3], max_new_tokens=1900, ignore_eos=True)
     running.append(asyncio.ensure_future(collect(stream)))
     await until_running(engine, len(running))
-    report = await engine.update_weights(bad)
+    report = await engine.update_weights(bad, check_finite=False)
     says = rf"not finite .* version {report.version}\)"
     calls = [
         *(engine.generate(input_ids=PROMPTS[:5], max_new_tokens=9, **w) for w in WAYS.values()),

@@ -46,10 +46,10 @@ class Engine:
     def hold(self, update: int, inflight: str) -> None:
         pass
 
-    def held(self, timeout: float) -> bool:
+    def held(self, update: int, timeout: float) -> bool:
         return True
 
-    def release(self, update: int, version: int | None) -> float:
+    def release(self, update: int, version: int | None, *, staged: bool = False) -> float:
         self.version = version
         return 0.0
 
