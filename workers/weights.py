@@ -591,7 +591,7 @@ class RankWeights:
             for bucket, size in enumerate(layout.sizes):
                 link.check()
                 in_pieces = group is not None and group.takes_pieces and update.in_pieces(bucket)
-                targets = engine.targets(update.names(bucket)) if in_pieces else None
+                targets = engine.targets(update.names(bucket)) if in_pieces and bucket else None
                 if group is not None and targets and (self._dirty or engine.held(update.id, 0)):
                     with self._writing:
                         link.check()
@@ -609,6 +609,11 @@ class RankWeights:
                     assert link.reader is not None
                     link.reader.receive(update.id, bucket, data.copy_)
                 waiting.append((bucket, work, views))
+                if group is not None and not bucket:
+                    # Nothing live is overwritten before the sender has checked the weights, after
+                    # which it sends the first bucket.
+                    work.wait()
+                    group.synchronize()
                 if self._dirty or engine.held(update.id, 0):
                     # It rests already: nothing need wait.
                     apply_oldest()

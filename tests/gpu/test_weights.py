@@ -81,6 +81,13 @@ async def test_updates(layout: str, gpu_model: Path, other_gpu_model: Path) -> N
         with pytest.raises(sglrl.InvalidWeights, match="unknown"):
             await client.update_weights({"nothing": torch.zeros(1)})
         await check(client, new)
+        name = next(iter(on_gpu))
+        bad = {**on_gpu, name: on_gpu[name].detach() * float("nan")}
+        for mode in ("full", "bucketed"):
+            with pytest.raises(sglrl.InvalidWeights, match=f"{name} holds NaN"):
+                await client.update_weights(bad, mode=mode)
+            assert [w.state for w in client.workers] == ["ready"] * len(client.workers)
+            await check(client, new)
         if layout == "both":
             await lose_a_worker(client, old)
 
