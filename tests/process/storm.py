@@ -24,7 +24,6 @@ from engine.policies import TOLERANCE, Lab, Policies
 from engine.trainer import Trainer, trainer
 
 import sglrl
-from sglrl.errors import from_wire
 
 SEEDS = 3
 """Policies that updates choose from."""
@@ -148,7 +147,7 @@ class Storm:
             async def ask() -> None:
                 answer = await self._trainers[index].ask(update=folder, **options)
                 if answer["result"] == "error":
-                    raise from_wire(answer["error"], answer["says"], "")
+                    raise getattr(sglrl, answer["error"])(answer["says"])
 
             return await self._updated(ask(), options)
 

@@ -168,7 +168,8 @@ def test_a_forked_process_collects_its_copy() -> None:
                 if not child:
                     asyncio.set_event_loop(None)
                     raise SystemExit(3)
-                print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+                # Flushed: the next child has a copy of what is not.
+                print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
             print((await client.generate(input_ids=[7], max_new_tokens=1)).output_ids)
 
         try:
