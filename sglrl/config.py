@@ -18,7 +18,7 @@ ROUTING_STRATEGIES = ("prefix-aware", "requests", "kv-cache", "round-robin")
 
 
 LEAST_UNREAD_BYTES: Final = 4 << 20
-"""A client in another process reports what it has read each time that it has read a fourth of this.
+"""Minimum of ``max_unread_bytes``. A remote client reports each fourth of this that it has read.
 So one that reads is never taken for one that does not."""
 DROPPED_AT: Final = 4
 """Times ``max_unread_bytes``; see there."""

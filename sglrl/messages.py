@@ -184,7 +184,7 @@ class Leave(msgspec.Struct, array_like=True, frozen=True, tag=62):
 
 
 class ReadSoFar(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=66):
-    """The client has read messages of so many bytes since it approached, all frames counted. The
+    """Reports ``bytes``: the size of all frames that the client has read since it connected. The
     driver holds back a client's calls while too many bytes are unread."""
 
     bytes: int

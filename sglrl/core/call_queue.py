@@ -23,7 +23,7 @@ from .waiting import FairQueue
 _PATIENCE: Final = 64
 """Calls that may pass an older one, beyond those that wait at a time."""
 _LOOKS: Final = 64
-"""Calls of which is asked at a time whether another member holds what they begin with."""
+"""Maximum number of calls that are moved to the member that holds their prefix, per dispatch."""
 
 
 class CallQueue:
@@ -96,7 +96,7 @@ class CallQueue:
             self._send_home(call, home)
 
     def _overloaded(self, client: ClientState, size: int) -> Overloaded:
-        """Why a call of this client, with so many bytes, may not wait."""
+        """The error for a call of this client and of ``size`` bytes that exceeds a limit."""
         if self.waiting >= self._max_calls:
             what = f"{self.waiting} calls already wait for a worker (max_queue={self._max_calls})"
         elif client.waiting >= self._max_per_client:
@@ -150,7 +150,7 @@ class CallQueue:
             member.pinned.drop(client)
 
     def withdraw(self, member: Member) -> None:
-        """What had best go to this member may go anywhere."""
+        """Let any member take the calls that preferred this one."""
         for call in member.returning:
             if call.state == QUEUED:
                 self.fresh.push(call)
@@ -209,7 +209,7 @@ class CallQueue:
         return call.passed >= _PATIENCE + 2 * min(self.waiting, client.waiting * self.clients)
 
     def _send_home(self, call: Call, home: Member) -> None:
-        """It had best go to this member, which holds what it goes on from."""
+        """Queue the call for the member that holds its prefix."""
         self.homed.push(call)
         home.returning.push(call)
 

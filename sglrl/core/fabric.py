@@ -88,8 +88,8 @@ class Fabric:
         self.queue.drop(client)
 
     def read_by_client(self, client: ClientState, size: int, now: float) -> None:
-        """The client has read so many bytes more, which were added to ``unread`` when they were
-        sent."""
+        """Subtract ``size`` bytes, which the client has read, from its unread bytes. Dispatch its
+        calls if they waited for that."""
         client.unread -= size
         self._wake(client)
         self._pump_woken(now)

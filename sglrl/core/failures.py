@@ -10,7 +10,7 @@ from collections import deque
 from typing import Final
 
 LEAST_ATTEMPTS: Final = 64
-"""Finished attempts, at least, of which the failure rate is taken."""
+"""Minimum number of finished attempts in the window of the failure rate."""
 MOST_MESSAGES: Final = 10
 """Of one type and place. Errors with further messages are counted as one kind: messages may have
 numbers in them that differ every time."""

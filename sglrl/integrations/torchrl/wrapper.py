@@ -534,7 +534,7 @@ def _with_texts(history: History) -> History:
     if not any(isinstance(message["content"], (list, dict)) for message in messages):
         return history
     for message in messages:
-        # A single part is no list.
+        # TorchRL stores a list of one part as the part.
         if isinstance(message["content"], dict):
             message["content"] = [message["content"]]
     return History.from_chats([[*map(dict, check_conversation(messages))]])[0]
