@@ -40,6 +40,7 @@ _ARRIVED = "sglrl/arrived"
 _BATCH_BYTES = 1 << 30
 _CONNECT_SECONDS = 10.0
 """The giver's store listens already."""
+_AUTOGROUP = Path("/proc/self/autogroup")
 _AUTOGROUP_SECONDS = 0.15
 
 
@@ -152,12 +153,10 @@ class HandOver:
 def _before_others() -> Iterator[None]:
     """A worker on a CPU that has let all others go first does so no more, and this thread goes
     before those of it that decode, as far as the system lets it: a new worker waits for it."""
-    group = Path("/proc/self/autogroup")
-    nice = "0"
-    with contextlib.suppress(OSError):
-        # "/autogroup-71 nice 5"
-        nice = group.read_text().split()[-1]
-        group.write_text("0")
+    nice = _autogroup_nice()
+    if nice is not None:
+        with contextlib.suppress(OSError):
+            _AUTOGROUP.write_text("0")
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 0)
     try:
@@ -167,12 +166,22 @@ def _before_others() -> Iterator[None]:
         # it as it has become meanwhile.
         with contextlib.suppress(OSError):
             try:
-                if nice != "0":
-                    group.write_text(nice)
+                if nice is not None and nice != "0":
+                    _AUTOGROUP.write_text(nice)
             except BlockingIOError:
                 # One change of them all in a tenth of a second is let through: sched(7).
                 time.sleep(_AUTOGROUP_SECONDS)
-                group.write_text(nice)
+                _AUTOGROUP.write_text(str(nice))
+
+
+def _autogroup_nice() -> str | None:
+    """The nice value of this process's autogroup (sched(7)); None if it has no autogroup."""
+    try:
+        # "/autogroup-71 nice 5". Empty for a process that is in no autogroup.
+        words = _AUTOGROUP.read_text().split()
+    except OSError:
+        return None
+    return words[-1] if words else None
 
 
 def _as_one(group: Group, pieces: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -6,6 +6,7 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -106,3 +107,25 @@ def test_a_giver_that_was_released_gives_again() -> None:
     assert taker.engine.version == 7
     assert giver.ends()
     assert taker.ends()
+
+
+@pytest.mark.parametrize("content", ["", "/autogroup-71 nice 5\n", None])
+def test_weights_are_given_whatever_the_system_says_of_autogroups(
+    content: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is empty for a process without an autogroup, and missing on kernels without them."""
+    file = tmp_path / "autogroup"
+    if content is not None:
+        file.write_text(content)
+    monkeypatch.setattr(hand_over, "_AUTOGROUP", file)
+    giver, taker = Side(1.0), Side(2.0)
+    taker.hand_over.take(Take(2, 7, giver.offer(), LONG))
+    taker.answer()
+    assert giver.ends()
+    assert taker.ends()
+    assert torch.equal(taker.engine.tensor, giver.engine.tensor)
+    if content is None:
+        assert not file.exists()
+    else:
+        # Its nice value is what it was.
+        assert file.read_text().split()[-1:] == ["5"] * bool(content)
