@@ -27,7 +27,6 @@ from sglrl.codec import encode
 from sglrl.messages import GenerateArgs
 from sglrl.sampling import from_kwargs
 from sglrl_workers.engine.sglang import compat, convert, results
-from sglrl_workers.engine.sglang.prefixes import Prefixes
 from sglrl_workers.engine.sglang.resume import Resume
 from sglrl_workers.engine.sglang.scheduler import SglrlScheduler, _Receiver
 
@@ -182,7 +181,7 @@ def run(scheduler: Any) -> dict[str, Any]:
         "retracted": scheduler.sglrl_preempted - retracted,
         "left": scheduler.token_to_kv_pool_allocator.available_size(),
     }
-    if type(scheduler.tree_cache) in (RadixCache, Prefixes):
+    if type(scheduler.tree_cache) is RadixCache:
         found["tree"] = tree(scheduler.tree_cache)
     assert scheduler.flush_cache()
     return found
@@ -199,8 +198,8 @@ def main() -> None:
         scheduler.grammar_manager.grammar_backend.executor = AtOnce()
         ours = scheduler.batch_result_processor
         theirs = SchedulerBatchResultProcessor(**compat.field_values(ours))
-        short = leaves = 0
-        go_on, add = results.Results._go_on, Prefixes._add
+        short = 0
+        go_on = results.Results._go_on
 
         def counted(self: Any, batch: Any, result: Any) -> Any:
             nonlocal short
@@ -208,23 +207,16 @@ def main() -> None:
             short += len(batch.reqs) - len(part.reqs)
             return part, outcome
 
-        def added(self: Any, *args: Any, **kwargs: Any) -> Any:
-            nonlocal leaves
-            leaves += 1
-            return add(self, *args, **kwargs)
-
         results.Results._go_on = counted  # type: ignore[method-assign]
-        Prefixes._add = added  # type: ignore[method-assign]
-        quick = type(scheduler.tree_cache)
-        found: dict[str, Any] = {"results": type(ours).__name__, "cache": quick.__name__}
+        found: dict[str, Any] = {
+            "results": type(ours).__name__,
+            "cache": type(scheduler.tree_cache).__name__,
+        }
         scheduler.batch_result_processor = theirs
-        if quick is Prefixes:
-            scheduler.tree_cache.__class__ = RadixCache
         found["theirs"] = run(scheduler)
         scheduler.batch_result_processor = ours
-        scheduler.tree_cache.__class__ = quick
         found["ours"] = run(scheduler)
-        found |= {"tokens": short, "leaves": leaves}
+        found["tokens"] = short
         print(json.dumps(found))
         sys.stdout.flush()
     # SGLang's threads have nothing left to do.

@@ -121,32 +121,3 @@ def test_a_call_gathers_a_bounded_part_of_the_cache() -> None:
     calls = ragged.plan(table, torch.arange(64), begins, torch.ones_like(begins), None, 8192)
     assert sum(n for n, _, _ in (call.shape for call in calls)) == 64
     assert all(n * s * 8192 <= 64 << 20 for n, _, s in (call.shape for call in calls))
-
-
-def test_a_decode_step_whose_slots_are_known() -> None:
-    chance = np.random.default_rng(5)
-    torch.manual_seed(5)
-    keys, values = torch.randn(SLOTS, 2, 8), torch.randn(SLOTS, 2, 8)
-    keys[: SLOTS // 4] = values[: SLOTS // 4] = torch.nan
-    for lengths in ([1], [90], [7, 7, 7], [1, 64, 30], [70, 120]):
-        table = torch.from_numpy(chance.integers(SLOTS // 4, SLOTS, (3, CONTEXT)))
-        contexts = [table[i, : n - 1].numpy() for i, n in enumerate(lengths)]
-        new = np.array([int(table[i, n - 1]) for i, n in enumerate(lengths)])
-        call = ragged.decode(contexts, new, ragged.token_bytes(keys, values))
-        assert call is not None
-        assert (call.mask is None) is (len(set(lengths)) == 1)
-        query = torch.randn(len(lengths), 4, 8)
-        output = torch.empty_like(query)
-        ragged.attend([call], query, output, keys, values, 0.3)
-        rows, begins = list(range(len(lengths))), [n - 1 for n in lengths]
-        ones = [1] * len(lengths)
-        expected = one_by_one(query, keys, values, table, rows, begins, ones, None, 0.3)
-        torch.testing.assert_close(output.double(), expected, atol=1e-5, rtol=1e-4)
-
-
-def test_a_decode_step_of_different_lengths_is_no_one_call() -> None:
-    contexts = [np.arange(n) for n in (10, 500)]
-    assert ragged.decode(contexts, np.array([1, 2]), 64) is None
-    many = [np.arange(8191)] * 64
-    assert ragged.decode(many, np.arange(64), 8192) is None
-    assert ragged.decode(many[:1], np.arange(1), 8192) is not None

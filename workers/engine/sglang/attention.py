@@ -14,7 +14,6 @@ import torch
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-from . import layers
 from .ragged import Call, attend, plan, token_bytes
 
 
@@ -27,14 +26,8 @@ class BatchedAttention(TorchNativeAttnBackend):  # type: ignore[misc]
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         super().init_forward_metadata(forward_batch)
-        # The layers of a step have them in common.
+        # All layers of a step share them.
         self._calls = {}
-        layers.step.begin()
-
-    def attend_to(self, call: Call) -> None:
-        """All layers of this step, whatever the batch says."""
-        self._calls = {None: [call]}
-        layers.step.begin()
 
     def _run_sdpa_forward_decode(self, *args: Any, **options: Any) -> torch.Tensor:
         query, output, keys, values, table, rows, lengths, encoded = args
@@ -65,4 +58,3 @@ class BatchedAttention(TorchNativeAttnBackend):  # type: ignore[misc]
 def install() -> None:
     """Call in the worker before the model is built."""
     ATTENTION_BACKENDS["torch_native"] = BatchedAttention
-    layers.install()

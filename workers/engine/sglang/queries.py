@@ -6,7 +6,7 @@ decode step and one token more in the cache; SGLang makes a request of it that i
 allocated for, prefilled, sampled, finished and reported, for half a millisecond of its thread. Here
 the queries that have arrived are decode steps between two of SGLang's own, with its model runner,
 its memory and its prefix cache, which it finds as its own requests would have left them. A query
-with a few tokens more is as many rows (``short_prefill.py``). On a CPU: ``cpu_queries.py``.
+with a few tokens more is as many rows (``short_prefill.py``).
 
 Queries that are anything else go to SGLang, and what they leave in the cache serves the next ones.
 """
@@ -30,7 +30,6 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 
 from . import short_prefill
-from .prefixes import Prefixes
 
 _AT_ONCE = 32
 """So many at most in one step: the answers of one leave while the next one is computed."""
@@ -77,9 +76,6 @@ class Queries:
         answer: None on ranks that answer nobody.
     """
 
-    answers_first = False
-    """Before what was computed goes into the prefix cache; or when the next step is under way."""
-
     def __init__(self, scheduler: Any, answer: Answer | None) -> None:
         self._scheduler = scheduler
         self._answer = answer
@@ -88,7 +84,7 @@ class Queries:
         arguments = scheduler.server_args
         self._possible = (
             short_prefill.plain(self._runner)
-            and type(self._tree) in (RadixCache, Prefixes)
+            and type(self._tree) is RadixCache
             and not self._tree.disable
             and not self._tree.disable_finished_insert
             and type(scheduler.token_to_kv_pool_allocator) is TokenToKVPoolAllocator
@@ -103,23 +99,18 @@ class Queries:
             return requests
         others: list[Any] = []
         answer = _nobody
-        for last in (False, True):
-            steps, requests = self._steps(requests, others, last)
-            for step in steps:
-                launched = self._launch(step)
-                if launched is None:
-                    others += [query.request for query in step]
-                    continue
-                answer()
-                answer = launched
+        for step in self._steps(requests, others):
+            launched = self._launch(step)
+            if launched is None:
+                others += [query.request for query in step]
+                continue
+            answer()
+            answer = launched
         answer()
         return others
 
-    def _steps(
-        self, requests: list[Any], others: list[Any], last: bool
-    ) -> tuple[list[list[Known]], list[Any]]:
-        """What is to be run now, step by step, and the requests for the ``last`` time, which find
-        in the cache what these leave there. Those that are SGLang's are put to the ``others``."""
+    def _steps(self, requests: list[Any], others: list[Any]) -> list[list[Known]]:
+        """Group the queries into steps. Append to ``others`` the requests that SGLang must run."""
         few = most = short_prefill.most_rows(self._runner)
         at_once = _AT_ONCE
         if self._runner.decode_cuda_graph_runner is None:
@@ -143,7 +134,7 @@ class Queries:
                 steps.append([])
                 rows, attended = query.new, short_prefill.attended(query.cached, query.new)
             steps[-1].append(query)
-        return steps, []
+        return steps
 
     def _look_up(self, request: Any) -> Known | None:
         ids = request.input_ids
@@ -183,9 +174,6 @@ class Queries:
                 answer = self._answer(step, logits, (rows.cumsum() - 1).tolist())
         if overlap:
             scheduler.schedule_stream.wait_stream(scheduler.forward_stream)
-        if self.answers_first:
-            answer()
-            answer = _nobody
         self._keep(step, slots)
         return answer
 
@@ -247,17 +235,12 @@ class Queries:
             end = begin + query.new
             new = slots[begin:end]
             key = RadixKey(query.request.input_ids[query.cached :], query.request.extra_key)
-            found, node = self._tree._insert_helper(query.node, key, new)
+            found, _ = self._tree._insert_helper(query.node, key, new)
             if found:
                 double.append(new[:found])
-            else:
-                self._kept(query, new, node)
             begin = end
         if double:
             self._scheduler.token_to_kv_pool_allocator.free(torch.cat(double))
-
-    def _kept(self, query: Known, slots: torch.Tensor, node: Any) -> None:
-        """The new tokens have these slots, and end at this node."""
 
 
 def _nobody() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -125,26 +124,6 @@ def _are_one(n: int, shortest: int, longest: int, bytes_a_token: int) -> bool:
     )
 
 
-def decode(
-    contexts: Sequence[NDArray[np.int64]], new: NDArray[np.int64], bytes_a_token: int
-) -> Call | None:
-    """The same where the slots of each request are known, int64 [its length] behind which it has a
-    new one: what ``_decode`` finds in a table."""
-    lengths = [len(context) + 1 for context in contexts]
-    n, shortest, s = len(contexts), min(lengths), max(lengths)
-    if not _are_one(n, shortest, s, bytes_a_token):
-        return None
-    slots = np.empty((n, s), np.int64)
-    for row, context, last, length in zip(slots, contexts, new, lengths, strict=True):
-        row[: length - 1] = context
-        row[length - 1] = last
-        row[length:] = row[0]
-    mask = None
-    if shortest < s:
-        mask = torch.from_numpy(np.arange(s) < np.array(lengths)[:, None])[:, None, None]
-    return Call(None, torch.from_numpy(slots).flatten(), mask, (n, 1, s))
-
-
 def pieces(begins: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:
     """Requests as pieces of at most ``_BLOCK`` new tokens, int64 [pieces] each: which request, how
     many tokens are before the piece, how many are new, and the row of the first of them."""
@@ -204,8 +183,7 @@ def attend(
     keys, values: [slots, KV heads, size].
     scaling: of the products; None: one over the root of the size.
     """
-    # Where a step is recorded, sizes are tensors; these are the model's own.
-    heads, shared = int(query.shape[1]), int(keys.shape[1])
+    heads, shared = query.shape[1], keys.shape[1]
     for tokens, slots, mask, (n, q, s), causal in calls:
         asked = query if tokens is None else query.index_select(0, tokens)
         key, value = (

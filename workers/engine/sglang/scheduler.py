@@ -63,7 +63,6 @@ from . import (
     convert,
     ends,
     finite,
-    prefixes,
     results,
     resume,
     seeds,
@@ -71,7 +70,6 @@ from . import (
     stop_regex,
 )
 from .alike import Alike
-from .cpu_queries import CpuQueries
 from .finite import end_undrawable
 from .next_token import NextTokens, Rows
 from .no_tokenizer import NoTokenizer, has_tokenizer
@@ -680,7 +678,6 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
     def init_batch_result_processor(self) -> None:
         super().init_batch_result_processor()
         results.install(self)
-        prefixes.install(self)
 
     def _on_output(self, output: Any, about: Any) -> None:
         if isinstance(output, BatchTokenIDOutput) and self.sglrl_adapter is not None:
@@ -949,10 +946,7 @@ def run_scheduler(spec: WorkerSpec, body: EngineSpec) -> None:
     weights = scheduler.sglrl_weights = SglangWeights(scheduler, device, body.rank)
     weights.channel = RankWeights(spec, body.rank, weights)
     short_prefill.install(scheduler.tp_worker.model_runner)
-    # With overlap a CPU does as a GPU does, which is how the tests see what that is.
-    on_cpu = body.device == "cpu" and not scheduler.enable_overlap
-    queries = CpuQueries if on_cpu else Queries
-    scheduler.sglrl_queries = queries(scheduler, None if adapter is None else adapter.answer)
+    scheduler.sglrl_queries = Queries(scheduler, None if adapter is None else adapter.answer)
     if adapter is not None and mailbox is not None:
         adapter.scheduler = scheduler
         adapter.begun = time.monotonic()
