@@ -16,8 +16,6 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from sglrl._compiled import why_not
-
 from .parts import Note
 
 console = Console(width=None if Console().is_terminal else 120)
@@ -49,7 +47,6 @@ def machine() -> dict[str, Any]:
         "memory_gib": round(psutil.virtual_memory().total / (1 << 30)),
         "gpus": _gpus(),
         "python": platform.python_version(),
-        "compiled": not why_not,
         "load_average_before": round(os.getloadavg()[0], 2),
         "versions": {
             name: version
@@ -101,8 +98,7 @@ def describe(info: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in info["versions"].items())
     return (
         f"{info['cores']} cores of {info['cpu']}{gpus}, {info['memory_gib']} GiB; "
-        f"load {info['load_average_before']} before; Python {info['python']}, "
-        f"{'' if info['compiled'] else 'nothing compiled with mypyc, '}{versions}"
+        f"load {info['load_average_before']} before; Python {info['python']}, {versions}"
     )
 
 

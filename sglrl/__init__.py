@@ -15,8 +15,6 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from . import _compiled
-
 if TYPE_CHECKING:
     from . import errors as errors
     from .actor import Actor, endpoint
@@ -76,8 +74,6 @@ if TYPE_CHECKING:
     from .stream import Stream
 
 __version__ = "0.1.0"
-
-_compiled.choose()
 
 _HOME = {
     "Actor": "actor",

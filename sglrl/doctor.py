@@ -12,7 +12,6 @@ import msgspec
 from rich.table import Table
 
 from . import __version__
-from ._compiled import why_not
 from .config import install
 from .errors import SglrlError
 from .launch import cuda_devices, launch
@@ -35,7 +34,6 @@ def examine(engine: str) -> list[Finding]:
     """All findings; the last is a real call to one worker with this engine."""
     findings = [
         Finding("sglrl", True, __version__),
-        Finding("compiled", True, f"no, so calls cost more: {why_not}" if why_not else "yes"),
         Finding("python", True, f"{platform.python_version()} on {platform.system()}"),
         Finding(
             "processes",

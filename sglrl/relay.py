@@ -1,8 +1,5 @@
 """What passes through a driver for clients in other processes: their requests become calls of its
-own fabric, and what comes of these is sent on. ``gateway.py`` says who such a client is.
-
-Every call of such a client comes through here twice, so this is compiled (``_compiled.py``).
-"""
+own fabric, and what comes of these is sent on. ``gateway.py`` says who such a client is."""
 
 from __future__ import annotations
 

@@ -30,8 +30,7 @@ class Requests:
     """Of one client, made when its pool has started. ``ids`` are checked ones, int32.
 
     Every method that makes a call raises ``InvalidRequest`` for a prompt that does not fit the
-    context, and ``MessageTooLarge``. What nobody has checked before is ``Any``: all other types are
-    enforced when this is compiled, with ``TypeError``.
+    context, and ``MessageTooLarge``. Arguments that are not checked yet are typed ``Any``.
     """
 
     def __init__(

@@ -21,41 +21,13 @@ TokenIds = Sequence[int] | NDArray[np.integer[Any]]
 _INT: set[type] = {int}
 
 
-@lru_cache
-def _prompt(vocab_size: int) -> type[msgspec.Struct]:
-    # As a field of a struct, whose type msgspec prepares once and not for every call.
-    ids = list[Annotated[int, msgspec.Meta(ge=0, lt=vocab_size)]]
-    return msgspec.defstruct("_Prompt", [("ids", ids)], array_like=True)
-
-
-@lru_cache(maxsize=4096)
-def _packer(count: int) -> Callable[..., bytes]:
-    return struct.Struct(f"<{count}i").pack
-
-
-def _pack(ids: Any, vocab_size: int, /) -> bytes | None:
-    """What ``_ids.c`` does, in a third of the time that ``_check_list`` takes."""
-    try:
-        msgspec.convert((ids,), _prompt(vocab_size))
-    except msgspec.ValidationError:
-        return None
-    return _packer(len(ids))(*ids)
-
-
-def _in_range(ids: bytes, vocab_size: int, /) -> bool:
-    """What ``_ids.c`` does."""
+def in_range(ids: bytes, vocab_size: int) -> bool:
+    """Return whether ``ids`` are int32 token ids, all of them in ``[0, vocab_size)``."""
     if len(ids) % 4:
         return False
+    # A negative id is a large number here.
     tokens = np.frombuffer(ids, "<u4")
     return not len(tokens) or int(tokens.max()) < vocab_size
-
-
-try:
-    from ._ids import in_range as in_range
-    from ._ids import pack as pack
-except ImportError:
-    # It could not be compiled here.
-    in_range, pack = _in_range, _pack
 
 
 def check_ids(ids: Any, vocab_size: int) -> bytes:
@@ -65,12 +37,40 @@ def check_ids(ids: Any, vocab_size: int) -> bytes:
         InvalidRequest: empty, not one-dimensional, not integers, or outside ``[0, vocab_size)``.
     """
     if isinstance(ids, (list, tuple)):
-        return pack(ids, vocab_size) or _check_list(ids, vocab_size)
+        return _pack(ids, vocab_size) or _check_list(ids, vocab_size)
     return _check_array(ids, vocab_size)
 
 
+def _pack(ids: Sequence[Any], vocab_size: int) -> bytes | None:
+    """Pack a list of valid Python integers; return None for any other list.
+
+    Three times as fast as ``_check_list``, which finds out what is wrong.
+    """
+    try:
+        msgspec.convert((ids,), _prompt_type(vocab_size))
+    except msgspec.ValidationError:
+        return None
+    return _packer(len(ids))(*ids)
+
+
+@lru_cache
+def _prompt_type(vocab_size: int) -> type[msgspec.Struct]:
+    # msgspec prepares the type of a struct's field once, and that of a bare list at every call.
+    ids = list[Annotated[int, msgspec.Meta(ge=0, lt=vocab_size)]]
+    return msgspec.defstruct("_Prompt", [("ids", ids)], array_like=True)
+
+
+@lru_cache(maxsize=4096)
+def _packer(count: int) -> Callable[..., bytes]:
+    return struct.Struct(f"<{count}i").pack
+
+
 def _check_list(ids: Sequence[Any], vocab_size: int) -> bytes:
-    """What is wrong, or has integers of other kinds (numpy's)."""
+    """Pack a list that may hold numpy integers.
+
+    Raises:
+        InvalidRequest: says what is wrong with it.
+    """
     if not ids:
         raise InvalidRequest("the prompt is empty; at least one token is needed")
     kinds = set(map(type, ids))

@@ -63,7 +63,6 @@ class Member:
 
     def __init__(self, index: int) -> None:
         self.index = index
-        # Of any length for mypyc, which makes a new object of a pair whenever one is asked for.
         self.alone: tuple[Member, ...] = (self,)
         """In a ``PrefixIndex``, where it is known by its identity."""
         self.state = STARTING

@@ -1,7 +1,6 @@
 """What a session holds, and what it does with it between two waits.
 
-Every turn of an agent goes through here, so this is compiled (``_compiled.py``). ``Session`` itself
-is what users see, and has the coroutines.
+``Session`` itself is what users see, and has the coroutines.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ from .trajectory import MOST_REWARD
 
 
 class SessionState:
-    """Of one ``Session``; see there. What comes from others is ``Any`` until it is checked: other
-    types are enforced when this is compiled.
+    """Of one ``Session``; see there. What comes from others is ``Any`` until it is checked.
 
     Attributes:
         tokens: all up to the end of the last turn; none before the first.

@@ -139,7 +139,6 @@ async def test_rewards_that_are_no_numbers(client: sglrl.Client, value: Any) -> 
 
 @pytest.mark.parametrize("seconds", [np.float32(60), np.int64(60), Fraction(60)], ids=type)
 async def test_seconds_of_any_number(seconds: Any) -> None:
-    """What is compiled takes no numbers but Python's own."""
     async with sglrl.launch("fake", engine="fake", timeout=seconds) as client:
         for session in (
             client.session(input_ids=[1], max_new_tokens=2),
@@ -175,7 +174,6 @@ async def test_tokenizers_that_give_no_lists(client: sglrl.Client, kind: Any) ->
 
 
 async def test_a_session_is_an_object_like_others(client: sglrl.Client) -> None:
-    """What is compiled has no documentation, no weak references and no room for more."""
     session = client.session(input_ids=[1])
     session.tool = "mine"  # type: ignore[attr-defined]
     assert weakref.ref(session)() is session
