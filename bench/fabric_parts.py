@@ -233,22 +233,13 @@ class _MemoryPool:
     def __init__(self, workers: int, routing: tuple[str, ...]) -> None:
         import msgspec
 
-        from sglrl.codec import decode_to_worker, encode
         from sglrl.config import FabricConfig
         from sglrl.driver import Driver
-        from sglrl.messages import (
-            PROTOCOL_VERSION,
-            EngineInfo,
-            GenerateArgs,
-            Item,
-            ItemKind,
-            Ready,
-            Results,
-            Submit,
-            TokenChunk,
-        )
         from sglrl.net.memory import MemoryRouter
         from sglrl.weights.coordinator import WeightChannel
+        from sglrl.wire.calls import PROTOCOL_VERSION, Item, ItemKind, Ready, Results, Submit
+        from sglrl.wire.codec import decode_to_worker, encode
+        from sglrl.wire.engine import EngineInfo, GenerateArgs, TokenChunk
 
         router = MemoryRouter()
         self.weights = WeightChannel(lambda worker, reason: None)

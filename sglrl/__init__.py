@@ -56,7 +56,6 @@ if TYPE_CHECKING:
         WorkerStartError,
     )
     from .launch import launch
-    from .messages import EngineInfo, EngineStats
     from .pool import QueueInfo, WorkerInfo
     from .remote import connect
     from .rollout import (
@@ -72,6 +71,7 @@ if TYPE_CHECKING:
     from .sampling import SamplingParams
     from .spawn import ActorHandle, spawn
     from .stream import Stream
+    from .wire.engine import EngineInfo, EngineStats
 
 __version__ = "0.1.0"
 
@@ -87,8 +87,8 @@ _HOME = {
     "Completion": "completion",
     "DeadlineExceeded": "errors",
     "EngineError": "errors",
-    "EngineInfo": "messages",
-    "EngineStats": "messages",
+    "EngineInfo": "wire.engine",
+    "EngineStats": "wire.engine",
     "Group": "rollout",
     "InvalidKeys": "errors",
     "InvalidRequest": "errors",

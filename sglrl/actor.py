@@ -29,7 +29,6 @@ from weakref import WeakKeyDictionary
 
 from msgspec import Raw
 
-from .codec import Arguments, Buffer, Result
 from .config import check_timeout
 from .core.calls import Call
 from .driver import ENVELOPE_BYTES, Driver, now
@@ -44,7 +43,8 @@ from .errors import (
     UsageError,
     from_wire,
 )
-from .messages import ErrorBody, Item, ItemKind
+from .wire.calls import ErrorBody, Item, ItemKind
+from .wire.codec import Arguments, Buffer, Result
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _MARK = "__sglrl_endpoint__"

@@ -23,7 +23,6 @@ from .config import open_standard_files
 from .controls import WorkerStats
 from .errors import Closed, UsageError
 from .launch import launch
-from .messages import EngineInfo
 from .pool import QueueInfo, WorkerInfo
 from .remote import connect
 from .rollout.group import Group, RolloutMetrics
@@ -34,6 +33,7 @@ from .rollout.trajectory import Trajectory
 from .shortage import start_thread
 from .weights.local import TensorMetadata
 from .weights.report import UpdateReport
+from .wire.engine import EngineInfo
 
 logger = logging.getLogger("sglrl.blocking")
 

@@ -21,7 +21,6 @@ from .core.routing import Route
 from .driver import Driver
 from .errors import Closed, InvalidRequest, UsageError
 from .gateway import Gateway
-from .messages import ClientKeys, EngineInfo
 from .pool import Birth, Pool, QueueInfo, WorkerInfo, describe
 from .prompts import Message, check_given_ids
 from .requests import Requests
@@ -34,6 +33,8 @@ from .tokens import TokenIds, TokenizerBox, check_ids
 from .weights.local import LocalSender, TensorMetadata
 from .weights.report import UpdateReport
 from .weights.request import UpdateRequest
+from .wire.engine import EngineInfo
+from .wire.processes import ClientKeys
 
 
 class Client:

@@ -12,14 +12,14 @@ from msgspec import Raw
 
 from .actor import Actor as _Actor
 from .actor import EndpointSpec, UnaryReply, deadline_from, endpoint, endpoints_of
-from .codec import encode
 from .config import check_timeout
 from .core.calls import Call
 from .driver import Driver
 from .errors import Closed, UnknownEndpoint, UsageError, WorkerLost
-from .messages import EngineStats, TokenChunk
 from .pool import Pool
 from .together import submit_all
+from .wire.codec import encode
+from .wire.engine import EngineStats, TokenChunk
 
 _FIRST: Final = 1 << 62
 """Priority of what a worker must be told before it gets anything else."""

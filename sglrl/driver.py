@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
-from .codec import Buffer, decode_to_driver, encode, readable, split_frames
 from .config import FabricConfig
 from .core.calls import Call
 from .core.clients import ClientState
@@ -21,7 +20,9 @@ from .core.fabric import CANCEL, CHUNK, DRAINED, END, RESTART, SEND, Fabric
 from .core.members import GONE, READY, RETIRED, STALE, STARTING, SYNCING, Member
 from .dropped import Dropped
 from .errors import Closed, ProtocolError, SglrlError, UsageError
-from .messages import (
+from .net.base import MOST_UNREAD, DriverTransport
+from .net.rows import RowsReader
+from .wire.calls import (
     PROTOCOL_VERSION,
     Cancel,
     ErrorBody,
@@ -35,8 +36,7 @@ from .messages import (
     Submit,
     ToDriver,
 )
-from .net.base import MOST_UNREAD, DriverTransport
-from .net.rows import RowsReader
+from .wire.codec import Buffer, decode_to_driver, encode, readable, split_frames
 
 logger = logging.getLogger("sglrl.driver")
 now = time.monotonic

@@ -36,12 +36,12 @@ from typing import cast
 
 import msgspec
 
-from .codec import encode
 from .config import install
 from .core.hangs import HangDetector
 from .errors import WorkerStartError
-from .messages import Dump, Exited, Forked, FromForkServer, Kill, Ping, Pong, Warm
 from .shortage import no_file, reason
+from .wire.codec import encode
+from .wire.processes import Dump, Exited, Forked, FromForkServer, Kill, Ping, Pong, Warm
 
 logger = logging.getLogger("sglrl.spawn")
 

@@ -15,29 +15,26 @@ from collections.abc import Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from .actor import Actor, EndpointSpec, endpoint, endpoints_of
-from .codec import Buffer, decode_from_client, encode
 from .driver import Driver, now
 from .errors import ProtocolError, SglrlError
-from .messages import (
-    PROTOCOL_VERSION,
-    Admitted,
+from .relay import NEWS_SECONDS, Admission, Peer, Relay, arguments
+from .weights.report import UpdateReport
+from .wire.calls import PROTOCOL_VERSION, Cancel, ItemKind
+from .wire.codec import Buffer, decode_from_client, encode
+from .wire.remote import (
     Answers,
-    Approach,
-    Cancel,
-    Dismissed,
-    ItemKind,
+    BytesRead,
+    Hello,
     Leave,
-    ModelDescription,
-    News,
-    Piece,
-    ReadSoFar,
+    PoolStatus,
+    Rejected,
     Request,
     Requests,
     ToClient,
-    WorkerNews,
+    Welcome,
+    WorkerStatus,
 )
-from .relay import NEWS_SECONDS, Admission, Peer, Relay, arguments
-from .weights.report import UpdateReport
+from .wire.weights import ModelDescription, Shard
 
 if TYPE_CHECKING:
     from .client import Client
@@ -80,7 +77,7 @@ class PoolEndpoints(Actor):
     @endpoint
     async def checksums(
         self, names: list[str], seconds: float | None
-    ) -> list[tuple[tuple[int, int], list[Piece]]]:
+    ) -> list[tuple[tuple[int, int], list[Shard]]]:
         return [*(await self._pool.weights.checksums(names, seconds)).items()]
 
     @endpoint
@@ -179,13 +176,13 @@ class Gateway:
                 self._relay.flush(peer)
                 self._tell(peer, answers)
 
-    def _news(self) -> News:
+    def _news(self) -> PoolStatus:
         members = self._driver.fabric.members
         workers = []
         for w in self._client.workers:
             m = members[w.id]
             workers.append(
-                WorkerNews(
+                WorkerStatus(
                     w.id,
                     w.pid,
                     w.state,
@@ -199,7 +196,7 @@ class Gateway:
                 )
             )
         queue = self._driver.fabric.queue
-        return News(
+        return PoolStatus(
             self._client.weight_version,
             queue.waiting,
             workers,
@@ -242,7 +239,7 @@ class Gateway:
         if len(frames) > 1:
             return False
         match message:
-            case Approach() if peer is None:
+            case Hello() if peer is None:
                 return self._admit(identity, message)
             case Leave() if peer is None:
                 """Its connection broke, and it was forgotten before it connected again."""
@@ -259,7 +256,7 @@ class Gateway:
             case Cancel(ids=ids):
                 for id_ in ids:
                     self._relay.cancel(peer, id_)
-            case ReadSoFar(bytes=size):
+            case BytesRead(bytes=size):
                 return self._relay.read_so_far(peer, size)
             case Leave():
                 self._forget(peer)
@@ -273,9 +270,9 @@ class Gateway:
         return kind == b"client" and hmac.compare_digest(token, self._token.encode())
 
     def _dismiss(self, identity: bytes, reason: str) -> None:
-        self._driver.send_to_peer(identity, encode(Dismissed(reason)))
+        self._driver.send_to_peer(identity, encode(Rejected(reason)))
 
-    def _admit(self, identity: bytes, client: Approach) -> bool:
+    def _admit(self, identity: bytes, client: Hello) -> bool:
         if client.protocol != PROTOCOL_VERSION:
             self._dismiss(
                 identity,
@@ -295,7 +292,7 @@ class Gateway:
         peer = self._peers[identity] = Peer(identity, most, state)
         self._tell(
             peer,
-            Admitted(
+            Welcome(
                 PROTOCOL_VERSION,
                 self._client.model,
                 self._driver.max_message_bytes,

@@ -23,7 +23,7 @@ from typing import Any, Final
 import msgspec
 
 from .errors import InvalidKeys, UsageError
-from .messages import ClientKeys
+from .wire.processes import ClientKeys
 
 DRIVER: Final = "driver"
 FIRST_CLIENT: Final = "trainer"

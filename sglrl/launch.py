@@ -33,9 +33,9 @@ from .config import (
 from .core.seeds import SEEDS
 from .errors import ModelError, NotEnoughDevices, UsageError
 from .keys import read_driver_keys
-from .messages import EngineSpec
 from .net.zmq import check_address
 from .pool import Birth, Pool
+from .wire.processes import EngineSpec
 
 logger = logging.getLogger("sglrl.launch")
 

@@ -13,11 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from .codec import Buffer, decode_beat
 from .core.hangs import HangDetector
 from .driver import Driver
 from .errors import ProtocolError
-from .messages import beat_identity
+from .wire.calls import heartbeat_identity
+from .wire.codec import Buffer, decode_heartbeat
 
 logger = logging.getLogger("sglrl.spawn")
 
@@ -55,7 +55,7 @@ class Monitor:
             self._set_timer(self._detector.interval)
 
     @property
-    def beat_interval(self) -> float | None:
+    def heartbeat_interval(self) -> float | None:
         """Seconds between the beats of a worker; None: it need not beat."""
         return None if self._detector is None else self._detector.interval
 
@@ -64,7 +64,7 @@ class Monitor:
         if self._detector is None:
             return
         self._forget(worker)
-        self._identities[worker] = beat_identity(identity)
+        self._identities[worker] = heartbeat_identity(identity)
         self._workers[self._identities[worker]] = worker
         self._detector.watch(worker, time.monotonic())
 
@@ -82,7 +82,7 @@ class Monitor:
         if worker is None or self._detector is None:
             return False
         try:
-            beat = decode_beat(frame)
+            beat = decode_heartbeat(frame)
         except ProtocolError:
             return False
         self._detector.beat(worker, beat.progress, beat.phase, time.monotonic())

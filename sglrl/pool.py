@@ -30,12 +30,14 @@ from .errors import (
 )
 from .forkserver import tail
 from .keys import read_driver_keys
-from .messages import ActorSpec, ClientKeys, EngineSpec, Ready, WorkerSpec, rank_identity
 from .monitor import Monitor
 from .net.zmq import ZmqRouter
 from .processes import Processes, Worker
 from .unclosed import warn_unless_closed
 from .weights.coordinator import WeightChannel
+from .wire.calls import Ready
+from .wire.processes import ActorSpec, ClientKeys, EngineSpec, WorkerSpec
+from .wire.weights import rank_identity
 
 logger = logging.getLogger("sglrl.pool")
 
@@ -279,7 +281,7 @@ class Pool:
                     max_message_bytes=self._config.max_message_bytes,
                     keys=self._worker_keys,
                     body=body,
-                    beat_interval=self._monitor.beat_interval,
+                    heartbeat_interval=self._monitor.heartbeat_interval,
                     heartbeat_timeout=self._config.heartbeat_timeout,
                 )
             )

@@ -11,12 +11,13 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from .codec import encode
 from .config import is_text
 from .errors import UsageError, WorkerStartError
 from .forkserver import LAST_SECONDS, ForkConnection, ForkServer, fork_server
-from .messages import Dump, Fork, Kill, Ready, WorkerSpec
 from .shortage import no_file
+from .wire.calls import Ready
+from .wire.codec import encode
+from .wire.processes import Dump, Fork, Kill, WorkerSpec
 
 _RANKS = 1024
 

@@ -10,7 +10,6 @@ from typing import Any, Final
 import msgspec
 
 from .actor import EndpointSpec
-from .codec import MALFORMED, Buffer, encode
 from .config import DROPPED_AT
 from .core.calls import Call
 from .core.clients import ClientState
@@ -24,23 +23,13 @@ from .errors import (
     SglrlError,
     UnknownEndpoint,
 )
-from .messages import (
-    Answers,
-    EngineInfo,
-    ErrorBody,
-    GenerateArgs,
-    Item,
-    ItemKind,
-    News,
-    NextTokenArgs,
-    Request,
-    Sampling,
-    ScoreArgs,
-    TokenChunk,
-)
 from .replies import chunk_of, resume
 from .sampling import GRAMMARS, MOST_BIAS, check_grammar, most_top_logprobs
 from .tokens import in_range
+from .wire.calls import ErrorBody, Item, ItemKind
+from .wire.codec import MALFORMED, Buffer, encode
+from .wire.engine import EngineInfo, GenerateArgs, NextTokenArgs, Sampling, ScoreArgs, TokenChunk
+from .wire.remote import Answers, PoolStatus, Request
 
 _LONGEST_NAME: Final = 1024
 NEWS_SECONDS: Final = 0.1
@@ -170,14 +159,14 @@ def _part(id_: int, kind: int, body: bytes, frames: int, call: Call) -> Part:
 
 
 class Relay:
-    """Of one driver, for all clients in other processes. ``news``: how the pool is, now.
+    """Of one driver, for all clients in other processes. ``status``: returns the pool's status.
     ``on_lost``: a client cannot be told anything any more."""
 
     def __init__(
-        self, driver: Driver, news: Callable[[], News], on_lost: Callable[[Peer], None]
+        self, driver: Driver, status: Callable[[], PoolStatus], on_lost: Callable[[Peer], None]
     ) -> None:
         self._driver = driver
-        self._news = news
+        self._status = status
         self._on_lost = on_lost
         self._unsent: dict[Peer, None] = {}
         self._flush_scheduled = False
@@ -209,11 +198,11 @@ class Relay:
         items, peer.items = peer.items, []
         again, peer.again = peer.again, []
         frames, peer.frames = peer.frames, []
-        news: News | None = None
+        status: PoolStatus | None = None
         if now() - peer.told > NEWS_SECONDS:
-            news = self._news()
+            status = self._status()
             peer.told = now()
-        self._send_answers(peer, items, again, frames, news)
+        self._send_answers(peer, items, again, frames, status)
 
     def send(self, peer: Peer, body: bytes, frames: Sequence[Buffer] = ()) -> None:
         """Send one message. The client is lost if this cannot be done, or if it has left too much
@@ -273,14 +262,14 @@ class Relay:
         items: list[Part],
         again: list[int],
         frames: list[Buffer],
-        news: News | None,
+        status: PoolStatus | None,
     ) -> None:
-        body = encode(Answers(items, again, news))  # type: ignore[arg-type]
+        body = encode(Answers(items, again, status))  # type: ignore[arg-type]
         largest = max(len(body), *map(len, frames)) if frames else len(body)
         if largest > peer.most_bytes and len(items) > 1:
             half = len(items) // 2
             count = sum(item[_FRAMES] for item in items[:half])
-            self._send_answers(peer, items[:half], again, frames[:count], news)
+            self._send_answers(peer, items[:half], again, frames[:count], status)
             self._send_answers(peer, items[half:], [], frames[count:], None)
         elif largest > peer.most_bytes and items and items[0][_KIND] != ItemKind.FAILED:
             what = (
@@ -293,7 +282,7 @@ class Relay:
                 # For the client the call ends with this.
                 self.cancel(peer, id_)
             item = (id_, ItemKind.FAILED, body, 0, *end)
-            self._send_answers(peer, [item], again, [], news)
+            self._send_answers(peer, [item], again, [], status)
         else:
             self.send(peer, body, frames)
 

@@ -15,7 +15,6 @@ from typing import Any, Final, Self
 
 from .actor import UnaryCaller, endpoints_of
 from .client import Client
-from .codec import encode
 from .config import (
     HEARTBEAT_TIMEOUT,
     FabricConfig,
@@ -29,18 +28,6 @@ from .core.members import READY, RETIRED
 from .errors import Closed, DeadlineExceeded, UsageError
 from .gateway import PoolEndpoints
 from .keys import read_client_keys
-from .messages import (
-    PROTOCOL_VERSION,
-    Approach,
-    ClientKeys,
-    EngineInfo,
-    Leave,
-    ModelDescription,
-    News,
-    Piece,
-    Ready,
-    Requests,
-)
 from .net.zmq import ZmqDealer, check_address
 from .pool import Pool, QueueInfo, WorkerInfo
 from .remote_driver import Line, RemoteDriver
@@ -49,6 +36,12 @@ from .weights.deadline import Deadline, turn
 from .weights.local import LocalSender
 from .weights.report import UpdateReport
 from .weights.request import UpdateRequest
+from .wire.calls import PROTOCOL_VERSION, Ready
+from .wire.codec import encode
+from .wire.engine import EngineInfo
+from .wire.processes import ClientKeys
+from .wire.remote import Hello, Leave, PoolStatus, Requests
+from .wire.weights import ModelDescription, Shard
 
 _CONNECT_SECONDS: Final = 60.0
 _GRACE: Final = 10.0
@@ -89,7 +82,7 @@ class _RemoteWeights(WeightChannel):
 
     async def checksums(
         self, names: list[str], timeout: float | None
-    ) -> dict[tuple[int, int], list[Piece]]:
+    ) -> dict[tuple[int, int], list[Shard]]:
         found = await self._of.ask("checksums", names, timeout, timeout=_a_bit_more(timeout))
         return dict(found)
 
@@ -169,7 +162,7 @@ class RemotePool(Pool):
         self._look()
         try:
             with contextlib.suppress(Closed):  # refused in the handshake: nobody will answer
-                dealer.send([encode(Approach(PROTOCOL_VERSION, self._max_message_bytes))])
+                dealer.send([encode(Hello(PROTOCOL_VERSION, self._max_message_bytes))])
             async with asyncio.timeout(self._connect_timeout):
                 admitted = await driver.admitted
         except TimeoutError:
@@ -229,12 +222,12 @@ class RemotePool(Pool):
             driver.loop.call_later(_LOOK_SECONDS, self._look)
 
     @property
-    def news(self) -> News:
+    def status(self) -> PoolStatus:
         assert isinstance(self._driver, RemoteDriver)
-        return self._driver.news
+        return self._driver.status
 
     def _on_news(self) -> None:
-        self.heard_of(self.news.version)
+        self.heard_of(self.status.version)
 
     def heard_of(self, version: int) -> None:
         """The pool has this version; news may come later than what a sender was told."""
@@ -257,14 +250,16 @@ class RemotePool(Pool):
                 load=w.load,
                 window=w.window,
             )
-            for w in self.news.workers
+            for w in self.status.workers
         ]
 
     @property
     def queue(self) -> QueueInfo:
         """As the pool last said."""
-        news = self.news
-        return QueueInfo(calls=news.queued, bytes=news.queued_bytes, clients=news.queued_clients)
+        status = self.status
+        return QueueInfo(
+            calls=status.queued, bytes=status.queued_bytes, clients=status.queued_clients
+        )
 
     def ready(self, index: int) -> Ready:
         return Ready(PROTOCOL_VERSION, 0, 1, [], "", self._engine)
@@ -436,9 +431,11 @@ class RemoteClient(Client):
 
     def _loads(self) -> tuple[list[Load], int]:
         self._running()
-        news = self._pool.news
-        loads = [Load(w.kv_usage, w.waiting, w.preempted) for w in news.workers if w.state == READY]
-        return loads, news.queued
+        status = self._pool.status
+        loads = [
+            Load(w.kv_usage, w.waiting, w.preempted) for w in status.workers if w.state == READY
+        ]
+        return loads, status.queued
 
 
 def _is_gone(url: str) -> bool:

@@ -7,16 +7,16 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
-from .codec import Buffer, decode_to_client, encode, split_frames
 from .config import LEAST_UNREAD_BYTES, FabricConfig
 from .core.calls import Call
 from .core.fabric import RESTART
 from .core.members import READY, RETIRED, Member
 from .driver import Driver, now
 from .errors import Closed, ProtocolError
-from .messages import Admitted, Answers, Dismissed, News, ReadSoFar, Requests
 from .net.base import OnBreak, OnDriverMessage, OnPause
 from .net.zmq import ZmqDealer
+from .wire.codec import Buffer, decode_to_client, encode, split_frames
+from .wire.remote import Answers, BytesRead, PoolStatus, Rejected, Requests, Welcome
 
 _ANY_NUMBER: Final = 1 << 62
 _MANY: Final = 64
@@ -52,13 +52,13 @@ class Line:
 
 
 class RemoteDriver(Driver):
-    """A ``Driver`` whose one worker is another process's pool. ``news``: what that last said of
+    """A ``Driver`` whose one worker is another process's pool. ``status``: what that last said of
     itself; ``on_news`` is called when it changes. ``admitted`` is its first answer."""
 
     def __init__(self, line: Line, max_message_bytes: int) -> None:
         super().__init__(line, FabricConfig(), max_message_bytes)
-        self.admitted: asyncio.Future[Admitted] = asyncio.get_running_loop().create_future()
-        self.news = News(0, 0, [])
+        self.admitted: asyncio.Future[Welcome] = asyncio.get_running_loop().create_future()
+        self.status = PoolStatus(0, 0, [])
         self.on_news: Callable[[], None] = lambda: None
         self._read = self._reported = 0
         """Bytes of the pool's messages so far, and of those that the pool knows to be read."""
@@ -82,14 +82,14 @@ class RemoteDriver(Driver):
         return sum(
             [
                 found.window
-                for found in self.news.workers
+                for found in self.status.workers
                 if found.state != RETIRED and worker in (None, found.id)
             ]
         )
 
     @property
     def ready(self) -> list[int]:
-        return [] if self.fabric.closed else [w.id for w in self.news.workers if w.state == READY]
+        return [] if self.fabric.closed else [w.id for w in self.status.workers if w.state == READY]
 
     def lose(self, reason: str) -> None:
         """Nobody will answer any more."""
@@ -102,7 +102,7 @@ class RemoteDriver(Driver):
             self._read += len(frame)
         if self._read - self._reported >= _REPORT_BYTES:
             self._reported = self._read
-            self.send_to_peer(b"", encode(ReadSoFar(self._read)))
+            self.send_to_peer(b"", encode(BytesRead(self._read)))
         try:
             message = decode_to_client(frames[0])
         except (ProtocolError, IndexError) as error:
@@ -111,11 +111,11 @@ class RemoteDriver(Driver):
         match message:
             case Answers():
                 self._on_answers(message, frames)
-            case Admitted() if not self.admitted.done():
+            case Welcome() if not self.admitted.done():
                 self.fabric.member_ready(0, _ANY_NUMBER, now())
-                self.news = message.news
+                self.status = message.status
                 self.admitted.set_result(message)
-            case Dismissed(reason=reason):
+            case Rejected(reason=reason):
                 self.lose(f"the pool dismissed this client ({reason})")
             case _:
                 # Without its fields: an address among them holds a secret.
@@ -141,8 +141,8 @@ class RemoteDriver(Driver):
                 call.sent_at = call.submitted_at + answer.queued
                 call.first_at = call.submitted_at + answer.first if answer.first else 0.0
         self.fabric.results(self._pool, answers.items, now())
-        if answers.news is not None:
-            self.news = answers.news
+        if answers.status is not None:
+            self.status = answers.status
             for look in self.on_loads:
                 look()
             self.on_news()

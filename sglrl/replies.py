@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .actor import error_of
-from .codec import MALFORMED, Buffer
 from .completion import (
     Completion,
     Decode,
@@ -27,8 +26,10 @@ from .completion import (
 from .core.calls import Call
 from .driver import now
 from .errors import NOT_FINITE, EngineError, ProtocolError, SglrlError
-from .messages import GenerateArgs, Item, ItemKind, TokenChunk
 from .sampling import Prepared
+from .wire.calls import Item, ItemKind
+from .wire.codec import MALFORMED, Buffer
+from .wire.engine import GenerateArgs, TokenChunk
 
 _decode_chunk = msgspec.msgpack.Decoder(TokenChunk).decode
 _DONE: Final = ItemKind.DONE

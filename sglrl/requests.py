@@ -9,18 +9,18 @@ from typing import Any, Final
 from msgspec import Raw
 
 from .actor import deadline_from
-from .codec import encode
 from .completion import Completion, Decode, NextTokenLogprobs
 from .core.calls import Call
 from .core.routing import Route
 from .driver import ENVELOPE_BYTES, Driver
 from .errors import InvalidRequest, MessageTooLarge
-from .messages import EngineInfo, GenerateArgs, NextTokenArgs, ScoreArgs
 from .prompts import encode_prompts
 from .replies import ChunkReply, GenerationReply, NextTokenReply, ScoreReply
 from .sampling import DEFAULT_MAX_NEW_TOKENS, Prepared, SamplingCache, most_top_logprobs
 from .tokens import TokenizerBox
 from .weights.coordinator import WeightChannel
+from .wire.codec import encode
+from .wire.engine import EngineInfo, GenerateArgs, NextTokenArgs, ScoreArgs
 
 _BESIDE_IDS: Final = 256
 """More than the arguments of a call take beside their byte strings; beyond, they are measured."""

@@ -26,8 +26,8 @@ from .config import (
     strategies,
 )
 from .errors import UsageError
-from .messages import ActorSpec
 from .pool import Birth, Pool, WorkerInfo, describe
+from .wire.processes import ActorSpec
 
 
 class ActorHandle:

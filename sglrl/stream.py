@@ -10,8 +10,8 @@ from .actor import error_of
 from .completion import Chunk, Completion, StreamText
 from .config import check_target
 from .errors import Closed, InvalidRequest, SglrlError
-from .messages import ItemKind
 from .requests import Requests
+from .wire.calls import ItemKind
 
 
 class Stream:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglrl.messages import ActorSpec, EngineSpec, WorkerSpec
+from sglrl.wire.processes import ActorSpec, EngineSpec, WorkerSpec
 
 
 def run(spec: WorkerSpec) -> None:

@@ -7,26 +7,27 @@ import threading
 import time
 from collections.abc import Callable
 
-from sglrl.codec import encode
-from sglrl.messages import Beat, WorkerSpec, beat_identity
 from sglrl.net.zmq import ZmqPolledDealer
+from sglrl.wire.calls import Heartbeat, heartbeat_identity
+from sglrl.wire.codec import encode
+from sglrl.wire.processes import WorkerSpec
 
 
-def start_beats(spec: WorkerSpec, look: Callable[[], Beat]) -> None:
+def start_beats(spec: WorkerSpec, look: Callable[[], Heartbeat]) -> None:
     """Until the process ends. ``look`` is called on the beat's own thread, and must not wait."""
-    if spec.beat_interval is not None:
+    if spec.heartbeat_interval is not None:
         threading.Thread(
             target=_send_beats,
-            args=(spec, spec.beat_interval, look),
+            args=(spec, spec.heartbeat_interval, look),
             name="sglrl-beat",
             daemon=True,
         ).start()
 
 
-def _send_beats(spec: WorkerSpec, interval: float, look: Callable[[], Beat]) -> None:
+def _send_beats(spec: WorkerSpec, interval: float, look: Callable[[], Heartbeat]) -> None:
     dealer = ZmqPolledDealer(
         spec.address,
-        beat_identity(spec.identity),
+        heartbeat_identity(spec.identity),
         max_message_bytes=spec.max_message_bytes,
         keys=spec.keys,
         heartbeat_timeout=spec.heartbeat_timeout,

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglrl.codec import encode
 from sglrl.errors import SglrlError, WeightUpdateError
-from sglrl.messages import Give, Offer, RankAnswer, Take
 from sglrl.weights.group import Group, Store, connect_store
 from sglrl.weights.link import Link
 from sglrl.weights.sender import perform
+from sglrl.wire.codec import encode
+from sglrl.wire.weights import PeerCopyOffer, RankAnswer, ReceivePeerCopy, SendPeerCopy
 
 if TYPE_CHECKING:
     from .weight_engine import WeightEngine
@@ -61,18 +61,18 @@ class HandOver:
         self._link = Link()
         self._taking = -1
 
-    def give(self, message: Give) -> None:
-        """Answered with an ``Offer`` as soon as the other may come."""
+    def give(self, message: SendPeerCopy) -> None:
+        """Answered with an ``PeerCopyOffer`` as soon as the other may come."""
         link = self._fresh()
         found: dict[str, Any] = {}
 
-        def offer() -> Offer:
+        def offer() -> PeerCopyOffer:
             found["live"] = self._engine.live()
             link.store = Store(_HOST, message.timeout)
             port = link.store.port
             # A connection as the other rank has one: it breaks when the store is closed.
             found["store"] = connect_store(_HOST, port, message.timeout)
-            return Offer(_HOST, port, _digest(found["live"]))
+            return PeerCopyOffer(_HOST, port, _digest(found["live"]))
 
         def send() -> None:
             if "store" in found:
@@ -88,7 +88,7 @@ class HandOver:
         link.submit(lambda: self._answer(perform(message.id, GIVE, offer)))
         link.submit(send)
 
-    def take(self, message: Take) -> None:
+    def take(self, message: ReceivePeerCopy) -> None:
         """Answered when the weights are live and the engine has their version."""
         link = self._fresh()
         self._taking = message.id

@@ -21,17 +21,17 @@ import cloudpickle
 import uvloop
 
 from sglrl.actor import Actor, EndpointSpec, constructor_arguments, endpoints_of
-from sglrl.codec import Buffer, decode_to_worker, encode, readable, split_frames
 from sglrl.driver import ENVELOPE_BYTES
 from sglrl.dropped import Dropped
 from sglrl.errors import MessageTooLarge, ProtocolError, SglrlError
-from sglrl.messages import (
+from sglrl.net.base import WorkerTransport
+from sglrl.net.zmq import ZmqDealer
+from sglrl.wire.calls import (
     PROTOCOL_VERSION,
-    ActorSpec,
-    Beat,
     CallMessage,
     Cancel,
     ErrorBody,
+    Heartbeat,
     Item,
     ItemKind,
     Ready,
@@ -39,10 +39,9 @@ from sglrl.messages import (
     Shutdown,
     Starting,
     Submit,
-    WorkerSpec,
 )
-from sglrl.net.base import WorkerTransport
-from sglrl.net.zmq import ZmqDealer
+from sglrl.wire.codec import Buffer, decode_to_worker, encode, readable, split_frames
+from sglrl.wire.processes import ActorSpec, WorkerSpec
 
 from .beat import start_beats
 from .leave import leave
@@ -203,9 +202,9 @@ class Turns:
         self._count = 0
         self._asked = False
 
-    def look(self) -> Beat:
+    def look(self) -> Heartbeat:
         """From any thread. Asks for one turn more, which the next beat tells of."""
-        beat = Beat(self._count)
+        beat = Heartbeat(self._count)
         if not self._asked:
             self._asked = True
             with contextlib.suppress(RuntimeError):  # The loop is closed: the process ends.

@@ -15,32 +15,34 @@ import traceback
 import msgspec
 import numpy as np
 
-from sglrl.codec import Buffer, decode_to_worker, encode, readable
 from sglrl.dropped import Dropped
 from sglrl.errors import MessageTooLarge, ProtocolError, SglrlError
-from sglrl.messages import (
+from sglrl.net.rows import RowsWriter, writer_for
+from sglrl.net.zmq import ZmqPolledDealer
+from sglrl.wire.calls import (
     PROTOCOL_VERSION,
     CallMessage,
     Cancel,
-    EngineInfo,
     ErrorBody,
-    GenerateArgs,
     Item,
     ItemKind,
-    NextTokenArgs,
-    PauseArgs,
     Ready,
     Results,
-    ScoreArgs,
     ShareRows,
     Shutdown,
     Starting,
     Submit,
-    TokenChunk,
-    WorkerSpec,
 )
-from sglrl.net.rows import RowsWriter, writer_for
-from sglrl.net.zmq import ZmqPolledDealer
+from sglrl.wire.codec import Buffer, decode_to_worker, encode, readable
+from sglrl.wire.engine import (
+    EngineInfo,
+    GenerateArgs,
+    NextTokenArgs,
+    PauseArgs,
+    ScoreArgs,
+    TokenChunk,
+)
+from sglrl.wire.processes import WorkerSpec
 
 from .engine.protocol import Engine
 from .leave import leave

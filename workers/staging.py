@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from sglrl.core.manifest import Layout, by_bucket, in_pieces
-from sglrl.messages import Prepare
+from sglrl.wire.weights import Prepare
 
 KEPT_BYTES = 2 << 30
 """Staging memory up to this size is kept from one update to the next, with all that was made to

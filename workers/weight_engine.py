@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from sglrl.messages import ModelDescription, Piece
+from sglrl.wire.weights import ModelDescription, Shard
 
 from .staging import Staged
 
@@ -23,7 +23,7 @@ class WeightEngine(Protocol):
         """May take seconds; called on the link's thread."""
         ...
 
-    def checksums(self, names: Sequence[str]) -> list[Piece]: ...
+    def checksums(self, names: Sequence[str]) -> list[Shard]: ...
 
     def live(self) -> dict[str, torch.Tensor]:
         """All that makes up the weights, as the engine keeps them, each storage once."""

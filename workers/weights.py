@@ -20,32 +20,10 @@ from typing import Any
 import msgspec
 import torch
 
-from sglrl.codec import decode_to_rank, encode
 from sglrl.core.manifest import Layout, check_manifest, lay_out
 from sglrl.core.weights import ABORT, COMMIT, JOIN, PREPARE, STAGE
 from sglrl.dropped import Dropped
 from sglrl.errors import InvalidWeights, ProtocolError, WeightUpdateError
-from sglrl.messages import (
-    Abort,
-    Checksums,
-    Commit,
-    Committed,
-    Describe,
-    ErrorBody,
-    Give,
-    GiveUp,
-    Join,
-    ModelDescription,
-    Piece,
-    Prepare,
-    Prepared,
-    RankAnswer,
-    RankHello,
-    Stage,
-    Take,
-    WorkerSpec,
-    rank_identity,
-)
 from sglrl.net.zmq import ZmqPolledDealer
 from sglrl.weights.files import weight_files
 from sglrl.weights.finite import FiniteCheck, ToCheck
@@ -53,6 +31,28 @@ from sglrl.weights.group import Group, connect_store, local_address, settings
 from sglrl.weights.link import Link
 from sglrl.weights.sender import perform
 from sglrl.weights.shared import SharedReader
+from sglrl.wire.calls import ErrorBody
+from sglrl.wire.codec import decode_to_rank, encode
+from sglrl.wire.processes import WorkerSpec
+from sglrl.wire.weights import (
+    Abort,
+    CancelPeerCopy,
+    Checksums,
+    Commit,
+    Committed,
+    Describe,
+    Join,
+    ModelDescription,
+    Prepare,
+    Prepared,
+    RankAnswer,
+    RankHello,
+    ReceivePeerCopy,
+    SendPeerCopy,
+    Shard,
+    Stage,
+    rank_identity,
+)
 
 from .engine.loop import IDLE_WAIT
 from .hand_over import HandOver
@@ -209,11 +209,11 @@ class RankWeights:
                 self._commit(message.id)
             case Abort():
                 self._abort(message)
-            case Give():
+            case SendPeerCopy():
                 self._hand_over.give(message)
-            case Take():
+            case ReceivePeerCopy():
                 self._hand_over.take(message)
-            case GiveUp():
+            case CancelPeerCopy():
                 self._hand_over.give_up()
 
     def _run(self, id_: int, phase: str, work: Callable[[], Any]) -> None:
@@ -263,7 +263,7 @@ class RankWeights:
                 self._description = self._engine.describe()
             return self._description
 
-    def _checksums(self, names: list[str]) -> list[Piece]:
+    def _checksums(self, names: list[str]) -> list[Shard]:
         self._describe()
         with self._on_stream():
             return self._engine.checksums(names)

@@ -33,8 +33,9 @@ from pathlib import Path
 
 import msgspec
 
-from sglrl.codec import encode
-from sglrl.messages import (
+from sglrl.shortage import explain, reason
+from sglrl.wire.codec import encode
+from sglrl.wire.processes import (
     Dump,
     Exited,
     Fork,
@@ -46,7 +47,6 @@ from sglrl.messages import (
     ToForkServer,
     Warm,
 )
-from sglrl.shortage import explain, reason
 
 PRELOADS = {
     "plain": ("sglrl_workers.host",),

@@ -15,7 +15,7 @@ from ..demo.display import stage, start_up
 from ..demo.tiny import tiny_model
 from ..errors import UsageError
 from ..launch import launch
-from ..messages import EngineInfo
+from ..wire.engine import EngineInfo
 from .logprobs import compare, load_reference, tolerance_for
 from .report import Report, make_report
 from .rollouts import Rollout, run_rollouts

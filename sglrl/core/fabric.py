@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ..config import FabricConfig
 from ..errors import Closed, DeadlineExceeded, SglrlError, UsageError, WorkerLost
-from ..messages import Item, ItemKind
+from ..wire.calls import Item, ItemKind
 from .call_queue import CallQueue
 from .calls import CANCELLING, ENDED, QUEUED, RUNNING, SENT, Call
 from .clients import NO_LIMIT, ClientState

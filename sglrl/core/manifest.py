@@ -12,7 +12,7 @@ from math import prod
 from typing import Final, NamedTuple
 
 from ..errors import InvalidWeights
-from ..messages import ModelDescription, TensorSpec
+from ..wire.weights import ModelDescription, TensorSpec
 
 ALIGNMENT: Final = 256
 """Bytes. Tensors begin at multiples of it, as those that CUDA's allocator gives out do."""

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ProtocolError
-from ..messages import RowsOffer
+from ..wire.calls import RowsOffer
 
 LEAST_BYTES: Final = 64 << 10
 """Of a row. Smaller ones are copied into their message faster than all this is done."""

@@ -40,8 +40,8 @@ from zmq.utils.monitor import parse_monitor_message
 from ..dropped import Dropped
 from ..errors import Closed, UsageError
 from ..keys import DriverKeys
-from ..messages import ClientKeys
 from ..shortage import check_threads, start_thread
+from ..wire.processes import ClientKeys
 from .base import MOST_UNREAD, Frame, OnBreak, OnDriverMessage, OnPause, OnWorkerMessage
 
 logger = logging.getLogger("sglrl.net")

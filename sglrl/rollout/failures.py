@@ -6,9 +6,9 @@ from __future__ import annotations
 import logging
 import re
 
-from ..codec import readable
 from ..core.failures import Failures, Kind
 from ..errors import RemoteError, RolloutFailed, SglrlError
+from ..wire.codec import readable
 
 logger = logging.getLogger("sglrl.rollout")
 

@@ -18,8 +18,8 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from ..actor import Actor, endpoint
-from ..codec import Body
 from ..errors import UsageError
+from ..wire.codec import Body
 from .ending import GRACE_SECONDS, Grace, Limit, end_without, name_of, stack_of
 from .gate import Gate
 from .items import session_arguments

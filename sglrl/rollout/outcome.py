@@ -9,10 +9,11 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from ..codec import readable
 from ..errors import DRIVER_ERRORS, RemoteError, SglrlError
-from ..messages import ClientKeys, ErrorBody
 from ..sampling import SamplingParams
+from ..wire.calls import ErrorBody
+from ..wire.codec import readable
+from ..wire.processes import ClientKeys
 from .play import Agent
 from .trajectory import Record
 

@@ -14,14 +14,14 @@ from typing import Any, Final
 import msgspec
 
 from ..actor import EndpointSpec, endpoints_of, error_of
-from ..codec import Body, Buffer
 from ..controls import ask_all, tell
 from ..core.calls import Call
 from ..core.rollouts import SUSPECT, Sample
 from ..driver import ENVELOPE_BYTES
 from ..errors import MessageTooLarge, ProtocolError, SglrlError, UsageError
-from ..messages import Item, ItemKind
 from ..spawn import ActorHandle, spawn
+from ..wire.calls import Item, ItemKind
+from ..wire.codec import Body, Buffer
 from .ending import GRACE_SECONDS
 from .host import AgentHost
 from .outcome import Outcome, Settings

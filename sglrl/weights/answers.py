@@ -6,10 +6,11 @@ from typing import TypeVar
 
 import msgspec
 
-from ..codec import MALFORMED
 from ..core.weights import SENDER, Member
 from ..errors import ProtocolError, SglrlError, from_wire
-from ..messages import ErrorBody, RankAnswer
+from ..wire.calls import ErrorBody
+from ..wire.codec import MALFORMED
+from ..wire.weights import RankAnswer
 
 T = TypeVar("T")
 

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ..codec import Buffer, decode_from_rank, encode
 from ..config import check_timeout
 from ..core.manifest import check_manifest, differences, merged
 from ..core.weights import (
@@ -50,23 +49,24 @@ from ..errors import (
     WeightUpdateError,
     WorkerLost,
 )
-from ..messages import (
+from ..wire.codec import Buffer, decode_from_rank, encode
+from ..wire.weights import (
     Abort,
     Checksums,
     Commit,
     Committed,
     Describe,
-    Farewell,
     Join,
     ModelDescription,
-    Piece,
     Prepare,
     Prepared,
     Proposed,
     RankAnswer,
     RankHello,
     RankSettings,
+    SenderClosed,
     SentStage,
+    Shard,
     Stage,
     TensorSpec,
     ToRank,
@@ -91,7 +91,7 @@ _described = msgspec.msgpack.Decoder(ModelDescription)
 _prepared = msgspec.msgpack.Decoder(Prepared)
 _sent = msgspec.msgpack.Decoder(SentStage)
 _committed = msgspec.msgpack.Decoder(Committed)
-_pieces = msgspec.msgpack.Decoder(list[Piece])
+_pieces = msgspec.msgpack.Decoder(list[Shard])
 _dirty = msgspec.msgpack.Decoder(bool)
 
 _MOST_SENDERS = 16
@@ -251,13 +251,13 @@ class WeightChannel:
             self._description = merged([body_of(_described, answer) for answer in answers])
         return self._description
 
-    async def checksums(self, names: list[str], timeout: float | None) -> dict[Member, list[Piece]]:
+    async def checksums(self, names: list[str], timeout: float | None) -> dict[Member, list[Shard]]:
         """Checksums of live tensor shards by rank; waits for a running update. Raises
         ``UpdateInProgress`` if that does not end in time."""
         deadline = _deadline(timeout)
         async with turn(self._lock, deadline):
             ranks = await self._greeted(deadline)
-            found: dict[Member, list[Piece]] = {}
+            found: dict[Member, list[Shard]] = {}
 
             async def ask(rank: Rank) -> None:
                 # A worker that is lost has no weights to differ.
@@ -795,7 +795,7 @@ class WeightChannel:
                     return self._rank_answered(rank, message)
                 if not question.answer.done():
                     question.answer.set_result(message)
-            case Farewell() if sender is not None:
+            case SenderClosed() if sender is not None:
                 self._dismiss(sender)
             case RankHello(settings=settings) if sender is None:
                 return self._admit(identity, settings)

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from ..errors import ModelError
-from ..messages import TensorSpec
+from ..wire.weights import TensorSpec
 
 INDEX = "model.safetensors.index.json"
 _DTYPES = {

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from ..config import nccl_environment
 from ..errors import UsageError, WeightUpdateError
-from ..messages import RankSettings
+from ..wire.weights import RankSettings
 
 # What torch's NCCL backend does when an operation is late: by default it ends the whole process.
 _QUIET = {

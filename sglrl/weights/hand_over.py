@@ -9,14 +9,21 @@ from collections.abc import Awaitable, Callable, Sequence
 import msgspec
 
 from ..errors import SglrlError
-from ..messages import Give, GiveUp, Offer, RankAnswer, Take, ToRank
+from ..wire.weights import (
+    CancelPeerCopy,
+    PeerCopyOffer,
+    RankAnswer,
+    ReceivePeerCopy,
+    SendPeerCopy,
+    ToRank,
+)
 from .answers import body_of
 from .deadline import Deadline
 from .ranks import Rank
 
 Question = Callable[[Rank, Callable[[int], ToRank], Deadline, Rank], Awaitable[RankAnswer]]
 
-_offer = msgspec.msgpack.Decoder(Offer)
+_offer = msgspec.msgpack.Decoder(PeerCopyOffer)
 
 
 class HandOvers:
@@ -53,12 +60,17 @@ class HandOvers:
     async def to_one(self, taker: Rank, giver: Rank, version: int, deadline: Deadline) -> None:
         """From one rank to another. Both forget it when either fails."""
         try:
-            answer = await self._ask(giver, lambda id_: Give(id_, deadline.left), deadline, taker)
+            answer = await self._ask(
+                giver, lambda id_: SendPeerCopy(id_, deadline.left), deadline, taker
+            )
             offer = body_of(_offer, answer)
             await self._ask(
-                taker, lambda id_: Take(id_, version, offer, deadline.left), deadline, giver
+                taker,
+                lambda id_: ReceivePeerCopy(id_, version, offer, deadline.left),
+                deadline,
+                giver,
             )
         except BaseException:
             for rank in (giver, taker):
-                self._send(rank, GiveUp())
+                self._send(rank, CancelPeerCopy())
             raise

@@ -12,7 +12,7 @@ from ..config import check_timeout
 from ..core.manifest import FLOAT_BYTES, check_manifest, is_computed
 from ..core.weights import Member
 from ..errors import InvalidWeights
-from ..messages import Piece, TensorSpec
+from ..wire.weights import Shard, TensorSpec
 from .coordinator import WeightChannel
 from .deadline import Deadline, turn
 from .files import fingerprint, safetensors_specs
@@ -147,13 +147,13 @@ def _looked_at(path: Any) -> tuple[list[Path], list[TensorSpec], list[Any]]:
     return files, specs, fingerprint(files)
 
 
-def _differing(tensors: Any, specs: list[TensorSpec], found: dict[Member, list[Piece]]) -> set[str]:
+def _differing(tensors: Any, specs: list[TensorSpec], found: dict[Member, list[Shard]]) -> set[str]:
     import torch
 
     from .checksum import checksum, piece
     from .source import whole
 
-    by_name: dict[str, list[Piece]] = {}
+    by_name: dict[str, list[Shard]] = {}
     for pieces in found.values():
         for one in pieces:
             by_name.setdefault(one.name, []).append(one)

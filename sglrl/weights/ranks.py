@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ..core.weights import Member
 from ..errors import WorkerLost
-from ..messages import RankSettings, TensorSpec
+from ..wire.weights import RankSettings, TensorSpec
 
 
 class Rank:

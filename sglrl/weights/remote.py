@@ -13,7 +13,6 @@ from typing import Any, Self
 
 import msgspec
 
-from ..codec import MALFORMED, Buffer, decode_to_rank, encode
 from ..config import HEARTBEAT_TIMEOUT, check_heartbeat
 from ..errors import (
     Closed,
@@ -26,22 +25,23 @@ from ..errors import (
     from_wire,
 )
 from ..keys import read_client_keys
-from ..messages import (
+from ..net.zmq import ZmqDealer, check_address
+from ..unclosed import warn_unless_closed
+from ..wire.codec import MALFORMED, Buffer, decode_to_rank, encode
+from ..wire.weights import (
     Abort,
-    Farewell,
     Join,
     ModelDescription,
     Propose,
     Proposed,
     RankAnswer,
     RankHello,
+    SenderAccepted,
+    SenderClosed,
     Stage,
     ToRank,
-    Welcome,
     Withdraw,
 )
-from ..net.zmq import ZmqDealer, check_address
-from ..unclosed import warn_unless_closed
 from .deadline import Deadline, turn
 from .report import UpdateReport
 from .request import UpdateRequest
@@ -80,7 +80,7 @@ class Sender:
         self._next_id = 0
         self._proposal: tuple[int, asyncio.Future[UpdateReport]] | None = None
         self._lock = asyncio.Lock()
-        self._welcome: asyncio.Future[Welcome] = asyncio.get_running_loop().create_future()
+        self._welcome: asyncio.Future[SenderAccepted] = asyncio.get_running_loop().create_future()
         self._version = 0
         self._lost = ""
         """Why it is of no use any more."""
@@ -197,7 +197,7 @@ class Sender:
         with contextlib.suppress(Closed):
             if self._proposal is not None:
                 self._send(Withdraw(self._proposal[0]))
-            self._send(Farewell())
+            self._send(SenderClosed())
         if self._proposal is not None and not self._proposal[1].done():
             self._proposal[1].set_exception(Closed("the sender was closed"))
         if not self._welcome.done():
@@ -343,7 +343,7 @@ class Sender:
         if not self._lost:
             self._lost = f"{why}; connect again, to the one that is there"
             self._end.close()
-            self._send(Farewell())
+            self._send(SenderClosed())
         if self._proposal is not None and not self._proposal[1].done():
             self._proposal[1].set_exception(WeightUpdateError(self._lost))
 
@@ -362,7 +362,7 @@ class Sender:
             return
         self._heard = True
         match message:
-            case Welcome() if not self._welcome.done():
+            case SenderAccepted() if not self._welcome.done():
                 self._welcome.set_result(message)
             case Proposed():
                 self._proposed(message)

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ..codec import encode
 from ..errors import SglrlError, WeightUpdateError
-from ..messages import (
-    ErrorBody,
+from ..wire.calls import ErrorBody
+from ..wire.codec import encode
+from ..wire.weights import (
     Propose,
     Proposed,
     RankAnswer,
     RankHello,
     RankSettings,
+    SenderAccepted,
     TensorSpec,
     ToRank,
-    Welcome,
     Withdraw,
 )
 from .request import UpdateRequest
@@ -58,7 +58,7 @@ class RemoteSource:
             self.ask(Proposed(0, ErrorBody(type(error).__name__, error.message)))
             return
         self.ask(
-            Welcome(
+            SenderAccepted(
                 self._channel.version,
                 description.tensors,
                 description.ignored,
@@ -77,7 +77,7 @@ class RemoteSource:
                 task.add_done_callback(lambda task: self._withdrawn(task, id_))
             case RankHello():
                 # It asks whether anybody is here.
-                self.ask(Welcome(self._channel.version, [], []))
+                self.ask(SenderAccepted(self._channel.version, [], []))
             case Withdraw() if self._task is not None and message.id == self._id:
                 self._task.cancel()
             case _:

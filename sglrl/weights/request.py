@@ -14,7 +14,7 @@ from msgspec.structs import force_setattr
 
 from ..core.manifest import default_bucket_bytes, total_bytes
 from ..errors import UsageError
-from ..messages import RankSettings, TensorSpec, ToRank
+from ..wire.weights import RankSettings, TensorSpec, ToRank
 
 INFLIGHT = ("continue", "retract", "abort", "drain")
 MODES = ("auto", "full", "bucketed")

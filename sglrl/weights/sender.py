@@ -19,13 +19,13 @@ from typing import Any, Final
 import msgspec
 import torch
 
-from ..codec import encode
 from ..core.manifest import Layout, by_bucket, in_pieces, lay_out
 from ..core.weights import ABORT, JOIN, STAGE
 from ..errors import SglrlError, UsageError, WeightUpdateError
-from ..messages import (
+from ..wire.calls import ErrorBody
+from ..wire.codec import encode
+from ..wire.weights import (
     Abort,
-    ErrorBody,
     Join,
     RankAnswer,
     RankSettings,

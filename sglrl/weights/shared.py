@@ -18,8 +18,8 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from ..codec import encode
 from ..errors import WeightUpdateError
+from ..wire.codec import encode
 
 
 class _Handle(msgspec.Struct, array_like=True, frozen=True):

@@ -14,7 +14,7 @@ from sglrl.config import FabricConfig
 from sglrl.core.calls import Call
 from sglrl.core.fabric import CANCEL, CHUNK, DRAINED, END, RESTART, SEND
 from sglrl.errors import Closed, DeadlineExceeded, Overloaded, UsageError, WorkerLost
-from sglrl.messages import Item, ItemKind
+from sglrl.wire.calls import Item, ItemKind
 
 WAITING, SENT, RUNNING, CANCELLING, ENDED = "waiting", "sent", "running", "cancelling", "ended"
 

@@ -11,7 +11,7 @@ from sglrl.config import FabricConfig
 from sglrl.core.calls import Call
 from sglrl.core.fabric import SEND, Fabric
 from sglrl.core.routing import Route
-from sglrl.messages import Item, ItemKind
+from sglrl.wire.calls import Item, ItemKind
 
 
 def make_call(**settings: Any) -> Call:

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from sglrl.codec import Arguments, Result
 from sglrl.errors import UsageError
+from sglrl.wire.codec import Arguments, Result
 
 
 @dataclasses.dataclass

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglrl.completion import Chunk, Completion, VersionSpan, version_spans
-from sglrl.messages import TokenChunk
 from sglrl.sampling import SamplingParams
 from sglrl.tokens import TokenizerBox
+from sglrl.wire.engine import TokenChunk
 
 from .byte_decoder import decode_bytes
 

@@ -8,7 +8,7 @@ from sglrl.config import FabricConfig
 from sglrl.core.fabric import END, RESTART, Fabric
 from sglrl.core.members import STALE
 from sglrl.errors import Closed, DeadlineExceeded, Overloaded, UsageError, WorkerLost
-from sglrl.messages import Item, ItemKind
+from sglrl.wire.calls import Item, ItemKind
 
 from .pool import finish, make_call, make_fabric, route, sent, submit, worker_of
 

@@ -16,7 +16,7 @@ from sglrl.core.clients import ClientState
 from sglrl.core.fabric import Fabric
 from sglrl.core.routing import Route
 from sglrl.errors import SglrlError
-from sglrl.messages import Item, ItemKind
+from sglrl.wire.calls import Item, ItemKind
 
 from .fabric_model import (
     CANCELLING,

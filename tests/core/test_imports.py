@@ -67,9 +67,9 @@ def test_the_core_has_no_clock_no_chance_and_no_io(path: Path) -> None:
     assert not tops(path) & IMPURE
     for name in modules(path):
         if name.startswith("sglrl"):
-            assert name.startswith(
-                ("sglrl.core", "sglrl.config", "sglrl.errors", "sglrl.messages")
-            ), f"{path.name} imports {name}"
+            assert name.startswith(("sglrl.core", "sglrl.config", "sglrl.errors", "sglrl.wire")), (
+                f"{path.name} imports {name}"
+            )
 
 
 @pytest.mark.parametrize("path", LIBRARY, ids=relative(LIBRARY))
@@ -102,7 +102,15 @@ print(*sorted(heavy & set(sys.modules)))
     names = [".".join(p.relative_to(ROOT).with_suffix("").parts) for p in CORE]
     names = [name.removesuffix(".__init__") for name in names]
     done = subprocess.run(
-        [sys.executable, "-c", code, *names, "sglrl.codec", "sglrl.sampling", "sglrl.completion"],
+        [
+            sys.executable,
+            "-c",
+            code,
+            *names,
+            "sglrl.wire.codec",
+            "sglrl.sampling",
+            "sglrl.completion",
+        ],
         capture_output=True,
         text=True,
         cwd=ROOT,

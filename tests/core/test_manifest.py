@@ -22,7 +22,7 @@ from sglrl.core.manifest import (
     total_bytes,
 )
 from sglrl.errors import InvalidWeights
-from sglrl.messages import ModelDescription, TensorSpec
+from sglrl.wire.weights import ModelDescription, TensorSpec
 
 EMBED = TensorSpec("embed", "bfloat16", (8, 4))
 NORM = TensorSpec("norm", "float32", (4,))

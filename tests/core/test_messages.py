@@ -10,54 +10,56 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglrl.codec import (
-    decode_beat,
+from sglrl.errors import ProtocolError
+from sglrl.wire.calls import (
+    CallMessage,
+    Cancel,
+    ErrorBody,
+    Heartbeat,
+    Item,
+    Ready,
+    Results,
+    RowsOffer,
+    ShareRows,
+    Shutdown,
+    Starting,
+    Submit,
+    ToDriver,
+    ToWorker,
+    heartbeat_identity,
+)
+from sglrl.wire.codec import (
     decode_from_rank,
+    decode_heartbeat,
     decode_to_driver,
     decode_to_rank,
     decode_to_worker,
     encode,
 )
-from sglrl.errors import ProtocolError
-from sglrl.messages import (
+from sglrl.wire.engine import EngineInfo
+from sglrl.wire.weights import (
     Abort,
-    Beat,
-    CallMessage,
-    Cancel,
+    CancelPeerCopy,
     Checksums,
     Commit,
     Describe,
-    EngineInfo,
-    ErrorBody,
-    Farewell,
     FromRank,
-    Give,
-    GiveUp,
-    Item,
     Join,
-    Offer,
+    PeerCopyOffer,
     Prepare,
     Propose,
     Proposed,
     RankAnswer,
     RankHello,
     RankSettings,
-    Ready,
-    Results,
-    RowsOffer,
-    ShareRows,
-    Shutdown,
+    ReceivePeerCopy,
+    SenderAccepted,
+    SenderClosed,
+    SendPeerCopy,
     Stage,
-    Starting,
-    Submit,
-    Take,
     TensorSpec,
-    ToDriver,
     ToRank,
-    ToWorker,
-    Welcome,
     Withdraw,
-    beat_identity,
     rank_identity,
 )
 
@@ -153,10 +155,10 @@ to_rank = st.one_of(
     st.builds(Abort, ids, st.booleans()),
     st.builds(Checksums, ids, st.lists(texts)),
     st.builds(Proposed, ids, st.none() | errors, raws),
-    st.builds(Welcome, ids, tensors, st.lists(texts)),
-    st.builds(Give, ids, seconds),
-    st.builds(Take, ids, ids, st.builds(Offer, texts, ids, texts), seconds),
-    st.just(GiveUp()),
+    st.builds(SenderAccepted, ids, tensors, st.lists(texts)),
+    st.builds(SendPeerCopy, ids, seconds),
+    st.builds(ReceivePeerCopy, ids, ids, st.builds(PeerCopyOffer, texts, ids, texts), seconds),
+    st.just(CancelPeerCopy()),
 )
 rank_settings = st.builds(
     RankSettings,
@@ -180,17 +182,17 @@ from_rank = st.one_of(
         wait=st.booleans(),
     ),
     st.builds(Withdraw, ids),
-    st.builds(Farewell),
+    st.builds(SenderClosed),
 )
 
-beats = st.builds(Beat, ids, texts)
+beats = st.builds(Heartbeat, ids, texts)
 
 DECODERS = (
     decode_to_worker,
     decode_to_driver,
     decode_to_rank,
     decode_from_rank,
-    decode_beat,
+    decode_heartbeat,
 )
 
 
@@ -223,8 +225,8 @@ def test_round_trip_from_rank(message: FromRank) -> None:
 
 
 @given(message=beats)
-def test_round_trip_of_beats(message: Beat) -> None:
-    assert decode_beat(encode(message)) == message
+def test_round_trip_of_beats(message: Heartbeat) -> None:
+    assert decode_heartbeat(encode(message)) == message
 
 
 def test_the_strategies_make_every_message() -> None:
@@ -239,17 +241,17 @@ def test_the_strategies_make_every_message() -> None:
         Abort,
         Checksums,
         Proposed,
-        Welcome,
-        Give,
-        Take,
-        GiveUp,
+        SenderAccepted,
+        SendPeerCopy,
+        ReceivePeerCopy,
+        CancelPeerCopy,
     }
-    assert set(get_args(FromRank)) == {RankHello, RankAnswer, Propose, Withdraw, Farewell}
+    assert set(get_args(FromRank)) == {RankHello, RankAnswer, Propose, Withdraw, SenderClosed}
 
 
 def test_no_tag_is_used_twice() -> None:
     unions = (ToWorker, ToDriver, ToRank, FromRank)
-    classes = [Beat, *(cls for union in unions for cls in get_args(union))]
+    classes = [Heartbeat, *(cls for union in unions for cls in get_args(union))]
     tags = [cls.__struct_config__.tag for cls in classes]
     assert len(tags) == len(set(tags))
 
@@ -347,7 +349,7 @@ def test_a_message_for_the_other_side() -> None:
     with pytest.raises(ProtocolError, match="not a message from a rank"):
         decode_from_rank(encode(Stage(1)))
     with pytest.raises(ProtocolError, match="not a message from a worker's beat"):
-        decode_beat(encode(Starting("loading")))
+        decode_heartbeat(encode(Starting("loading")))
 
 
 def test_fields_of_a_newer_peer_are_ignored() -> None:
@@ -362,4 +364,4 @@ def test_ranks_have_identities_of_their_own() -> None:
     known = {rank_identity(worker, rank) for worker in (b"w1", b"w11") for rank in (0, 1, 11)}
     assert len(known) == 6
     assert rank_identity(b"w1", 0) == b"w1/0"
-    assert beat_identity(b"w1") == b"w1/beat"
+    assert heartbeat_identity(b"w1") == b"w1/beat"

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from sglrl.codec import Result
 from sglrl.errors import ProtocolError
+from sglrl.wire.codec import Result
 
 
 def back(hint: Any, value: Any, declared: Any = None) -> Any:

@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglrl.errors import InvalidRequest
-from sglrl.messages import Sampling
 from sglrl.sampling import (
     ALIASES,
     MOST_BIAS,
@@ -23,6 +22,7 @@ from sglrl.sampling import (
     SamplingCache,
     SamplingParams,
 )
+from sglrl.wire.engine import Sampling
 
 NAN, INF = math.nan, math.inf
 

@@ -10,12 +10,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from sglrl.codec import encode
 from sglrl.completion import ScoreLogprobs, Scores, VersionSpan
 from sglrl.core.calls import Call
 from sglrl.errors import ProtocolError
-from sglrl.messages import Item, ItemKind, TokenChunk
 from sglrl.replies import ScoreReply
+from sglrl.wire.calls import Item, ItemKind
+from sglrl.wire.codec import encode
+from sglrl.wire.engine import TokenChunk
 
 VALUES = np.array([np.nan, -1.0, -2.5, -0.25, -3.0], dtype="<f4")
 

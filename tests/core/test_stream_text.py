@@ -10,8 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sglrl.completion import Decode, StreamText, cut_text
-from sglrl.messages import TokenChunk
 from sglrl.sampling import SamplingParams
+from sglrl.wire.engine import TokenChunk
 
 from .byte_decoder import PIECES, SPECIAL, decode_bytes, decode_words
 

@@ -21,11 +21,11 @@ from msgspec.structs import replace
 
 from sglrl.completion import Completion
 from sglrl.errors import UsageError
-from sglrl.messages import TokenChunk
 from sglrl.rollout import files
 from sglrl.rollout.files import load, save
 from sglrl.rollout.trajectory import Trajectory, TrajectoryTiming, Turn
 from sglrl.sampling import SamplingParams
+from sglrl.wire.engine import TokenChunk
 
 from .byte_decoder import decode_bytes
 from .trajectories import trajectories

@@ -12,7 +12,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from sglrl.codec import decode_to_rank, encode
 from sglrl.core.weights import COMMIT, JOIN, PREPARE, STAGE
 from sglrl.errors import (
     InvalidWeights,
@@ -21,12 +20,15 @@ from sglrl.errors import (
     WeightUpdateError,
     WorkerLost,
 )
-from sglrl.messages import (
+from sglrl.weights.coordinator import LEAST_COMMIT_SECONDS, WeightChannel
+from sglrl.weights.request import UpdateRequest
+from sglrl.wire.calls import ErrorBody
+from sglrl.wire.codec import decode_to_rank, encode
+from sglrl.wire.weights import (
     Abort,
     Commit,
     Committed,
     Describe,
-    ErrorBody,
     Join,
     ModelDescription,
     Prepare,
@@ -40,8 +42,6 @@ from sglrl.messages import (
     ToRank,
     rank_identity,
 )
-from sglrl.weights.coordinator import LEAST_COMMIT_SECONDS, WeightChannel
-from sglrl.weights.request import UpdateRequest
 
 SPECS = [TensorSpec("w", "float32", (4,))]
 SETTINGS = RankSettings(device="cpu", uuid="", torch="2", nccl="", environment={}, host="h", port=1)

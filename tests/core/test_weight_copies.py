@@ -10,29 +10,29 @@ from typing import Any
 
 import pytest
 
-from sglrl.codec import decode_to_rank, encode
 from sglrl.errors import SglrlError, UpdateInProgress, WeightUpdateError, WorkerLost
-from sglrl.messages import (
+from sglrl.weights.local import LocalSender
+from sglrl.weights.request import UpdateRequest
+from sglrl.wire.calls import ErrorBody
+from sglrl.wire.codec import decode_to_rank, encode
+from sglrl.wire.weights import (
+    CancelPeerCopy,
     Checksums,
     Commit,
     Describe,
-    ErrorBody,
-    Give,
-    GiveUp,
     Join,
     ModelDescription,
-    Offer,
+    PeerCopyOffer,
     Prepare,
     Propose,
     RankAnswer,
     RankHello,
+    ReceivePeerCopy,
+    SenderAccepted,
+    SendPeerCopy,
     Stage,
-    Take,
-    Welcome,
     rank_identity,
 )
-from sglrl.weights.local import LocalSender
-from sglrl.weights.request import UpdateRequest
 
 from .test_weight_channel import SETTINGS, SPECS, Pool, Sender, answer, raw
 
@@ -41,7 +41,7 @@ LIMIT = 20.0
 LONG = 1000.0
 """Seconds that a copy may take, of which none is waited for."""
 NEW, NEWER = "new", "newer"
-OFFER = Offer("127.0.0.1", 1, "digest")
+OFFER = PeerCopyOffer("127.0.0.1", 1, "digest")
 NO = ErrorBody("WeightUpdateError", "no")
 
 
@@ -87,16 +87,16 @@ class Replaced(Pool):
         else:
             super().say(who, answer, sender)
 
-    def offers(self, who: int | str, give: Give) -> None:
+    def offers(self, who: int | str, give: SendPeerCopy) -> None:
         self.say(who, RankAnswer(give.id, "give", None, raw(OFFER)))
 
-    def takes(self, who: int | str, take: Take, error: ErrorBody | None = None) -> None:
+    def takes(self, who: int | str, take: ReceivePeerCopy, error: ErrorBody | None = None) -> None:
         self.say(who, RankAnswer(take.id, "take", error))
 
     async def copies(self, giver: int | str, taker: str) -> None:
         """A whole copy, from one to another."""
-        self.offers(giver, await self.next(giver, Give))
-        take = await self.next(taker, Take)
+        self.offers(giver, await self.next(giver, SendPeerCopy))
+        take = await self.next(taker, ReceivePeerCopy)
         assert (take.version, take.offer) == (1, OFFER)
         self.takes(taker, take)
 
@@ -162,7 +162,7 @@ def test_the_taker_is_lost(when: str, successor: str) -> None:
             pool.lose(1, successor)
             await is_lost(pool, sync)
             return
-        give = await pool.next(0, Give)
+        give = await pool.next(0, SendPeerCopy)
         if when == "while the giver is asked":
             pool.lose(1, successor)
         elif when == "as the giver answers":
@@ -173,13 +173,13 @@ def test_the_taker_is_lost(when: str, successor: str) -> None:
             pool.lose(1, successor)
         else:
             pool.offers(0, give)
-            take = await pool.next(NEW, Take)
+            take = await pool.next(NEW, ReceivePeerCopy)
             if when == "as it answers":
                 pool.takes(NEW, take)
             pool.lose(1, successor)
         if when != "as it answers":
             # The giver waits for it no longer; nobody else is asked anything.
-            await pool.next(0, GiveUp)
+            await pool.next(0, CancelPeerCopy)
         await is_lost(pool, sync)
 
     play()
@@ -194,14 +194,14 @@ def test_the_giver_is_lost(when: str, replaced: bool) -> None:
     async def play(pool: Replaced) -> None:
         pool.replace(NEW)
         sync = pool.sync()
-        give = await pool.next(0, Give)
+        give = await pool.next(0, SendPeerCopy)
         if when == "as it answers":
             pool.offers(0, give)
         elif when == "while it gives":
             pool.offers(0, give)
-            await pool.next(NEW, Take)
+            await pool.next(NEW, ReceivePeerCopy)
         pool.lose(0, NEWER if replaced else "")
-        await pool.next(NEW, GiveUp)
+        await pool.next(NEW, CancelPeerCopy)
         await pool.copies(2, NEW)
         assert await sync
         assert pool.channel.versions == {0: 0 if replaced else 1, 1: 1, 2: 1}
@@ -214,11 +214,11 @@ async def test_the_next_giver_is_lost_and_replaced_meanwhile(pool: Replaced) -> 
     """Its replacement has no weights that it could give."""
     pool.replace(NEW)
     sync = pool.sync()
-    give = await pool.next(0, Give)
+    give = await pool.next(0, SendPeerCopy)
     pool.lose(2, NEWER)
     pool.say(0, RankAnswer(give.id, "give", NO))
     for who in (0, NEW, NEW):
-        await pool.next(who, GiveUp)
+        await pool.next(who, CancelPeerCopy)
     with pytest.raises(WorkerLost, match="worker 2 was lost"):
         await sync
     assert pool.served == []
@@ -228,11 +228,11 @@ async def test_the_next_giver_is_lost_and_replaced_meanwhile(pool: Replaced) -> 
 async def test_nobody_is_left_to_give(pool: Replaced) -> None:
     pool.replace(NEW)
     sync = pool.sync()
-    await pool.next(0, Give)
+    await pool.next(0, SendPeerCopy)
     pool.lose(2)
     pool.lose(0)
-    await pool.next(NEW, GiveUp)
-    await pool.next(NEW, GiveUp)
+    await pool.next(NEW, CancelPeerCopy)
+    await pool.next(NEW, CancelPeerCopy)
     with pytest.raises(WorkerLost, match="worker 2 was lost"):
         await sync
 
@@ -262,14 +262,14 @@ async def test_nobody_answers(pool: Replaced) -> None:
     """All givers together have one timeout."""
     pool.replace(NEW)
     sync = pool.sync(0.2)
-    first = await pool.next(0, Give)
+    first = await pool.next(0, SendPeerCopy)
     assert first.timeout <= 0.1
     for who in (0, NEW):
-        await pool.next(who, GiveUp)
-    second = await pool.next(2, Give)
+        await pool.next(who, CancelPeerCopy)
+    second = await pool.next(2, SendPeerCopy)
     assert second.timeout <= 0.1
     for who in (2, NEW):
-        await pool.next(who, GiveUp)
+        await pool.next(who, CancelPeerCopy)
     with pytest.raises(SglrlError, match=r"did not (answer|get the weights) within"):
         await sync
     assert pool.served == []
@@ -333,7 +333,7 @@ def test_a_call_does_not_wait_for_a_copy_any_longer(call: str, ends: str) -> Non
     async def play(pool: Replaced) -> None:
         pool.replace(NEW)
         sync = pool.sync()
-        give = await pool.next(0, Give)
+        give = await pool.next(0, SendPeerCopy)
         calls = Calls(pool)
         called = getattr(calls, call)
         if ends == "timeout":
@@ -350,7 +350,7 @@ def test_a_call_does_not_wait_for_a_copy_any_longer(call: str, ends: str) -> Non
                 await waiting
         assert pool.asked.empty()
         pool.offers(0, give)
-        pool.takes(NEW, await pool.next(NEW, Take))
+        pool.takes(NEW, await pool.next(NEW, ReceivePeerCopy))
         assert await sync
         again = asyncio.ensure_future(called(LONG))
         await does(pool, call, calls.sender)
@@ -363,11 +363,11 @@ def test_a_call_does_not_wait_for_a_copy_any_longer(call: str, ends: str) -> Non
 async def test_an_update_that_does_not_wait(pool: Replaced) -> None:
     pool.replace(NEW)
     sync = pool.sync()
-    give = await pool.next(0, Give)
+    give = await pool.next(0, SendPeerCopy)
     with pytest.raises(UpdateInProgress, match=r"running and wait is False; nothing has begun"):
         await Calls(pool).update(LONG, wait=False)
     pool.offers(0, give)
-    pool.takes(NEW, await pool.next(NEW, Take))
+    pool.takes(NEW, await pool.next(NEW, ReceivePeerCopy))
     assert await sync
 
 
@@ -386,10 +386,10 @@ async def test_the_time_before_a_proposal_counts(pool: Replaced) -> None:
 
     pool.send_to_peer = send_to_peer  # type: ignore[method-assign]
     assert pool.on_peer(identity, encode(RankHello(SETTINGS)))
-    assert isinstance(await told.get(), Welcome)
+    assert isinstance(await told.get(), SenderAccepted)
     pool.replace(NEW)
     sync = pool.sync()
-    give = await pool.next(0, Give)
+    give = await pool.next(0, SendPeerCopy)
     proposal = Propose(1, SPECS, None, "continue", "auto", False, 1, LONG, True, waited=LONG)
     assert pool.on_peer(identity, encode(proposal))
     ended = await told.get()
@@ -399,7 +399,7 @@ async def test_the_time_before_a_proposal_counts(pool: Replaced) -> None:
     ended = await told.get()
     assert ended.error.kind == "UsageError"
     pool.offers(0, give)
-    pool.takes(NEW, await pool.next(NEW, Take))
+    pool.takes(NEW, await pool.next(NEW, ReceivePeerCopy))
     assert await sync
 
 

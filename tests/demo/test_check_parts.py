@@ -23,8 +23,8 @@ from sglrl.check.rollouts import Rollout, run_rollouts
 from sglrl.check.tasks import Task, make_tasks
 from sglrl.completion import Completion
 from sglrl.demo.display import stage
-from sglrl.messages import TokenChunk
 from sglrl.sampling import SamplingParams
+from sglrl.wire.engine import TokenChunk
 
 VOCABULARY = 11
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglrl.messages import EngineSpec
+from sglrl.wire.processes import EngineSpec
 
 if TYPE_CHECKING:
     from sglrl_workers.engine.sglang.scheduler import SglrlScheduler

@@ -23,9 +23,9 @@ from sglang.srt.managers.scheduler_components.batch_result_processor import (
 )
 from sglang.srt.mem_cache.radix_cache import RadixCache
 
-from sglrl.codec import encode
-from sglrl.messages import GenerateArgs
 from sglrl.sampling import from_kwargs
+from sglrl.wire.codec import encode
+from sglrl.wire.engine import GenerateArgs
 from sglrl_workers.engine.sglang import compat, convert, results
 from sglrl_workers.engine.sglang.resume import Resume
 from sglrl_workers.engine.sglang.scheduler import SglrlScheduler, _Receiver

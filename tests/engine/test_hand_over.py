@@ -13,8 +13,8 @@ import msgspec
 import pytest
 import torch
 
-from sglrl.messages import Give, Offer, RankAnswer, Take
 from sglrl.weights.group import connect_store
+from sglrl.wire.weights import PeerCopyOffer, RankAnswer, ReceivePeerCopy, SendPeerCopy
 from sglrl_workers import hand_over
 from sglrl_workers.hand_over import HandOver
 
@@ -70,9 +70,9 @@ class Side:
         assert found.error is None
         return found
 
-    def offer(self) -> Offer:
-        self.hand_over.give(Give(1, LONG))
-        return msgspec.msgpack.decode(self.answer().body, type=Offer)
+    def offer(self) -> PeerCopyOffer:
+        self.hand_over.give(SendPeerCopy(1, LONG))
+        return msgspec.msgpack.decode(self.answer().body, type=PeerCopyOffer)
 
     @property
     def threads(self) -> list[threading.Thread]:
@@ -101,7 +101,7 @@ def test_a_giver_that_was_released_gives_again() -> None:
     giver, taker = Side(1.0), Side(2.0)
     giver.offer()
     giver.hand_over.give_up()
-    taker.hand_over.take(Take(2, 7, giver.offer(), LONG))
+    taker.hand_over.take(ReceivePeerCopy(2, 7, giver.offer(), LONG))
     taker.answer()
     assert torch.equal(taker.engine.tensor, giver.engine.tensor)
     assert taker.engine.version == 7
@@ -119,7 +119,7 @@ def test_weights_are_given_whatever_the_system_says_of_autogroups(
         file.write_text(content)
     monkeypatch.setattr(hand_over, "_AUTOGROUP", file)
     giver, taker = Side(1.0), Side(2.0)
-    taker.hand_over.take(Take(2, 7, giver.offer(), LONG))
+    taker.hand_over.take(ReceivePeerCopy(2, 7, giver.offer(), LONG))
     taker.answer()
     assert giver.ends()
     assert taker.ends()

@@ -12,8 +12,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 import sglrl
-from sglrl.messages import ModelDescription, TensorSpec
 from sglrl.weights.source import Manifest, check_metadata, gather, named_tensors, whole
+from sglrl.wire.weights import ModelDescription, TensorSpec
 
 WANTED = ModelDescription(
     [TensorSpec("a", "bfloat16", (2, 3)), TensorSpec("b", "float32", (4,))], ["tied"]

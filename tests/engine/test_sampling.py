@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import sglrl
-from sglrl.messages import GenerateArgs
+from sglrl.wire.engine import GenerateArgs
 
 from .reference import Reference
 

@@ -14,40 +14,32 @@ from typing import Any, cast
 import msgspec
 
 from sglrl.client import Client
-from sglrl.codec import decode_to_rank, decode_to_worker, encode
 from sglrl.config import FabricConfig
 from sglrl.core.members import READY
 from sglrl.driver import Driver
-from sglrl.messages import (
-    PROTOCOL_VERSION,
+from sglrl.net.memory import MemoryDealer, MemoryRouter
+from sglrl.pool import WorkerInfo
+from sglrl.weights.coordinator import WeightChannel
+from sglrl.wire.calls import PROTOCOL_VERSION, Cancel, Item, ItemKind, Ready, Results, Submit
+from sglrl.wire.codec import decode_to_rank, decode_to_worker, encode
+from sglrl.wire.engine import GenerateArgs, ScoreArgs, TokenChunk
+from sglrl.wire.weights import (
     Abort,
-    Cancel,
     Checksums,
     Commit,
     Committed,
     Describe,
-    GenerateArgs,
-    Item,
-    ItemKind,
     Join,
     ModelDescription,
     Prepare,
     Prepared,
     RankAnswer,
     RankHello,
-    Ready,
-    Results,
-    ScoreArgs,
     SentStage,
     Stage,
-    Submit,
-    TokenChunk,
     ToRank,
     rank_identity,
 )
-from sglrl.net.memory import MemoryDealer, MemoryRouter
-from sglrl.pool import WorkerInfo
-from sglrl.weights.coordinator import WeightChannel
 
 from .samples import INFO, ROWS, SETTINGS, SPECS, raw
 

@@ -1,4 +1,4 @@
-"""One or more real messages of every type in ``sglrl.messages``."""
+"""One or more real messages of every type in ``sglrl.wire``."""
 
 from __future__ import annotations
 
@@ -8,34 +8,45 @@ from typing import Any, get_args
 import msgspec
 import numpy as np
 
-from sglrl.codec import Result, encode
-from sglrl.messages import (
+from sglrl.net.rows import RowsWriter
+from sglrl.wire.calls import (
     PROTOCOL_VERSION,
-    Abort,
-    Approach,
-    Beat,
     CallMessage,
     Cancel,
+    ErrorBody,
+    Heartbeat,
+    Item,
+    ItemKind,
+    Ready,
+    Results,
+    ShareRows,
+    Shutdown,
+    Starting,
+    Submit,
+    ToDriver,
+    ToWorker,
+)
+from sglrl.wire.codec import Result, encode
+from sglrl.wire.engine import (
+    EngineInfo,
+    GenerateArgs,
+    NextTokenArgs,
+    Sampling,
+    ScoreArgs,
+    TokenChunk,
+)
+from sglrl.wire.remote import BytesRead, FromClient, Hello, Leave, Request, Requests
+from sglrl.wire.weights import (
+    Abort,
+    CancelPeerCopy,
     Checksums,
     Commit,
     Committed,
     Describe,
-    EngineInfo,
-    ErrorBody,
-    Farewell,
-    FromClient,
     FromRank,
-    GenerateArgs,
-    Give,
-    GiveUp,
-    Item,
-    ItemKind,
     Join,
-    Leave,
     ModelDescription,
-    NextTokenArgs,
-    Offer,
-    Piece,
+    PeerCopyOffer,
     Prepare,
     Prepared,
     Propose,
@@ -43,29 +54,17 @@ from sglrl.messages import (
     RankAnswer,
     RankHello,
     RankSettings,
-    ReadSoFar,
-    Ready,
-    Request,
-    Requests,
-    Results,
-    Sampling,
-    ScoreArgs,
+    ReceivePeerCopy,
+    SenderAccepted,
+    SenderClosed,
+    SendPeerCopy,
     SentStage,
-    ShareRows,
-    Shutdown,
+    Shard,
     Stage,
-    Starting,
-    Submit,
-    Take,
     TensorSpec,
-    ToDriver,
-    TokenChunk,
     ToRank,
-    ToWorker,
-    Welcome,
     Withdraw,
 )
-from sglrl.net.rows import RowsWriter
 
 SPECS = [TensorSpec("w", "float32", (4,)), TensorSpec("layers.0.v", "bfloat16", (2, 3))]
 SETTINGS = RankSettings(
@@ -154,9 +153,9 @@ def to_driver() -> list[list[bytes]]:
             Results([Item(5, ItemKind.CHUNK, body, 1), Item(6, ItemKind.DONE, encode(True))]),
             frames,
         ),
-        (Beat(7, "prefill"), []),
+        (Heartbeat(7, "prefill"), []),
     ]
-    return _encoded(messages, ToDriver | Beat)
+    return _encoded(messages, ToDriver | Heartbeat)
 
 
 def from_rank() -> list[list[bytes]]:
@@ -167,7 +166,7 @@ def from_rank() -> list[list[bytes]]:
         "commit": Committed(0.5),
         "abort": False,
         "describe": ModelDescription(SPECS, ["tied"]),
-        "checksums": [Piece("w", 0, (4,), (1,), 99)],
+        "checksums": [Shard("w", 0, (4,), (1,), 99)],
     }
     messages: list[tuple[Any, list[bytes]]] = [
         (RankHello(SETTINGS), []),
@@ -176,7 +175,7 @@ def from_rank() -> list[list[bytes]]:
         (Propose(1, SPECS, None, "continue", "auto", False, 1 << 20, 60.0, True), []),
         (Propose(2, SPECS[:1], 9, "drain", "full", True, 1, 0.5, False, 9.0, 0.25), []),
         (Withdraw(1), []),
-        (Farewell(), []),
+        (SenderClosed(), []),
     ]
     return _encoded(messages, FromRank)
 
@@ -222,7 +221,7 @@ def to_worker() -> list[list[bytes]]:
 def from_client() -> list[list[bytes]]:
     args = generate_args(ids(3, 1, 4))
     messages: list[tuple[Any, list[bytes]]] = [
-        (Approach(PROTOCOL_VERSION), []),
+        (Hello(PROTOCOL_VERSION), []),
         (
             Requests([Request(1, "generate", args), Request(2, "generate", args, 9.0, 3, 1, "s")]),
             [],
@@ -249,7 +248,7 @@ def from_client() -> list[list[bytes]]:
             [],
         ),
         (Cancel([1, 2, 6]), []),
-        (ReadSoFar(1), []),
+        (BytesRead(1), []),
         (Leave(), []),
     ]
     return _encoded(messages, FromClient)
@@ -274,10 +273,10 @@ def to_rank() -> list[list[bytes]]:
         (Checksums(6, ["w"]), []),
         (Proposed(7, ERROR), []),
         (Proposed(8, None, raw({"version": 1})), []),
-        (Welcome(1, SPECS, ["tied"]), []),
-        (Give(9, 1.0), []),
-        (Take(10, 1, Offer("127.0.0.1", 1, "digest"), 1.0), []),
-        (GiveUp(), []),
+        (SenderAccepted(1, SPECS, ["tied"]), []),
+        (SendPeerCopy(9, 1.0), []),
+        (ReceivePeerCopy(10, 1, PeerCopyOffer("127.0.0.1", 1, "digest"), 1.0), []),
+        (CancelPeerCopy(), []),
     ]
     return _encoded(messages, ToRank)
 

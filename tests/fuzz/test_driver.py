@@ -11,9 +11,9 @@ import numpy as np
 from sglrl.client import Client
 from sglrl.completion import Completion
 from sglrl.errors import SglrlError
-from sglrl.messages import rank_identity
 from sglrl.weights.report import UpdateReport
 from sglrl.weights.request import UpdateRequest
+from sglrl.wire.weights import rank_identity
 
 from .harness import Pool, Rank, memory, nobody_raises
 from .mutator import FRAMES, Mutator

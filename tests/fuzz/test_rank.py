@@ -14,21 +14,20 @@ import msgspec
 import pytest
 import torch
 
-from sglrl.codec import decode_from_rank, decode_to_rank, encode
 from sglrl.core.manifest import lay_out
 from sglrl.errors import ProtocolError, WeightUpdateError
-from sglrl.messages import (
+from sglrl.wire.codec import decode_from_rank, decode_to_rank, encode
+from sglrl.wire.processes import ActorSpec, WorkerSpec
+from sglrl.wire.weights import (
     Abort,
-    ActorSpec,
     Describe,
     ModelDescription,
-    Piece,
     Prepare,
     RankAnswer,
     RankHello,
+    Shard,
     Stage,
     TensorSpec,
-    WorkerSpec,
 )
 from sglrl_workers import hand_over, weights
 from sglrl_workers.staging import Update
@@ -87,8 +86,8 @@ class Engine:
     def describe(self) -> ModelDescription:
         return ModelDescription(SPECS, ["tied"])
 
-    def checksums(self, names: Sequence[str]) -> list[Piece]:
-        return [Piece(name, 0, (4,), (1,), 1) for name in names if name == "w"]
+    def checksums(self, names: Sequence[str]) -> list[Shard]:
+        return [Shard(name, 0, (4,), (1,), 1) for name in names if name == "w"]
 
     def bind(self, staged: Any) -> Any:
         raise AssertionError("nothing was ever received")

@@ -14,20 +14,12 @@ import pytest
 from numpy.typing import NDArray
 
 from sglrl.actor import Actor, endpoint, endpoints_of
-from sglrl.codec import decode_to_driver, decode_to_worker, encode
 from sglrl.errors import ProtocolError
-from sglrl.messages import (
-    CallMessage,
-    EngineSpec,
-    ItemKind,
-    Results,
-    ScoreArgs,
-    Shutdown,
-    Submit,
-    TokenChunk,
-    WorkerSpec,
-)
 from sglrl.net.memory import MemoryRouter
+from sglrl.wire.calls import CallMessage, ItemKind, Results, Shutdown, Submit
+from sglrl.wire.codec import decode_to_driver, decode_to_worker, encode
+from sglrl.wire.engine import ScoreArgs, TokenChunk
+from sglrl.wire.processes import EngineSpec, WorkerSpec
 from sglrl_workers import mailbox as mailbox_module
 from sglrl_workers.engine.fake import FakeEngine
 from sglrl_workers.host import Host

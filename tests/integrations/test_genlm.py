@@ -26,7 +26,7 @@ from sglrl.demo.tiny import make_character_tokenizer, make_model
 from sglrl.integrations import genlm
 from sglrl.integrations.genlm import AsyncSGLTransformer, Token
 from sglrl.integrations.vocabulary import token_bytes, token_strings
-from sglrl.messages import NextTokenArgs
+from sglrl.wire.engine import NextTokenArgs
 
 TEXTS = [
     "There might be something wrong, it may be because ",

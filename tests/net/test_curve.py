@@ -14,8 +14,8 @@ import zmq
 
 from sglrl.errors import Closed, UsageError
 from sglrl.keys import add_client, make_keys, read_client_keys, read_driver_keys
-from sglrl.messages import ClientKeys
 from sglrl.net.zmq import ZmqDealer, ZmqPolledDealer, ZmqRouter, key_pair
+from sglrl.wire.processes import ClientKeys
 
 from .links import Inbox
 from .test_zmq import watching

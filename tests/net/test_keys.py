@@ -16,8 +16,8 @@ from zmq.utils import z85
 
 from sglrl.errors import InvalidKeys, UsageError
 from sglrl.keys import add_client, is_key, make_keys, read_client_keys, read_driver_keys
-from sglrl.messages import ActorSpec, WorkerSpec
 from sglrl.rollout.outcome import Settings
+from sglrl.wire.processes import ActorSpec, WorkerSpec
 
 
 @pytest.fixture

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from sglrl.errors import ProtocolError
-from sglrl.messages import RowsOffer
 from sglrl.net import rows
 from sglrl.net.rows import TOGETHER, RowsReader, RowsWriter, writer_for
+from sglrl.wire.calls import RowsOffer
 
 WIDTH = 20_000
 ROW_BYTES = 4 * WIDTH

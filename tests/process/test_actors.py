@@ -17,8 +17,8 @@ import pytest
 from msgspec import Raw
 
 import sglrl
-from sglrl.codec import encode
 from sglrl.core.calls import Call
+from sglrl.wire.codec import encode
 
 from .actors import Gate, Label, Picky, Point, Refuses, Values
 

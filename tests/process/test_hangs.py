@@ -13,11 +13,12 @@ import msgspec
 import pytest
 
 import sglrl
-from sglrl.codec import encode
 from sglrl.core.members import READY
-from sglrl.messages import Cancel, EngineSpec, WorkerSpec
 from sglrl.net.zmq import ZmqRouter
 from sglrl.pool import Pool
+from sglrl.wire.calls import Cancel
+from sglrl.wire.codec import encode
+from sglrl.wire.processes import EngineSpec, WorkerSpec
 from sglrl_workers.engine.fake import FakeEngine
 from sglrl_workers.mailbox import Mailbox
 
@@ -252,7 +253,7 @@ async def test_actors_are_not_watched_unless_asked_for() -> None:
     async with sglrl.spawn(Gate) as gate:
         monitor = gate._pool._monitor
         assert monitor is not None
-        assert monitor.beat_interval is None
+        assert monitor.heartbeat_interval is None
         assert monitor._timer is None
 
 

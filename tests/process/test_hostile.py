@@ -12,25 +12,21 @@ import msgspec
 import pytest
 
 import sglrl
-from sglrl.codec import decode_to_rank, encode
 from sglrl.driver import Driver
 from sglrl.keys import make_keys, read_client_keys, read_driver_keys
-from sglrl.messages import (
-    PROTOCOL_VERSION,
+from sglrl.net.zmq import ZmqDealer, ZmqRouter
+from sglrl.weights import Sender
+from sglrl.weights.coordinator import WeightChannel
+from sglrl.wire.calls import PROTOCOL_VERSION, Item, ItemKind, Ready, Results
+from sglrl.wire.codec import decode_to_rank, encode
+from sglrl.wire.weights import (
     Describe,
-    Item,
-    ItemKind,
     ModelDescription,
     RankAnswer,
     RankHello,
     RankSettings,
-    Ready,
-    Results,
     TensorSpec,
 )
-from sglrl.net.zmq import ZmqDealer, ZmqRouter
-from sglrl.weights import Sender
-from sglrl.weights.coordinator import WeightChannel
 
 IDS = [3, 1, 4]
 

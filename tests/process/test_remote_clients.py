@@ -17,25 +17,15 @@ import pytest
 
 import sglrl
 from sglrl import remote as remote_module
-from sglrl.codec import decode_to_client, encode
 from sglrl.core.clients import ClientState
 from sglrl.keys import make_keys
-from sglrl.messages import (
-    PROTOCOL_VERSION,
-    Admitted,
-    Answers,
-    Approach,
-    Cancel,
-    Dismissed,
-    GenerateArgs,
-    Leave,
-    Request,
-    Requests,
-    Sampling,
-)
 from sglrl.net.zmq import ZmqDealer, ZmqRouter
 from sglrl.relay import Peer
 from sglrl.remote_driver import RemoteDriver
+from sglrl.wire.calls import PROTOCOL_VERSION, Cancel
+from sglrl.wire.codec import decode_to_client, encode
+from sglrl.wire.engine import GenerateArgs, Sampling
+from sglrl.wire.remote import Answers, Hello, Leave, Rejected, Request, Requests, Welcome
 
 IDS = [3, 1, 4, 1, 5]
 PROGRAM = Path(__file__).with_name("remote_program.py")
@@ -79,7 +69,7 @@ async def test_a_message_out_of_place_is_logged_without_its_secret(
     driver = remote._running()
     assert isinstance(driver, RemoteDriver)
     address = "ipc://x#token"
-    again = Admitted(PROTOCOL_VERSION, "m", 1, address, remote.info, driver.news)
+    again = Welcome(PROTOCOL_VERSION, "m", 1, address, remote.info, driver.status)
     driver._on_message(b"", [encode(again)])
     assert driver.dropped == 1
     assert "the pool sent Admitted out of place" in caplog.text
@@ -526,18 +516,18 @@ async def test_a_client_that_does_not_keep_to_the_rules(pool: sglrl.Client) -> N
     driver = pool._pool.driver
     # Before it has said who it is.
     hostile.send([encode(Requests([request(1, IDS, sampling())]))])
-    await until(pool, lambda: any(isinstance(m, Dismissed) for m in said))
-    hostile.send([encode(Approach(999))])
+    await until(pool, lambda: any(isinstance(m, Rejected) for m in said))
+    hostile.send([encode(Hello(999))])
     await until(pool, lambda: len(said) == 2)
     assert not peers(pool)
-    hostile.send([encode(Approach(PROTOCOL_VERSION))])
-    await until(pool, lambda: isinstance(said[-1], Admitted))
+    hostile.send([encode(Hello(PROTOCOL_VERSION))])
+    await until(pool, lambda: isinstance(said[-1], Welcome))
     said.clear()
     dropped = driver.dropped
     nonsense = [
         [b""],
         [b"x" * 100],
-        [encode(Approach(PROTOCOL_VERSION))],
+        [encode(Hello(PROTOCOL_VERSION))],
         [encode(Cancel([1, 2])), b"frame"],
     ]
     for message in nonsense:

@@ -28,17 +28,17 @@ import msgspec
 import numpy as np
 
 from sglrl.errors import InvalidRequest
-from sglrl.messages import (
+from sglrl.wire.calls import ItemKind
+from sglrl.wire.engine import (
     EngineInfo,
-    EngineSpec,
     EngineStats,
     GenerateArgs,
-    ItemKind,
     NextTokenArgs,
     Sampling,
     ScoreArgs,
     TokenChunk,
 )
+from sglrl.wire.processes import EngineSpec
 
 from ..mailbox import Mailbox
 from .protocol import check_mode, check_top

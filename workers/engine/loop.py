@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from sglrl.core.hangs import PAUSED
-from sglrl.messages import Beat, EngineSpec, WorkerSpec
+from sglrl.wire.calls import Heartbeat
+from sglrl.wire.processes import EngineSpec, WorkerSpec
 
 from ..beat import start_beats
 from ..mailbox import Mailbox
@@ -33,7 +34,7 @@ def run_engine(spec: WorkerSpec, body: EngineSpec, engine: SteppingEngine) -> No
     """Serve until ``Shutdown``."""
     mailbox = engine.mailbox = Mailbox(spec)
     mailbox.starting("fake engine")
-    start_beats(spec, lambda: Beat(mailbox.progress, PAUSED if engine.paused else ""))
+    start_beats(spec, lambda: Heartbeat(mailbox.progress, PAUSED if engine.paused else ""))
     mailbox.ready(body.window, engine.info())
     while not mailbox.stopped:
         mailbox.receive(engine)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from sglrl.errors import InvalidRequest
-from sglrl.messages import EngineInfo, EngineStats, GenerateArgs, NextTokenArgs, ScoreArgs
+from sglrl.wire.engine import EngineInfo, EngineStats, GenerateArgs, NextTokenArgs, ScoreArgs
 
 
 def check_top(wanted: int, vocab_size: int) -> None:

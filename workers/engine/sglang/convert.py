@@ -14,15 +14,9 @@ from sglang.srt.managers.io_struct import BatchTokenIDOutput, TokenizedGenerateR
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglrl.errors import InvalidRequest
-from sglrl.messages import (
-    GenerateArgs,
-    ItemKind,
-    NextTokenArgs,
-    Sampling,
-    ScoreArgs,
-    TokenChunk,
-)
 from sglrl.sampling import GRAMMARS
+from sglrl.wire.calls import ItemKind
+from sglrl.wire.engine import GenerateArgs, NextTokenArgs, Sampling, ScoreArgs, TokenChunk
 
 from .no_tokenizer import NoTokenizer
 

@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sglrl.messages import ItemKind, TokenChunk
 from sglrl.net.rows import TOGETHER, RowsWriter
+from sglrl.wire.calls import ItemKind
+from sglrl.wire.engine import TokenChunk
 
 from ...mailbox import ROWS, Mailbox
 from . import convert

@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from sglrl.errors import EngineError
-from sglrl.messages import ModelDescription, TensorSpec
 from sglrl.weights.experts import EXPERT_NAMES, names_apart
 from sglrl.weights.files import weight_files
+from sglrl.wire.weights import ModelDescription, TensorSpec
 
 from .stand_in import StandIn, storage_id
 

@@ -39,18 +39,16 @@ from sglang.srt.server_args import PortArgs, ServerArgs
 
 from sglrl.core.hangs import PAUSED, PREFILL, WEIGHTS
 from sglrl.errors import InvalidRequest
-from sglrl.messages import (
-    Beat,
+from sglrl.wire.calls import Heartbeat, ItemKind
+from sglrl.wire.engine import (
     EngineInfo,
-    EngineSpec,
     EngineStats,
     GenerateArgs,
-    ItemKind,
     NextTokenArgs,
     ScoreArgs,
     TokenChunk,
-    WorkerSpec,
 )
+from sglrl.wire.processes import EngineSpec, WorkerSpec
 
 from ...beat import start_beats
 from ...mailbox import Mailbox
@@ -828,7 +826,7 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
         self._sglrl_last_ended = result.sglrl_launch
         return returned
 
-    def sglrl_beat(self) -> Beat:
+    def sglrl_beat(self) -> Heartbeat:
         """From any thread."""
         phase = ""
         if self._sglrl_updating:
@@ -838,7 +836,7 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
         elif self._sglrl_last_prefill > self._sglrl_last_ended:
             phase = PREFILL
         assert self.sglrl_adapter is not None
-        return Beat(self.sglrl_adapter.mailbox.progress, phase)
+        return Heartbeat(self.sglrl_adapter.mailbox.progress, phase)
 
     def sglrl_waiting(self) -> int:
         """Requests that wait for room, or for their grammar."""

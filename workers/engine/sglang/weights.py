@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglrl.errors import EngineError
-from sglrl.messages import ModelDescription, Piece
 from sglrl.weights.checksum import checksum
+from sglrl.wire.weights import ModelDescription, Shard
 
 from ..loop import IDLE_WAIT
 from . import compat
@@ -95,12 +95,12 @@ class SglangWeights:
     def _model(self) -> Any:
         return self._scheduler.tp_worker.model_runner.model
 
-    def checksums(self, names: Sequence[str]) -> list[Piece]:
+    def checksums(self, names: Sequence[str]) -> list[Shard]:
         assert self._plan is not None
         self._synchronize()
         with self.reading():
             return [
-                Piece(name, copy.offset, copy.size, copy.stride, checksum(copy.target))
+                Shard(name, copy.offset, copy.size, copy.stride, checksum(copy.target))
                 for name in names or self._plan.copies
                 for copy in self._plan.copies.get(name, ())
             ]

@@ -18,18 +18,10 @@ from typing import Any, Final, get_args, get_origin
 import msgspec
 import numpy as np
 
-from .errors import ProtocolError, UsageError
-from .messages import (
-    Beat,
-    CallMessage,
-    FromClient,
-    FromRank,
-    Item,
-    ToClient,
-    ToDriver,
-    ToRank,
-    ToWorker,
-)
+from ..errors import ProtocolError, UsageError
+from .calls import CallMessage, Heartbeat, Item, ToDriver, ToWorker
+from .remote import FromClient, ToClient
+from .weights import FromRank, ToRank
 
 Buffer = bytes | bytearray | memoryview
 
@@ -72,7 +64,9 @@ def _decoder(type_: Any, what: str) -> Callable[[Buffer], Any]:
 
 decode_to_worker: Final[Callable[[Buffer], ToWorker]] = _decoder(ToWorker, "for a worker")
 decode_to_driver: Final[Callable[[Buffer], ToDriver]] = _decoder(ToDriver, "for a driver")
-decode_beat: Final[Callable[[Buffer], Beat]] = _decoder(Beat, "from a worker's beat")
+decode_heartbeat: Final[Callable[[Buffer], Heartbeat]] = _decoder(
+    Heartbeat, "from a worker's heartbeat thread"
+)
 # Of the weight channel.
 decode_to_rank: Final[Callable[[Buffer], ToRank]] = _decoder(ToRank, "for a rank")
 decode_from_rank: Final[Callable[[Buffer], FromRank]] = _decoder(FromRank, "from a rank")

@@ -1,0 +1,146 @@
+"""The fabric: calls from the driver to a worker, and their results."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from .engine import EngineInfo
+
+PROTOCOL_VERSION = 5
+
+
+class CallMessage(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """One call of an endpoint.
+
+    ``args``: msgpack of the endpoint's argument struct. ``frames``: how many raw frames of the
+    message belong to this call.
+    """
+
+    id: int
+    endpoint: str
+    args: msgspec.Raw
+    frames: int = 0
+
+
+class Submit(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=1):
+    """Calls that the driver submitted to this worker in one tick of its loop, or a part of them."""
+
+    calls: list[CallMessage]
+
+
+class Cancel(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=2):
+    """Stop these calls. The worker still answers each call once: CANCELLED, or its result."""
+
+    ids: list[int]
+
+
+class Shutdown(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=3):
+    """End the process. The driver has already answered the callers of running calls."""
+
+
+class ShareRows(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=4):
+    """The driver has mapped the memory of ``Ready.rows``. The worker may put rows there."""
+
+
+ToWorker = Submit | Cancel | Shutdown | ShareRows
+
+
+class ItemKind:
+    """The kinds of ``Item``. All but ``CHUNK`` end the call.
+
+    Plain integers, because Python 3.11 looks up a member of an ``IntEnum`` more slowly than it
+    decodes an item.
+    """
+
+    CHUNK: Final = 0
+    DONE: Final = 1
+    ERROR: Final = 2
+    CANCELLED: Final = 3
+    FAILED: Final = 4
+    """Only sent to a client in another process: the driver itself failed (``ErrorBody``)."""
+
+
+class Item(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """One event in the life of one call.
+
+    ``body``: msgpack of the endpoint's result type, or of ``ErrorBody`` when kind is ERROR.
+    ``frames``: how many raw frames of the message belong to this item.
+    """
+
+    id: int
+    kind: int
+    body: bytes = b"\xc0"
+    frames: int = 0
+
+
+class ErrorBody(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """An error of an endpoint. ``kind``: the name of its class. ``traceback``: its text."""
+
+    kind: str
+    message: str
+    traceback: str = ""
+
+
+class Results(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=11):
+    """All items of one scheduler step, or of one loop tick of a plain actor; and the engine's load.
+
+    kv_usage: share of the KV cache in use, 0..1; -1 if the worker reports no load.
+    waiting: requests that the engine has not begun to compute.
+    preempted: running requests that the engine has evicted from its KV cache since it started.
+    slots: slots of shared memory (``transport/shared_rows.py``) that hold the raw frames.
+    """
+
+    items: list[Item]
+    kv_usage: float = -1.0
+    waiting: int = 0
+    preempted: int = 0
+    slots: list[int] = []
+
+
+class Starting(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=12):
+    """The first message of a worker: the stage of its start, which is shown to the user."""
+
+    stage: str
+
+
+class RowsOffer(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """Memory that a worker can share: its file descriptor there, and the bytes of one row."""
+
+    fd: int
+    row_bytes: int
+
+
+class Ready(msgspec.Struct, array_like=True, frozen=True, tag=13):
+    """The worker accepts calls. The driver sends nothing before this message.
+
+    ``window``: the largest number of calls that the worker accepts at a time.
+    """
+
+    protocol: int
+    pid: int
+    window: int
+    endpoints: list[str]
+    device: str = "cpu"
+    engine: EngineInfo | None = None
+    rows: RowsOffer | None = None
+
+
+ToDriver = Results | Starting | Ready
+
+
+class Heartbeat(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=50):
+    """Sent again and again by a thread of every worker, on a socket of its own.
+
+    ``progress``: a count of what the worker's loop has done. ``phase``: why the count may stand
+    still, as named in ``core.hangs``, or "".
+    """
+
+    progress: int
+    phase: str = ""
+
+
+def heartbeat_identity(worker: bytes) -> bytes:
+    """Return the identity of a worker's heartbeat socket at the driver's router."""
+    return worker + b"/beat"

@@ -1,0 +1,161 @@
+"""Arguments and results of the endpoints of an engine worker."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A loaded model. The driver checks requests against it before it sends them.
+
+    Lengths and cache sizes are in tokens.
+    """
+
+    model: str
+    architecture: str
+    dtype: str
+    device: str
+    vocab_size: int
+    context_length: int
+    max_prompt_tokens: int
+    max_total_tokens: int
+    eos_token_ids: list[int]
+    kv_cache_tokens: int
+    priority_scheduling: bool = False
+    sglang_version: str = ""
+    tp_size: int = 1
+
+
+class Sampling(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """Validated sampling values (see ``sglrl.sampling.SamplingParams`` for units and defaults)."""
+
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    stop: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    min_new_tokens: int
+    frequency_penalty: float
+    presence_penalty: float
+    repetition_penalty: float
+    ignore_eos: bool
+    seed: int | None
+    json_schema: str | None
+    regex: str | None
+    ebnf: str | None
+    skip_special_tokens: bool
+    stop_regex: tuple[str, ...] = ()
+    logit_bias: dict[int, float] = {}
+    structural_tag: str | None = None
+
+
+class GenerateArgs(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """Arguments of ``generate``. Answered with ``TokenChunk``.
+
+    input_ids: int32 little-endian [n].
+    sampling: msgpack of ``Sampling``. The client encodes each distinct value once.
+    resume: int32 [r], tokens that another worker has already generated for this call. They count
+        in every limit, and are not sent back.
+    """
+
+    input_ids: bytes
+    sampling: msgspec.Raw
+    logprobs: bool = False
+    top_logprobs: int = 0
+    stream: bool = False
+    priority: int = 0
+    resume: bytes = b""
+
+
+class TokenChunk(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """New tokens of one call since its last chunk.
+
+    ids: int32 [t].
+    logprobs: float32 [t], or empty.
+    top_ids, top_logprobs: int32 and float32 [t, k], or empty.
+    version: of the weights that sampled all of these tokens.
+    finish: "" until the last chunk, then "stop", "length" or "abort".
+    stop_match: the stop string or stop token that ended the call.
+    parts: only in the answer to ``ScoreArgs``, which has logprobs and no ids. int32 [p, 2]: the
+        number of logprobs that one version computed, and that version. Empty if ``version``
+        computed all of them.
+    """
+
+    ids: bytes
+    logprobs: bytes = b""
+    finish: str = ""
+    cached_tokens: int = 0
+    version: int = 0
+    top_ids: bytes = b""
+    top_logprobs: bytes = b""
+    stop_match: str | int | None = None
+    parts: bytes = b""
+
+
+class ScoreArgs(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """Arguments of ``score``. Answered with one ``TokenChunk``.
+
+    input_ids: int32 [n].
+    start: the first position whose logprob is wanted.
+    top_logprobs: how many of the likeliest tokens are wanted at each position.
+    """
+
+    input_ids: bytes
+    start: int = 0
+    top_logprobs: int = 0
+    priority: int = 0
+
+
+class NextTokenArgs(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """Arguments of ``next_token_logprobs``: the distribution of the token after ``input_ids``.
+
+    Answered with one ``TokenChunk``. With ``top_k`` it has ``top_ids`` and ``top_logprobs`` of one
+    position. Without, one raw frame follows: float32 [vocab_size].
+
+    input_ids: int32 [n].
+    top_k: how many of the likeliest tokens are wanted; 0: the whole vocabulary.
+    """
+
+    input_ids: bytes
+    top_k: int = 0
+    priority: int = 0
+
+
+class PauseArgs(msgspec.Struct, array_like=True, frozen=True):
+    """Arguments of ``pause``. ``mode``: "in_place", "retract" or "abort"; see ``Client.pause``."""
+
+    mode: str
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """The load of one engine, and its totals since it was ready.
+
+    running, waiting: requests.
+    kv_tokens, kv_capacity: tokens of KV cache, held by running requests and in all.
+    prompt_tokens, cached_tokens, generated_tokens: totals. Cached tokens are prompt tokens that
+        the prefix cache served.
+    uptime: seconds since the engine was ready.
+    tokens_per_second: generated tokens over ``uptime``.
+    """
+
+    running: int
+    waiting: int
+    kv_tokens: int
+    kv_capacity: int
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    uptime: float
+    tokens_per_second: float
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the KV cache in use, 0..1."""
+        return self.kv_tokens / self.kv_capacity if self.kv_capacity else 0.0
+
+    @property
+    def cache_hit_rate(self) -> float:
+        """Prompt tokens served from the prefix cache, as a share of all prompt tokens."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0

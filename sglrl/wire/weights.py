@@ -1,0 +1,282 @@
+"""Weight updates: the driver, every rank of every worker, and a sender in another process."""
+
+from __future__ import annotations
+
+import msgspec
+
+from .calls import ErrorBody
+
+
+class TensorSpec(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """One tensor by its Hugging Face name. ``dtype``: "float32", "bfloat16", ..."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The settings of one process. Some must be equal in all processes of a group.
+
+    device: "cpu" or "cuda".
+    uuid: of the GPU; "" on a CPU.
+    torch, nccl: versions.
+    environment: NCCL's environment variables.
+    host, port: the address of the store of the sender's group. A worker has no store: port 0.
+    """
+
+    device: str
+    uuid: str
+    torch: str
+    nccl: str
+    environment: dict[str, str]
+    host: str = ""
+    port: int = 0
+
+
+class Describe(msgspec.Struct, array_like=True, frozen=True, tag=20):
+    """Ask a rank for its ``ModelDescription``."""
+
+    id: int
+
+
+class Join(msgspec.Struct, array_like=True, frozen=True, tag=21):
+    """Form group ``group`` over the store at ``host:port``.
+
+    A worker on the sender's GPU does not join the group (``rank`` is -1). It reads the sender's
+    memory, as number ``reader`` of ``readers``.
+
+    timeout: seconds until every member must have joined.
+    """
+
+    id: int
+    group: int
+    host: str
+    port: int
+    rank: int
+    size: int
+    reader: int
+    readers: int
+    timeout: float
+
+
+class Prepare(msgspec.Struct, array_like=True, frozen=True, tag=22):
+    """Check the manifest, and allocate memory for the update. Answered with ``Prepared``.
+
+    source: a folder of safetensors files to read instead of receiving from the group, or "".
+    mode: "auto", "full" or "bucketed".
+    like: 0 if ``tensors`` is the manifest. Else the id of this rank's last ``Prepare``: the
+        manifest is the same, and ``tensors`` is empty.
+    check_finite: refuse files that hold NaN or infinite values.
+    """
+
+    id: int
+    version: int
+    tensors: list[TensorSpec]
+    bucket_bytes: int
+    mode: str
+    inflight: str
+    partial: bool
+    source: str
+    like: int = 0
+    check_finite: bool = True
+
+
+class Stage(msgspec.Struct, array_like=True, frozen=True, tag=23):
+    """Send or receive the buckets. The sender answers with ``SentStage``.
+
+    mode: "full" or "bucketed". For a worker: the mode that all of its ranks have memory for. For
+        the sender: "bucketed" if at least one worker overwrites its live weights.
+    """
+
+    id: int
+    mode: str = ""
+
+
+class Commit(msgspec.Struct, array_like=True, frozen=True, tag=24):
+    """Make the update live between two steps. Every rank of every worker has staged it."""
+
+    id: int
+
+
+class Abort(msgspec.Struct, array_like=True, frozen=True, tag=25):
+    """Discard the update. ``leave``: also leave the group, which may be broken."""
+
+    id: int
+    leave: bool
+
+
+class Checksums(msgspec.Struct, array_like=True, frozen=True, tag=26):
+    """Ask for the checksums of the live shards of these tensors; empty: of all tensors."""
+
+    id: int
+    names: list[str]
+
+
+class Proposed(msgspec.Struct, array_like=True, frozen=True, tag=27):
+    """To a sender in another process: its update has ended. ``report``: msgpack of the report."""
+
+    id: int
+    error: ErrorBody | None
+    report: msgspec.Raw = msgspec.Raw(b"\xc0")
+
+
+class SenderAccepted(msgspec.Struct, array_like=True, frozen=True, tag=28):
+    """To a sender in another process: the model (see ``ModelDescription``) and its version."""
+
+    version: int
+    tensors: list[TensorSpec]
+    ignored: list[str]
+    tied: dict[str, str] = {}
+
+
+class PeerCopyOffer(msgspec.Struct, array_like=True, frozen=True):
+    """The address of the sending rank's store. ``digest``: of its names, dtypes and shapes."""
+
+    host: str
+    port: int
+    digest: str
+
+
+class SendPeerCopy(msgspec.Struct, array_like=True, frozen=True, tag=29):
+    """Offer the live weights to one rank of another worker. Answered with ``PeerCopyOffer``."""
+
+    id: int
+    timeout: float
+
+
+class ReceivePeerCopy(msgspec.Struct, array_like=True, frozen=True, tag=30):
+    """Receive the live weights of ``version`` from the rank that made ``offer``."""
+
+    id: int
+    version: int
+    offer: PeerCopyOffer
+    timeout: float
+
+
+class CancelPeerCopy(msgspec.Struct, array_like=True, frozen=True, tag=31):
+    """Stop a running ``SendPeerCopy`` or ``ReceivePeerCopy``."""
+
+
+ToRank = (
+    Describe
+    | Join
+    | Prepare
+    | Stage
+    | Commit
+    | Abort
+    | Checksums
+    | Proposed
+    | SenderAccepted
+    | SendPeerCopy
+    | ReceivePeerCopy
+    | CancelPeerCopy
+)
+
+
+class RankHello(msgspec.Struct, array_like=True, frozen=True, tag=40):
+    """The first message of a rank, or of a sender in another process.
+
+    The driver answers a sender with ``SenderAccepted``. A sender sends it again later to find out
+    whether the driver is still there.
+    """
+
+    settings: RankSettings
+
+
+class RankAnswer(msgspec.Struct, array_like=True, frozen=True, tag=41):
+    """The answer to request ``id``. ``body``: msgpack of a type that ``phase`` selects."""
+
+    id: int
+    phase: str
+    error: ErrorBody | None = None
+    body: msgspec.Raw = msgspec.Raw(b"\xc0")
+
+
+class Propose(msgspec.Struct, array_like=True, frozen=True, tag=42):
+    """A sender in another process requests an update of every worker.
+
+    timeout, drain_timeout: seconds.
+    waited: seconds of ``timeout`` that have passed since the caller called.
+    wait: wait for an update that runs, instead of raising ``UpdateInProgress``.
+    """
+
+    id: int
+    tensors: list[TensorSpec]
+    version: int | None
+    inflight: str
+    mode: str
+    partial: bool
+    bucket_bytes: int
+    timeout: float
+    wait: bool
+    drain_timeout: float = 600.0
+    waited: float = 0.0
+
+
+class Withdraw(msgspec.Struct, array_like=True, frozen=True, tag=43):
+    """The sender cancels its update ``id``. The driver still answers with ``Proposed``."""
+
+    id: int
+
+
+class SenderClosed(msgspec.Struct, array_like=True, frozen=True, tag=44):
+    """A sender in another process is closed."""
+
+
+FromRank = RankHello | RankAnswer | Propose | Withdraw | SenderClosed
+
+
+def rank_identity(worker: bytes, rank: int) -> bytes:
+    """Return the identity of a rank's weight channel at the driver's router."""
+    return worker + b"/%d" % rank
+
+
+class ModelDescription(msgspec.Struct, array_like=True, frozen=True):
+    """The tensors of a loaded model.
+
+    tensors: every tensor that the model loads, with the dtype in which it is kept.
+    ignored: names that belong to the architecture and that the model does not keep.
+    tied: the ignored names for which the model uses another tensor, and the name of that tensor.
+    """
+
+    tensors: list[TensorSpec]
+    ignored: list[str]
+    tied: dict[str, str] = {}
+
+
+class Prepared(msgspec.Struct, array_like=True, frozen=True):
+    """The answer to ``Prepare``. mode: "full" or "bucketed". room: bytes free for staging."""
+
+    mode: str
+    room: int
+
+
+class SentStage(msgspec.Struct, array_like=True, frozen=True):
+    """The sender's answer to ``Stage``.
+
+    gather_ms: milliseconds spent on gathering and casting tensors.
+    broadcast_ms: milliseconds from the first broadcast to the end of the last one.
+    """
+
+    gather_ms: float
+    broadcast_ms: float
+
+
+class Committed(msgspec.Struct, array_like=True, frozen=True):
+    """The answer to ``Commit``. pause_ms: milliseconds in which no step could run."""
+
+    pause_ms: float
+
+
+class Shard(msgspec.Struct, array_like=True, frozen=True):
+    """The part of a tensor that one rank keeps, and its checksum.
+
+    offset, size, stride: in elements of the whole contiguous tensor, as for ``torch.as_strided``.
+    """
+
+    name: str
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    checksum: int
