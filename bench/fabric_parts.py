@@ -106,7 +106,7 @@ def _transport(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
 
 
 async def _transport_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
-    from sglrl.net.zmq import ZmqRouter
+    from sglrl.transport.zmq import ZmqRouter
 
     from .zmq_echo import END, IDENTITY
 
@@ -235,7 +235,7 @@ class _MemoryPool:
 
         from sglrl.config import FabricConfig
         from sglrl.driver import Driver
-        from sglrl.net.memory import MemoryRouter
+        from sglrl.transport.memory import MemoryRouter
         from sglrl.weights.coordinator import WeightChannel
         from sglrl.wire.calls import PROTOCOL_VERSION, Item, ItemKind, Ready, Results, Submit
         from sglrl.wire.codec import decode_to_worker, encode

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from sglrl.net.zmq import ZmqPolledDealer
+from sglrl.transport.zmq import ZmqPolledDealer
 
 IDENTITY = b"echo"
 HELLO, END = b"hello", b"end"

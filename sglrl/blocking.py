@@ -30,7 +30,7 @@ from .rollout.play import Agent
 from .rollout.runner import Rollout, rollout
 from .rollout.session import Session
 from .rollout.trajectory import Trajectory
-from .shortage import start_thread
+from .system_limits import start_thread
 from .weights.local import TensorMetadata
 from .weights.report import UpdateReport
 from .wire.engine import EngineInfo

@@ -287,7 +287,7 @@ def keys(
       launch(model, address="tcp://0.0.0.0:*", keys="~/keys")
       Sender.connect(client.weights_address, keys=...)
     """
-    from .keys import DRIVER, add_client, make_keys
+    from .transport.curve_keys import DRIVER, add_client, make_keys
 
     made = make_keys(folder, force=force) if add is None else add_client(folder, add, force=force)
     folder = made[0].parent

@@ -18,10 +18,10 @@ from .core.calls import Call
 from .core.clients import ClientState
 from .core.fabric import CANCEL, CHUNK, DRAINED, END, RESTART, SEND, Fabric
 from .core.members import GONE, READY, RETIRED, STALE, STARTING, SYNCING, Member
-from .dropped import Dropped
 from .errors import Closed, ProtocolError, SglrlError, UsageError
-from .net.base import MOST_UNREAD, DriverTransport
-from .net.rows import RowsReader
+from .transport.base import MOST_UNREAD, DriverTransport
+from .transport.dropped import Dropped
+from .transport.shared_rows import RowsReader
 from .wire.calls import (
     PROTOCOL_VERSION,
     Cancel,

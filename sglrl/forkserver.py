@@ -39,7 +39,7 @@ import msgspec
 from .config import install
 from .core.hangs import HangDetector
 from .errors import WorkerStartError
-from .shortage import no_file, reason
+from .system_limits import no_file, reason
 from .wire.codec import encode
 from .wire.processes import Dump, Exited, Forked, FromForkServer, Kill, Ping, Pong, Warm
 

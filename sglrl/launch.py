@@ -32,9 +32,9 @@ from .config import (
 )
 from .core.seeds import SEEDS
 from .errors import ModelError, NotEnoughDevices, UsageError
-from .keys import read_driver_keys
-from .net.zmq import check_address
 from .pool import Birth, Pool
+from .transport.curve_keys import read_driver_keys
+from .transport.zmq import check_address
 from .wire.processes import EngineSpec
 
 logger = logging.getLogger("sglrl.launch")

@@ -29,10 +29,10 @@ from .errors import (
     WorkerStartError,
 )
 from .forkserver import tail
-from .keys import read_driver_keys
 from .monitor import Monitor
-from .net.zmq import ZmqRouter
 from .processes import Processes, Worker
+from .transport.curve_keys import read_driver_keys
+from .transport.zmq import ZmqRouter
 from .unclosed import warn_unless_closed
 from .weights.coordinator import WeightChannel
 from .wire.calls import Ready

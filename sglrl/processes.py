@@ -14,7 +14,7 @@ from pathlib import Path
 from .config import is_text
 from .errors import UsageError, WorkerStartError
 from .forkserver import LAST_SECONDS, ForkConnection, ForkServer, fork_server
-from .shortage import no_file
+from .system_limits import no_file
 from .wire.calls import Ready
 from .wire.codec import encode
 from .wire.processes import Dump, Fork, Kill, WorkerSpec

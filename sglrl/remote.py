@@ -27,10 +27,10 @@ from .core.concurrency import Load
 from .core.members import READY, RETIRED
 from .errors import Closed, DeadlineExceeded, UsageError
 from .gateway import PoolEndpoints
-from .keys import read_client_keys
-from .net.zmq import ZmqDealer, check_address
 from .pool import Pool, QueueInfo, WorkerInfo
 from .remote_driver import Line, RemoteDriver
+from .transport.curve_keys import read_client_keys
+from .transport.zmq import ZmqDealer, check_address
 from .weights.coordinator import WeightChannel
 from .weights.deadline import Deadline, turn
 from .weights.local import LocalSender

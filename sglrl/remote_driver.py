@@ -13,8 +13,8 @@ from .core.fabric import RESTART
 from .core.members import READY, RETIRED, Member
 from .driver import Driver, now
 from .errors import Closed, ProtocolError
-from .net.base import OnBreak, OnDriverMessage, OnPause
-from .net.zmq import ZmqDealer
+from .transport.base import OnBreak, OnDriverMessage, OnPause
+from .transport.zmq import ZmqDealer
 from .wire.codec import Buffer, decode_to_client, encode, split_frames
 from .wire.remote import Answers, BytesRead, PoolStatus, Rejected, Requests, Welcome
 

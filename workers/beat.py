@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from sglrl.net.zmq import ZmqPolledDealer
+from sglrl.transport.zmq import ZmqPolledDealer
 from sglrl.wire.calls import Heartbeat, heartbeat_identity
 from sglrl.wire.codec import encode
 from sglrl.wire.processes import WorkerSpec

@@ -22,10 +22,10 @@ import uvloop
 
 from sglrl.actor import Actor, EndpointSpec, constructor_arguments, endpoints_of
 from sglrl.driver import ENVELOPE_BYTES
-from sglrl.dropped import Dropped
 from sglrl.errors import MessageTooLarge, ProtocolError, SglrlError
-from sglrl.net.base import WorkerTransport
-from sglrl.net.zmq import ZmqDealer
+from sglrl.transport.base import WorkerTransport
+from sglrl.transport.dropped import Dropped
+from sglrl.transport.zmq import ZmqDealer
 from sglrl.wire.calls import (
     PROTOCOL_VERSION,
     CallMessage,

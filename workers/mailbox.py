@@ -15,10 +15,10 @@ import traceback
 import msgspec
 import numpy as np
 
-from sglrl.dropped import Dropped
 from sglrl.errors import MessageTooLarge, ProtocolError, SglrlError
-from sglrl.net.rows import RowsWriter, writer_for
-from sglrl.net.zmq import ZmqPolledDealer
+from sglrl.transport.dropped import Dropped
+from sglrl.transport.shared_rows import RowsWriter, writer_for
+from sglrl.transport.zmq import ZmqPolledDealer
 from sglrl.wire.calls import (
     PROTOCOL_VERSION,
     CallMessage,

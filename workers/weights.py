@@ -22,9 +22,9 @@ import torch
 
 from sglrl.core.manifest import Layout, check_manifest, lay_out
 from sglrl.core.weights import ABORT, COMMIT, JOIN, PREPARE, STAGE
-from sglrl.dropped import Dropped
 from sglrl.errors import InvalidWeights, ProtocolError, WeightUpdateError
-from sglrl.net.zmq import ZmqPolledDealer
+from sglrl.transport.dropped import Dropped
+from sglrl.transport.zmq import ZmqPolledDealer
 from sglrl.weights.files import weight_files
 from sglrl.weights.finite import FiniteCheck, ToCheck
 from sglrl.weights.group import Group, connect_store, local_address, settings

@@ -24,8 +24,8 @@ from ..errors import (
     WorkerLost,
     from_wire,
 )
-from ..keys import read_client_keys
-from ..net.zmq import ZmqDealer, check_address
+from ..transport.curve_keys import read_client_keys
+from ..transport.zmq import ZmqDealer, check_address
 from ..unclosed import warn_unless_closed
 from ..wire.codec import MALFORMED, Buffer, decode_to_rank, encode
 from ..wire.weights import (

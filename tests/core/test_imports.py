@@ -79,7 +79,7 @@ def test_the_library_never_imports_the_workers(path: Path) -> None:
 
 def test_zmq_is_imported_in_one_place() -> None:
     users = [path for path in [*LIBRARY, *WORKERS] if "zmq" in tops(path)]
-    assert relative(users) == ["sglrl/net/zmq.py"]
+    assert relative(users) == ["sglrl/transport/zmq.py"]
 
 
 def test_sglang_is_imported_in_one_folder() -> None:

@@ -8,7 +8,7 @@ from typing import Any, get_args
 import msgspec
 import numpy as np
 
-from sglrl.net.rows import RowsWriter
+from sglrl.transport.shared_rows import RowsWriter
 from sglrl.wire.calls import (
     PROTOCOL_VERSION,
     CallMessage,

@@ -12,8 +12,8 @@ from sglrl.actor import Actor, StreamCaller, UnaryCaller, endpoint, endpoints_of
 from sglrl.client import Client
 from sglrl.driver import Driver
 from sglrl.errors import ProtocolError
-from sglrl.net.base import MOST_UNREAD
-from sglrl.net.memory import MemoryDealer, MemoryRouter
+from sglrl.transport.base import MOST_UNREAD
+from sglrl.transport.memory import MemoryDealer, MemoryRouter
 from sglrl.wire.calls import PROTOCOL_VERSION, Item, ItemKind, Ready, Results, Starting
 from sglrl.wire.codec import encode, split_frames
 from sglrl.wire.engine import TokenChunk

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from sglrl.actor import Actor, endpoint, endpoints_of
 from sglrl.errors import ProtocolError
-from sglrl.net.memory import MemoryRouter
+from sglrl.transport.memory import MemoryRouter
 from sglrl.wire.calls import CallMessage, ItemKind, Results, Shutdown, Submit
 from sglrl.wire.codec import decode_to_driver, decode_to_worker, encode
 from sglrl.wire.engine import ScoreArgs, TokenChunk

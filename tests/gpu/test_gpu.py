@@ -21,7 +21,7 @@ from engine.test_sampling import chi_square
 from safetensors.torch import load_file, save_file
 
 import sglrl
-from sglrl.net.rows import MOST_BYTES
+from sglrl.transport.shared_rows import MOST_BYTES
 
 from .conftest import ARGUMENTS, TOLERANCE, make_gpu_model
 

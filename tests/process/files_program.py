@@ -16,7 +16,7 @@ import sys
 from typing import Any
 
 import sglrl
-from sglrl.net.zmq import ZmqRouter
+from sglrl.transport.zmq import ZmqRouter
 
 
 def say(**result: Any) -> None:

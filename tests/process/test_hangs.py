@@ -14,8 +14,8 @@ import pytest
 
 import sglrl
 from sglrl.core.members import READY
-from sglrl.net.zmq import ZmqRouter
 from sglrl.pool import Pool
+from sglrl.transport.zmq import ZmqRouter
 from sglrl.wire.calls import Cancel
 from sglrl.wire.codec import encode
 from sglrl.wire.processes import EngineSpec, WorkerSpec

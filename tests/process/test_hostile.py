@@ -13,8 +13,8 @@ import pytest
 
 import sglrl
 from sglrl.driver import Driver
-from sglrl.keys import make_keys, read_client_keys, read_driver_keys
-from sglrl.net.zmq import ZmqDealer, ZmqRouter
+from sglrl.transport.curve_keys import make_keys, read_client_keys, read_driver_keys
+from sglrl.transport.zmq import ZmqDealer, ZmqRouter
 from sglrl.weights import Sender
 from sglrl.weights.coordinator import WeightChannel
 from sglrl.wire.calls import PROTOCOL_VERSION, Item, ItemKind, Ready, Results

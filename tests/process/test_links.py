@@ -15,7 +15,7 @@ from proxy import Proxy
 
 import sglrl
 from sglrl import pool as pool_module
-from sglrl.net.zmq import ZmqRouter
+from sglrl.transport.zmq import ZmqRouter
 from sglrl.weights import Sender
 
 PROGRAM = Path(__file__).with_name("link_program.py")

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import sglrl
-from sglrl.net.rows import MOST_BYTES, RowsReader
+from sglrl.transport.shared_rows import MOST_BYTES, RowsReader
 
 VOCAB = 50_000
 FALLING = -np.arange(VOCAB, dtype=np.float64) - np.log(1 / (1 - np.exp(-1.0)))

@@ -18,10 +18,10 @@ import pytest
 import sglrl
 from sglrl import remote as remote_module
 from sglrl.core.clients import ClientState
-from sglrl.keys import make_keys
-from sglrl.net.zmq import ZmqDealer, ZmqRouter
 from sglrl.relay import Peer
 from sglrl.remote_driver import RemoteDriver
+from sglrl.transport.curve_keys import make_keys
+from sglrl.transport.zmq import ZmqDealer, ZmqRouter
 from sglrl.wire.calls import PROTOCOL_VERSION, Cancel
 from sglrl.wire.codec import decode_to_client, encode
 from sglrl.wire.engine import GenerateArgs, Sampling

@@ -19,7 +19,7 @@ import pytest
 from processes import descendants
 
 import sglrl
-from sglrl.keys import make_keys
+from sglrl.transport.curve_keys import make_keys
 
 ITEMS = [{"input_ids": [1 + i % 900, 2, 3], "id": i} for i in range(24)]
 FAKE: dict[str, Any] = {

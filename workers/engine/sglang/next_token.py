@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sglrl.net.rows import TOGETHER, RowsWriter
+from sglrl.transport.shared_rows import TOGETHER, RowsWriter
 from sglrl.wire.calls import ItemKind
 from sglrl.wire.engine import TokenChunk
 

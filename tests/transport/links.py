@@ -8,10 +8,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
-from sglrl.keys import DriverKeys
-from sglrl.net.base import DriverTransport, WorkerTransport
-from sglrl.net.memory import MemoryRouter
-from sglrl.net.zmq import ZmqDealer, ZmqRouter, key_pair
+from sglrl.transport.base import DriverKeys, DriverTransport, WorkerTransport
+from sglrl.transport.memory import MemoryRouter
+from sglrl.transport.zmq import ZmqDealer, ZmqRouter, key_pair
 
 LIMIT = 16 << 20
 """Largest frame, bytes."""

@@ -20,10 +20,9 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
-
-from .errors import InvalidKeys, UsageError
-from .wire.processes import ClientKeys
+from ..errors import InvalidKeys, UsageError
+from ..wire.processes import ClientKeys
+from .base import DriverKeys
 
 DRIVER: Final = "driver"
 FIRST_CLIENT: Final = "trainer"
@@ -33,20 +32,6 @@ _Z85: Final = (
     "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
 )
 _VALUE: Final = {character: value for value, character in enumerate(_Z85)}
-
-
-class DriverKeys(msgspec.Struct, frozen=True, kw_only=True):
-    """What the end that listens needs, in Z85: its secret key, and the public keys that it
-    admits."""
-
-    secret: str
-    clients: frozenset[str]
-
-    def __repr__(self) -> str:
-        return f"DriverKeys(clients={self.clients!r})"
-
-    def __rich_repr__(self) -> list[tuple[str, frozenset[str]]]:
-        return [("clients", self.clients)]
 
 
 def make_keys(folder: str | PathLike[str], *, force: bool = False) -> list[Path]:
@@ -92,7 +77,7 @@ def read_driver_keys(folder: str | PathLike[str]) -> DriverKeys:
 def read_client_keys(where: str | PathLike[str]) -> ClientKeys:
     """``where``: a folder with one client's secret key, or such a file in a folder with several.
     ``InvalidKeys`` if it is not."""
-    from .net.zmq import public_key
+    from .zmq import public_key
 
     path = _path(where)
     folder = _checked_folder(path.parent if path.is_file() else path)
@@ -168,7 +153,7 @@ def _read_key(path: Path) -> str:
 
 
 def _write_pairs(folder: Path, names: list[str], force: bool) -> list[Path]:
-    from .net.zmq import key_pair
+    from .zmq import key_pair
 
     files: dict[Path, Any] = {}
     for name in names:

@@ -13,8 +13,8 @@ import pytest
 import zmq
 
 from sglrl.errors import Closed, UsageError
-from sglrl.keys import add_client, make_keys, read_client_keys, read_driver_keys
-from sglrl.net.zmq import ZmqDealer, ZmqPolledDealer, ZmqRouter, key_pair
+from sglrl.transport.curve_keys import add_client, make_keys, read_client_keys, read_driver_keys
+from sglrl.transport.zmq import ZmqDealer, ZmqPolledDealer, ZmqRouter, key_pair
 from sglrl.wire.processes import ClientKeys
 
 from .links import Inbox
@@ -207,7 +207,7 @@ def test_keys_are_for_tcp(keys: Path) -> None:
 
 
 async def test_insecure_is_said_aloud(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "sglrl.net"):
+    with caplog.at_level(logging.WARNING, "sglrl.transport"):
         router = ZmqRouter("tcp://0.0.0.0:*", max_message_bytes=SMALL, insecure=True)
     assert "takes messages from whoever connects" in caplog.text
     inbox = Inbox()

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from proxy import Proxy
 
-from sglrl.keys import DriverKeys
-from sglrl.net.zmq import ZmqDealer, ZmqPolledDealer, ZmqRouter, key_pair
+from sglrl.transport.base import DriverKeys
+from sglrl.transport.zmq import ZmqDealer, ZmqPolledDealer, ZmqRouter, key_pair
 
 from .links import Inbox
 

@@ -12,9 +12,8 @@ from random import Random
 import pytest
 import zmq
 
-from sglrl.keys import DriverKeys
-from sglrl.net.base import MOST_UNREAD
-from sglrl.net.zmq import _MOST_UNTAKEN, ZmqDealer, ZmqRouter, key_pair
+from sglrl.transport.base import MOST_UNREAD, DriverKeys
+from sglrl.transport.zmq import _MOST_UNTAKEN, ZmqDealer, ZmqRouter, key_pair
 
 from .links import Inbox
 from .test_zmq import watching

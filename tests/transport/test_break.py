@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sglrl.net.zmq import ZmqDealer, ZmqPolledDealer, ZmqRouter
+from sglrl.transport.zmq import ZmqDealer, ZmqPolledDealer, ZmqRouter
 
 from .links import Inbox
 

@@ -1,9 +1,11 @@
-"""What a transport is. Both implementations pass the same tests (``tests/net``)."""
+"""What a transport is. Both implementations pass the same tests (``tests/transport``)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
+
+import msgspec
 
 MOST_UNREAD: Final = 1 << 16
 """Messages to one peer that it has not taken from the driver's socket. A worker's window is kept so
@@ -14,6 +16,19 @@ OnDriverMessage = Callable[[bytes, list[Frame]], None]
 OnPause = Callable[[], None]
 OnBreak = Callable[[], None]
 OnWorkerMessage = Callable[[list[Frame]], None]
+
+
+class DriverKeys(msgspec.Struct, frozen=True, kw_only=True):
+    """CURVE keys of the side that listens, in Z85: its secret key and the clients' public keys."""
+
+    secret: str
+    clients: frozenset[str]
+
+    def __repr__(self) -> str:
+        return f"DriverKeys(clients={self.clients!r})"
+
+    def __rich_repr__(self) -> list[tuple[str, frozenset[str]]]:
+        return [("clients", self.clients)]
 
 
 class DriverTransport(Protocol):

@@ -15,8 +15,14 @@ from hypothesis import strategies as st
 from zmq.utils import z85
 
 from sglrl.errors import InvalidKeys, UsageError
-from sglrl.keys import add_client, is_key, make_keys, read_client_keys, read_driver_keys
 from sglrl.rollout.outcome import Settings
+from sglrl.transport.curve_keys import (
+    add_client,
+    is_key,
+    make_keys,
+    read_client_keys,
+    read_driver_keys,
+)
 from sglrl.wire.processes import ActorSpec, WorkerSpec
 
 

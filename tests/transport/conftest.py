@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 import pytest
 import uvloop
 
-from sglrl.net.base import WorkerTransport
+from sglrl.transport.base import WorkerTransport
 
 from .links import LINKS, Link
 

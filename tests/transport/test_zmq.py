@@ -13,7 +13,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from sglrl.errors import UsageError
-from sglrl.net.zmq import ZmqDealer, ZmqPolledDealer, ZmqRouter
+from sglrl.transport.zmq import ZmqDealer, ZmqPolledDealer, ZmqRouter
 
 from .links import Inbox
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sglrl.errors import Closed
-from sglrl.net.base import WorkerTransport
+from sglrl.transport.base import WorkerTransport
 
 from .links import Inbox, Link
 

@@ -37,14 +37,13 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
-from ..dropped import Dropped
 from ..errors import Closed, UsageError
-from ..keys import DriverKeys
-from ..shortage import check_threads, start_thread
+from ..system_limits import check_threads, start_thread
 from ..wire.processes import ClientKeys
-from .base import MOST_UNREAD, Frame, OnBreak, OnDriverMessage, OnPause, OnWorkerMessage
+from .base import MOST_UNREAD, DriverKeys, Frame, OnBreak, OnDriverMessage, OnPause, OnWorkerMessage
+from .dropped import Dropped
 
-logger = logging.getLogger("sglrl.net")
+logger = logging.getLogger("sglrl.transport")
 
 _BATCH: Final = 128
 """Messages handled in one callback before the loop gets its turn,"""

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from sglrl.errors import ProtocolError
-from sglrl.net import rows
-from sglrl.net.rows import TOGETHER, RowsReader, RowsWriter, writer_for
+from sglrl.transport import shared_rows
+from sglrl.transport.shared_rows import TOGETHER, RowsReader, RowsWriter, writer_for
 from sglrl.wire.calls import RowsOffer
 
 WIDTH = 20_000
@@ -30,7 +30,7 @@ ROW_BYTES = 4 * WIDTH
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two pieces."""
-    monkeypatch.setattr(rows, "MOST_BYTES", 40 * ROW_BYTES)
+    monkeypatch.setattr(shared_rows, "MOST_BYTES", 40 * ROW_BYTES)
 
 
 @pytest.fixture
@@ -150,7 +150,7 @@ def test_files_that_are_not_these(tmp_path: Any) -> None:
     with pytest.raises(PermissionError):
         os.ftruncate(writer.offer.fd, mmap.PAGESIZE)
     with pytest.raises(PermissionError):
-        fcntl.fcntl(writer.offer.fd, rows._ADD_SEALS, 8)
+        fcntl.fcntl(writer.offer.fd, shared_rows._ADD_SEALS, 8)
     for fd in (plain, unsealed, read, write, writer.offer.fd):
         os.close(fd)
 
@@ -173,9 +173,9 @@ def test_what_is_held_outlives_the_worker() -> None:
     """It is killed, and its memory stays as long as somebody looks at it."""
     program = f"""
 import sys
-from sglrl.net import rows
-rows.MOST_BYTES = {rows.MOST_BYTES}
-writer = rows.RowsWriter({ROW_BYTES})
+from sglrl.transport import shared_rows
+shared_rows.MOST_BYTES = {shared_rows.MOST_BYTES}
+writer = shared_rows.RowsWriter({ROW_BYTES})
 for slot in writer.take(2):
     writer[slot].fill(slot + 7)
 print(writer.offer.fd, flush=True)
