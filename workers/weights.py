@@ -21,7 +21,7 @@ import msgspec
 import torch
 
 from sglrl.core.manifest import Layout, check_manifest, lay_out
-from sglrl.core.weights import ABORT, COMMIT, JOIN, PREPARE, STAGE
+from sglrl.core.weight_update import ABORT, COMMIT, JOIN, PREPARE, STAGE
 from sglrl.errors import InvalidWeights, ProtocolError, WeightUpdateError
 from sglrl.transport.dropped import Dropped
 from sglrl.transport.zmq import ZmqPolledDealer

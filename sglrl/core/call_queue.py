@@ -16,9 +16,9 @@ from ..config import FabricConfig
 from ..errors import Overloaded
 from .calls import QUEUED, Call
 from .clients import ClientState
+from .fair_queue import FairQueue
 from .members import Member
 from .routing import Router
-from .waiting import FairQueue
 
 _PATIENCE: Final = 64
 """Calls that may pass an older one, beyond those that wait at a time."""

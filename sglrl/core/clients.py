@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from .waiting import FairQueue
+    from .fair_queue import FairQueue
 
 NO_LIMIT: Final = 1 << 60
 """More bytes than there can be."""

@@ -20,7 +20,7 @@ from typing import Final
 
 from ..errors import SglrlError
 from .calls import Call
-from .waiting import FairQueue
+from .fair_queue import FairQueue
 
 STARTING: Final = "starting"
 SYNCING: Final = "syncing"

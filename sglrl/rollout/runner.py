@@ -28,7 +28,7 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ..config import check_timeout
-from ..core import rollouts as core
+from ..core import rollout_plan as core
 from ..core.concurrency import Concurrency
 from ..core.failures import Kind
 from ..errors import (

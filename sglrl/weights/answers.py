@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import msgspec
 
-from ..core.weights import SENDER, Member
+from ..core.weight_update import SENDER, Member
 from ..errors import ProtocolError, SglrlError, from_wire
 from ..wire.calls import ErrorBody
 from ..wire.codec import MALFORMED

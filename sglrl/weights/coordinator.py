@@ -20,7 +20,7 @@ import msgspec
 
 from ..config import check_timeout
 from ..core.manifest import check_manifest, differences, merged
-from ..core.weights import (
+from ..core.weight_update import (
     ABORT,
     COMMIT,
     DONE,

@@ -10,7 +10,7 @@ import msgspec
 
 from ..config import check_timeout
 from ..core.manifest import FLOAT_BYTES, check_manifest, is_computed
-from ..core.weights import Member
+from ..core.weight_update import Member
 from ..errors import InvalidWeights
 from ..wire.weights import Shard, TensorSpec
 from .coordinator import WeightChannel

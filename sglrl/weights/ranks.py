@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from ..core.weights import Member
+from ..core.weight_update import Member
 from ..errors import WorkerLost
 from ..wire.weights import RankSettings, TensorSpec
 

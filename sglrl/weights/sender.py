@@ -20,7 +20,7 @@ import msgspec
 import torch
 
 from ..core.manifest import Layout, by_bucket, in_pieces, lay_out
-from ..core.weights import ABORT, JOIN, STAGE
+from ..core.weight_update import ABORT, JOIN, STAGE
 from ..errors import SglrlError, UsageError, WeightUpdateError
 from ..wire.calls import ErrorBody
 from ..wire.codec import encode

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from sglrl.core.weights import COMMIT, JOIN, PREPARE, STAGE
+from sglrl.core.weight_update import COMMIT, JOIN, PREPARE, STAGE
 from sglrl.errors import (
     InvalidWeights,
     ProtocolError,

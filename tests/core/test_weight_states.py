@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from sglrl.core.weights import (
+from sglrl.core.weight_update import (
     ABORT,
     COMMIT,
     DONE,

@@ -1,4 +1,4 @@
-"""What ``sglrl.core.weights`` promises, said again twice.
+"""What ``sglrl.core.weight_update`` promises, said again twice.
 
 ``Model`` says which effects an event must have: flags that only ever rise, and one table that looks
 at them. ``Witness`` knows nothing of that. It watches a pool of ranks from outside, as they are
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from sglrl.core.weights import (
+from sglrl.core.weight_update import (
     ABORT,
     COMMIT,
     DONE,

@@ -14,7 +14,7 @@ import torch
 from engine.reference import Reference
 
 import sglrl
-from sglrl.core.weights import STAGE
+from sglrl.core.weight_update import STAGE
 
 from .conftest import ARGUMENTS, TOLERANCE
 

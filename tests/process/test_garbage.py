@@ -12,7 +12,7 @@ import pytest
 
 import sglrl
 from sglrl.core.calls import Call
-from sglrl.core.rollouts import Group, Sample
+from sglrl.core.rollout_plan import Group, Sample
 from sglrl.rollout import Session
 
 

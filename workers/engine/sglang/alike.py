@@ -15,7 +15,7 @@ import numpy as np
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from sglrl.core.alike import LEAST, Prompt, followers
+from sglrl.core.prefix_groups import LEAST, Prompt, followers
 
 from . import compat
 

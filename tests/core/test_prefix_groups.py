@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglrl.core.alike import LEAST, Prompt, followers
+from sglrl.core.prefix_groups import LEAST, Prompt, followers
 
 pieces = st.lists(st.tuples(st.integers(0, 2), st.sampled_from([1, 40, 64, 130, 700])), max_size=5)
 """Prompts of runs of a few tokens: they often begin alike."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from sglrl.core.weights import (
+from sglrl.core.weight_update import (
     ABORT,
     COMMIT,
     DONE,

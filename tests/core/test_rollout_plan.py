@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from sglrl.core.rollouts import (
+from sglrl.core.rollout_plan import (
     DONE,
     DROPPED,
     FILTERED,

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from sglrl.core.calls import ENDED, QUEUED, SENT, Call
 from sglrl.core.clients import ClientState
-from sglrl.core.waiting import FairQueue, Waiting
+from sglrl.core.fair_queue import FairQueue, Waiting
 
 pick = st.integers(0, 1 << 16)
 rarely = st.sampled_from([False, False, False, True])
