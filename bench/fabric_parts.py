@@ -236,7 +236,7 @@ class _MemoryPool:
         from sglrl.config import FabricConfig
         from sglrl.driver import Driver
         from sglrl.transport.memory import MemoryRouter
-        from sglrl.weights.coordinator import WeightChannel
+        from sglrl.weights.channel import WeightChannel
         from sglrl.wire.calls import PROTOCOL_VERSION, Item, ItemKind, Ready, Results, Submit
         from sglrl.wire.codec import decode_to_worker, encode
         from sglrl.wire.engine import EngineInfo, GenerateArgs, TokenChunk

@@ -31,8 +31,8 @@ from .rollout.runner import Rollout, rollout
 from .rollout.session import Session
 from .rollout.trajectory import Trajectory
 from .system_limits import start_thread
-from .weights.local import TensorMetadata
-from .weights.report import UpdateReport
+from .weights.local_sender import TensorMetadata
+from .weights.update_report import UpdateReport
 from .wire.engine import EngineInfo
 
 logger = logging.getLogger("sglrl.blocking")
@@ -164,7 +164,7 @@ class BlockingClient:
 
     def update_weights(self, weights: Any, **kwargs: Any) -> UpdateReport:
         """See ``Client.update_weights``."""
-        from .weights.source import take
+        from .weights.tensor_source import take
 
         # Here, because what is awaited on a GPU is the calling thread's current stream.
         return self._wait(self._client.update_weights(take(weights), **kwargs))

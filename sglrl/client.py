@@ -30,9 +30,9 @@ from .sampling import SamplingParams
 from .stream import Stream
 from .together import submit_all
 from .tokens import TokenIds, TokenizerBox, check_ids
-from .weights.local import LocalSender, TensorMetadata
-from .weights.report import UpdateReport
-from .weights.request import UpdateRequest
+from .weights.local_sender import LocalSender, TensorMetadata
+from .weights.update_report import UpdateReport
+from .weights.update_request import UpdateRequest
 from .wire.engine import EngineInfo
 from .wire.processes import ClientKeys
 

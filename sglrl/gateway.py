@@ -18,7 +18,7 @@ from .actor import Actor, EndpointSpec, endpoint, endpoints_of
 from .driver import Driver, now
 from .errors import ProtocolError, SglrlError
 from .relay import NEWS_SECONDS, Admission, Peer, Relay, arguments
-from .weights.report import UpdateReport
+from .weights.update_report import UpdateReport
 from .wire.calls import PROTOCOL_VERSION, Cancel, ItemKind
 from .wire.codec import Buffer, decode_from_client, encode
 from .wire.remote import (

@@ -34,7 +34,7 @@ from .processes import Processes, Worker
 from .transport.curve_keys import read_driver_keys
 from .transport.zmq import ZmqRouter
 from .unclosed import warn_unless_closed
-from .weights.coordinator import WeightChannel
+from .weights.channel import WeightChannel
 from .wire.calls import Ready
 from .wire.processes import ActorSpec, ClientKeys, EngineSpec, WorkerSpec
 from .wire.weights import rank_identity

@@ -31,11 +31,11 @@ from .pool import Pool, QueueInfo, WorkerInfo
 from .remote_driver import Line, RemoteDriver
 from .transport.curve_keys import read_client_keys
 from .transport.zmq import ZmqDealer, check_address
-from .weights.coordinator import WeightChannel
+from .weights.channel import WeightChannel
 from .weights.deadline import Deadline, turn
-from .weights.local import LocalSender
-from .weights.report import UpdateReport
-from .weights.request import UpdateRequest
+from .weights.local_sender import LocalSender
+from .weights.update_report import UpdateReport
+from .weights.update_request import UpdateRequest
 from .wire.calls import PROTOCOL_VERSION, Ready
 from .wire.codec import encode
 from .wire.engine import EngineInfo
@@ -338,7 +338,7 @@ class _RemoteUpdates(LocalSender):
         if device is None and engine is not None and engine.device == "cpu":
             device = "cpu"
         if self._sender is None or self._sender.lost:
-            from .weights.remote import Sender
+            from .weights.remote_sender import Sender
 
             deadline = Deadline(request.timeout, request.begun)
             async with turn(self._connecting, deadline, wait=request.wait):

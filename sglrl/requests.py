@@ -18,7 +18,7 @@ from .prompts import encode_prompts
 from .replies import ChunkReply, GenerationReply, NextTokenReply, ScoreReply
 from .sampling import DEFAULT_MAX_NEW_TOKENS, Prepared, SamplingCache, most_top_logprobs
 from .tokens import TokenizerBox
-from .weights.coordinator import WeightChannel
+from .weights.channel import WeightChannel
 from .wire.codec import encode
 from .wire.engine import EngineInfo, GenerateArgs, NextTokenArgs, ScoreArgs
 

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglrl.errors import SglrlError, WeightUpdateError
+from sglrl.weights.bucket_sender import perform
 from sglrl.weights.group import Group, Store, connect_store
 from sglrl.weights.link import Link
-from sglrl.weights.sender import perform
 from sglrl.wire.codec import encode
 from sglrl.wire.weights import PeerCopyOffer, RankAnswer, ReceivePeerCopy, SendPeerCopy
 

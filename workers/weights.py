@@ -25,12 +25,12 @@ from sglrl.core.weight_update import ABORT, COMMIT, JOIN, PREPARE, STAGE
 from sglrl.errors import InvalidWeights, ProtocolError, WeightUpdateError
 from sglrl.transport.dropped import Dropped
 from sglrl.transport.zmq import ZmqPolledDealer
-from sglrl.weights.files import weight_files
+from sglrl.weights.bucket_sender import perform
+from sglrl.weights.cuda_ipc import SharedReader
 from sglrl.weights.finite import FiniteCheck, ToCheck
 from sglrl.weights.group import Group, connect_store, local_address, settings
 from sglrl.weights.link import Link
-from sglrl.weights.sender import perform
-from sglrl.weights.shared import SharedReader
+from sglrl.weights.safetensors_files import weight_files
 from sglrl.wire.calls import ErrorBody
 from sglrl.wire.codec import decode_to_rank, encode
 from sglrl.wire.processes import WorkerSpec

@@ -3,7 +3,7 @@
 * ``session``: one conversation, token in and token out;
 * ``template``: what a chat template puts behind the model's own tokens;
 * ``trajectory``, ``files``, ``tensors``: what is left of it, as arrays, on disk and as tensors;
-* ``runner``: ``sglrl.rollout``, an agent over a data set; ``core/rollouts.py`` decides for it;
+* ``runner``: ``sglrl.rollout``, an agent over a data set; ``core/rollout_plan.py`` decides for it;
 * ``gate``, ``progress``: pausing a run, and showing it.
 """
 

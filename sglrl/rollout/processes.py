@@ -98,7 +98,7 @@ class AgentProcesses:
         self.run_endpoint = self._specs["run"]
         self._arguments = Body(Any)
         self.suspects: set[int] = set()
-        """Processes that have one: see ``core/rollouts.py``."""
+        """Processes that have one: see ``core/rollout_plan.py``."""
         self._paused = False
         hang = _HANG_SECONDS
         if settings.timeout is not None:

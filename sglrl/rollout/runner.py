@@ -1,8 +1,8 @@
-"""Runs an agent over a data set: as many at a time as the engines take, groups as they finish.
+"""Run an agent over a data set: keep the engines full, deliver groups as they finish.
 
-``Plan`` (``core/rollouts.py``) decides what runs and what is handed out; here are its tasks. One
-task fills the engines; each agent is a task that this one cancels when it ends, and that it goes on
-without if the agent does not end (``ending.py``).
+``Plan`` (``core/rollout_plan.py``) decides what runs and what is delivered; this module has the
+tasks. One task starts samples. Each agent is a task of its own, which the run cancels when it
+ends; the run goes on without an agent that does not end (``ending.py``).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _SUSPECT = 32
 """When so many samples have ended and none of them well, the agent is what is wrong."""
 _SUSPECT_DEATHS = 4
 """Or so many of each process, and as many more, have died one after another and nothing else was
-heard. (One item ends each of them so often, at most: see ``core/rollouts.py``.)"""
+heard. (One item ends each of them so often, at most: see ``core/rollout_plan.py``.)"""
 _MOST_SAMPLES = 100_000
 """Of an item. All of them are made when its group begins."""
 _RECENT = 256

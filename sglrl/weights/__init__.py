@@ -10,13 +10,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .remote import Sender
-    from .report import UpdateReport
-    from .source import gather
+    from .remote_sender import Sender
+    from .tensor_source import gather
+    from .update_report import UpdateReport
 
 __all__ = ["Sender", "UpdateReport", "gather"]
 
-_HOME = {"Sender": "remote", "UpdateReport": "report", "gather": "source"}
+_HOME = {"Sender": "remote_sender", "UpdateReport": "update_report", "gather": "tensor_source"}
 
 
 def __getattr__(name: str) -> Any:

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import WeightUpdateError
+from .cuda_ipc import SharedReader, SharedSender
 from .group import Group, Store
-from .shared import SharedReader, SharedSender
 
 END_SECONDS = 2.0
 _live: weakref.WeakSet[Link] = weakref.WeakSet()

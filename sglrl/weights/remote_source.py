@@ -23,10 +23,10 @@ from ..wire.weights import (
     ToRank,
     Withdraw,
 )
-from .request import UpdateRequest
+from .update_request import UpdateRequest
 
 if TYPE_CHECKING:
-    from .coordinator import WeightChannel
+    from .channel import WeightChannel
 
 
 class RemoteSource:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglrl.weights.experts import Part, parts_of
+from sglrl.weights.moe_experts import Part, parts_of
 
 QWEN = {
     f"model.layers.1.mlp.experts.{expert}.{name}_proj.weight": None

@@ -20,8 +20,8 @@ from sglrl.errors import (
     WeightUpdateError,
     WorkerLost,
 )
-from sglrl.weights.coordinator import LEAST_COMMIT_SECONDS, WeightChannel
-from sglrl.weights.request import UpdateRequest
+from sglrl.weights.channel import LEAST_COMMIT_SECONDS, WeightChannel
+from sglrl.weights.update_request import UpdateRequest
 from sglrl.wire.calls import ErrorBody
 from sglrl.wire.codec import decode_to_rank, encode
 from sglrl.wire.weights import (

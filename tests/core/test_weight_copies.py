@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from sglrl.errors import SglrlError, UpdateInProgress, WeightUpdateError, WorkerLost
-from sglrl.weights.local import LocalSender
-from sglrl.weights.request import UpdateRequest
+from sglrl.weights.local_sender import LocalSender
+from sglrl.weights.update_request import UpdateRequest
 from sglrl.wire.calls import ErrorBody
 from sglrl.wire.codec import decode_to_rank, encode
 from sglrl.wire.weights import (

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
 import sglrl
-from sglrl.weights.source import gather
+from sglrl.weights.tensor_source import gather
 
 from .reference import Reference
 

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 import sglrl
-from sglrl.weights.source import Manifest, check_metadata, gather, named_tensors, whole
+from sglrl.weights.tensor_source import Manifest, check_metadata, gather, named_tensors, whole
 from sglrl.wire.weights import ModelDescription, TensorSpec
 
 WANTED = ModelDescription(

@@ -128,13 +128,13 @@ async def test_nobody_has_them(lab: Lab, caplog: pytest.LogCaptureFixture) -> No
 async def test_the_giver_is_lost_too(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     await lab.other()
     channel = lab.client._pool.weights
-    to_one = channel._hand_overs.to_one
+    to_one = channel._peer_copies.copy_rank
 
     async def observed(taker: Any, giver: Any, version: int, deadline: Any) -> None:
         strike(lab.client, giver.worker)
         await to_one(taker, giver, version, deadline)
 
-    monkeypatch.setattr(channel._hand_overs, "to_one", observed)
+    monkeypatch.setattr(channel._peer_copies, "copy_rank", observed)
     await kill(lab.client, 0)
     await until(lab.client, "stale", "stale")
     monkeypatch.undo()

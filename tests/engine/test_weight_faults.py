@@ -12,7 +12,7 @@ import pytest
 from processes import strike
 
 import sglrl
-from sglrl.weights import coordinator
+from sglrl.weights import channel
 
 from .policies import PROMPTS, Lab, Policies, gated, on_phase, phase_event
 
@@ -50,7 +50,7 @@ async def test_a_worker_fails_in_an_update(
     async with sglrl.launch(policies[0].folder, device="cpu", replicas=2, restarts=0) as client:
         lab = Lab(client, policies)
         # How long a live process may take to say that it has given up.
-        monkeypatch.setattr(coordinator, "ABORT_SECONDS", SECONDS)
+        monkeypatch.setattr(channel, "ABORT_SECONDS", SECONDS)
         pid = client.workers[VICTIM].pid
         if phase != "join":
             await lab.update(1, mode=mode)

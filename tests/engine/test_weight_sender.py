@@ -16,7 +16,7 @@ import pytest
 import pytest_asyncio
 
 import sglrl
-from sglrl.weights import Sender, coordinator, remote
+from sglrl.weights import Sender, channel, remote_sender
 
 from .policies import PROMPTS, Lab, Policies, gated, phase_event
 from .trainer import PROGRAM, trainer
@@ -192,7 +192,7 @@ async def test_a_sender_does_not_wait_in_vain(
     # A driver that is there and takes nothing in.
     sender = await Sender.connect(lab.client.weights_address)
     monkeypatch.setattr(lab.client._driver, "on_peer", lambda identity, frame: True)
-    monkeypatch.setattr(remote, "LEAST_SILENCE", 0.1)
+    monkeypatch.setattr(remote_sender, "LEAST_SILENCE", 0.1)
     with pytest.raises(sglrl.WeightUpdateError, match=r"said nothing for 0\.2 s; connect again"):
         await sender.update(weights, timeout=0.2)
     monkeypatch.undo()
@@ -264,7 +264,7 @@ async def test_a_wrong_address(lab: Lab) -> None:
 async def test_killed_senders(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """One before its first update, one in the middle of a broadcast; a third is not hindered."""
     client = lab.client
-    monkeypatch.setattr(coordinator, "ABORT_SECONDS", 1.0)
+    monkeypatch.setattr(channel, "ABORT_SECONDS", 1.0)
     before = client.weight_version
     async with trainer(client) as first, trainer(client) as second, trainer(client) as third:
         for one in (first, second, third):

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 import sglrl
 from sglrl.weights import Sender
-from sglrl.weights.files import INDEX
+from sglrl.weights.safetensors_files import INDEX
 
 from .policies import PROMPTS, Lab, Policies, until_idle, until_running
 

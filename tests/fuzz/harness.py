@@ -19,7 +19,7 @@ from sglrl.core.members import READY
 from sglrl.driver import Driver
 from sglrl.pool import WorkerInfo
 from sglrl.transport.memory import MemoryDealer, MemoryRouter
-from sglrl.weights.coordinator import WeightChannel
+from sglrl.weights.channel import WeightChannel
 from sglrl.wire.calls import PROTOCOL_VERSION, Cancel, Item, ItemKind, Ready, Results, Submit
 from sglrl.wire.codec import decode_to_rank, decode_to_worker, encode
 from sglrl.wire.engine import GenerateArgs, ScoreArgs, TokenChunk

@@ -11,8 +11,8 @@ import numpy as np
 from sglrl.client import Client
 from sglrl.completion import Completion
 from sglrl.errors import SglrlError
-from sglrl.weights.report import UpdateReport
-from sglrl.weights.request import UpdateRequest
+from sglrl.weights.update_report import UpdateReport
+from sglrl.weights.update_request import UpdateRequest
 from sglrl.wire.weights import rank_identity
 
 from .harness import Pool, Rank, memory, nobody_raises

@@ -16,7 +16,7 @@ from sglrl.driver import Driver
 from sglrl.transport.curve_keys import make_keys, read_client_keys, read_driver_keys
 from sglrl.transport.zmq import ZmqDealer, ZmqRouter
 from sglrl.weights import Sender
-from sglrl.weights.coordinator import WeightChannel
+from sglrl.weights.channel import WeightChannel
 from sglrl.wire.calls import PROTOCOL_VERSION, Item, ItemKind, Ready, Results
 from sglrl.wire.codec import decode_to_rank, encode
 from sglrl.wire.weights import (

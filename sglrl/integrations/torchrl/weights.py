@@ -25,8 +25,8 @@ from torchrl.weight_update.weight_sync_schemes import WeightStrategy, WeightSync
 
 from ... import blocking
 from ...blocking import BlockingClient
-from ...weights.report import UpdateReport
-from ...weights.source import check_metadata
+from ...weights.tensor_source import check_metadata
+from ...weights.update_report import UpdateReport
 
 logger = logging.getLogger("sglrl.integrations.torchrl")
 

@@ -1,5 +1,7 @@
-"""Requests that begin alike and come together are prefilled one before the others
-(``core/alike.py``): n samples of a prompt, or the first of many with the same system prompt.
+"""Prefill one request of a group with a shared prefix before the others.
+
+Such groups are n samples of a prompt, or requests with the same system prompt.
+``core/prefix_groups.py`` decides which requests wait.
 
 SGLang's scheduler is asked for the next prefill without those that should wait; they stay in its
 queue, in their places, where it looks for whatever else concerns them. Its own ``Engine`` has the

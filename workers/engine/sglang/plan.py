@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from sglrl.errors import EngineError
-from sglrl.weights.experts import EXPERT_NAMES, names_apart
-from sglrl.weights.files import weight_files
+from sglrl.weights.moe_experts import EXPERT_NAMES, names_apart
+from sglrl.weights.safetensors_files import weight_files
 from sglrl.wire.weights import ModelDescription, TensorSpec
 
 from .stand_in import StandIn, storage_id

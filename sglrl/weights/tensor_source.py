@@ -10,7 +10,7 @@ import torch
 from ..core.manifest import check_manifest, is_computed, total_bytes
 from ..errors import InvalidWeights, UsageError
 from ..wire.weights import ModelDescription, TensorSpec
-from .experts import Part, Whole, parts_of, take_apart
+from .moe_experts import Part, Whole, parts_of, take_apart
 
 Named = list[tuple[str, torch.Tensor]]
 

@@ -34,11 +34,11 @@ from ..wire.weights import (
     TensorSpec,
     ToRank,
 )
+from .cuda_ipc import SharedSender
 from .finite import FiniteCheck
 from .group import Group, Store, settings
 from .link import Link
-from .shared import SharedSender
-from .source import Named, whole
+from .tensor_source import Named, whole
 
 logger = logging.getLogger("sglrl.weights")
 

@@ -73,12 +73,12 @@ from ..wire.weights import (
 )
 from .answers import body_of, error_of
 from .deadline import Deadline, turn
-from .files import fingerprint, weight_files
-from .hand_over import HandOvers
+from .peers import PeerCopies
 from .ranks import Rank, lost_error
 from .remote_source import RemoteSource
-from .report import UpdateReport
-from .request import Source, UpdateRequest
+from .safetensors_files import fingerprint, weight_files
+from .update_report import UpdateReport
+from .update_request import Source, UpdateRequest
 
 logger = logging.getLogger("sglrl.weights")
 
@@ -178,7 +178,7 @@ class WeightChannel:
         self._next_group = 0
         self._joined: tuple[Source, frozenset[Rank]] | None = None
         self._asked: dict[int, _Question] = {}
-        self._hand_overs = HandOvers(self._question, self._send)
+        self._peer_copies = PeerCopies(self._question, self._send)
         self._timer: asyncio.TimerHandle | None = None
         self._senders: dict[bytes, RemoteSource] = {}
         self._description: ModelDescription | None = None
@@ -464,7 +464,7 @@ class WeightChannel:
             begun = time.perf_counter()
             # One that hangs leaves time for the others.
             limit = Deadline(deadline.left / 2) if peers else deadline
-            failed = await self._hand_overs.to_all(mine, givers, self.version, limit)
+            failed = await self._peer_copies.copy_worker(mine, givers, self.version, limit)
             _check_alive(mine)
             if failed is not None:
                 failure = failed

@@ -13,14 +13,14 @@ from ..core.manifest import FLOAT_BYTES, check_manifest, is_computed
 from ..core.weight_update import Member
 from ..errors import InvalidWeights
 from ..wire.weights import Shard, TensorSpec
-from .coordinator import WeightChannel
+from .channel import WeightChannel
 from .deadline import Deadline, turn
-from .files import fingerprint, safetensors_specs
-from .report import UpdateReport
-from .request import UpdateRequest
+from .safetensors_files import fingerprint, safetensors_specs
+from .update_report import UpdateReport
+from .update_request import UpdateRequest
 
 if TYPE_CHECKING:
-    from .source import Manifest
+    from .tensor_source import Manifest
 
 
 class TensorMetadata(msgspec.Struct, frozen=True):
@@ -62,8 +62,8 @@ class LocalSender:
         host: str = "127.0.0.1",
     ) -> UpdateReport:
         """``request.specs`` follow from ``weights``."""
-        from .sender import Cargo
-        from .source import Manifest, check_ties, take
+        from .bucket_sender import Cargo
+        from .tensor_source import Manifest, check_ties, take
 
         request.check(self._channel.version)
         deadline = Deadline(request.timeout, request.begun)
@@ -107,7 +107,7 @@ class LocalSender:
 
     async def verify(self, weights: Any, timeout: float) -> list[str]:
         """Names whose live values differ, in the order given."""
-        from .source import Manifest, named_tensors
+        from .tensor_source import Manifest, named_tensors
 
         deadline = Deadline(check_timeout(timeout))
         named = named_tensors(weights)
@@ -124,7 +124,7 @@ class LocalSender:
         return [name for name, _ in manifest.spread(named) if name in untied or name in differing]
 
     async def _ending(self, device: Any, host: str, tensors: Any, deadline: Deadline) -> Any:
-        from .sender import SendingEnd, sending_device
+        from .bucket_sender import SendingEnd, sending_device
 
         backend = (await self._channel.settings(deadline.left)).device
         if self._end is not None and device is None and self._end.host == host:
@@ -151,7 +151,7 @@ def _differing(tensors: Any, specs: list[TensorSpec], found: dict[Member, list[S
     import torch
 
     from .checksum import checksum, piece
-    from .source import whole
+    from .tensor_source import whole
 
     by_name: dict[str, list[Shard]] = {}
     for pieces in found.values():

@@ -43,8 +43,8 @@ from ..wire.weights import (
     Withdraw,
 )
 from .deadline import Deadline, turn
-from .report import UpdateReport
-from .request import UpdateRequest
+from .update_report import UpdateReport
+from .update_request import UpdateRequest
 
 logger = logging.getLogger("sglrl.weights")
 
@@ -128,8 +128,8 @@ class Sender:
 
         import torch
 
-        from .sender import SendingEnd
-        from .source import Manifest
+        from .bucket_sender import SendingEnd
+        from .tensor_source import Manifest
 
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -264,8 +264,8 @@ class Sender:
 
     async def _update(self, weights: Any, request: UpdateRequest) -> UpdateReport:
         """``update`` with a request that was made when the caller called."""
-        from .sender import Cargo
-        from .source import check_ties, take
+        from .bucket_sender import Cargo
+        from .tensor_source import check_ties, take
 
         if weights is None:
             weights = self._model
