@@ -234,7 +234,7 @@ class _MemoryPool:
         import msgspec
 
         from sglrl.config import FabricConfig
-        from sglrl.driver import Driver
+        from sglrl.driver.driver import Driver
         from sglrl.transport.memory import MemoryRouter
         from sglrl.weights.channel import WeightChannel
         from sglrl.wire.calls import PROTOCOL_VERSION, Item, ItemKind, Ready, Results, Submit

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 import sglrl
-from sglrl import forkserver
+from sglrl.driver import fork_server
 
 from .fault_cases import CASES, FaultCase
 from .fault_load import Load
@@ -191,7 +191,7 @@ class Soak:
 
     def _processes(self) -> list[tuple[str, int]]:
         found = [("driver", os.getpid())]
-        for kind, server in forkserver._servers.items():
+        for kind, server in fork_server._servers.items():
             found.append((f"fork server ({kind})", server.process.pid))
         for name, client in self.clients.items():
             found += [

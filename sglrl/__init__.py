@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         VersionSpan,
     )
     from .controls import WorkerStats
+    from .driver.pool import QueueInfo, WorkerInfo
     from .errors import (
         Closed,
         DeadlineExceeded,
@@ -56,7 +57,6 @@ if TYPE_CHECKING:
         WorkerStartError,
     )
     from .launch import launch
-    from .pool import QueueInfo, WorkerInfo
     from .remote import connect
     from .rollout import (
         Group,
@@ -99,7 +99,7 @@ _HOME = {
     "NotEnoughDevices": "errors",
     "Overloaded": "errors",
     "ProtocolError": "errors",
-    "QueueInfo": "pool",
+    "QueueInfo": "driver.pool",
     "RemoteError": "errors",
     "Rollout": "rollout",
     "RolloutFailed": "errors",
@@ -122,7 +122,7 @@ _HOME = {
     "VersionSpan": "completion",
     "WeightUpdateError": "errors",
     "WorkerError": "errors",
-    "WorkerInfo": "pool",
+    "WorkerInfo": "driver.pool",
     "WorkerLost": "errors",
     "WorkerStartError": "errors",
     "WorkerStats": "controls",

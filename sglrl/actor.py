@@ -31,7 +31,7 @@ from msgspec import Raw
 
 from .config import check_timeout
 from .core.calls import Call
-from .driver import ENVELOPE_BYTES, Driver, now
+from .driver.driver import ENVELOPE_BYTES, Driver, now
 from .errors import (
     DRIVER_ERRORS,
     DeadlineExceeded,

@@ -21,9 +21,9 @@ from .client import Client
 from .completion import Chunk, Completion, NextTokenLogprobs
 from .config import open_standard_files
 from .controls import WorkerStats
+from .driver.pool import QueueInfo, WorkerInfo
 from .errors import Closed, UsageError
 from .launch import launch
-from .pool import QueueInfo, WorkerInfo
 from .remote import connect
 from .rollout.group import Group, RolloutMetrics
 from .rollout.play import Agent

@@ -18,17 +18,17 @@ from .controls import ENDPOINTS, Controls, WorkerStats
 from .core.concurrency import Load
 from .core.members import READY
 from .core.routing import Route
-from .driver import Driver
+from .driver.driver import Driver
+from .driver.gathering import submit_all
+from .driver.pool import Birth, Pool, QueueInfo, WorkerInfo, describe
 from .errors import Closed, InvalidRequest, UsageError
 from .gateway import Gateway
-from .pool import Birth, Pool, QueueInfo, WorkerInfo, describe
 from .prompts import Message, check_given_ids
 from .requests import Requests
 from .rollout.opening import Opening
 from .rollout.session import Session
 from .sampling import SamplingParams
 from .stream import Stream
-from .together import submit_all
 from .tokens import TokenIds, TokenizerBox, check_ids
 from .weights.local_sender import LocalSender, TensorMetadata
 from .weights.update_report import UpdateReport

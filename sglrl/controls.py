@@ -14,10 +14,10 @@ from .actor import Actor as _Actor
 from .actor import EndpointSpec, UnaryReply, deadline_from, endpoint, endpoints_of
 from .config import check_timeout
 from .core.calls import Call
-from .driver import Driver
+from .driver.driver import Driver
+from .driver.gathering import submit_all
+from .driver.pool import Pool
 from .errors import Closed, UnknownEndpoint, UsageError, WorkerLost
-from .pool import Pool
-from .together import submit_all
 from .wire.codec import encode
 from .wire.engine import EngineStats, TokenChunk
 

@@ -15,7 +15,7 @@ from collections.abc import Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from .actor import Actor, EndpointSpec, endpoint, endpoints_of
-from .driver import Driver, now
+from .driver.driver import Driver, now
 from .errors import ProtocolError, SglrlError
 from .relay import NEWS_SECONDS, Admission, Peer, Relay, arguments
 from .weights.update_report import UpdateReport
@@ -38,7 +38,7 @@ from .wire.weights import ModelDescription, Shard
 
 if TYPE_CHECKING:
     from .client import Client
-    from .pool import Pool
+    from .driver.pool import Pool
 
 logger = logging.getLogger("sglrl.gateway")
 

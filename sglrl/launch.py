@@ -31,8 +31,8 @@ from .config import (
     visible_cuda_devices,
 )
 from .core.seeds import SEEDS
+from .driver.pool import Birth, Pool
 from .errors import ModelError, NotEnoughDevices, UsageError
-from .pool import Birth, Pool
 from .transport.curve_keys import read_driver_keys
 from .transport.zmq import check_address
 from .wire.processes import EngineSpec

@@ -14,7 +14,7 @@ from .config import DROPPED_AT
 from .core.calls import Call
 from .core.clients import ClientState
 from .core.routing import Route
-from .driver import ENVELOPE_BYTES, Driver, now
+from .driver.driver import ENVELOPE_BYTES, Driver, now
 from .errors import (
     DeadlineExceeded,
     InvalidRequest,

@@ -25,9 +25,9 @@ from .config import (
 from .controls import Controls
 from .core.concurrency import Load
 from .core.members import READY, RETIRED
+from .driver.pool import Pool, QueueInfo, WorkerInfo
 from .errors import Closed, DeadlineExceeded, UsageError
 from .gateway import PoolEndpoints
-from .pool import Pool, QueueInfo, WorkerInfo
 from .remote_driver import Line, RemoteDriver
 from .transport.curve_keys import read_client_keys
 from .transport.zmq import ZmqDealer, check_address

@@ -11,7 +11,7 @@ from .config import LEAST_UNREAD_BYTES, FabricConfig
 from .core.calls import Call
 from .core.fabric import RESTART
 from .core.members import READY, RETIRED, Member
-from .driver import Driver, now
+from .driver.driver import Driver, now
 from .errors import Closed, ProtocolError
 from .transport.base import OnBreak, OnDriverMessage, OnPause
 from .transport.zmq import ZmqDealer

@@ -24,7 +24,7 @@ from .completion import (
     VersionSpan,
 )
 from .core.calls import Call
-from .driver import now
+from .driver.driver import now
 from .errors import NOT_FINITE, EngineError, ProtocolError, SglrlError
 from .sampling import Prepared
 from .wire.calls import Item, ItemKind

@@ -12,7 +12,7 @@ from .actor import deadline_from
 from .completion import Completion, Decode, NextTokenLogprobs
 from .core.calls import Call
 from .core.routing import Route
-from .driver import ENVELOPE_BYTES, Driver
+from .driver.driver import ENVELOPE_BYTES, Driver
 from .errors import InvalidRequest, MessageTooLarge
 from .prompts import encode_prompts
 from .replies import ChunkReply, GenerationReply, NextTokenReply, ScoreReply

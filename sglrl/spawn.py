@@ -25,8 +25,8 @@ from .config import (
     positive,
     strategies,
 )
+from .driver.pool import Birth, Pool, WorkerInfo, describe
 from .errors import UsageError
-from .pool import Birth, Pool, WorkerInfo, describe
 from .wire.processes import ActorSpec
 
 

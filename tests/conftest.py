@@ -49,11 +49,11 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 def no_process_is_left() -> Iterator[None]:
     before = set(descendants())
     yield
-    forkserver = sys.modules.get("sglrl.forkserver")
-    if forkserver is None:
+    fork_server = sys.modules.get("sglrl.driver.fork_server")
+    if fork_server is None:
         return
-    folders = [server.folder for server in forkserver._servers.values()]
-    forkserver.shutdown_fork_servers()
+    folders = [server.folder for server in fork_server._servers.values()]
+    fork_server.shutdown_fork_servers()
     left = {pid: name for pid, name in descendants().items() if pid not in before}
     assert not left, f"processes were left running: {left}"
     assert not [folder for folder in folders if folder.exists()]

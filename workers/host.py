@@ -21,7 +21,7 @@ import cloudpickle
 import uvloop
 
 from sglrl.actor import Actor, EndpointSpec, constructor_arguments, endpoints_of
-from sglrl.driver import ENVELOPE_BYTES
+from sglrl.driver.driver import ENVELOPE_BYTES
 from sglrl.errors import MessageTooLarge, ProtocolError, SglrlError
 from sglrl.transport.base import WorkerTransport
 from sglrl.transport.dropped import Dropped

@@ -17,7 +17,7 @@ from ..actor import EndpointSpec, endpoints_of, error_of
 from ..controls import ask_all, tell
 from ..core.calls import Call
 from ..core.rollout_plan import SUSPECT, Sample
-from ..driver import ENVELOPE_BYTES
+from ..driver.driver import ENVELOPE_BYTES
 from ..errors import MessageTooLarge, ProtocolError, SglrlError, UsageError
 from ..spawn import ActorHandle, spawn
 from ..wire.calls import Item, ItemKind

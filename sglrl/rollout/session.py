@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..completion import Completion
-from ..driver import now
+from ..driver.driver import now
 from ..errors import Closed, UsageError
 from ..prompts import Message
 from ..tokens import TokenIds

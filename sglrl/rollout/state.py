@@ -16,7 +16,7 @@ from ..actor import deadline_from
 from ..completion import Beginning, Completion, Conversation
 from ..core.calls import Call
 from ..core.routing import Route
-from ..driver import now
+from ..driver.driver import now
 from ..errors import Closed, InvalidRequest, UsageError
 from ..prompts import Message, check_conversation
 from ..requests import Requests

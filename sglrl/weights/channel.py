@@ -36,7 +36,7 @@ from ..core.weight_update import (
     Member,
     WeightUpdate,
 )
-from ..driver import Driver
+from ..driver.driver import Driver
 from ..errors import (
     Closed,
     DeadlineExceeded,

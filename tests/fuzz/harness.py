@@ -16,8 +16,8 @@ import msgspec
 from sglrl.client import Client
 from sglrl.config import FabricConfig
 from sglrl.core.members import READY
-from sglrl.driver import Driver
-from sglrl.pool import WorkerInfo
+from sglrl.driver.driver import Driver
+from sglrl.driver.pool import WorkerInfo
 from sglrl.transport.memory import MemoryDealer, MemoryRouter
 from sglrl.weights.channel import WeightChannel
 from sglrl.wire.calls import PROTOCOL_VERSION, Cancel, Item, ItemKind, Ready, Results, Submit
@@ -150,9 +150,11 @@ class LocalSource:
 
 
 class Pool:
-    """What ``sglrl.pool.Pool`` is to a ``Client``, without processes. Worker ``bad`` is the one
-    that anything may come from, beside what it should say; when it is expelled another takes its
-    place."""
+    """A pool without processes, with the interface of ``sglrl.driver.pool.Pool``.
+
+    Worker ``bad`` may send anything besides its own messages. When it is expelled, another worker
+    replaces it.
+    """
 
     def __init__(self, honest: int) -> None:
         self.router = MemoryRouter()

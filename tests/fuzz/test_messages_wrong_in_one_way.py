@@ -10,7 +10,7 @@ import pytest
 
 from sglrl.actor import Actor, StreamCaller, UnaryCaller, endpoint, endpoints_of
 from sglrl.client import Client
-from sglrl.driver import Driver
+from sglrl.driver.driver import Driver
 from sglrl.errors import ProtocolError
 from sglrl.transport.base import MOST_UNREAD
 from sglrl.transport.memory import MemoryDealer, MemoryRouter

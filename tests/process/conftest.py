@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from processes import descendants
 
-from sglrl import forkserver
+from sglrl.driver import fork_server
 
 
 @pytest.fixture(autouse=True)
@@ -17,7 +17,7 @@ def no_worker_is_left() -> Iterator[None]:
     """Beside those of fixtures that outlive a test, where others run in the same process."""
     before = set(descendants()), _pools()
     yield
-    known = {server.process.pid for server in forkserver._servers.values() if server.alive}
+    known = {server.process.pid for server in fork_server._servers.values() if server.alive}
     left = {
         pid: name
         for pid, name in descendants().items()
@@ -28,7 +28,7 @@ def no_worker_is_left() -> Iterator[None]:
 
 
 def _pools() -> set[Path]:
-    servers = [server for server in forkserver._servers.values() if server.alive]
+    servers = [server for server in fork_server._servers.values() if server.alive]
     return {pool for server in servers for pool in server.folder.glob("pool-*")}
 
 

@@ -14,10 +14,10 @@ import pytest
 from processes import strike, wait_for_end
 
 import sglrl
-from sglrl import forkserver
+from sglrl.driver import fork_server
 
 from .actors import Gate, Values
-from .test_supervision import SLOW, begin, busy, finish, fork_server, kill, states, until
+from .test_supervision import SLOW, begin, busy, finish, kill, plain_server, states, until
 
 FAULTS = pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 
@@ -25,9 +25,9 @@ FAULTS = pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A stopped fork server is killed after a second."""
-    monkeypatch.setattr(forkserver, "SILENCE", 1.0)
+    monkeypatch.setattr(fork_server, "SILENCE", 1.0)
     yield
-    for server in (*forkserver._servers.values(), *forkserver._dead):
+    for server in (*fork_server._servers.values(), *fork_server._dead):
         if server.stopped:
             server.process.kill()
 
@@ -36,7 +36,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 async def test_calls_go_on_at_the_workers_of_another_one(fault: signal.Signals) -> None:
     async with sglrl.launch("fake", engine="fake", replicas=2, **SLOW) as client:
         before = [worker.pid for worker in client.workers]
-        server = fork_server()
+        server = plain_server()
         calls = begin(client, 20, tokens=2000)
         await busy(client)
         strike(server.process.pid, fault)
@@ -45,7 +45,7 @@ async def test_calls_go_on_at_the_workers_of_another_one(fault: signal.Signals) 
         await finish(calls, tokens=2000)
         await client.wait_until_full()
         assert states(client) == ["ready", "ready"]
-        assert fork_server() is not server
+        assert plain_server() is not server
         assert set(before).isdisjoint(worker.pid for worker in client.workers)
         await finish(begin(client, 5))
 
@@ -56,7 +56,7 @@ async def test_actors_come_back(fault: signal.Signals) -> None:
         held = asyncio.ensure_future(gate.enter())
         again = asyncio.ensure_future(gate.enter_again())
         await gate.until_begun(2)
-        strike(fork_server().process.pid, fault)
+        strike(plain_server().process.pid, fault)
         # What a worker has begun is not begun again unless it is idempotent.
         with pytest.raises(sglrl.WorkerLost):
             await held
@@ -74,7 +74,7 @@ async def test_a_worker_is_lost_while_the_fork_server_is_stopped() -> None:
     async with sglrl.launch("fake", engine="fake", replicas=2, **SLOW) as client:
         calls = begin(client, 10)
         await busy(client)
-        strike(fork_server().process.pid, signal.SIGSTOP)
+        strike(plain_server().process.pid, signal.SIGSTOP)
         kill(client, 0)
         await finish(calls)
         await client.wait_until_full()
@@ -83,20 +83,20 @@ async def test_a_worker_is_lost_while_the_fork_server_is_stopped() -> None:
 
 async def test_a_pool_is_started_while_the_fork_server_is_stopped() -> None:
     async with sglrl.spawn(Values) as values:
-        stopped = fork_server()
+        stopped = plain_server()
     strike(stopped.process.pid, signal.SIGSTOP)
     async with sglrl.spawn(Values) as values:
         assert await values.add(1) == 11
-        assert fork_server() is not stopped
+        assert plain_server() is not stopped
 
 
 @FAULTS
 async def test_a_fork_server_that_imports(fault: signal.Signals) -> None:
-    forkserver.shutdown_fork_servers()
+    fork_server.shutdown_fork_servers()
     values = sglrl.spawn(Values, start_timeout=5.0 if fault == signal.SIGSTOP else 60.0)
     starting = asyncio.ensure_future(values.__aenter__())
     await asyncio.sleep(0)
-    server = fork_server()
+    server = plain_server()
     assert not server.warm
     strike(server.process.pid, fault)
     if fault == signal.SIGKILL:
@@ -148,7 +148,7 @@ def fifos(tmp_path: Path) -> Fifos:
 async def test_the_pool_is_starting(fault: signal.Signals, fifos: Fifos) -> None:
     starting = asyncio.ensure_future(sglrl.spawn(Waits, *fifos.arguments).__aenter__())
     await fifos.until_begun()
-    strike(fork_server().process.pid, fault)
+    strike(plain_server().process.pid, fault)
     why = "its fork server ended" if fault == signal.SIGKILL else "the fork server did not answer"
     with pytest.raises(sglrl.WorkerStartError, match=f"ended before it was ready: {why}"):
         await starting
@@ -164,7 +164,7 @@ async def test_a_replacement_is_starting(fault: signal.Signals, fifos: Fifos) ->
     await waits.pid()
     kill(waits, 0)
     await fifos.until_begun()
-    strike(fork_server().process.pid, fault)
+    strike(plain_server().process.pid, fault)
     await fifos.until_begun()
     await fifos.let_go()
     await waits.wait_until_full()
@@ -176,10 +176,10 @@ async def test_the_budget_is_used_up() -> None:
     async with sglrl.spawn(Values, restarts=2) as values:
         for _ in range(2):
             await values.add(1)
-            strike(fork_server().process.pid, signal.SIGKILL)
+            strike(plain_server().process.pid, signal.SIGKILL)
             await until(values, ["lost"])
             await values.wait_until_full()
-        strike(fork_server().process.pid, signal.SIGKILL)
+        strike(plain_server().process.pid, signal.SIGKILL)
         await until(values, ["retired"])
         with pytest.raises(sglrl.WorkerLost) as caught:
             await values.add(1)
@@ -191,7 +191,7 @@ async def test_there_can_be_no_other_one(monkeypatch: pytest.MonkeyPatch) -> Non
     async with sglrl.spawn(Values, restarts=2) as values:
         await values.add(1)
         monkeypatch.setattr(sys, "executable", "/bin/false")
-        strike(fork_server().process.pid, signal.SIGKILL)
+        strike(plain_server().process.pid, signal.SIGKILL)
         await until(values, ["lost"])
         with pytest.raises(sglrl.WorkerLost) as caught:
             await values.add(1)
@@ -211,7 +211,7 @@ async def test_the_kernel_prefers_workers_when_memory_runs_out() -> None:
         sglrl.launch("fake", engine="fake", replicas=2) as client,
         sglrl.spawn(Values) as values,
     ):
-        assert oom_score_adj(fork_server().process.pid) == min(1000, own + 200)
+        assert oom_score_adj(plain_server().process.pid) == min(1000, own + 200)
         for worker in (*client.workers, *values.workers):
             assert oom_score_adj(worker.pid) == min(1000, own + 500)
         assert oom_score_adj(os.getpid()) == own

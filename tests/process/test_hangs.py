@@ -14,7 +14,7 @@ import pytest
 
 import sglrl
 from sglrl.core.members import READY
-from sglrl.pool import Pool
+from sglrl.driver.pool import Pool
 from sglrl.transport.zmq import ZmqRouter
 from sglrl.wire.calls import Cancel
 from sglrl.wire.codec import encode

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 import sglrl
-from sglrl.driver import Driver
+from sglrl.driver.driver import Driver
 from sglrl.transport.curve_keys import make_keys, read_client_keys, read_driver_keys
 from sglrl.transport.zmq import ZmqDealer, ZmqRouter
 from sglrl.weights import Sender

@@ -14,7 +14,7 @@ from processes import strike
 from proxy import Proxy
 
 import sglrl
-from sglrl import pool as pool_module
+from sglrl.driver import pool as pool_module
 from sglrl.transport.zmq import ZmqRouter
 from sglrl.weights import Sender
 

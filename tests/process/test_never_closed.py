@@ -23,7 +23,7 @@ WARNINGS = {
 BEGIN = """
 import asyncio, gc, os, select, sys
 import sglrl
-from sglrl import forkserver
+from sglrl.driver import fork_server
 
 class Echo(sglrl.Actor):
     @sglrl.endpoint
@@ -35,7 +35,7 @@ def show(*pids):
     return pids
 
 def servers():
-    return [server.process.pid for server in forkserver._servers.values()]
+    return [server.process.pid for server in fork_server._servers.values()]
 
 def pids_of(client):
     return show(*(worker.pid for worker in client.workers), *servers())
@@ -91,7 +91,7 @@ def test_the_loop_has_ended(what: str, loop: str) -> None:
         gc.collect()
         # All but the fork server, which other pools may use.
         wait_for_end(pids[:-1])
-        (server,) = forkserver._servers.values()
+        (server,) = fork_server._servers.values()
         print(server.alive, list(server.folder.glob("pool-*")))
     """)
     assert out == "True []"

@@ -146,7 +146,7 @@ async def test_a_worker_whose_memory_cannot_be_opened(monkeypatch: pytest.Monkey
     def refused(*args: object) -> None:
         raise PermissionError("not yours")
 
-    monkeypatch.setattr("sglrl.driver.RowsReader", refused)
+    monkeypatch.setattr("sglrl.driver.driver.RowsReader", refused)
     async with sglrl.launch("fake", engine="fake", vocab_size=VOCAB, context_length=64) as client:
         for i in range(3):
             assert int((await client.next_token_logprobs([i])).logprobs.argmax()) == i

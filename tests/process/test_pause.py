@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import sglrl
-from sglrl.driver import now
+from sglrl.driver.driver import now
 
 IDS = [3, 1, 4, 1, 5]
 HANG_TIMEOUT = 0.5

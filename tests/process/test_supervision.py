@@ -21,7 +21,7 @@ from processes import wait_for_end
 from readme import example
 
 import sglrl
-from sglrl import forkserver
+from sglrl.driver import fork_server
 
 from .actors import Gate, Values
 
@@ -38,8 +38,8 @@ async def until(pool: sglrl.Client | sglrl.ActorHandle, wanted: list[str]) -> No
         await pool._pool.driver.change()
 
 
-def fork_server() -> forkserver.ForkServer:
-    (server,) = [s for s in forkserver._servers.values() if s.preload == "plain"]
+def plain_server() -> fork_server.ForkServer:
+    (server,) = [s for s in fork_server._servers.values() if s.preload == "plain"]
     return server
 
 
@@ -255,7 +255,7 @@ async def test_close_does_not_wait_for_ever() -> None:
 async def test_the_fork_server_is_lost_too() -> None:
     async with sglrl.spawn(Values, replicas=2) as values:
         await values.add(1)
-        fork_server().process.kill()
+        plain_server().process.kill()
         # Its workers die with it; a new one makes the replacements.
         await until(values, ["lost", "lost"])
         assert await values.add(1) == 11
@@ -264,7 +264,7 @@ async def test_the_fork_server_is_lost_too() -> None:
 
 async def test_workers_are_added_when_the_fork_server_was_lost() -> None:
     async with sglrl.spawn(Values, restarts=0) as values:
-        fork_server().process.kill()
+        plain_server().process.kill()
         await until(values, ["retired"])
         assert await values.add_workers() == [1]
         assert await values.add(1) == 11
@@ -302,7 +302,7 @@ async def test_a_fork_that_fails_harms_no_other_worker() -> None:
         held = asyncio.ensure_future(gate.enter())
         await gate.until_begun(1)
         with (
-            files_used_up(fork_server().process.pid),
+            files_used_up(plain_server().process.pid),
             pytest.raises(sglrl.WorkerStartError, match=r"could not fork: .*Too many open files"),
         ):
             await gate.add_workers()

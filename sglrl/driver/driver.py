@@ -13,16 +13,16 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
-from .config import FabricConfig
-from .core.calls import Call
-from .core.clients import ClientState
-from .core.fabric import CANCEL, CHUNK, DRAINED, END, RESTART, SEND, Fabric
-from .core.members import GONE, READY, RETIRED, STALE, STARTING, SYNCING, Member
-from .errors import Closed, ProtocolError, SglrlError, UsageError
-from .transport.base import MOST_UNREAD, DriverTransport
-from .transport.dropped import Dropped
-from .transport.shared_rows import RowsReader
-from .wire.calls import (
+from ..config import FabricConfig
+from ..core.calls import Call
+from ..core.clients import ClientState
+from ..core.fabric import CANCEL, CHUNK, DRAINED, END, RESTART, SEND, Fabric
+from ..core.members import GONE, READY, RETIRED, STALE, STARTING, SYNCING, Member
+from ..errors import Closed, ProtocolError, SglrlError, UsageError
+from ..transport.base import MOST_UNREAD, DriverTransport
+from ..transport.dropped import Dropped
+from ..transport.shared_rows import RowsReader
+from ..wire.calls import (
     PROTOCOL_VERSION,
     Cancel,
     ErrorBody,
@@ -36,7 +36,7 @@ from .wire.calls import (
     Submit,
     ToDriver,
 )
-from .wire.codec import Buffer, decode_to_driver, encode, readable, split_frames
+from ..wire.codec import Buffer, decode_to_driver, encode, readable, split_frames
 
 logger = logging.getLogger("sglrl.driver")
 now = time.monotonic

@@ -13,11 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from .core.hangs import HangDetector
+from ..core.hangs import HangDetector
+from ..errors import ProtocolError
+from ..wire.calls import heartbeat_identity
+from ..wire.codec import Buffer, decode_heartbeat
 from .driver import Driver
-from .errors import ProtocolError
-from .wire.calls import heartbeat_identity
-from .wire.codec import Buffer, decode_heartbeat
 
 logger = logging.getLogger("sglrl.spawn")
 

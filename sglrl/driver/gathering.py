@@ -1,4 +1,4 @@
-"""Several calls of which all are wanted."""
+"""Submit calls and gather every result."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from .core.calls import Call
+from ..core.calls import Call
 from .driver import Driver
 
 
@@ -17,8 +17,12 @@ async def submit_all(
     *,
     return_exceptions: bool = False,
 ) -> list[Any]:
-    """All results in order. The first failure cancels the rest and is raised, or
-    (``return_exceptions``) is a result."""
+    """Submit the calls; return their results in order.
+
+    Raises:
+        Exception: the first failure, which cancels the other calls. With ``return_exceptions`` a
+            failure is a result instead.
+    """
     submitted = 0
     try:
         for call in calls:
@@ -27,6 +31,6 @@ async def submit_all(
         return await asyncio.gather(*futures, return_exceptions=return_exceptions)
     finally:
         for call, future in zip(calls[:submitted], futures, strict=False):
-            # One whose answer was malformed may still be computed.
+            # A worker may still compute a call whose answer was malformed.
             if not future.done() or future.cancelled() or future.exception() is not None:
                 driver.cancel(call)

@@ -11,13 +11,13 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from .config import is_text
-from .errors import UsageError, WorkerStartError
-from .forkserver import LAST_SECONDS, ForkConnection, ForkServer, fork_server
-from .system_limits import no_file
-from .wire.calls import Ready
-from .wire.codec import encode
-from .wire.processes import Dump, Fork, Kill, WorkerSpec
+from ..config import is_text
+from ..errors import UsageError, WorkerStartError
+from ..system_limits import no_file
+from ..wire.calls import Ready
+from ..wire.codec import encode
+from ..wire.processes import Dump, Fork, Kill, WorkerSpec
+from .fork_server import LAST_SECONDS, ForkConnection, ForkServer, fork_server
 
 _RANKS = 1024
 

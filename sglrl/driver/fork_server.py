@@ -36,12 +36,12 @@ from typing import cast
 
 import msgspec
 
-from .config import install
-from .core.hangs import HangDetector
-from .errors import WorkerStartError
-from .system_limits import no_file, reason
-from .wire.codec import encode
-from .wire.processes import Dump, Exited, Forked, FromForkServer, Kill, Ping, Pong, Warm
+from ..config import install
+from ..core.hangs import HangDetector
+from ..errors import WorkerStartError
+from ..system_limits import no_file, reason
+from ..wire.codec import encode
+from ..wire.processes import Dump, Exited, Forked, FromForkServer, Kill, Ping, Pong, Warm
 
 logger = logging.getLogger("sglrl.spawn")
 

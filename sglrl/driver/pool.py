@@ -16,28 +16,22 @@ from typing import Any, Self
 
 import msgspec
 
-from .config import FabricConfig, PoolConfig, check_target, check_timeout, raise_file_limit
-from .core.members import DRAINING, READY, RETIRED, STALE, SYNCING
-from .core.seeds import process_seed
-from .core.supervision import Supervision
+from ..config import FabricConfig, PoolConfig, check_target, check_timeout, raise_file_limit
+from ..core.members import DRAINING, READY, RETIRED, STALE, SYNCING
+from ..core.seeds import process_seed
+from ..core.supervision import Supervision
+from ..errors import Closed, DeadlineExceeded, UsageError, WorkerLost, WorkerStartError
+from ..transport.curve_keys import read_driver_keys
+from ..transport.zmq import ZmqRouter
+from ..unclosed import warn_unless_closed
+from ..weights.channel import WeightChannel
+from ..wire.calls import Ready
+from ..wire.processes import ActorSpec, ClientKeys, EngineSpec, WorkerSpec
+from ..wire.weights import rank_identity
 from .driver import Driver
-from .errors import (
-    Closed,
-    DeadlineExceeded,
-    UsageError,
-    WorkerLost,
-    WorkerStartError,
-)
-from .forkserver import tail
-from .monitor import Monitor
-from .processes import Processes, Worker
-from .transport.curve_keys import read_driver_keys
-from .transport.zmq import ZmqRouter
-from .unclosed import warn_unless_closed
-from .weights.channel import WeightChannel
-from .wire.calls import Ready
-from .wire.processes import ActorSpec, ClientKeys, EngineSpec, WorkerSpec
-from .wire.weights import rank_identity
+from .fork_server import tail
+from .hang_monitor import Monitor
+from .worker_processes import Processes, Worker
 
 logger = logging.getLogger("sglrl.pool")
 

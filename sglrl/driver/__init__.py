@@ -1,0 +1,8 @@
+"""The asyncio shell around ``core``, and the worker processes.
+
+* ``driver``: one receiver, one timer, and the effects of ``core.fabric``;
+* ``gathering``: submit several calls and gather their results;
+* ``pool``: the workers of one ``launch`` or ``spawn``, from fork to end;
+* ``worker_processes``, ``fork_server``: start and kill processes, and notice their exit;
+* ``hang_monitor``: finds workers that hang.
+"""
