@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import errors as errors
-    from .actor import Actor, endpoint
+    from .actors.actor import Actor, endpoint
+    from .actors.spawning import ActorHandle, spawn
     from .blocking import BlockingClient, BlockingRollout, BlockingSession, blocking
     from .client import Client
     from .completion import (
@@ -69,15 +70,14 @@ if TYPE_CHECKING:
         rollout,
     )
     from .sampling import SamplingParams
-    from .spawn import ActorHandle, spawn
     from .stream import Stream
     from .wire.engine import EngineInfo, EngineStats
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "Actor": "actor",
-    "ActorHandle": "spawn",
+    "Actor": "actors.actor",
+    "ActorHandle": "actors.spawning",
     "BlockingClient": "blocking",
     "BlockingRollout": "blocking",
     "BlockingSession": "blocking",
@@ -128,10 +128,10 @@ _HOME = {
     "WorkerStats": "controls",
     "blocking": "blocking",
     "connect": "remote",
-    "endpoint": "actor",
+    "endpoint": "actors.actor",
     "launch": "launch",
     "rollout": "rollout",
-    "spawn": "spawn",
+    "spawn": "actors.spawning",
 }
 
 __all__ = [

@@ -10,8 +10,8 @@ from typing import Any, Final
 import msgspec
 from msgspec import Raw
 
-from .actor import Actor as _Actor
-from .actor import EndpointSpec, UnaryReply, deadline_from, endpoint, endpoints_of
+from .actors.actor import Actor as _Actor
+from .actors.actor import EndpointSpec, UnaryReply, deadline_from, endpoint, endpoints_of
 from .config import check_timeout
 from .core.calls import Call
 from .driver.driver import Driver

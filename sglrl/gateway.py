@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from .actor import Actor, EndpointSpec, endpoint, endpoints_of
+from .actors.actor import Actor, EndpointSpec, endpoint, endpoints_of
 from .driver.driver import Driver, now
 from .errors import ProtocolError, SglrlError
 from .relay import NEWS_SECONDS, Admission, Peer, Relay, arguments

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import msgspec
 
-from .actor import EndpointSpec
+from .actors.actor import EndpointSpec
 from .config import DROPPED_AT
 from .core.calls import Call
 from .core.clients import ClientState

@@ -13,7 +13,7 @@ import secrets
 import weakref
 from typing import Any, Final, Self
 
-from .actor import UnaryCaller, endpoints_of
+from .actors.actor import UnaryCaller, endpoints_of
 from .client import Client
 from .config import (
     HEARTBEAT_TIMEOUT,

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from .actor import error_of
+from .actors.actor import error_of
 from .completion import (
     Completion,
     Decode,

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from msgspec import Raw
 
-from .actor import deadline_from
+from .actors.actor import deadline_from
 from .completion import Completion, Decode, NextTokenLogprobs
 from .core.calls import Call
 from .core.routing import Route

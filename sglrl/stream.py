@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any
 
-from .actor import error_of
+from .actors.actor import error_of
 from .completion import Chunk, Completion, StreamText
 from .config import check_target
 from .errors import Closed, InvalidRequest, SglrlError

@@ -20,7 +20,7 @@ from typing import Any
 import cloudpickle
 import uvloop
 
-from sglrl.actor import Actor, EndpointSpec, constructor_arguments, endpoints_of
+from sglrl.actors.actor import Actor, EndpointSpec, constructor_arguments, endpoints_of
 from sglrl.driver.driver import ENVELOPE_BYTES
 from sglrl.errors import MessageTooLarge, ProtocolError, SglrlError
 from sglrl.transport.base import WorkerTransport

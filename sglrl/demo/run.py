@@ -14,13 +14,13 @@ import uvloop
 from rich.console import Console
 
 from .. import __version__
+from ..actors.spawning import spawn
 from ..check.logprobs import LogprobCheck, tolerance_for
 from ..check.run import quiet_transformers
 from ..client import Client
 from ..errors import UsageError
 from ..launch import launch
 from ..rollout import Group, Trajectory, rollout
-from ..spawn import spawn
 from .display import stage, start_up
 from .replay import replay
 from .report import WINDOW, Comparison, Report, Step, judge, mean_rewards, task_result

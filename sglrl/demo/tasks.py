@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Any
 
-from ..actor import Actor, endpoint
+from ..actors.actor import Actor, endpoint
+from ..actors.spawning import ActorHandle
 from ..rollout.session import Session
-from ..spawn import ActorHandle
 
 DIGITS = "0123456789"
 NAMES = "abcdef"

@@ -17,7 +17,7 @@ from collections import OrderedDict
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from ..actor import Actor, endpoint
+from ..actors.actor import Actor, endpoint
 from ..errors import UsageError
 from ..wire.codec import Body
 from .ending import GRACE_SECONDS, Grace, Limit, end_without, name_of, stack_of

@@ -13,13 +13,13 @@ from typing import Any, Final
 
 import msgspec
 
-from ..actor import EndpointSpec, endpoints_of, error_of
+from ..actors.actor import EndpointSpec, endpoints_of, error_of
+from ..actors.spawning import ActorHandle, spawn
 from ..controls import ask_all, tell
 from ..core.calls import Call
 from ..core.rollout_plan import SUSPECT, Sample
 from ..driver.driver import ENVELOPE_BYTES
 from ..errors import MessageTooLarge, ProtocolError, SglrlError, UsageError
-from ..spawn import ActorHandle, spawn
 from ..wire.calls import Item, ItemKind
 from ..wire.codec import Body, Buffer
 from .ending import GRACE_SECONDS

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from msgspec.structs import force_setattr
 
-from ..actor import deadline_from
+from ..actors.actor import deadline_from
 from ..completion import Beginning, Completion, Conversation
 from ..core.calls import Call
 from ..core.routing import Route

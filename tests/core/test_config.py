@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sglrl.actor import deadline_from
+from sglrl.actors.actor import deadline_from
 from sglrl.config import check_heartbeat, check_timeout
 from sglrl.errors import UsageError
 
@@ -36,7 +36,7 @@ def test_an_infinite_time_out_is_no_limit() -> None:
 
 
 def test_a_deadline_is_as_precise_as_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sglrl.actor.now", lambda: 1e7 + 0.25)
+    monkeypatch.setattr("sglrl.actors.actor.now", lambda: 1e7 + 0.25)
     assert deadline_from(np.float32(0.5)) == 1e7 + 0.75  # type: ignore[arg-type]
 
 

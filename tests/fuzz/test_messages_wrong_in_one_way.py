@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from sglrl.actor import Actor, StreamCaller, UnaryCaller, endpoint, endpoints_of
+from sglrl.actors.actor import Actor, StreamCaller, UnaryCaller, endpoint, endpoints_of
 from sglrl.client import Client
 from sglrl.driver.driver import Driver
 from sglrl.errors import ProtocolError

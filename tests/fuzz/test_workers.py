@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from sglrl.actor import Actor, endpoint, endpoints_of
+from sglrl.actors.actor import Actor, endpoint, endpoints_of
 from sglrl.errors import ProtocolError
 from sglrl.transport.memory import MemoryRouter
 from sglrl.wire.calls import CallMessage, ItemKind, Results, Shutdown, Submit

@@ -5,6 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn, Self
 
+from ..config import (
+    FabricConfig,
+    PoolConfig,
+    check_env,
+    check_restarts,
+    check_target,
+    positive,
+    strategies,
+)
+from ..driver.pool import Birth, Pool, WorkerInfo, describe
+from ..errors import UsageError
+from ..wire.processes import ActorSpec
 from .actor import (
     Actor,
     BroadcastNamespace,
@@ -15,19 +27,7 @@ from .actor import (
     constructor_arguments,
     endpoints_of,
 )
-from .by_value import by_value, importable_as
-from .config import (
-    FabricConfig,
-    PoolConfig,
-    check_env,
-    check_restarts,
-    check_target,
-    positive,
-    strategies,
-)
-from .driver.pool import Birth, Pool, WorkerInfo, describe
-from .errors import UsageError
-from .wire.processes import ActorSpec
+from .class_pickling import by_value, importable_as
 
 
 class ActorHandle:

@@ -29,10 +29,10 @@ from weakref import WeakKeyDictionary
 
 from msgspec import Raw
 
-from .config import check_timeout
-from .core.calls import Call
-from .driver.driver import ENVELOPE_BYTES, Driver, now
-from .errors import (
+from ..config import check_timeout
+from ..core.calls import Call
+from ..driver.driver import ENVELOPE_BYTES, Driver, now
+from ..errors import (
     DRIVER_ERRORS,
     DeadlineExceeded,
     MessageTooLarge,
@@ -43,8 +43,8 @@ from .errors import (
     UsageError,
     from_wire,
 )
-from .wire.calls import ErrorBody, Item, ItemKind
-from .wire.codec import Arguments, Buffer, Result
+from ..wire.calls import ErrorBody, Item, ItemKind
+from ..wire.codec import Arguments, Buffer, Result
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _MARK = "__sglrl_endpoint__"
