@@ -314,7 +314,7 @@ def _memory(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
 
 async def _memory_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
     """The client and driver with ``workers`` echoes in the same process and event loop."""
-    from sglrl.client import Client
+    from sglrl.inference.client import Client
 
     prompts = Prompts()
     pool = _MemoryPool(options["workers"], tuple(options["routing"]))

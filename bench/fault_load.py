@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import sglrl
-from sglrl import replies
 from sglrl.core.calls import RUNNING, SENT
+from sglrl.inference import replies
 
 _TIMEOUT = 60.0
 """Seconds after which a call that nobody answers counts as lost."""

@@ -20,18 +20,6 @@ if TYPE_CHECKING:
     from .actors.actor import Actor, endpoint
     from .actors.spawning import ActorHandle, spawn
     from .blocking import BlockingClient, BlockingRollout, BlockingSession, blocking
-    from .client import Client
-    from .completion import (
-        Chunk,
-        Completion,
-        NextTokenLogprobs,
-        ScoreLogprobs,
-        Scores,
-        Timing,
-        TopLogprobs,
-        VersionSpan,
-    )
-    from .controls import WorkerStats
     from .driver.pool import QueueInfo, WorkerInfo
     from .errors import (
         Closed,
@@ -57,6 +45,20 @@ if TYPE_CHECKING:
         WorkerLost,
         WorkerStartError,
     )
+    from .inference.client import Client
+    from .inference.completion import (
+        Chunk,
+        Completion,
+        NextTokenLogprobs,
+        ScoreLogprobs,
+        Scores,
+        Timing,
+        TopLogprobs,
+        VersionSpan,
+    )
+    from .inference.engine_controls import WorkerStats
+    from .inference.sampling import SamplingParams
+    from .inference.stream import Stream
     from .launch import launch
     from .remote import connect
     from .rollout import (
@@ -69,8 +71,6 @@ if TYPE_CHECKING:
         Turn,
         rollout,
     )
-    from .sampling import SamplingParams
-    from .stream import Stream
     from .wire.engine import EngineInfo, EngineStats
 
 __version__ = "0.1.0"
@@ -81,10 +81,10 @@ _HOME = {
     "BlockingClient": "blocking",
     "BlockingRollout": "blocking",
     "BlockingSession": "blocking",
-    "Chunk": "completion",
-    "Client": "client",
+    "Chunk": "inference.completion",
+    "Client": "inference.client",
     "Closed": "errors",
-    "Completion": "completion",
+    "Completion": "inference.completion",
     "DeadlineExceeded": "errors",
     "EngineError": "errors",
     "EngineInfo": "wire.engine",
@@ -95,7 +95,7 @@ _HOME = {
     "InvalidWeights": "errors",
     "MessageTooLarge": "errors",
     "ModelError": "errors",
-    "NextTokenLogprobs": "completion",
+    "NextTokenLogprobs": "inference.completion",
     "NotEnoughDevices": "errors",
     "Overloaded": "errors",
     "ProtocolError": "errors",
@@ -104,28 +104,28 @@ _HOME = {
     "Rollout": "rollout",
     "RolloutFailed": "errors",
     "RolloutMetrics": "rollout",
-    "SamplingParams": "sampling",
-    "ScoreLogprobs": "completion",
-    "Scores": "completion",
+    "SamplingParams": "inference.sampling",
+    "ScoreLogprobs": "inference.completion",
+    "Scores": "inference.completion",
     "Session": "rollout",
     "SettingsMismatch": "errors",
     "SglrlError": "errors",
-    "Stream": "stream",
-    "Timing": "completion",
-    "TopLogprobs": "completion",
+    "Stream": "inference.stream",
+    "Timing": "inference.completion",
+    "TopLogprobs": "inference.completion",
     "Trajectory": "rollout",
     "TrajectoryTiming": "rollout",
     "Turn": "rollout",
     "UnknownEndpoint": "errors",
     "UpdateInProgress": "errors",
     "UsageError": "errors",
-    "VersionSpan": "completion",
+    "VersionSpan": "inference.completion",
     "WeightUpdateError": "errors",
     "WorkerError": "errors",
     "WorkerInfo": "driver.pool",
     "WorkerLost": "errors",
     "WorkerStartError": "errors",
-    "WorkerStats": "controls",
+    "WorkerStats": "inference.engine_controls",
     "blocking": "blocking",
     "connect": "remote",
     "endpoint": "actors.actor",

@@ -17,12 +17,12 @@ import numpy as np
 import uvloop
 from numpy.typing import NDArray
 
-from .client import Client
-from .completion import Chunk, Completion, NextTokenLogprobs
 from .config import open_standard_files
-from .controls import WorkerStats
 from .driver.pool import QueueInfo, WorkerInfo
 from .errors import Closed, UsageError
+from .inference.client import Client
+from .inference.completion import Chunk, Completion, NextTokenLogprobs
+from .inference.engine_controls import WorkerStats
 from .launch import launch
 from .remote import connect
 from .rollout.group import Group, RolloutMetrics

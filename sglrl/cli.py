@@ -209,7 +209,7 @@ def generate(
     """Sample continuations and print them, in the order of the prompts."""
     import uvloop
 
-    from .completion import Completion
+    from .inference.completion import Completion
     from .launch import launch
 
     if not prompts:

@@ -37,8 +37,8 @@ from .wire.remote import (
 from .wire.weights import ModelDescription, Shard
 
 if TYPE_CHECKING:
-    from .client import Client
     from .driver.pool import Pool
+    from .inference.client import Client
 
 logger = logging.getLogger("sglrl.gateway")
 

@@ -17,7 +17,6 @@ from typing import Any, Self
 
 import msgspec
 
-from .client import Client
 from .config import (
     HEARTBEAT_TIMEOUT,
     FabricConfig,
@@ -33,6 +32,7 @@ from .config import (
 from .core.seeds import SEEDS
 from .driver.pool import Birth, Pool
 from .errors import ModelError, NotEnoughDevices, UsageError
+from .inference.client import Client
 from .transport.curve_keys import read_driver_keys
 from .transport.zmq import check_address
 from .wire.processes import EngineSpec

@@ -23,9 +23,9 @@ from .errors import (
     SglrlError,
     UnknownEndpoint,
 )
-from .replies import chunk_of, resume
-from .sampling import GRAMMARS, MOST_BIAS, check_grammar, most_top_logprobs
-from .tokens import in_range
+from .inference.replies import chunk_of, resume
+from .inference.sampling import GRAMMARS, MOST_BIAS, check_grammar, most_top_logprobs
+from .inference.tokens import in_range
 from .wire.calls import ErrorBody, Item, ItemKind
 from .wire.codec import MALFORMED, Buffer, encode
 from .wire.engine import EngineInfo, GenerateArgs, NextTokenArgs, Sampling, ScoreArgs, TokenChunk

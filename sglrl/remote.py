@@ -14,7 +14,6 @@ import weakref
 from typing import Any, Final, Self
 
 from .actors.actor import UnaryCaller, endpoints_of
-from .client import Client
 from .config import (
     HEARTBEAT_TIMEOUT,
     FabricConfig,
@@ -22,12 +21,13 @@ from .config import (
     check_heartbeat,
     check_timeout,
 )
-from .controls import Controls
 from .core.concurrency import Load
 from .core.members import READY, RETIRED
 from .driver.pool import Pool, QueueInfo, WorkerInfo
 from .errors import Closed, DeadlineExceeded, UsageError
 from .gateway import PoolEndpoints
+from .inference.client import Client
+from .inference.engine_controls import Controls
 from .remote_driver import Line, RemoteDriver
 from .transport.curve_keys import read_client_keys
 from .transport.zmq import ZmqDealer, check_address

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ..completion import Completion
+from ..inference.completion import Completion
 
 TOKENS_PER_BATCH = 4096
 """Of padded input; bounds the memory for logits."""

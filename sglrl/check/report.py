@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..completion import Completion
+from ..inference.completion import Completion
 from .logprobs import LogprobCheck
 from .rollouts import Rollout
 

@@ -17,8 +17,8 @@ from .. import __version__
 from ..actors.spawning import spawn
 from ..check.logprobs import LogprobCheck, tolerance_for
 from ..check.run import quiet_transformers
-from ..client import Client
 from ..errors import UsageError
+from ..inference.client import Client
 from ..launch import launch
 from ..rollout import Group, Trajectory, rollout
 from .display import stage, start_up

@@ -24,11 +24,11 @@ import numpy as np
 import torch
 
 from ..blocking import BlockingClient, blocking
-from ..client import Client
-from ..completion import NextTokenLogprobs
 from ..core.calls import Call
 from ..errors import Closed, DeadlineExceeded, InvalidRequest, SglrlError, UsageError
-from ..tokens import check_ids
+from ..inference.client import Client
+from ..inference.completion import NextTokenLogprobs
+from ..inference.tokens import check_ids
 from .vocabulary import Token, token_bytes, token_strings
 
 if TYPE_CHECKING:

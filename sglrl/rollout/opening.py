@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import check_target, check_timeout
 from ..errors import InvalidRequest
-from ..prompts import Message, check_messages
-from ..sampling import Prepared, SamplingParams, own_names
-from ..tokens import TokenIds, check_ids
+from ..inference.prompts import Message, check_messages
+from ..inference.sampling import Prepared, SamplingParams, own_names
+from ..inference.tokens import TokenIds, check_ids
 
 if TYPE_CHECKING:
-    from ..client import Client
+    from ..inference.client import Client
 
 
 class Opening:

@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from ..errors import DRIVER_ERRORS, RemoteError, SglrlError
-from ..sampling import SamplingParams
+from ..inference.sampling import SamplingParams
 from ..wire.calls import ErrorBody
 from ..wire.codec import readable
 from ..wire.processes import ClientKeys

@@ -15,11 +15,11 @@ import msgspec
 
 from ..actors.actor import EndpointSpec, endpoints_of, error_of
 from ..actors.spawning import ActorHandle, spawn
-from ..controls import ask_all, tell
 from ..core.calls import Call
 from ..core.rollout_plan import SUSPECT, Sample
 from ..driver.driver import ENVELOPE_BYTES
 from ..errors import MessageTooLarge, ProtocolError, SglrlError, UsageError
+from ..inference.engine_controls import ask_all, tell
 from ..wire.calls import Item, ItemKind
 from ..wire.codec import Body, Buffer
 from .ending import GRACE_SECONDS

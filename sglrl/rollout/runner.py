@@ -39,7 +39,7 @@ from ..errors import (
     UsageError,
     WorkerLost,
 )
-from ..sampling import SamplingParams, own_names
+from ..inference.sampling import SamplingParams, own_names
 from .ending import GRACE_SECONDS, Grace, Limit, end_without, name_of, stack_of
 from .failures import FailureLog
 from .gate import Gate
@@ -53,7 +53,7 @@ from .session import Session, session_of_sample
 from .trajectory import Trajectory
 
 if TYPE_CHECKING:
-    from ..client import Client
+    from ..inference.client import Client
     from .processes import AgentProcesses, Away
 
 logger = logging.getLogger("sglrl.rollout")

@@ -10,11 +10,11 @@ from typing import Any, NoReturn, Self, SupportsFloat
 import numpy as np
 from numpy.typing import NDArray
 
-from ..completion import Completion
 from ..driver.driver import now
 from ..errors import Closed, UsageError
-from ..prompts import Message
-from ..tokens import TokenIds
+from ..inference.completion import Completion
+from ..inference.prompts import Message
+from ..inference.tokens import TokenIds
 from .ending import Limit
 from .gate import Gate
 from .opening import Opening

@@ -13,15 +13,15 @@ import numpy as np
 from msgspec.structs import force_setattr
 
 from ..actors.actor import deadline_from
-from ..completion import Beginning, Completion, Conversation
 from ..core.calls import Call
 from ..core.routing import Route
 from ..driver.driver import now
 from ..errors import Closed, InvalidRequest, UsageError
-from ..prompts import Message, check_conversation
-from ..requests import Requests
-from ..sampling import DEFAULT_MAX_NEW_TOKENS, Prepared, own_names
-from ..tokens import check_ids
+from ..inference.completion import Beginning, Completion, Conversation
+from ..inference.prompts import Message, check_conversation
+from ..inference.requests import Requests
+from ..inference.sampling import DEFAULT_MAX_NEW_TOKENS, Prepared, own_names
+from ..inference.tokens import check_ids
 from .opening import Opening
 from .template import behind_answer
 from .trajectory import MOST_REWARD

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ..errors import InvalidRequest
-from ..prompts import Message
+from ..inference.prompts import Message
 
 Render = Callable[[Sequence[Message]], str]
 """Applies the template, ready for the assistant's turn."""

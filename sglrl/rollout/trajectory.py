@@ -14,8 +14,8 @@ import numpy as np
 from msgspec.structs import force_setattr
 from numpy.typing import NDArray
 
-from ..completion import Completion
 from ..errors import ProtocolError, UsageError
+from ..inference.completion import Completion
 
 if TYPE_CHECKING:
     from tensordict import TensorDict

@@ -27,7 +27,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sampling(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """Validated sampling values (see ``sglrl.sampling.SamplingParams`` for units and defaults)."""
+    """Validated sampling values (see ``sglrl.SamplingParams`` for units and defaults)."""
 
     max_new_tokens: int
     temperature: float

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglrl.completion import Chunk, Completion, VersionSpan, version_spans
-from sglrl.sampling import SamplingParams
-from sglrl.tokens import TokenizerBox
+from sglrl.inference.completion import Chunk, Completion, VersionSpan, version_spans
+from sglrl.inference.sampling import SamplingParams
+from sglrl.inference.tokens import TokenizerBox
 from sglrl.wire.engine import TokenChunk
 
 from .byte_decoder import decode_bytes

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sglrl.errors import InvalidRequest
-from sglrl.prompts import check_messages
+from sglrl.inference.prompts import check_messages
 
 ASK = {"role": "user", "content": "2 + 2?"}
 CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglrl.errors import InvalidRequest
-from sglrl.sampling import (
+from sglrl.inference.sampling import (
     ALIASES,
     MOST_BIAS,
     TOP_K_ALL,

@@ -10,10 +10,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from sglrl.completion import ScoreLogprobs, Scores, VersionSpan
 from sglrl.core.calls import Call
 from sglrl.errors import ProtocolError
-from sglrl.replies import ScoreReply
+from sglrl.inference.completion import ScoreLogprobs, Scores, VersionSpan
+from sglrl.inference.replies import ScoreReply
 from sglrl.wire.calls import Item, ItemKind
 from sglrl.wire.codec import encode
 from sglrl.wire.engine import TokenChunk

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sglrl.completion import Decode, StreamText, cut_text
-from sglrl.sampling import SamplingParams
+from sglrl.inference.completion import Decode, StreamText, cut_text
+from sglrl.inference.sampling import SamplingParams
 from sglrl.wire.engine import TokenChunk
 
 from .byte_decoder import PIECES, SPECIAL, decode_bytes, decode_words

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglrl.errors import InvalidRequest
-from sglrl.tokens import _check_list, check_ids, in_range
+from sglrl.inference.tokens import _check_list, check_ids, in_range
 
 VOCAB = 1000
 Check = Callable[[Any, int], bytes]

@@ -19,12 +19,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from sglrl.completion import Completion
 from sglrl.errors import UsageError
+from sglrl.inference.completion import Completion
+from sglrl.inference.sampling import SamplingParams
 from sglrl.rollout import files
 from sglrl.rollout.files import load, save
 from sglrl.rollout.trajectory import Trajectory, TrajectoryTiming, Turn
-from sglrl.sampling import SamplingParams
 from sglrl.wire.engine import TokenChunk
 
 from .byte_decoder import decode_bytes

@@ -21,9 +21,9 @@ from sglrl.check.logprobs import compare, reference_logprobs, tolerance_for
 from sglrl.check.report import Report, ideal_cached_tokens, make_report, table_of
 from sglrl.check.rollouts import Rollout, run_rollouts
 from sglrl.check.tasks import Task, make_tasks
-from sglrl.completion import Completion
 from sglrl.demo.display import stage
-from sglrl.sampling import SamplingParams
+from sglrl.inference.completion import Completion
+from sglrl.inference.sampling import SamplingParams
 from sglrl.wire.engine import TokenChunk
 
 VOCABULARY = 11

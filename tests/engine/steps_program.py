@@ -23,7 +23,7 @@ from sglang.srt.managers.scheduler_components.batch_result_processor import (
 )
 from sglang.srt.mem_cache.radix_cache import RadixCache
 
-from sglrl.sampling import from_kwargs
+from sglrl.inference.sampling import from_kwargs
 from sglrl.wire.codec import encode
 from sglrl.wire.engine import GenerateArgs
 from sglrl_workers.engine.sglang import compat, convert, results

@@ -236,7 +236,7 @@ async def test_tokens_to_go_on_from_that_do_not_fit_the_grammar(
 
     before = client.workers[0].pid
     with monkeypatch.context() as context:
-        context.setattr("sglrl.requests.GenerateArgs", make)
+        context.setattr("sglrl.inference.requests.GenerateArgs", make)
         wrong = client.generate("Call", max_new_tokens=9, regex="[0-9]{4}", timeout=60)
         right = client.generate("Call", max_new_tokens=9, regex="ab[0-9]{2}", timeout=60)
         refused, made = await asyncio.gather(wrong, right, return_exceptions=True)

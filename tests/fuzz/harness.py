@@ -13,11 +13,11 @@ from typing import Any, cast
 
 import msgspec
 
-from sglrl.client import Client
 from sglrl.config import FabricConfig
 from sglrl.core.members import READY
 from sglrl.driver.driver import Driver
 from sglrl.driver.pool import WorkerInfo
+from sglrl.inference.client import Client
 from sglrl.transport.memory import MemoryDealer, MemoryRouter
 from sglrl.weights.channel import WeightChannel
 from sglrl.wire.calls import PROTOCOL_VERSION, Cancel, Item, ItemKind, Ready, Results, Submit

@@ -9,9 +9,9 @@ from typing import Any, cast
 import pytest
 
 from sglrl.actors.actor import Actor, StreamCaller, UnaryCaller, endpoint, endpoints_of
-from sglrl.client import Client
 from sglrl.driver.driver import Driver
 from sglrl.errors import ProtocolError
+from sglrl.inference.client import Client
 from sglrl.transport.base import MOST_UNREAD
 from sglrl.transport.memory import MemoryDealer, MemoryRouter
 from sglrl.wire.calls import PROTOCOL_VERSION, Item, ItemKind, Ready, Results, Starting

@@ -50,7 +50,7 @@ class Counted:
                 self._changed.notify_all()
             return NextTokenArgs(ids, *args)
 
-        monkeypatch.setattr("sglrl.requests.NextTokenArgs", counted)
+        monkeypatch.setattr("sglrl.inference.requests.NextTokenArgs", counted)
 
     def wait(self, count: int) -> None:
         with self._changed:

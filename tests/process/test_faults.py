@@ -18,7 +18,7 @@ from bench.fault_schedule import FATAL, schedule
 from bench.faults_parts import measure
 from bench.soak import POOLS, Look, Soak, growth
 from sglrl.core.calls import Call
-from sglrl.replies import GenerationReply
+from sglrl.inference.replies import GenerationReply
 
 
 async def test_nothing_is_lost_duplicated_or_wrong_under_faults_of_every_kind() -> None:

@@ -223,7 +223,7 @@ async def test_a_call_that_cannot_be_encoded_fails_alone(
         made = Unencodable if priority == 7 else GenerateArgs
         return made(ids, wire, logprobs, top, stream, priority, resume)
 
-    monkeypatch.setattr("sglrl.requests.GenerateArgs", make)
+    monkeypatch.setattr("sglrl.inference.requests.GenerateArgs", make)
     made = await asyncio.gather(
         *(remote.generate(input_ids=[i], max_new_tokens=1, priority=i) for i in range(10)),
         return_exceptions=True,

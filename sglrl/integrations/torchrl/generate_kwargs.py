@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from ...errors import InvalidRequest
-from ...sampling import ALIASES, SamplingParams, from_kwargs
+from ...inference.sampling import ALIASES, SamplingParams, from_kwargs
 
 _CALL_ARGUMENTS: Final[tuple[str, ...]] = ("timeout", "priority", "worker")
 """Of ``client.generate``: in ``generate_kwargs`` and as keyword arguments of a call."""

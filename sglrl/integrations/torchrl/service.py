@@ -18,9 +18,9 @@ from torchrl.modules.llm.backends.sglang.sglang_utils import get_local_ip_addres
 
 from ... import blocking
 from ...blocking import BlockingClient
-from ...completion import Completion
 from ...errors import Closed, DeadlineExceeded, UsageError
-from ...sampling import SamplingParams
+from ...inference.completion import Completion
+from ...inference.sampling import SamplingParams
 from .balancer import LoadBalancer
 from .generate_kwargs import override, understood
 

@@ -26,7 +26,7 @@ from torchrl.data.llm import History
 from torchrl.modules.llm.policies.common import LLMWrapperBase
 
 from ...errors import InvalidRequest
-from ...prompts import check_conversation
+from ...inference.prompts import check_conversation
 from .generate_kwargs import override, split
 from .rows import Keys, Sample, make_rows
 from .unpad import unpad

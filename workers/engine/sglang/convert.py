@@ -14,7 +14,7 @@ from sglang.srt.managers.io_struct import BatchTokenIDOutput, TokenizedGenerateR
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglrl.errors import InvalidRequest
-from sglrl.sampling import GRAMMARS
+from sglrl.inference.sampling import GRAMMARS
 from sglrl.wire.calls import ItemKind
 from sglrl.wire.engine import GenerateArgs, NextTokenArgs, Sampling, ScoreArgs, TokenChunk
 

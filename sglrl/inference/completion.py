@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from ..wire.engine import TokenChunk
 from .sampling import SamplingParams
-from .wire.engine import TokenChunk
 
 Decode = Callable[[Sequence[int], bool], str]
 """``decode(token_ids, skip_special_tokens) -> text``"""

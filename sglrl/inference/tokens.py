@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from .config import install, is_text
-from .errors import InvalidRequest
+from ..config import install, is_text
+from ..errors import InvalidRequest
 
 TokenIds = Sequence[int] | NDArray[np.integer[Any]]
 _INT: set[type] = {int}

@@ -9,7 +9,7 @@ from functools import partial
 from numbers import Real
 from typing import Any
 
-from .errors import InvalidRequest
+from ..errors import InvalidRequest
 from .tokens import TokenizerBox, check_ids
 
 Message = Mapping[str, Any]

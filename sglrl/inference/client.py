@@ -12,29 +12,29 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NoReturn, Self, overload
 
+from ..config import check_target, positive
+from ..core.concurrency import Load
+from ..core.members import READY
+from ..core.routing import Route
+from ..driver.driver import Driver
+from ..driver.gathering import submit_all
+from ..driver.pool import Birth, Pool, QueueInfo, WorkerInfo, describe
+from ..errors import Closed, InvalidRequest, UsageError
+from ..gateway import Gateway
+from ..rollout.opening import Opening
+from ..rollout.session import Session
+from ..weights.local_sender import LocalSender, TensorMetadata
+from ..weights.update_report import UpdateReport
+from ..weights.update_request import UpdateRequest
+from ..wire.engine import EngineInfo
+from ..wire.processes import ClientKeys
 from .completion import Completion, NextTokenLogprobs
-from .config import check_target, positive
-from .controls import ENDPOINTS, Controls, WorkerStats
-from .core.concurrency import Load
-from .core.members import READY
-from .core.routing import Route
-from .driver.driver import Driver
-from .driver.gathering import submit_all
-from .driver.pool import Birth, Pool, QueueInfo, WorkerInfo, describe
-from .errors import Closed, InvalidRequest, UsageError
-from .gateway import Gateway
+from .engine_controls import ENDPOINTS, Controls, WorkerStats
 from .prompts import Message, check_given_ids
 from .requests import Requests
-from .rollout.opening import Opening
-from .rollout.session import Session
 from .sampling import SamplingParams
 from .stream import Stream
 from .tokens import TokenIds, TokenizerBox, check_ids
-from .weights.local_sender import LocalSender, TensorMetadata
-from .weights.update_report import UpdateReport
-from .weights.update_request import UpdateRequest
-from .wire.engine import EngineInfo
-from .wire.processes import ClientKeys
 
 
 class Client:

@@ -14,7 +14,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from .actors.actor import error_of
+from ..actors.actor import error_of
+from ..core.calls import Call
+from ..driver.driver import now
+from ..errors import NOT_FINITE, EngineError, ProtocolError, SglrlError
+from ..wire.calls import Item, ItemKind
+from ..wire.codec import MALFORMED, Buffer
+from ..wire.engine import GenerateArgs, TokenChunk
 from .completion import (
     Completion,
     Decode,
@@ -23,13 +29,7 @@ from .completion import (
     Scores,
     VersionSpan,
 )
-from .core.calls import Call
-from .driver.driver import now
-from .errors import NOT_FINITE, EngineError, ProtocolError, SglrlError
 from .sampling import Prepared
-from .wire.calls import Item, ItemKind
-from .wire.codec import MALFORMED, Buffer
-from .wire.engine import GenerateArgs, TokenChunk
 
 _decode_chunk = msgspec.msgpack.Decoder(TokenChunk).decode
 _DONE: Final = ItemKind.DONE

@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any
 
-from .actors.actor import error_of
+from ..actors.actor import error_of
+from ..config import check_target
+from ..errors import Closed, InvalidRequest, SglrlError
+from ..wire.calls import ItemKind
 from .completion import Chunk, Completion, StreamText
-from .config import check_target
-from .errors import Closed, InvalidRequest, SglrlError
 from .requests import Requests
-from .wire.calls import ItemKind
 
 
 class Stream:

@@ -12,10 +12,10 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from .errors import InvalidRequest
+from ..errors import InvalidRequest
+from ..wire.codec import encode
+from ..wire.engine import Sampling
 from .tokens import check_text
-from .wire.codec import encode
-from .wire.engine import Sampling
 
 DEFAULT_MAX_NEW_TOKENS: Final = 128
 TOP_K_ALL: Final = 1 << 30

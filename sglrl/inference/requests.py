@@ -8,19 +8,19 @@ from typing import Any, Final
 
 from msgspec import Raw
 
-from .actors.actor import deadline_from
+from ..actors.actor import deadline_from
+from ..core.calls import Call
+from ..core.routing import Route
+from ..driver.driver import ENVELOPE_BYTES, Driver
+from ..errors import InvalidRequest, MessageTooLarge
+from ..weights.channel import WeightChannel
+from ..wire.codec import encode
+from ..wire.engine import EngineInfo, GenerateArgs, NextTokenArgs, ScoreArgs
 from .completion import Completion, Decode, NextTokenLogprobs
-from .core.calls import Call
-from .core.routing import Route
-from .driver.driver import ENVELOPE_BYTES, Driver
-from .errors import InvalidRequest, MessageTooLarge
 from .prompts import encode_prompts
 from .replies import ChunkReply, GenerationReply, NextTokenReply, ScoreReply
 from .sampling import DEFAULT_MAX_NEW_TOKENS, Prepared, SamplingCache, most_top_logprobs
 from .tokens import TokenizerBox
-from .weights.channel import WeightChannel
-from .wire.codec import encode
-from .wire.engine import EngineInfo, GenerateArgs, NextTokenArgs, ScoreArgs
 
 _BESIDE_IDS: Final = 256
 """More than the arguments of a call take beside their byte strings; beyond, they are measured."""

@@ -10,16 +10,16 @@ from typing import Any, Final
 import msgspec
 from msgspec import Raw
 
-from .actors.actor import Actor as _Actor
-from .actors.actor import EndpointSpec, UnaryReply, deadline_from, endpoint, endpoints_of
-from .config import check_timeout
-from .core.calls import Call
-from .driver.driver import Driver
-from .driver.gathering import submit_all
-from .driver.pool import Pool
-from .errors import Closed, UnknownEndpoint, UsageError, WorkerLost
-from .wire.codec import encode
-from .wire.engine import EngineStats, TokenChunk
+from ..actors.actor import Actor as _Actor
+from ..actors.actor import EndpointSpec, UnaryReply, deadline_from, endpoint, endpoints_of
+from ..config import check_timeout
+from ..core.calls import Call
+from ..driver.driver import Driver
+from ..driver.gathering import submit_all
+from ..driver.pool import Pool
+from ..errors import Closed, UnknownEndpoint, UsageError, WorkerLost
+from ..wire.codec import encode
+from ..wire.engine import EngineStats, TokenChunk
 
 _FIRST: Final = 1 << 62
 """Priority of what a worker must be told before it gets anything else."""

@@ -1,0 +1,8 @@
+"""The client of an engine pool: tokens in, tokens and logprobs out.
+
+* ``client``: ``Client``, which users see;
+* ``prompts``, ``tokens``, ``sampling``: check the arguments and encode text;
+* ``requests``: makes a call of checked arguments;
+* ``replies``, ``completion``, ``stream``: results;
+* ``engine_controls``: pause, abort and statistics.
+"""
