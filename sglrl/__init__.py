@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from .inference.sampling import SamplingParams
     from .inference.stream import Stream
     from .launch import launch
-    from .remote import connect
+    from .remote.client import connect
     from .rollout import (
         Group,
         Rollout,
@@ -127,7 +127,7 @@ _HOME = {
     "WorkerStartError": "errors",
     "WorkerStats": "inference.engine_controls",
     "blocking": "blocking",
-    "connect": "remote",
+    "connect": "remote.client",
     "endpoint": "actors.actor",
     "launch": "launch",
     "rollout": "rollout",

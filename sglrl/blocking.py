@@ -24,7 +24,7 @@ from .inference.client import Client
 from .inference.completion import Chunk, Completion, NextTokenLogprobs
 from .inference.engine_controls import WorkerStats
 from .launch import launch
-from .remote import connect
+from .remote.client import connect
 from .rollout.group import Group, RolloutMetrics
 from .rollout.play import Agent
 from .rollout.runner import Rollout, rollout

@@ -20,7 +20,7 @@ from ..driver.driver import Driver
 from ..driver.gathering import submit_all
 from ..driver.pool import Birth, Pool, QueueInfo, WorkerInfo, describe
 from ..errors import Closed, InvalidRequest, UsageError
-from ..gateway import Gateway
+from ..remote.server import Gateway
 from ..rollout.opening import Opening
 from ..rollout.session import Session
 from ..weights.local_sender import LocalSender, TensorMetadata

@@ -30,7 +30,7 @@ from .session import Session, session_of_sample
 from .trajectory import Trajectory, record_of
 
 if TYPE_CHECKING:
-    from ..remote import RemoteClient
+    from ..remote.client import RemoteClient
 
 logger = logging.getLogger("sglrl.rollout")
 
@@ -74,7 +74,7 @@ class AgentHost(Actor):
 
     async def open(self) -> None:
         # Not above: a client has sessions, which are of this package.
-        from ..remote import reconnect
+        from ..remote.client import reconnect
 
         settings = self.settings
         client = reconnect(

@@ -65,7 +65,7 @@ def _decoder(type_: Any, what: str) -> Callable[[Buffer], Any]:
 decode_to_worker: Final[Callable[[Buffer], ToWorker]] = _decoder(ToWorker, "for a worker")
 decode_to_driver: Final[Callable[[Buffer], ToDriver]] = _decoder(ToDriver, "for a driver")
 decode_heartbeat: Final[Callable[[Buffer], Heartbeat]] = _decoder(
-    Heartbeat, "from a worker's heartbeat thread"
+    Heartbeat, "from a worker's heartbeat"
 )
 # Of the weight channel.
 decode_to_rank: Final[Callable[[Buffer], ToRank]] = _decoder(ToRank, "for a rank")

@@ -143,7 +143,7 @@ def test_type_checkers_see_the_same_names() -> None:
 
 @pytest.mark.parametrize("name", sglrl.__all__)
 def test_each_public_name_is_defined_where_it_says(name: str) -> None:
-    home = ROOT / "sglrl" / sglrl._HOME[name]
+    home = ROOT.joinpath("sglrl", *sglrl._HOME[name].split("."))
     if home.is_dir():
         # A package's face: which of its modules it is from.
         face = ast.parse((home / "__init__.py").read_text())

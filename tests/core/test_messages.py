@@ -348,7 +348,7 @@ def test_a_message_for_the_other_side() -> None:
         decode_to_rank(encode(RankAnswer(1, "join")))
     with pytest.raises(ProtocolError, match="not a message from a rank"):
         decode_from_rank(encode(Stage(1)))
-    with pytest.raises(ProtocolError, match="not a message from a worker's beat"):
+    with pytest.raises(ProtocolError, match="not a message from a worker's heartbeat"):
         decode_heartbeat(encode(Starting("loading")))
 
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 import sglrl
-from sglrl.relay import Peer
+from sglrl.remote.forwarding import Peer
 
 IDS = [3, 1, 4, 1, 5]
 PROGRAM = Path(__file__).with_name("unread_program.py")

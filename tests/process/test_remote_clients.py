@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 import sglrl
-from sglrl import remote as remote_module
 from sglrl.core.clients import ClientState
-from sglrl.relay import Peer
-from sglrl.remote_driver import RemoteDriver
+from sglrl.remote import client as remote_module
+from sglrl.remote.driver import RemoteDriver
+from sglrl.remote.forwarding import Peer
 from sglrl.transport.curve_keys import make_keys
 from sglrl.transport.zmq import ZmqDealer, ZmqRouter
 from sglrl.wire.calls import PROTOCOL_VERSION, Cancel
@@ -72,7 +72,7 @@ async def test_a_message_out_of_place_is_logged_without_its_secret(
     again = Welcome(PROTOCOL_VERSION, "m", 1, address, remote.info, driver.status)
     driver._on_message(b"", [encode(again)])
     assert driver.dropped == 1
-    assert "the pool sent Admitted out of place" in caplog.text
+    assert "the pool sent Welcome out of place" in caplog.text
     assert "token" not in caplog.text
 
 

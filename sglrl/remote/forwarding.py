@@ -1,5 +1,5 @@
 """What passes through a driver for clients in other processes: their requests become calls of its
-own fabric, and what comes of these is sent on. ``gateway.py`` says who such a client is."""
+own fabric, and what comes of these is sent on. ``remote/server.py`` says who such a client is."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any, Final
 
 import msgspec
 
-from .actors.actor import EndpointSpec
-from .config import DROPPED_AT
-from .core.calls import Call
-from .core.clients import ClientState
-from .core.routing import Route
-from .driver.driver import ENVELOPE_BYTES, Driver, now
-from .errors import (
+from ..actors.actor import EndpointSpec
+from ..config import DROPPED_AT
+from ..core.calls import Call
+from ..core.clients import ClientState
+from ..core.routing import Route
+from ..driver.driver import ENVELOPE_BYTES, Driver, now
+from ..errors import (
     DeadlineExceeded,
     InvalidRequest,
     MessageTooLarge,
@@ -23,13 +23,13 @@ from .errors import (
     SglrlError,
     UnknownEndpoint,
 )
-from .inference.replies import chunk_of, resume
-from .inference.sampling import GRAMMARS, MOST_BIAS, check_grammar, most_top_logprobs
-from .inference.tokens import in_range
-from .wire.calls import ErrorBody, Item, ItemKind
-from .wire.codec import MALFORMED, Buffer, encode
-from .wire.engine import EngineInfo, GenerateArgs, NextTokenArgs, Sampling, ScoreArgs, TokenChunk
-from .wire.remote import Answers, PoolStatus, Request
+from ..inference.replies import chunk_of, resume
+from ..inference.sampling import GRAMMARS, MOST_BIAS, check_grammar, most_top_logprobs
+from ..inference.tokens import in_range
+from ..wire.calls import ErrorBody, Item, ItemKind
+from ..wire.codec import MALFORMED, Buffer, encode
+from ..wire.engine import EngineInfo, GenerateArgs, NextTokenArgs, Sampling, ScoreArgs, TokenChunk
+from ..wire.remote import Answers, PoolStatus, Request
 
 _LONGEST_NAME: Final = 1024
 NEWS_SECONDS: Final = 0.1

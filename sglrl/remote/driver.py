@@ -1,4 +1,4 @@
-"""The driver of a client whose pool is in another process (``remote.py``)."""
+"""The driver of a client whose pool is in another process (``remote/client.py``)."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
-from .config import LEAST_UNREAD_BYTES, FabricConfig
-from .core.calls import Call
-from .core.fabric import RESTART
-from .core.members import READY, RETIRED, Member
-from .driver.driver import Driver, now
-from .errors import Closed, ProtocolError
-from .transport.base import OnBreak, OnDriverMessage, OnPause
-from .transport.zmq import ZmqDealer
-from .wire.codec import Buffer, decode_to_client, encode, split_frames
-from .wire.remote import Answers, BytesRead, PoolStatus, Rejected, Requests, Welcome
+from ..config import LEAST_UNREAD_BYTES, FabricConfig
+from ..core.calls import Call
+from ..core.fabric import RESTART
+from ..core.members import READY, RETIRED, Member
+from ..driver.driver import Driver, now
+from ..errors import Closed, ProtocolError
+from ..transport.base import OnBreak, OnDriverMessage, OnPause
+from ..transport.zmq import ZmqDealer
+from ..wire.codec import Buffer, decode_to_client, encode, split_frames
+from ..wire.remote import Answers, BytesRead, PoolStatus, Rejected, Requests, Welcome
 
 _ANY_NUMBER: Final = 1 << 62
 _MANY: Final = 64

@@ -1,7 +1,7 @@
 """``connect``: a client for a pool that another process has launched.
 
 To the ordinary ``Client`` and ``Driver`` the other process looks like one worker that takes any
-number of calls: ``gateway.py`` gives them to its real workers.
+number of calls: ``remote/server.py`` gives them to its real workers.
 """
 
 from __future__ import annotations
@@ -13,35 +13,29 @@ import secrets
 import weakref
 from typing import Any, Final, Self
 
-from .actors.actor import UnaryCaller, endpoints_of
-from .config import (
-    HEARTBEAT_TIMEOUT,
-    FabricConfig,
-    PoolConfig,
-    check_heartbeat,
-    check_timeout,
-)
-from .core.concurrency import Load
-from .core.members import READY, RETIRED
-from .driver.pool import Pool, QueueInfo, WorkerInfo
-from .errors import Closed, DeadlineExceeded, UsageError
-from .gateway import PoolEndpoints
-from .inference.client import Client
-from .inference.engine_controls import Controls
-from .remote_driver import Line, RemoteDriver
-from .transport.curve_keys import read_client_keys
-from .transport.zmq import ZmqDealer, check_address
-from .weights.channel import WeightChannel
-from .weights.deadline import Deadline, turn
-from .weights.local_sender import LocalSender
-from .weights.update_report import UpdateReport
-from .weights.update_request import UpdateRequest
-from .wire.calls import PROTOCOL_VERSION, Ready
-from .wire.codec import encode
-from .wire.engine import EngineInfo
-from .wire.processes import ClientKeys
-from .wire.remote import Hello, Leave, PoolStatus, Requests
-from .wire.weights import ModelDescription, Shard
+from ..actors.actor import UnaryCaller, endpoints_of
+from ..config import HEARTBEAT_TIMEOUT, FabricConfig, PoolConfig, check_heartbeat, check_timeout
+from ..core.concurrency import Load
+from ..core.members import READY, RETIRED
+from ..driver.pool import Pool, QueueInfo, WorkerInfo
+from ..errors import Closed, DeadlineExceeded, UsageError
+from ..inference.client import Client
+from ..inference.engine_controls import Controls
+from ..transport.curve_keys import read_client_keys
+from ..transport.zmq import ZmqDealer, check_address
+from ..weights.channel import WeightChannel
+from ..weights.deadline import Deadline, turn
+from ..weights.local_sender import LocalSender
+from ..weights.update_report import UpdateReport
+from ..weights.update_request import UpdateRequest
+from ..wire.calls import PROTOCOL_VERSION, Ready
+from ..wire.codec import encode
+from ..wire.engine import EngineInfo
+from ..wire.processes import ClientKeys
+from ..wire.remote import Hello, Leave, PoolStatus, Requests
+from ..wire.weights import ModelDescription, Shard
+from .driver import Line, RemoteDriver
+from .server import PoolEndpoints
 
 _CONNECT_SECONDS: Final = 60.0
 _GRACE: Final = 10.0
@@ -338,7 +332,7 @@ class _RemoteUpdates(LocalSender):
         if device is None and engine is not None and engine.device == "cpu":
             device = "cpu"
         if self._sender is None or self._sender.lost:
-            from .weights.remote_sender import Sender
+            from ..weights.remote_sender import Sender
 
             deadline = Deadline(request.timeout, request.begun)
             async with turn(self._connecting, deadline, wait=request.wait):

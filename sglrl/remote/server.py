@@ -1,4 +1,4 @@
-"""Clients in other processes, as the driver sees them: see ``remote.py`` for their end.
+"""Clients in other processes, as the driver sees them: see ``remote/client.py`` for their end.
 
 Their calls become calls of the driver's own fabric, so routing, back-pressure, deadlines and the
 continuation after a lost worker are the same for all. What a client sends is not trusted: it is
@@ -14,14 +14,13 @@ import secrets
 from collections.abc import Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from .actors.actor import Actor, EndpointSpec, endpoint, endpoints_of
-from .driver.driver import Driver, now
-from .errors import ProtocolError, SglrlError
-from .relay import NEWS_SECONDS, Admission, Peer, Relay, arguments
-from .weights.update_report import UpdateReport
-from .wire.calls import PROTOCOL_VERSION, Cancel, ItemKind
-from .wire.codec import Buffer, decode_from_client, encode
-from .wire.remote import (
+from ..actors.actor import Actor, EndpointSpec, endpoint, endpoints_of
+from ..driver.driver import Driver, now
+from ..errors import ProtocolError, SglrlError
+from ..weights.update_report import UpdateReport
+from ..wire.calls import PROTOCOL_VERSION, Cancel, ItemKind
+from ..wire.codec import Buffer, decode_from_client, encode
+from ..wire.remote import (
     Answers,
     BytesRead,
     Hello,
@@ -34,11 +33,12 @@ from .wire.remote import (
     Welcome,
     WorkerStatus,
 )
-from .wire.weights import ModelDescription, Shard
+from ..wire.weights import ModelDescription, Shard
+from .forwarding import NEWS_SECONDS, Admission, Peer, Relay, arguments
 
 if TYPE_CHECKING:
-    from .driver.pool import Pool
-    from .inference.client import Client
+    from ..driver.pool import Pool
+    from ..inference.client import Client
 
 logger = logging.getLogger("sglrl.gateway")
 
