@@ -115,7 +115,7 @@ def engine_arguments(case: Case, extra: dict[str, Any]) -> dict[str, Any]:
 
     What this SGLang version does not have is left out; ``extra`` wins.
     """
-    from sglrl.launch import engine_argument_names
+    from sglrl.api.launching import engine_argument_names
 
     arguments: dict[str, Any] = {"random_seed": 1}
     if case.device == "cuda":

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from . import errors as errors
     from .actors.actor import Actor, endpoint
     from .actors.spawning import ActorHandle, spawn
-    from .blocking import BlockingClient, BlockingRollout, BlockingSession, blocking
+    from .api.blocking import BlockingClient, BlockingRollout, BlockingSession, blocking
+    from .api.launching import launch
     from .driver.pool import QueueInfo, WorkerInfo
     from .errors import (
         Closed,
@@ -59,7 +60,6 @@ if TYPE_CHECKING:
     from .inference.engine_controls import WorkerStats
     from .inference.sampling import SamplingParams
     from .inference.stream import Stream
-    from .launch import launch
     from .remote.client import connect
     from .rollout import (
         Group,
@@ -78,9 +78,9 @@ __version__ = "0.1.0"
 _HOME = {
     "Actor": "actors.actor",
     "ActorHandle": "actors.spawning",
-    "BlockingClient": "blocking",
-    "BlockingRollout": "blocking",
-    "BlockingSession": "blocking",
+    "BlockingClient": "api.blocking",
+    "BlockingRollout": "api.blocking",
+    "BlockingSession": "api.blocking",
     "Chunk": "inference.completion",
     "Client": "inference.client",
     "Closed": "errors",
@@ -126,10 +126,10 @@ _HOME = {
     "WorkerLost": "errors",
     "WorkerStartError": "errors",
     "WorkerStats": "inference.engine_controls",
-    "blocking": "blocking",
+    "blocking": "api.blocking",
     "connect": "remote.client",
     "endpoint": "actors.actor",
-    "launch": "launch",
+    "launch": "api.launching",
     "rollout": "rollout",
     "spawn": "actors.spawning",
 }

@@ -209,8 +209,8 @@ def generate(
     """Sample continuations and print them, in the order of the prompts."""
     import uvloop
 
+    from .api.launching import launch
     from .inference.completion import Completion
-    from .launch import launch
 
     if not prompts:
         prompts = [line.rstrip("\r\n") for line in sys.stdin]

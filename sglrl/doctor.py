@@ -12,9 +12,9 @@ import msgspec
 from rich.table import Table
 
 from . import __version__
+from .api.launching import cuda_devices, launch
 from .config import install
 from .errors import SglrlError
-from .launch import cuda_devices, launch
 
 NEEDED = ("msgspec", "pyzmq", "uvloop", "numpy")
 OPTIONAL = ("sglang", "torch", "transformers")

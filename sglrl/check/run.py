@@ -11,10 +11,10 @@ import uvloop
 from rich.console import Console
 
 from .. import __version__
+from ..api.launching import launch
 from ..demo.display import stage, start_up
 from ..demo.tiny import tiny_model
 from ..errors import UsageError
-from ..launch import launch
 from ..wire.engine import EngineInfo
 from .logprobs import compare, load_reference, tolerance_for
 from .report import Report, make_report

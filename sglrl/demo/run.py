@@ -15,11 +15,11 @@ from rich.console import Console
 
 from .. import __version__
 from ..actors.spawning import spawn
+from ..api.launching import launch
 from ..check.logprobs import LogprobCheck, tolerance_for
 from ..check.run import quiet_transformers
 from ..errors import UsageError
 from ..inference.client import Client
-from ..launch import launch
 from ..rollout import Group, Trajectory, rollout
 from .display import stage, start_up
 from .replay import replay

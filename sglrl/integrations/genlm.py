@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import numpy as np
 import torch
 
-from ..blocking import BlockingClient, blocking
+from ..api.blocking import BlockingClient, blocking
 from ..core.calls import Call
 from ..errors import Closed, DeadlineExceeded, InvalidRequest, SglrlError, UsageError
 from ..inference.client import Client

@@ -16,8 +16,7 @@ import torch
 from torchrl.modules.llm.backends import RLSGLangEngine
 from torchrl.modules.llm.backends.sglang.sglang_utils import get_local_ip_address, get_open_port
 
-from ... import blocking
-from ...blocking import BlockingClient
+from ...api.blocking import BlockingClient, blocking
 from ...errors import Closed, DeadlineExceeded, UsageError
 from ...inference.completion import Completion
 from ...inference.sampling import SamplingParams

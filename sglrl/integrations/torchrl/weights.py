@@ -23,8 +23,7 @@ from torchrl.modules.llm.backends.sglang.sglang_utils import get_local_ip_addres
 from torchrl.weight_update.llm import get_sglang_model_metadata as _of_module
 from torchrl.weight_update.weight_sync_schemes import WeightStrategy, WeightSyncScheme
 
-from ... import blocking
-from ...blocking import BlockingClient
+from ...api.blocking import BlockingClient, blocking
 from ...weights.tensor_source import check_metadata
 from ...weights.update_report import UpdateReport
 

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import msgspec
 
-from .config import (
+from ..config import (
     HEARTBEAT_TIMEOUT,
     FabricConfig,
     PoolConfig,
@@ -29,13 +29,13 @@ from .config import (
     strategies,
     visible_cuda_devices,
 )
-from .core.seeds import SEEDS
-from .driver.pool import Birth, Pool
-from .errors import ModelError, NotEnoughDevices, UsageError
-from .inference.client import Client
-from .transport.curve_keys import read_driver_keys
-from .transport.zmq import check_address
-from .wire.processes import EngineSpec
+from ..core.seeds import SEEDS
+from ..driver.pool import Birth, Pool
+from ..errors import ModelError, NotEnoughDevices, UsageError
+from ..inference.client import Client
+from ..transport.curve_keys import read_driver_keys
+from ..transport.zmq import check_address
+from ..wire.processes import EngineSpec
 
 logger = logging.getLogger("sglrl.launch")
 

@@ -17,23 +17,23 @@ import numpy as np
 import uvloop
 from numpy.typing import NDArray
 
-from .config import open_standard_files
-from .driver.pool import QueueInfo, WorkerInfo
-from .errors import Closed, UsageError
-from .inference.client import Client
-from .inference.completion import Chunk, Completion, NextTokenLogprobs
-from .inference.engine_controls import WorkerStats
-from .launch import launch
-from .remote.client import connect
-from .rollout.group import Group, RolloutMetrics
-from .rollout.play import Agent
-from .rollout.runner import Rollout, rollout
-from .rollout.session import Session
-from .rollout.trajectory import Trajectory
-from .system_limits import start_thread
-from .weights.local_sender import TensorMetadata
-from .weights.update_report import UpdateReport
-from .wire.engine import EngineInfo
+from ..config import open_standard_files
+from ..driver.pool import QueueInfo, WorkerInfo
+from ..errors import Closed, UsageError
+from ..inference.client import Client
+from ..inference.completion import Chunk, Completion, NextTokenLogprobs
+from ..inference.engine_controls import WorkerStats
+from ..remote.client import connect
+from ..rollout.group import Group, RolloutMetrics
+from ..rollout.play import Agent
+from ..rollout.runner import Rollout, rollout
+from ..rollout.session import Session
+from ..rollout.trajectory import Trajectory
+from ..system_limits import start_thread
+from ..weights.local_sender import TensorMetadata
+from ..weights.update_report import UpdateReport
+from ..wire.engine import EngineInfo
+from .launching import launch
 
 logger = logging.getLogger("sglrl.blocking")
 
@@ -164,7 +164,7 @@ class BlockingClient:
 
     def update_weights(self, weights: Any, **kwargs: Any) -> UpdateReport:
         """See ``Client.update_weights``."""
-        from .weights.tensor_source import take
+        from ..weights.tensor_source import take
 
         # Here, because what is awaited on a GPU is the calling thread's current stream.
         return self._wait(self._client.update_weights(take(weights), **kwargs))
