@@ -120,7 +120,7 @@ async def _agents_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]
     processes = options.get("processes")
     prompts, tool = Prompts(), Tool(options["tool"])
 
-    async def agent(session: sglrl.rollout.Session, item: Mapping[str, Any]) -> float:
+    async def agent(session: sglrl.Session, item: Mapping[str, Any]) -> float:
         for turn in range(turns):
             if turn:
                 session.observe(await tool(item["number"], turn))
@@ -179,7 +179,7 @@ async def _beside_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]
     agents, turns, at_a_time = options["agents"], options["turns"], options["at_a_time"]
     prompts, tool = Prompts(), Tool(options["tool"])
 
-    async def agent(session: sglrl.rollout.Session, item: Mapping[str, Any]) -> float:
+    async def agent(session: sglrl.Session, item: Mapping[str, Any]) -> float:
         for turn in range(turns):
             if turn:
                 session.observe(await tool(item["number"], turn))
@@ -326,7 +326,7 @@ async def _busy_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
     replicas, slower = options["replicas"], options["slower"]
     prompts, tool = Prompts(), Tool(options["tool"])
 
-    async def agent(session: sglrl.rollout.Session, item: Mapping[str, Any]) -> float:
+    async def agent(session: sglrl.Session, item: Mapping[str, Any]) -> float:
         times = slower if item["number"] % 4 == 3 else 1
         for turn in range(turns):
             if turn:
@@ -394,7 +394,7 @@ async def _busy_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
             run = sglrl.rollout(client, agent, items(), concurrency=concurrency)
             async with run:
 
-                async def take(n: int) -> list[sglrl.rollout.Group]:
+                async def take(n: int) -> list[sglrl.Group]:
                     return [(await run.take())[0] for _ in range(n)]
 
                 # The first to end are quick ones: wait until slow ones have ended too.
@@ -404,7 +404,7 @@ async def _busy_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
         async def in_batches(size: int, agents: int) -> dict[str, float]:
             endless = items()
 
-            async def take(n: int) -> list[sglrl.rollout.Group]:
+            async def take(n: int) -> list[sglrl.Group]:
                 found = []
                 for _ in range(0, n, size):
                     batch = itertools.islice(endless, size)
@@ -467,7 +467,7 @@ async def _prefix_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]
         start_seconds = time.perf_counter() - begun
         vocab = client.info.vocab_size
 
-        async def repetition(number: int) -> tuple[list[sglrl.rollout.Trajectory], float]:
+        async def repetition(number: int) -> tuple[list[sglrl.Trajectory], float]:
             draw = random.Random(number)
 
             def ids(size: int) -> list[int]:
@@ -479,7 +479,7 @@ async def _prefix_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]
                 {"number": i, "input_ids": system + ids(options["question"])} for i in range(count)
             ]
 
-            async def agent(session: sglrl.rollout.Session, item: Mapping[str, Any]) -> float:
+            async def agent(session: sglrl.Session, item: Mapping[str, Any]) -> float:
                 for turn in range(turns):
                     if turn:
                         await asyncio.sleep(options["tool_seconds"])

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 import sglrl
 from sglrl.demo.tiny import tiny_model
 from sglrl.rl import has_signal, leave_one_out, policy_loss, token_logprobs
-from sglrl.rollout import stack
+from sglrl.rollouts import stack
 
 MODEL = str(tiny_model(characters="0123456789", initializer_range=0.02))
 GROUPS, SAMPLES, WIDTH = 16, 16, 16

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 import sglrl
 from sglrl.demo.tiny import tiny_model
 from sglrl.rl import group_advantages, has_signal, policy_loss, token_logprobs
-from sglrl.rollout import stack
+from sglrl.rollouts import stack
 
 MODEL = str(tiny_model(characters="0123456789", initializer_range=0.02))
 GROUPS, SAMPLES = 16, 16

@@ -10,9 +10,7 @@ Names are imported when first used, so ``import sglrl`` itself costs next to not
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -61,16 +59,10 @@ if TYPE_CHECKING:
     from .inference.sampling import SamplingParams
     from .inference.stream import Stream
     from .remote.client import connect
-    from .rollout import (
-        Group,
-        Rollout,
-        RolloutMetrics,
-        Session,
-        Trajectory,
-        TrajectoryTiming,
-        Turn,
-        rollout,
-    )
+    from .rollouts.group import Group, RolloutMetrics
+    from .rollouts.runner import Rollout, rollout
+    from .sessions.session import Session
+    from .sessions.trajectory import Trajectory, TrajectoryTiming, Turn
     from .wire.engine import EngineInfo, EngineStats
 
 __version__ = "0.1.0"
@@ -89,7 +81,7 @@ _HOME = {
     "EngineError": "errors",
     "EngineInfo": "wire.engine",
     "EngineStats": "wire.engine",
-    "Group": "rollout",
+    "Group": "rollouts.group",
     "InvalidKeys": "errors",
     "InvalidRequest": "errors",
     "InvalidWeights": "errors",
@@ -101,21 +93,21 @@ _HOME = {
     "ProtocolError": "errors",
     "QueueInfo": "driver.pool",
     "RemoteError": "errors",
-    "Rollout": "rollout",
+    "Rollout": "rollouts.runner",
     "RolloutFailed": "errors",
-    "RolloutMetrics": "rollout",
+    "RolloutMetrics": "rollouts.group",
     "SamplingParams": "inference.sampling",
     "ScoreLogprobs": "inference.completion",
     "Scores": "inference.completion",
-    "Session": "rollout",
+    "Session": "sessions.session",
     "SettingsMismatch": "errors",
     "SglrlError": "errors",
     "Stream": "inference.stream",
     "Timing": "inference.completion",
     "TopLogprobs": "inference.completion",
-    "Trajectory": "rollout",
-    "TrajectoryTiming": "rollout",
-    "Turn": "rollout",
+    "Trajectory": "sessions.trajectory",
+    "TrajectoryTiming": "sessions.trajectory",
+    "Turn": "sessions.trajectory",
     "UnknownEndpoint": "errors",
     "UpdateInProgress": "errors",
     "UsageError": "errors",
@@ -130,7 +122,7 @@ _HOME = {
     "connect": "remote.client",
     "endpoint": "actors.actor",
     "launch": "api.launching",
-    "rollout": "rollout",
+    "rollout": "rollouts.runner",
     "spawn": "actors.spawning",
 }
 
@@ -201,25 +193,6 @@ def __getattr__(name: str) -> Any:
     value = getattr(import_module(f".{home}", __name__), name)
     globals()[name] = value
     return value
-
-
-class _Package(ModuleType):
-    """``launch``, ``spawn`` and ``blocking`` are functions in modules of the same name. Python sets
-    an imported module as an attribute of its package, whoever imported it; here the function is
-    set instead, so that ``sglrl.spawn(...)`` works also after ``sglrl.launch`` imported the module.
-    """
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, ModuleType) and _HOME.get(name) == name:
-            value = getattr(value, name)
-        super().__setattr__(name, value)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """By its name, as pickles hold modules: cloudpickle does so with plain ones only."""
-        return import_module, (self.__name__,)
-
-
-sys.modules[__name__].__class__ = _Package
 
 
 def __dir__() -> list[str]:

@@ -24,11 +24,11 @@ from ..inference.client import Client
 from ..inference.completion import Chunk, Completion, NextTokenLogprobs
 from ..inference.engine_controls import WorkerStats
 from ..remote.client import connect
-from ..rollout.group import Group, RolloutMetrics
-from ..rollout.play import Agent
-from ..rollout.runner import Rollout, rollout
-from ..rollout.session import Session
-from ..rollout.trajectory import Trajectory
+from ..rollouts.agent import Agent
+from ..rollouts.group import Group, RolloutMetrics
+from ..rollouts.runner import Rollout, rollout
+from ..sessions.session import Session
+from ..sessions.trajectory import Trajectory
 from ..system_limits import start_thread
 from ..weights.local_sender import TensorMetadata
 from ..weights.update_report import UpdateReport

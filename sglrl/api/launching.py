@@ -33,6 +33,7 @@ from ..core.seeds import SEEDS
 from ..driver.pool import Birth, Pool
 from ..errors import ModelError, NotEnoughDevices, UsageError
 from ..inference.client import Client
+from ..remote.server import serve
 from ..transport.curve_keys import read_driver_keys
 from ..transport.zmq import check_address
 from ..wire.processes import EngineSpec
@@ -246,6 +247,7 @@ def launch(
         timeout=timeout,
         weight_device=weight_device,
         more=more,
+        serve=serve,
     )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..check.logprobs import LogprobCheck
-from ..rollout import Trajectory, Turn
+from ..rollouts import Trajectory, Turn
 
 
 def replay(

@@ -20,7 +20,7 @@ from ..check.logprobs import LogprobCheck, tolerance_for
 from ..check.run import quiet_transformers
 from ..errors import UsageError
 from ..inference.client import Client
-from ..rollout import Group, Trajectory, rollout
+from ..rollouts import Group, Trajectory, rollout
 from .display import stage, start_up
 from .replay import replay
 from .report import WINDOW, Comparison, Report, Step, judge, mean_rewards, task_result

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..actors.actor import Actor, endpoint
 from ..actors.spawning import ActorHandle
-from ..rollout.session import Session
+from ..sessions.session import Session
 
 DIGITS = "0123456789"
 NAMES = "abcdef"

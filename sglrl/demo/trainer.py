@@ -16,7 +16,7 @@ from ..rl import (
     token_logprobs,
     turn_advantages,
 )
-from ..rollout import Group, stack
+from ..rollouts import Group, stack
 
 EPOCHS = 2
 LEARNING_RATE = 2e-3

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NoReturn, Self, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, Self, overload
 
 from ..config import check_target, positive
 from ..core.concurrency import Load
@@ -20,21 +20,30 @@ from ..driver.driver import Driver
 from ..driver.gathering import submit_all
 from ..driver.pool import Birth, Pool, QueueInfo, WorkerInfo, describe
 from ..errors import Closed, InvalidRequest, UsageError
-from ..remote.server import Gateway
-from ..rollout.opening import Opening
-from ..rollout.session import Session
 from ..weights.local_sender import LocalSender, TensorMetadata
 from ..weights.update_report import UpdateReport
 from ..weights.update_request import UpdateRequest
 from ..wire.engine import EngineInfo
 from ..wire.processes import ClientKeys
 from .completion import Completion, NextTokenLogprobs
-from .engine_controls import ENDPOINTS, Controls, WorkerStats
+from .engine_controls import Controls, WorkerStats
 from .prompts import Message, check_given_ids
 from .requests import Requests
 from .sampling import SamplingParams
 from .stream import Stream
 from .tokens import TokenIds, TokenizerBox, check_ids
+
+if TYPE_CHECKING:
+    from ..sessions.session import Session
+
+
+class RemoteServer(Protocol):
+    """Serves clients in other processes."""
+
+    address: str
+    """For ``sglrl.connect``. It holds a secret."""
+
+    async def close(self) -> None: ...
 
 
 class Client:
@@ -51,6 +60,7 @@ class Client:
         timeout: float | None,
         weight_device: Any = None,
         more: Callable[[int, list[Birth]], list[Birth]] | None = None,
+        serve: Callable[[Client, Driver], RemoteServer] | None = None,
     ) -> None:
         self._pool = pool
         self._more = more
@@ -61,7 +71,8 @@ class Client:
         self._tokenizer_box = TokenizerBox(model)
         self._driver: Driver | None = None
         self._requests: Requests | None = None
-        self._gateway: Gateway | None = None
+        self._serve = serve
+        self._server: RemoteServer | None = None
         self._controls = Controls(pool, timeout)
         self._weights = LocalSender(pool.weights)
 
@@ -75,7 +86,8 @@ class Client:
         self._requests = Requests(
             self._driver, info, self._tokenizer_box, self._pool.weights, self._timeout
         )
-        self._open_gateway()
+        if self._serve is not None:
+            self._server = self._serve(self, self._driver)
         if self._weight_device is not None:
             try:
                 await self.connect_weights(device=self._weight_device)
@@ -111,10 +123,6 @@ class Client:
             "other process client.address, and call sglrl.connect(address) there"
         )
 
-    def _open_gateway(self) -> None:
-        """Let in clients of other processes."""
-        self._gateway = Gateway(self, self._running(), self._pool, ENDPOINTS)
-
     async def close(self, *, drain: bool = False, timeout: float = 600.0) -> None:
         """End every call with ``Closed`` and every worker; safe to call again.
 
@@ -126,8 +134,8 @@ class Client:
             return
         await self._pool.close(drain=drain, timeout=timeout)
         self._weights.close()
-        if self._gateway is not None:
-            await self._gateway.close()
+        if self._server is not None:
+            await self._server.close()
 
     async def add_workers(self, n: int = 1) -> list[int]:
         """Start ``n`` more workers, with the same arguments; returns their ids when they serve,
@@ -272,9 +280,9 @@ class Client:
     @property
     def address(self) -> str:
         """For ``sglrl.connect`` in other processes. It holds a secret."""
-        if self._gateway is None:
+        if self._server is None:
             raise _not_started()
-        return self._gateway.address
+        return self._server.address
 
     @property
     def weights_address(self) -> str:
@@ -695,8 +703,11 @@ class Client:
         Raises:
             InvalidRequest: something above is wrong.
         """
+        from ..sessions.session import Session
+        from ..sessions.session_spec import SessionSpec
+
         return Session(
-            Opening(
+            SessionSpec(
                 self,
                 prompt,
                 messages=messages,
@@ -718,9 +729,9 @@ class Client:
     def _way_in(self) -> tuple[str, ClientKeys | None, bool, float | None]:
         """For processes of this machine: address, keys, insecure and heartbeat_timeout of
         ``sglrl.connect``."""
-        if self._gateway is None:
+        if self._server is None:
             raise _not_started()
-        _, _, token = self._gateway.address.partition("#")
+        _, _, token = self._server.address.partition("#")
         address = self._running().transport.address
         config = self._pool._config
         keys = self._pool._worker_keys

@@ -402,9 +402,6 @@ class RemoteClient(Client):
             self.model = self._tokenizer_box.model = self._pool.model
         return self
 
-    def _open_gateway(self) -> None:
-        """Who has the pool has that too."""
-
     async def close(self, *, drain: bool = False, timeout: float = 600.0) -> None:
         """Take leave: this client's calls end with ``Closed`` (``drain``: are awaited first). The
         pool goes on."""

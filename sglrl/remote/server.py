@@ -11,12 +11,15 @@ import asyncio
 import hmac
 import logging
 import secrets
-from collections.abc import Coroutine, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Coroutine
+from typing import Any, Final
 
 from ..actors.actor import Actor, EndpointSpec, endpoint, endpoints_of
 from ..driver.driver import Driver, now
+from ..driver.pool import Pool
 from ..errors import ProtocolError, SglrlError
+from ..inference.client import Client
+from ..inference.engine_controls import ENDPOINTS
 from ..weights.update_report import UpdateReport
 from ..wire.calls import PROTOCOL_VERSION, Cancel, ItemKind
 from ..wire.codec import Buffer, decode_from_client, encode
@@ -36,11 +39,7 @@ from ..wire.remote import (
 from ..wire.weights import ModelDescription, Shard
 from .forwarding import NEWS_SECONDS, Admission, Peer, Relay, arguments
 
-if TYPE_CHECKING:
-    from ..driver.pool import Pool
-    from ..inference.client import Client
-
-logger = logging.getLogger("sglrl.gateway")
+logger = logging.getLogger("sglrl.remote")
 
 _MOST_PEERS: Final = 1024
 """Each is remembered until it takes its leave, or cannot be reached."""
@@ -104,17 +103,18 @@ class PoolEndpoints(Actor):
         )
 
 
-class Gateway:
-    """Made by a ``Client`` that has a pool of its own; on its event loop. ``controls``: endpoints
-    of the engines beside those that take tokens. ``address``: what ``sglrl.connect`` takes. It
-    holds a secret."""
+class PoolServer:
+    """Serves remote clients on the event loop of the ``Client`` that owns the pool.
+
+    Attributes:
+        address: for ``sglrl.connect``. It holds a secret.
+    """
 
     def __init__(
         self,
         client: Client,
         driver: Driver,
         pool: Pool,
-        controls: Mapping[str, EndpointSpec],
     ) -> None:
         self._client = client
         self._driver = driver
@@ -127,7 +127,7 @@ class Gateway:
             self._relay,
             driver,
             client.info,
-            controls,
+            ENDPOINTS,
             pool.weights,
             endpoints_of(PoolEndpoints),
             self._ask,
@@ -329,3 +329,8 @@ class Gateway:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def serve(client: Client, driver: Driver) -> PoolServer:
+    """Serve clients in other processes with the pool of ``client``, which has started."""
+    return PoolServer(client, driver, client._pool)

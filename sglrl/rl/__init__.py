@@ -1,7 +1,7 @@
 """Advantages and losses for policy gradients: plain functions of torch tensors, with their sources.
 
 Enough for a trainer that can be read in one go (``examples/grpo.py``); not a training framework.
-Tensors are [b, t]: b trajectories, t tokens each, as ``sglrl.rollout.stack`` lays them out: what
+Tensors are [b, t]: b trajectories, t tokens each, as ``sglrl.rollouts.stack`` lays them out: what
 stands at a token is about this token. Everything is computed in float32.
 """
 

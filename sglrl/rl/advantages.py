@@ -56,7 +56,7 @@ def turn_advantages(
 
     Args:
         rewards: float [b, t], and
-        turn_ids: int64 [b, t]: as ``sglrl.rollout.stack`` has them, in either padding, the
+        turn_ids: int64 [b, t]: as ``sglrl.rollouts.stack`` has them, in either padding, the
             trajectories of a group one after the other.
         group_sizes: how many trajectories each group has, as ``len(group.trajectories)``.
         normalize, epsilon: as ``group_advantages``.

@@ -22,9 +22,9 @@ from msgspec.structs import replace
 from sglrl.errors import UsageError
 from sglrl.inference.completion import Completion
 from sglrl.inference.sampling import SamplingParams
-from sglrl.rollout import files
-from sglrl.rollout.files import load, save
-from sglrl.rollout.trajectory import Trajectory, TrajectoryTiming, Turn
+from sglrl.sessions import trajectory_files
+from sglrl.sessions.trajectory import Trajectory, TrajectoryTiming, Turn
+from sglrl.sessions.trajectory_files import load, save
 from sglrl.wire.engine import TokenChunk
 
 from .byte_decoder import decode_bytes
@@ -448,7 +448,7 @@ def with_record(record: bytes) -> bytes:
 
 
 def fields_of(trajectory: Trajectory) -> list[Any]:
-    fields: list[Any] = msgspec.msgpack.decode(files._encode(trajectory, 0))
+    fields: list[Any] = msgspec.msgpack.decode(trajectory_files._encode(trajectory, 0))
     return fields
 
 
@@ -467,7 +467,7 @@ def fields_of(trajectory: Trajectory) -> list[Any]:
 def test_records_that_are_no_trajectories(folder: Path, change: Callable[[Any], Any]) -> None:
     """With the right checksum: whoever wrote them had another idea of what a trajectory is."""
     fields = fields_of(make())
-    assert_same(files._decode(msgspec.msgpack.encode(fields)), make())
+    assert_same(trajectory_files._decode(msgspec.msgpack.encode(fields)), make())
     data = with_record(msgspec.msgpack.encode(change(fields)))
     assert "is damaged: trajectory 0 of 1: " in refused(folder, data)
 
@@ -497,7 +497,7 @@ def test_fields_that_a_later_version_appends_are_passed_over(folder: Path) -> No
 def test_importing_it_brings_neither_torch_nor_sockets() -> None:
     code = """
 import sys
-import sglrl.rollout
+import sglrl.rollouts
 heavy = {"torch", "tensordict", "zmq", "transformers", "sglang", "uvloop", "cloudpickle", "rich"}
 print(*sorted(heavy & set(sys.modules)))
 """

@@ -31,7 +31,7 @@ from sglrl.demo.report import (
 )
 from sglrl.demo.tasks import CHARACTERS, TASKS, items, share
 from sglrl.demo.tiny import CHARACTER_SPECIAL_TOKENS, make_model
-from sglrl.rollout import Trajectory, Turn
+from sglrl.rollouts import Trajectory, Turn
 
 
 def test_items_repeat_by_seed_and_tasks_take_turns() -> None:

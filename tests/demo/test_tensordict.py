@@ -24,8 +24,8 @@ from torchrl.data import (
 
 from sglrl.config import install
 from sglrl.errors import UsageError
-from sglrl.rollout.tensors import stack
-from sglrl.rollout.trajectory import Trajectory, Turn
+from sglrl.sessions.tensors import stack
+from sglrl.sessions.trajectory import Trajectory, Turn
 
 DTYPES = {
     "input_ids": torch.int64,

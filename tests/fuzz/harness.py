@@ -18,6 +18,7 @@ from sglrl.core.members import READY
 from sglrl.driver.driver import Driver
 from sglrl.driver.pool import WorkerInfo
 from sglrl.inference.client import Client
+from sglrl.remote.server import serve
 from sglrl.transport.memory import MemoryDealer, MemoryRouter
 from sglrl.weights.channel import WeightChannel
 from sglrl.wire.calls import PROTOCOL_VERSION, Cancel, Item, ItemKind, Ready, Results, Submit
@@ -220,7 +221,7 @@ class Pool:
         self.router.close()
 
     def client(self) -> Client:
-        return Client(cast(Any, self), model="none", timeout=None)
+        return Client(cast(Any, self), model="none", timeout=None, serve=serve)
 
 
 @contextlib.contextmanager

@@ -38,10 +38,10 @@ class Attack:
         self.random = self.of_worker.random
         token = pool.weights.address.partition("#")[2].encode()
         self.senders = [b"sender/%s/%d" % (token, n) for n in range(40)]
-        gateway = client._gateway
-        assert gateway is not None
-        self.gateway = gateway
-        secret = gateway.address.partition("#")[2].encode()
+        server = client._server
+        assert server is not None
+        self.server = server
+        secret = server.address.partition("#")[2].encode()
         self.clients = [b"client/%s/%d" % (secret, n) for n in range(4)]
         self.strangers = [
             b"",
@@ -69,7 +69,7 @@ class Attack:
             identity, mutator = random.choice(self.senders), self.of_rank
         elif how < 0.93:
             identity, mutator = random.choice(self.clients), self.of_client
-            if identity not in self.gateway._peers:
+            if identity not in self.server._peers:
                 pool.router.take(identity, self.of_client.samples[0])
         else:
             identity, mutator = random.choice(self.strangers), self.of_anyone
@@ -117,8 +117,8 @@ async def one_round(pool: Pool, client: Client, attack: Attack, n: int) -> None:
         pool.bad_worker.work()
         await asyncio.sleep(0)
     await good
-    for peer in list(attack.gateway._peers.values()):
-        attack.gateway._forget(peer)
+    for peer in list(attack.server._peers.values()):
+        attack.server._forget(peer)
     pool.bad_worker.work()
     await asyncio.sleep(0)
     for task in spoiled:

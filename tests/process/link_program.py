@@ -42,15 +42,15 @@ async def pool(address: str, heartbeat_timeout: float) -> None:
         heartbeat_timeout=heartbeat_timeout,
     ) as client:
         say(address=client.address)
-        gateway = client._gateway
-        assert gateway is not None
+        server = client._server
+        assert server is not None
         async for command in commands():
-            while len(gateway._peers) != command.get("wait", len(gateway._peers)) or (
+            while len(server._peers) != command.get("wait", len(server._peers)) or (
                 "idle" in command and any(w.load for w in client.workers)
             ):
                 # A round trip to a worker takes a step of the engine.
                 await client.generate(input_ids=[1], max_new_tokens=1)
-            say(clients=len(gateway._peers), states=[w.state for w in client.workers])
+            say(clients=len(server._peers), states=[w.state for w in client.workers])
 
 
 async def client(address: str, heartbeat_timeout: float) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 import sglrl
-from sglrl.rollout import ending
+from sglrl.rollouts import task_ending
 
 from .test_rollout_processes import new_weights, until
 
@@ -34,7 +34,7 @@ async def client() -> AsyncIterator[sglrl.Client]:
 
 @pytest.fixture
 def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ending, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(task_ending, "GRACE_SECONDS", 0.1)
 
 
 @pytest.fixture
@@ -213,7 +213,7 @@ async def test_an_error_that_ends_the_run_is_raised(
 async def test_an_agent_has_its_time_although_others_hold_up_the_loop(
     client: sglrl.Client, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ending, "GRACE_SECONDS", 2.0)
+    monkeypatch.setattr(task_ending, "GRACE_SECONDS", 2.0)
     begun, ends, cleaned = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def agent(session: sglrl.Session, item: Any) -> float:

@@ -13,7 +13,7 @@ import pytest
 import sglrl
 from sglrl.core.calls import Call
 from sglrl.core.rollout_plan import Group, Sample
-from sglrl.rollout import Session
+from sglrl.rollouts import Session
 
 
 @pytest.fixture

@@ -21,8 +21,8 @@ MIB = 1 << 20
 
 
 def peers(pool: sglrl.Client) -> list[Peer]:
-    assert pool._gateway is not None
-    return [*pool._gateway._peers.values()]
+    assert pool._server is not None
+    return [*pool._server._peers.values()]
 
 
 async def until(pool: sglrl.Client, met: Callable[[], bool]) -> None:

@@ -52,8 +52,8 @@ async def remote(pool: sglrl.Client) -> AsyncIterator[sglrl.Client]:
 
 
 def peers(client: sglrl.Client) -> list[Peer]:
-    assert client._gateway is not None
-    return [*client._gateway._peers.values()]
+    assert client._server is not None
+    return [*client._server._peers.values()]
 
 
 async def until(client: sglrl.Client, met: Callable[[], bool]) -> None:
@@ -391,7 +391,7 @@ async def test_who_could_not_be_told_anything_hears_that_it_is_forgotten(
         driver, (peer,) = pool._running(), peers(pool)
         with monkeypatch.context() as full:
             full.setattr(driver.transport, "send", lambda identity, frames: False)
-            pool._gateway._tell(peer, Answers([], []))  # type: ignore[union-attr]
+            pool._server._tell(peer, Answers([], []))  # type: ignore[union-attr]
         assert "its calls (1) are given up" in caplog.text
         with pytest.raises(sglrl.Closed, match="not known to the pool any more"):
             await call

@@ -40,7 +40,7 @@ async def test_what_is_observed_while_the_prompt_is_encoded_comes_behind(
         await encoded.wait()
         return np.array([1, 2], "<i4").tobytes()
 
-    monkeypatch.setattr(session._opening, "ids", slow_ids)
+    monkeypatch.setattr(session._spec, "ids", slow_ids)
     session.observe([3])
     turn = asyncio.ensure_future(session.generate())
     await begun.wait()
@@ -330,7 +330,7 @@ async def test_a_first_turn_that_failed_has_no_version() -> None:
             await session.generate(max_new_tokens=200)
         assert session.oldest_version is None
         new_weights(client)
-        session._opening.timeout = None
+        session._spec.timeout = None
         return await of_now(session, item)
 
     item = {"id": 1, "input_ids": [1, 2, 3]}
@@ -383,7 +383,7 @@ async def test_an_error_of_keep_is_no_decision(client: sglrl.Client) -> None:
     asked: list[int] = []
     is_ready = asyncio.Event()
 
-    def keep(group: sglrl.rollout.Group) -> bool:
+    def keep(group: sglrl.Group) -> bool:
         is_ready.set()
         asked.append(len(group.trajectories))
         if asked == [3, 2]:

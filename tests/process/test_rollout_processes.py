@@ -529,9 +529,9 @@ async def test_a_process_that_dies_costs_its_samples_a_try(
     assert 1 <= run.metrics.samples_retried <= 8
     assert any(isinstance(error, sglrl.WorkerLost) for error in run.errors)
     # The pool's clients are those that are there.
-    gateway = client._gateway
-    assert gateway is not None
-    await until(lambda: not any(peer.calls for peer in gateway._peers.values()))
+    server = client._server
+    assert server is not None
+    await until(lambda: not any(peer.calls for peer in server._peers.values()))
 
 
 async def test_many_that_are_lost_at_once_are_no_failures(
@@ -617,7 +617,7 @@ async def test_the_pools_end_ends_the_run() -> None:
     async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:
         while True:
             await session.generate(max_new_tokens=2)
-            session = session._opening.client.session(input_ids=[1])
+            session = session._spec.client.session(input_ids=[1])
 
     async with sglrl.launch("fake", **FAKE) as client:
         run = sglrl.rollout(client, agent, ITEMS, processes=2, retries=1000)
@@ -813,7 +813,7 @@ async def test_samples_that_begin_behind_an_update_are_not_stale(client: sglrl.C
     async def agent(session: sglrl.Session, item: dict[str, Any]) -> sglrl.Trajectory:
         await session.generate(max_new_tokens=2)
         made = session.trajectory(1.0)
-        version = session._opening.client.weight_version
+        version = session._spec.client.weight_version
         return made.replace(versions=np.where(made.loss_mask, version, -1))
 
     endless = (ITEMS[i % 24] for i in range(10**9))
@@ -832,7 +832,7 @@ async def test_it_is_bounded_how_far_they_run_ahead(client: sglrl.Client, tmp_pa
         (tmp_path / str(item["id"])).touch()
         await session.generate(max_new_tokens=2)
         made = session.trajectory(1.0)
-        version = session._opening.client.weight_version
+        version = session._spec.client.weight_version
         return made.replace(versions=np.where(made.loss_mask, version, -1))
 
     run = sglrl.rollout(client, agent, ITEMS, batch_size=4, max_staleness=1, processes=2)
@@ -918,11 +918,11 @@ async def test_a_process_that_is_cut_off_is_replaced(client: sglrl.Client, tmp_p
     run = sglrl.rollout(client, agent, ITEMS, processes=2, concurrency=8, retries=0)
     async with run:
         await until(lambda: len(os.listdir(tmp_path)) == 2)
-        gateway = client._gateway
-        assert gateway is not None
-        (first, _) = gateway._peers.values()
-        gateway._dismiss(first.identity, "it has not read for so long")
-        gateway._forget(first)
+        server = client._server
+        assert server is not None
+        (first, _) = server._peers.values()
+        server._dismiss(first.identity, "it has not read for so long")
+        server._forget(first)
         (tmp_path / "go").touch()
         assert len(await run.take(24)) == 24
         assert run._processes is not None

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import sglrl
-from sglrl.rollout import runner
+from sglrl.rollouts import runner
 
 ITEMS = [{"input_ids": [1 + i % 900, 2, 3], "id": i} for i in range(40)]
 
@@ -32,7 +32,7 @@ async def client() -> AsyncIterator[sglrl.Client]:
 
 async def of_now(session: sglrl.Session, item: dict[str, Any]) -> sglrl.Trajectory:
     """As ``two_turns``, and the tokens say the version of the weights, as a real engine's do."""
-    client = session._opening.client
+    client = session._spec.client
     version = client.weight_version
     reward = await two_turns(session, item)
     made = session.trajectory(reward)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from zmq.utils import z85
 
 from sglrl.errors import InvalidKeys, UsageError
-from sglrl.rollout.outcome import Settings
+from sglrl.rollouts.agent_messages import Settings
 from sglrl.transport.curve_keys import (
     add_client,
     is_key,

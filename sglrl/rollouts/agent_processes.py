@@ -1,9 +1,8 @@
-"""Agents in processes of their own, as the driver of a run sees them: see ``host.py`` for their
-end.
+"""Agents in processes of their own: the driver's side of ``agent_worker.py``.
 
-They are plain actors (``sglrl.spawn``). A sample is one call to the least loaded of them, so that
-cancellation, a process that dies, and its replacement are what they are for any actor; no task of
-the driver waits for it.
+The processes are plain actors (``sglrl.spawn``). A sample is one call to the process with the
+fewest samples. The fabric handles its cancellation, a dead process and the replacement, as for
+every actor call; the driver has no task that waits for the sample.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from ..errors import MessageTooLarge, ProtocolError, SglrlError, UsageError
 from ..inference.engine_controls import ask_all, tell
 from ..wire.calls import Item, ItemKind
 from ..wire.codec import Body, Buffer
-from .ending import GRACE_SECONDS
-from .host import AgentHost
-from .outcome import Outcome, Settings
+from .agent_messages import Outcome, Settings
+from .agent_worker import AgentHost
+from .task_ending import GRACE_SECONDS
 
 _ANY_NUMBER: Final = 1 << 30
 """How many samples run is said by the run, and not by its processes."""

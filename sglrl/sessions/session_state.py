@@ -22,8 +22,8 @@ from ..inference.prompts import Message, check_conversation
 from ..inference.requests import Requests
 from ..inference.sampling import DEFAULT_MAX_NEW_TOKENS, Prepared, own_names
 from ..inference.tokens import check_ids
-from .opening import Opening
-from .template import behind_answer
+from .renderer import behind_answer
+from .session_spec import SessionSpec
 from .trajectory import MOST_REWARD
 
 
@@ -54,7 +54,6 @@ class SessionState:
         "messages",
         "oldest",
         "on_turn",
-        "opening",
         "pending",
         "prompt_bytes",
         "refused",
@@ -63,6 +62,7 @@ class SessionState:
         "rewards",
         "route",
         "seed",
+        "spec",
         "starts",
         "taken",
         "tokens",
@@ -70,12 +70,12 @@ class SessionState:
     )
 
     def __init__(
-        self, opening: Opening, on_turn: Callable[[int, int, int], None] | None, seed: Any
+        self, spec: SessionSpec, on_turn: Callable[[int, int, int], None] | None, seed: Any
     ) -> None:
-        self.opening = opening
+        self.spec = spec
         self.on_turn = on_turn
         self.seed = seed
-        self.requests: Requests = opening.requests
+        self.requests: Requests = spec.requests
         self.route = Route(b"")
         self.tokens = b""
         self.prompt_bytes = 0
@@ -84,7 +84,7 @@ class SessionState:
         self.starts: list[int] = []
         self.rewards: list[float] = []
         self.oldest: int | None = None
-        self.messages: list[Message] | None = opening.messages
+        self.messages: list[Message] | None = spec.messages
         self.answer_at = 0
         self.pending: list[Any] = []
         self.taken = 0
@@ -113,8 +113,8 @@ class SessionState:
             raise UsageError("a turn of this session is being sampled; await it first")
         if self.seed is not None:
             values = {"seed": self.seed + len(self.turns), **own_names(values)}
-        opening = self.opening
-        prepared: Prepared = opening.prepare(values) if values else opening.prepared
+        spec = self.spec
+        prepared: Prepared = spec.prepare(values) if values else spec.prepared
         self.busy = True
         return prepared
 
@@ -138,8 +138,8 @@ class SessionState:
 
     def limits(self, ids: bytes, prepared: Prepared) -> tuple[int, float | None]:
         """New tokens at most, and until when. ``InvalidRequest``: the context is full."""
-        opening = self.opening
-        most: int = opening.most_tokens
+        spec = self.spec
+        most: int = spec.most_tokens
         room = most - len(ids) // 4
         limit: int = prepared.max_new_tokens or DEFAULT_MAX_NEW_TOKENS
         if limit > room:
@@ -150,7 +150,7 @@ class SessionState:
                 f"observed, of {self.requests.info.context_length} possible; see Session.room "
                 "and Session.unobserve"
             )
-        timeout: float | None = opening.timeout
+        timeout: float | None = spec.timeout
         return limit, None if timeout is None else deadline_from(timeout)
 
     def ask(
@@ -164,13 +164,13 @@ class SessionState:
         """Submit it; or what is left of it, if it was returned unfinished."""
         if self.closed:
             raise Closed("the session was closed")
-        opening = self.opening
-        version: int = opening.weights.version
+        spec = self.spec
+        version: int = spec.weights.version
         if not self.turns and (begun is None or not len(begun.output_ids)):
             # No token will be older.
             self.oldest = version
         self.route.extend(ids, version)
-        priority: int = opening.priority
+        priority: int = spec.priority
         self.call, future = self.requests.sample(
             ids, prepared, limit, True, 0, self.route, deadline, priority, None, begun
         )
@@ -278,8 +278,8 @@ class SessionState:
     ) -> tuple[bytes, list[Message] | None, int]:
         """The session's response, messages and beginning of the assistant's turn, with these. On a
         thread of its own."""
-        box, opening = self.requests.box, self.opening
-        vocab_size = opening.vocab_size
+        box, spec = self.requests.box, self.spec
+        vocab_size = spec.vocab_size
         response, messages, answer_at = self.response, self.messages, self.answer_at
         for item in _joined(pending):
             if isinstance(item, bytes):
@@ -293,7 +293,7 @@ class SessionState:
             ended = self._ended_by(len(response))
             answer = box.decode(tokens if ended is None else tokens[:-1], False)
             text = behind_answer(
-                opening.render, messages, answer, item, allow_rewrite=opening.allow_rewrite
+                spec.render, messages, answer, item, allow_rewrite=spec.allow_rewrite
             )
             ids = box.encode_rendered([text])[0]
             if ended is not None and ids[:1] == [ended]:

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from .trajectory import Trajectory
+from ..sessions.trajectory import Trajectory
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True, eq=False):

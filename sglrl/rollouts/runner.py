@@ -2,7 +2,7 @@
 
 ``Plan`` (``core/rollout_plan.py``) decides what runs and what is delivered; this module has the
 tasks. One task starts samples. Each agent is a task of its own, which the run cancels when it
-ends; the run goes on without an agent that does not end (``ending.py``).
+ends; the run goes on without an agent that does not end (``task_ending.py``).
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ from ..errors import (
     WorkerLost,
 )
 from ..inference.sampling import SamplingParams, own_names
-from .ending import GRACE_SECONDS, Grace, Limit, end_without, name_of, stack_of
+from ..sessions.gate import Gate
+from ..sessions.session import Session, session_of_sample
+from ..sessions.session_spec import SessionSpec
+from ..sessions.trajectory import Trajectory
+from .agent import Agent, NotAsync, as_failure, is_late, made_ready, play, too_late
+from .agent_messages import DONE, LATE, STALE, Outcome, Settings, error_from, sampling_to
+from .dataset import Items, length, session_arguments
 from .failures import FailureLog
-from .gate import Gate
 from .group import Group, RolloutMetrics
-from .items import Items, length, session_arguments
-from .opening import Opening
-from .outcome import DONE, LATE, STALE, Outcome, Settings, error_from, sampling_to
-from .play import Agent, NotAsync, as_failure, is_late, made_ready, play, too_late
 from .progress import RolloutProgress
-from .session import Session, session_of_sample
-from .trajectory import Trajectory
+from .task_ending import GRACE_SECONDS, Grace, Limit, end_without, name_of, stack_of
 
 if TYPE_CHECKING:
     from ..inference.client import Client
-    from .processes import AgentProcesses, Away
+    from .agent_processes import AgentProcesses, Away
 
 logger = logging.getLogger("sglrl.rollout")
 
@@ -295,7 +295,7 @@ class Rollout:
         self._fixed = concurrency
         self._state = _checked_state(state)
         self._wake = asyncio.Event()
-        self._openings: dict[core.Group, Opening] = {}
+        self._specs: dict[core.Group, SessionSpec] = {}
         self._asked: dict[core.Group, Mapping[str, Any] | None] = {}
         """What sessions of a group begin with that are in other processes; None: what these find by
         themselves."""
@@ -331,7 +331,7 @@ class Rollout:
         self._processes: AgentProcesses | None = None
         if processes is not None:
             # Here, because it brings what trajectories and their files can do without: sockets.
-            from .processes import AgentProcesses
+            from .agent_processes import AgentProcesses
 
             settings = Settings(
                 os.getpid(),
@@ -598,18 +598,16 @@ class Rollout:
             except Exception as error:
                 self._failed(sample, error)
             return
-        opening = self._openings.get(group)
-        if opening is None:
+        spec = self._specs.get(group)
+        if spec is None:
             try:
                 found = self._open_session(group.item)
-                opening = Opening.of(self._client, found, self._values, self._sampling)
+                spec = SessionSpec.of(self._client, found, self._values, self._sampling)
             except Exception as error:
                 self._failed(sample, error)
                 return
-            self._openings[group] = opening
-        session = session_of_sample(
-            opening, self._gate, self._count, seed, group.index, sample.index
-        )
+            self._specs[group] = spec
+        session = session_of_sample(spec, self._gate, self._count, seed, group.index, sample.index)
         self._running[sample] = session
         self._begin_task(self._one(sample, session), sample)
 
@@ -619,7 +617,7 @@ class Rollout:
             return None
         if group not in self._asked:
             found = self._open_session(group.item)
-            Opening.of(self._client, found, self._values, self._sampling)
+            SessionSpec.of(self._client, found, self._values, self._sampling)
             self._asked[group] = sampling_to(found)
         return self._asked[group]
 
@@ -635,7 +633,7 @@ class Rollout:
                     raise asyncio.CancelledError
                 if self._timeout is not None:
                     # A tokenizer that must be loaded first takes nobody's time.
-                    await session._opening.ids()
+                    await session._spec.ids()
                     late = functools.partial(self._go_on_without, task, "timeout")
                     session._limit = limit = Limit(self._timeout, late)
                 trajectory = await play(self._play, session, sample.group.item, limit)
@@ -799,7 +797,7 @@ class Rollout:
         elif ready is not None:
             self._tell_takers()
         if group.state is not core.RUNNING:
-            self._openings.pop(group, None)
+            self._specs.pop(group, None)
             self._asked.pop(group, None)
             if group.state is core.DROPPED:
                 self._give_up(group.samples)
@@ -830,7 +828,7 @@ class Rollout:
     def _on_version(self) -> None:
         plan = self._plan
         plan.advance(self._client.weight_version)
-        for kept in (self._openings, self._asked):
+        for kept in (self._specs, self._asked):
             for group in [g for g in kept if g not in plan.live]:
                 # It was dropped, and no sample of it runs that would end.
                 del kept[group]

@@ -19,7 +19,7 @@ GRACE_SECONDS: float = 5.0
 _STEPS: Final = 5
 """The grace period is counted in so many steps. So time in which the event loop did not run, and
 in which the agent could not end, counts as one step at most."""
-_WITHOUT_AGENT: Final = ("runner.py", "host.py", "play.py", "ending.py")
+_WITHOUT_AGENT: Final = ("runner.py", "agent_worker.py", "agent.py", "task_ending.py")
 """Files of this package whose frames come before the agent's."""
 
 

@@ -1,4 +1,4 @@
-"""A process in which agents of a run play: the actor that ``processes.py`` spawns.
+"""A process in which agents of a run play: the actor that ``agent_processes.py`` spawns.
 
 It is a client of the run's pool, as any other process could be one (``sglrl.connect``), so turns
 are routed with those of all other clients. What is decided of a run is decided by its driver; here
@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from ..actors.actor import Actor, endpoint
 from ..errors import UsageError
+from ..sessions.gate import Gate
+from ..sessions.session import Session, session_of_sample
+from ..sessions.session_spec import SessionSpec
+from ..sessions.trajectory import Trajectory, record_of
 from ..wire.codec import Body
-from .ending import GRACE_SECONDS, Grace, Limit, end_without, name_of, stack_of
-from .gate import Gate
-from .items import session_arguments
-from .opening import Opening
-from .outcome import DONE, FAILED, LATE, STALE, Outcome, Settings, body_of, sampling_from
-from .play import Agent, NotAsync, as_failure, is_late, made_ready, play, too_late
-from .session import Session, session_of_sample
-from .trajectory import Trajectory, record_of
+from .agent import Agent, NotAsync, as_failure, is_late, made_ready, play, too_late
+from .agent_messages import DONE, FAILED, LATE, STALE, Outcome, Settings, body_of, sampling_from
+from .dataset import session_arguments
+from .task_ending import GRACE_SECONDS, Grace, Limit, end_without, name_of, stack_of
 
 if TYPE_CHECKING:
     from ..remote.client import RemoteClient
@@ -66,7 +66,7 @@ class AgentHost(Actor):
         self._client: RemoteClient
         self._agent: Agent
         self._gate = Gate()
-        self._openings: OrderedDict[tuple[int, int], Opening] = OrderedDict()
+        self._specs: OrderedDict[tuple[int, int], SessionSpec] = OrderedDict()
         self._samples: set[_Sample] = set()
         self._count = [0, 0, 0, 0]
         """Since the driver was last told: turns, bytes of their prompts, tokens of these that were
@@ -144,11 +144,11 @@ class AgentHost(Actor):
         try:
             # What the pool itself says of it may come later than this.
             self._client._pool.heard_of(version)
-            opening = self._opening(sample.item, tries, item, arguments)
+            spec = self._spec_of(sample.item, tries, item, arguments)
             # A tokenizer that must be loaded first takes nobody's time.
-            await opening.ids()
+            await spec.ids()
             session = sample.session = session_of_sample(
-                opening, self._gate, self._on_turn, seed, sample.item, sample.index
+                spec, self._gate, self._on_turn, seed, sample.item, sample.index
             )
             if timeout is not None:
                 late = functools.partial(self._go_on_without, sample)
@@ -181,19 +181,19 @@ class AgentHost(Actor):
 
     # --- inside -----------------------------------------------------------------------------------
 
-    def _opening(
+    def _spec_of(
         self, number: int, tries: int, item: Any, arguments: dict[str, Any] | None
-    ) -> Opening:
+    ) -> SessionSpec:
         """One for all samples of a group that are played here at about the same time."""
-        opening = self._openings.get((number, tries))
-        if opening is None:
+        spec = self._specs.get((number, tries))
+        if spec is None:
             settings = self.settings
             found = session_arguments(item) if arguments is None else sampling_from(arguments)
-            opening = Opening.of(self._client, found, settings.values, settings.sampling)
-            self._openings[number, tries] = opening
-            if len(self._openings) > _KEPT:
-                self._openings.popitem(last=False)
-        return opening
+            spec = SessionSpec.of(self._client, found, settings.values, settings.sampling)
+            self._specs[number, tries] = spec
+            if len(self._specs) > _KEPT:
+                self._specs.popitem(last=False)
+        return spec
 
     def _on_turn(self, prompt: int, cached: int, new: int) -> None:
         count = self._count

@@ -10,9 +10,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from ..errors import DeadlineExceeded, SglrlError, UsageError
-from .ending import Limit
-from .session import Session
-from .trajectory import Trajectory
+from ..sessions.session import Session
+from ..sessions.trajectory import Trajectory
+from .task_ending import Limit
 
 Agent = Callable[[Session, Any], Awaitable[Any]]
 

@@ -1,24 +1,23 @@
-"""What a conversation begins with, and how its turns are sampled."""
+"""How a session starts, and how its turns are sampled."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..config import check_target, check_timeout
 from ..errors import InvalidRequest
+from ..inference.client import Client
 from ..inference.prompts import Message, check_messages
 from ..inference.sampling import Prepared, SamplingParams, own_names
 from ..inference.tokens import TokenIds, check_ids
 
-if TYPE_CHECKING:
-    from ..inference.client import Client
 
-
-class Opening:
-    """What sessions begin with, and how they sample. It is encoded once, for all samples of a
-    group. Arguments are those of ``Client.session``."""
+class SessionSpec:
+    """The arguments of ``Client.session``, checked. All samples of a group share one spec, so the
+    prompt is encoded once.
+    """
 
     def __init__(
         self,
@@ -55,7 +54,7 @@ class Opening:
             several, (self.messages, *_) = check_messages(messages)
             if several:
                 raise InvalidRequest("a session has one prompt, got a list")
-            # They are read later, perhaps more than once.
+            # The caller may change its messages; they are read later.
             self.messages = [dict(message) for message in self.messages]
         self.template = dict(template or {})
         if tools is not None:
@@ -64,7 +63,7 @@ class Opening:
         info = client.info
         self.vocab_size = info.vocab_size
         self.most_tokens = min(info.max_total_tokens, info.max_prompt_tokens + 1)
-        """Of a prompt and what is sampled behind it."""
+        """The largest number of tokens of a prompt and its output together."""
         self._lock: asyncio.Lock | None = None
         self._ids: bytes | None = None
         if input_ids is not None:
@@ -77,12 +76,16 @@ class Opening:
         found: Mapping[str, Any],
         values: Mapping[str, Any],
         sampling: SamplingParams | None,
-    ) -> Opening:
-        """``found``: what an item of a data set says; it overrides what its run says."""
+    ) -> SessionSpec:
+        """Create the spec of one item of a data set.
+
+        Args:
+            found: arguments from the item. They override ``values``, the arguments of the run.
+        """
         return cls(client, **{**values, "sampling": sampling, **own_names(found)})
 
     async def ids(self) -> bytes:
-        """The prompt, int32."""
+        """Return the prompt, int32 bytes."""
         if self._ids is None:
             if self._lock is None:
                 self._lock = asyncio.Lock()
@@ -97,7 +100,7 @@ class Opening:
         return self._ids
 
     def prepare(self, values: dict[str, Any]) -> Prepared:
-        """The sampling values of one turn."""
+        """Check the sampling values of one turn; they override those of the session."""
         return self.requests.samplings.prepare(self.sampling, {**self.values, **own_names(values)})
 
     def render(self, messages: Sequence[Message]) -> str:

@@ -1,5 +1,5 @@
-"""What the processes of a run are told, and what they tell of a sample (``processes.py``,
-``host.py``)."""
+"""What the processes of a run are told, and what they tell of a sample (``agent_processes.py``,
+``agent_worker.py``)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import msgspec
 
 from ..errors import DRIVER_ERRORS, RemoteError, SglrlError
 from ..inference.sampling import SamplingParams
+from ..sessions.trajectory import Record
 from ..wire.calls import ErrorBody
 from ..wire.codec import readable
 from ..wire.processes import ClientKeys
-from .play import Agent
-from .trajectory import Record
+from .agent import Agent
 
 DONE: Final = "done"
 FAILED: Final = "failed"

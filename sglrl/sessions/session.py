@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Self, SupportsFloat
+from typing import Any, NoReturn, Protocol, Self, SupportsFloat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,11 +15,18 @@ from ..errors import Closed, UsageError
 from ..inference.completion import Completion
 from ..inference.prompts import Message
 from ..inference.tokens import TokenIds
-from .ending import Limit
 from .gate import Gate
-from .opening import Opening
-from .state import SessionState
+from .session_spec import SessionSpec
+from .session_state import SessionState
 from .trajectory import Trajectory
+
+
+class TimeLimit(Protocol):
+    """The time limit of a task, as ``asyncio.timeout``. A paused run stops its clock."""
+
+    def when(self) -> float | None: ...
+
+    def reschedule(self, when: float | None) -> None: ...
 
 
 class Session:
@@ -32,18 +39,18 @@ class Session:
 
     def __init__(
         self,
-        opening: Opening,
+        spec: SessionSpec,
         gate: Gate | None = None,
         on_turn: Callable[[int, int, int], None] | None = None,
         seed: int | None = None,
     ) -> None:
-        self._opening = opening
+        self._spec = spec
         self._gate = gate
-        self._state = SessionState(opening, on_turn, seed)
+        self._state = SessionState(spec, on_turn, seed)
         self._at_gate: asyncio.Future[None] | None = None
-        self._limit: Limit | None = None
+        self._limit: TimeLimit | None = None
         """How long all of it may take, not counting what is spent at the gate."""
-        self.metadata: dict[str, Any] = dict(opening.metadata)
+        self.metadata: dict[str, Any] = dict(spec.metadata)
         """Goes into the trajectory: anything msgpack can hold."""
 
     async def __aenter__(self) -> Self:
@@ -54,7 +61,7 @@ class Session:
 
     def __reduce__(self) -> NoReturn:
         # It stays where its client is, which says so.
-        self._opening.client.__reduce__()
+        self._spec.client.__reduce__()
 
     def close(self) -> None:
         """No further turn is sampled, and one that is being sampled is given up: ``generate``
@@ -91,7 +98,7 @@ class Session:
             gate.inside += 1
         begun = state.take()
         try:
-            before = state.tokens or await self._opening.ids()
+            before = state.tokens or await self._spec.ids()
             ids = state.prompt(before)
             encoded = None
             if ids is None:
@@ -207,7 +214,7 @@ class Session:
         state = self._state
         observed = sum([len(item) for item in state.pending if isinstance(item, bytes)])
         used = (len(state.tokens) + observed) // 4
-        return max(0, self._opening.most_tokens - used)
+        return max(0, self._spec.most_tokens - used)
 
     @property
     def text(self) -> str:
@@ -239,7 +246,7 @@ class Session:
 
 
 def session_of_sample(
-    opening: Opening,
+    spec: SessionSpec,
     gate: Gate,
     on_turn: Callable[[int, int, int], None],
     seed: int | None,
@@ -247,7 +254,7 @@ def session_of_sample(
     sample: int,
 ) -> Session:
     """Of a run, whose numbers go into the metadata, unless these have such names already."""
-    session = Session(opening, gate, on_turn, seed)
+    session = Session(spec, gate, on_turn, seed)
     session.metadata.setdefault("item", item)
     session.metadata.setdefault("sample", sample)
     return session

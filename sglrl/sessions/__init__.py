@@ -1,0 +1,8 @@
+"""One conversation, token in and token out.
+
+* ``session``, ``session_state``: ``Session`` samples turns;
+* ``session_spec``: how a session starts and samples;
+* ``renderer``: the tokens that a chat template adds after the model's own tokens;
+* ``trajectory``, ``tensors``, ``trajectory_files``: the result, as arrays, as tensors, on disk;
+* ``gate``: pauses turns.
+"""
