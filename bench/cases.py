@@ -128,7 +128,7 @@ def engine_arguments(case: Case, extra: dict[str, Any]) -> dict[str, Any]:
 
 def model_folder(case: Case) -> Path:
     """Config and tokenizer (for shapes without weights), made once without a network."""
-    from sglrl.demo.tiny import make_tokenizer, tiny_model
+    from sglrl.tools.tiny_model import make_tokenizer, tiny_model
 
     if case.model == "tiny":
         return tiny_model()

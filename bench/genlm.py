@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sglrl.demo.tiny import tiny_model
+from sglrl.tools.tiny_model import tiny_model
 
 from .parts import PartFailed, run_part
 from .report import (

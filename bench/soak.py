@@ -103,7 +103,7 @@ class Soak:
         arguments = case.arguments()
         if not case.is_fake:
             arguments["max_total_tokens"] = _CACHE_TOKENS
-            from sglrl.demo.tiny import tiny_model
+            from sglrl.tools.tiny_model import tiny_model
 
             model = str(tiny_model())
             weights = weights_of(model)

@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None, name: str = "sglrl") -> None:
             # What a terminal has no letter for is no reason to lose an answer.
             stream.reconfigure(errors="backslashreplace")
     try:
-        from .cli import app
+        from .tools.cli import app
 
         app(arguments, prog_name=name)
     except KeyboardInterrupt:

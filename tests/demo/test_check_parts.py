@@ -17,13 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from sglrl.check.logprobs import compare, reference_logprobs, tolerance_for
-from sglrl.check.report import Report, ideal_cached_tokens, make_report, table_of
-from sglrl.check.rollouts import Rollout, run_rollouts
-from sglrl.check.tasks import Task, make_tasks
-from sglrl.demo.display import stage
 from sglrl.inference.completion import Completion
 from sglrl.inference.sampling import SamplingParams
+from sglrl.tools.check.report import Report, ideal_cached_tokens, make_report, table_of
+from sglrl.tools.check.rollouts import Rollout, run_rollouts
+from sglrl.tools.check.tasks import Task, make_tasks
+from sglrl.tools.display import stage
+from sglrl.tools.logprob_check import compare, reference_logprobs, tolerance_for
 from sglrl.wire.engine import TokenChunk
 
 VOCABULARY = 11

@@ -16,9 +16,9 @@ import psutil
 import pytest
 
 import sglrl
-import sglrl.check.run
 from sglrl.__main__ import main
-from sglrl.check.report import Report
+from sglrl.tools.check import run as check_run
+from sglrl.tools.check.report import Report
 
 # Importing SGLang takes 20 s on a quiet machine, more on a busy one.
 PROGRESS = ("model: ", "start: ", "rollouts: ", "checking logprobs: ")
@@ -98,9 +98,7 @@ def test_check_fails_when_logprobs_are_not_the_models(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # The fake engine's logprobs are nobody's; everything around it is as always.
-    monkeypatch.setattr(
-        sglrl.check.run, "launch", partial(sglrl.launch, engine="fake", vocab_size=512)
-    )
+    monkeypatch.setattr(check_run, "launch", partial(sglrl.launch, engine="fake", vocab_size=512))
     file = tmp_path / "check.json"
     with pytest.raises(SystemExit) as exit_:
         main(["check", "--rollouts", "5", "--max-new-tokens", "4", "--json", str(file)])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sglrl.demo.tiny import tiny_model
+from sglrl.tools.tiny_model import tiny_model
 
 ROOT = Path(__file__).parents[2]
 

@@ -15,9 +15,9 @@ import torch
 from rich.console import Console
 
 from sglrl.__main__ import main
-from sglrl.check.logprobs import LogprobCheck
-from sglrl.demo.replay import replay
-from sglrl.demo.report import (
+from sglrl.rollouts import Trajectory, Turn
+from sglrl.tools.demo.replay import replay
+from sglrl.tools.demo.report import (
     GOAL,
     WINDOW,
     Comparison,
@@ -29,9 +29,9 @@ from sglrl.demo.report import (
     table_of,
     task_result,
 )
-from sglrl.demo.tasks import CHARACTERS, TASKS, items, share
-from sglrl.demo.tiny import CHARACTER_SPECIAL_TOKENS, make_model
-from sglrl.rollouts import Trajectory, Turn
+from sglrl.tools.demo.tasks import CHARACTERS, TASKS, items, share
+from sglrl.tools.logprob_check import LogprobCheck
+from sglrl.tools.tiny_model import CHARACTER_SPECIAL_TOKENS, make_model
 
 
 def test_items_repeat_by_seed_and_tasks_take_turns() -> None:

@@ -15,7 +15,7 @@ import pytest_asyncio
 
 import sglrl
 from sglrl.core.hangs import PREFILL, WEIGHTS
-from sglrl.demo.tiny import make_model
+from sglrl.tools.tiny_model import make_model
 
 from .policies import gated, until_running
 from .reference import Reference

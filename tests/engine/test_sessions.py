@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 import sglrl
-from sglrl.demo.tiny import CHAT_TEMPLATE
+from sglrl.tools.tiny_model import CHAT_TEMPLATE
 
 from .policies import PROMPTS, Lab, Policies, until_running
 from .reference import Reference

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from sglrl.demo.tiny import make_model
+from sglrl.tools.tiny_model import make_model
 
 # Kernels that every CUDA device has, and no minute of graph capture for prefill.
 ARGUMENTS = {

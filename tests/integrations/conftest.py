@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import sglrl
-from sglrl.demo.tiny import make_model
+from sglrl.tools.tiny_model import make_model
 
 
 @pytest.fixture(scope="session")

@@ -11,10 +11,10 @@ from importlib import metadata
 import msgspec
 from rich.table import Table
 
-from . import __version__
-from .api.launching import cuda_devices, launch
-from .config import install
-from .errors import SglrlError
+from .. import __version__
+from ..api.launching import cuda_devices, launch
+from ..config import install
+from ..errors import SglrlError
 
 NEEDED = ("msgspec", "pyzmq", "uvloop", "numpy")
 OPTIONAL = ("sglang", "torch", "transformers")
@@ -79,7 +79,7 @@ async def _call(engine: str) -> Finding:
     if engine == "sglang":
         if not all(_package(name, needed=True).ok for name in OPTIONAL):
             return Finding(name, False, "not tried: packages are missing")
-        from .demo.tiny import tiny_model
+        from .tiny_model import tiny_model
 
         model = str(tiny_model())
     try:

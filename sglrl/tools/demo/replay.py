@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..check.logprobs import LogprobCheck
-from ..rollouts import Trajectory, Turn
+from ...rollouts import Trajectory, Turn
+from ..logprob_check import LogprobCheck
 
 
 def replay(
@@ -51,7 +51,7 @@ def _logprobs(model: Any, ids: list[NDArray[np.int32]]) -> NDArray[np.float32]:
     """float32 [b, t]: of each token given those before it."""
     import torch
 
-    from ..rl import token_logprobs
+    from ...rl import token_logprobs
 
     tokens = torch.tensor(np.array(ids)).long()
     with torch.inference_mode():

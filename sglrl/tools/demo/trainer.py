@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..rl import (
+from ...rl import (
     PolicyStats,
     masked_mean,
     policy_loss,
@@ -16,7 +16,7 @@ from ..rl import (
     token_logprobs,
     turn_advantages,
 )
-from ..rollouts import Group, stack
+from ...rollouts import Group, stack
 
 EPOCHS = 2
 LEARNING_RATE = 2e-3

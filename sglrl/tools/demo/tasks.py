@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Any
 
-from ..actors.actor import Actor, endpoint
-from ..actors.spawning import ActorHandle
-from ..sessions.session import Session
+from ...actors.actor import Actor, endpoint
+from ...actors.spawning import ActorHandle
+from ...sessions.session import Session
 
 DIGITS = "0123456789"
 NAMES = "abcdef"

@@ -13,19 +13,18 @@ import msgspec
 import uvloop
 from rich.console import Console
 
-from .. import __version__
-from ..actors.spawning import spawn
-from ..api.launching import launch
-from ..check.logprobs import LogprobCheck, tolerance_for
-from ..check.run import quiet_transformers
-from ..errors import UsageError
-from ..inference.client import Client
-from ..rollouts import Group, Trajectory, rollout
-from .display import stage, start_up
+from ... import __version__
+from ...actors.spawning import spawn
+from ...api.launching import launch
+from ...errors import UsageError
+from ...inference.client import Client
+from ...rollouts import Group, Trajectory, rollout
+from ..display import quiet_transformers, stage, start_up
+from ..logprob_check import LogprobCheck, tolerance_for
+from ..tiny_model import tiny_model
 from .replay import replay
 from .report import WINDOW, Comparison, Report, Step, judge, mean_rewards, task_result
 from .tasks import CHARACTERS, TASKS, Agent, Shelf, items
-from .tiny import tiny_model
 
 GROUP_SIZE = 16
 GROUPS_PER_TASK = 16

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import time
-import warnings
 from contextlib import AsyncExitStack
 
 import msgspec
 import uvloop
 from rich.console import Console
 
-from .. import __version__
-from ..api.launching import launch
-from ..demo.display import stage, start_up
-from ..demo.tiny import tiny_model
-from ..errors import UsageError
-from ..wire.engine import EngineInfo
-from .logprobs import compare, load_reference, tolerance_for
+from ... import __version__
+from ...api.launching import launch
+from ...errors import UsageError
+from ...wire.engine import EngineInfo
+from ..display import quiet_transformers, stage, start_up
+from ..logprob_check import compare, load_reference, tolerance_for
+from ..tiny_model import tiny_model
 from .report import Report, make_report
 from .rollouts import Rollout, run_rollouts
 from .tasks import make_tasks
@@ -126,13 +125,3 @@ async def _sample(model: str, settings: CheckSettings, console: Console) -> _Mea
             )
         seconds = time.perf_counter() - ready
         return _Measured(rollouts, client.info, ready - begun, seconds)
-
-
-def quiet_transformers() -> None:
-    """Keep transformers' bars and advice off the check's screen; its errors still raise."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..check.logprobs import LogprobCheck
+from ..logprob_check import LogprobCheck
 
 WINDOW = 5
 """Steps over which rewards are averaged, so that a lucky batch is no success."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -72,3 +73,13 @@ def _lines(console: Console, title: str, total: int) -> Advance:
             console.print(text, highlight=False, soft_wrap=True)
 
     return advance
+
+
+def quiet_transformers() -> None:
+    """Hide transformers' progress bars and advice. Its errors still raise."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from transformers.utils import logging as theirs
+
+    theirs.set_verbosity_error()
+    theirs.disable_progress_bar()

@@ -17,8 +17,8 @@ import msgspec
 import typer
 from rich.console import Console
 
-from .config import install
-from .errors import SglrlError, UsageError
+from ..config import install
+from ..errors import SglrlError, UsageError
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -209,8 +209,8 @@ def generate(
     """Sample continuations and print them, in the order of the prompts."""
     import uvloop
 
-    from .api.launching import launch
-    from .inference.completion import Completion
+    from ..api.launching import launch
+    from ..inference.completion import Completion
 
     if not prompts:
         prompts = [line.rstrip("\r\n") for line in sys.stdin]
@@ -287,7 +287,7 @@ def keys(
       launch(model, address="tcp://0.0.0.0:*", keys="~/keys")
       Sender.connect(client.weights_address, keys=...)
     """
-    from .transport.curve_keys import DRIVER, add_client, make_keys
+    from ..transport.curve_keys import DRIVER, add_client, make_keys
 
     made = make_keys(folder, force=force) if add is None else add_client(folder, add, force=force)
     folder = made[0].parent
@@ -324,7 +324,7 @@ def _check_target(option: str, file: Path | None, *, makes_folder: bool = False)
 
 def _model(name: str) -> str:
     if name == "tiny" and not Path(name).exists():
-        from .demo.tiny import tiny_model
+        from .tiny_model import tiny_model
 
         return str(tiny_model())
     return name

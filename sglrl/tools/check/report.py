@@ -12,8 +12,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..inference.completion import Completion
-from .logprobs import LogprobCheck
+from ...inference.completion import Completion
+from ..logprob_check import LogprobCheck
 from .rollouts import Rollout
 
 
