@@ -174,11 +174,12 @@ def _bare(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
     from .bare_scheduler import BareScheduler, Feed
 
     if case.device == "cpu":
-        from sglrl_workers.engine.sglang import attention, cpu
+        from sglrl_workers.engine.sglang import cpu
+        from sglrl_workers.engine.sglang.accelerations import cpu_attention
 
         cpu.prepare(os.cpu_count() or 1)
         # As in our worker: between the two is the fabric alone.
-        attention.install()
+        cpu_attention.install()
     server_args = ServerArgs(**_server_arguments(options))
     port_args = PortArgs.init_new(server_args)
     compat.publish_arguments(server_args, 0, 0)

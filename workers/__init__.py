@@ -1,2 +1,9 @@
-"""The worker-process side of sglrl, installed as ``sglrl_workers``. Never imported by ``sglrl``,
-which starts it as processes and talks to it in messages."""
+"""The worker processes of sglrl, installed as ``sglrl_workers``. ``sglrl`` never imports it.
+
+* ``fork_server``: imports SGLang once and forks workers;
+* ``mailbox``: receives calls inside an engine's scheduler loop;
+* ``actor_worker``: runs a plain actor;
+* ``heartbeat``, ``exit_on_disconnect``: how the driver and its workers notice each other's end;
+* ``weights``: one rank's side of weight updates;
+* ``engine``: the engines.
+"""

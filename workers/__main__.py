@@ -10,7 +10,7 @@ def run(spec: WorkerSpec) -> None:
     last output, which the driver shows."""
     match spec.body:
         case ActorSpec():
-            from .host import run_actor
+            from .actor_worker import run_actor
 
             run_actor(spec, spec.body)
         case EngineSpec(engine="sglang"):

@@ -45,7 +45,7 @@ from sglrl.wire.engine import (
 from sglrl.wire.processes import WorkerSpec
 
 from .engine.protocol import Engine
-from .leave import leave
+from .exit_on_disconnect import leave
 
 logger = logging.getLogger("sglrl.worker")
 

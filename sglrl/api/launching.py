@@ -252,7 +252,7 @@ def launch(
 
 
 def _preload(engine: str, groups: list[list[str] | None]) -> str:
-    """What the fork server imports before it forks: see ``workers/zygote.py``."""
+    """What the fork server imports before it forks: see ``workers/fork_server.py``."""
     if engine == "fake":
         return "plain"
     return "sglang" if groups[0] is None else "sglang-cuda"

@@ -127,7 +127,7 @@ class ForkServer:
                     [
                         sys.executable,
                         "-m",
-                        "sglrl_workers.zygote",
+                        "sglrl_workers.fork_server",
                         str(listener.fileno()),
                         self.preload,
                         str(self.pid),

@@ -1,6 +1,6 @@
 """Finds the workers that hang, has their stacks written to the log, and has them ended.
 
-Beats come from sockets of their own (``sglrl_workers.beat``); what they mean is decided in
+Beats come from sockets of their own (``sglrl_workers.heartbeat``); what they mean is decided in
 ``core.hangs``.
 """
 

@@ -16,7 +16,8 @@ import torch
 from sglang.srt.layers import sampler as theirs
 from sglang.srt.layers.sampler import Sampler
 
-from sglrl_workers.engine.sglang import draw, seeds
+from sglrl_workers.engine.sglang.accelerations import gpu_sampling
+from sglrl_workers.engine.sglang.patches import seeded_sampling
 from sglrl_workers.engine.sglang.scheduler import install_samplers
 
 from .draw_cases import CASES, KEY, LANES, STEP
@@ -85,14 +86,14 @@ def main() -> None:
     for name, (logits, temperatures) in CASES.items():
         given = torch.from_numpy(logits)
         before = given.clone()
-        found = draw.draw(given, torch.from_numpy(temperatures), KEY, STEP, LANES)
+        found = gpu_sampling.draw(given, torch.from_numpy(temperatures), KEY, STEP, LANES)
         assert torch.equal(given.nan_to_num(5), before.nan_to_num(5))
         drawn[name] = [values.tolist() for values in found]
 
     arguments: Any = SimpleNamespace(enable_deterministic_inference=False, rl_on_policy_target=None)
     theirs.get_exec = lambda: SimpleNamespace(kernel=SimpleNamespace(sampling_backend="pytorch"))
     install_samplers(arguments, "cuda")
-    draw._next_step = lambda device: (KEY, STEP)
+    gpu_sampling._next_step = lambda device: (KEY, STEP)
     logits = torch.from_numpy(CASES["normal 150"][0])
     bad = logits.clone()
     bad[1, 3] = float("nan")
@@ -100,11 +101,11 @@ def main() -> None:
         model_config=SimpleNamespace(vocab_size=150), server_args=SimpleNamespace(tp_size=1)
     )
     sampled = {"too early": sample(logits)}
-    kernels, draw.draw = draw.draw, fail
-    draw.begin(scheduler, torch.device("cpu"))
+    kernels, gpu_sampling.draw = gpu_sampling.draw, fail
+    gpu_sampling.begin(scheduler, torch.device("cpu"))
     sampled["no kernels"] = sample(logits)
-    draw.draw = kernels
-    draw.begin(scheduler, torch.device("cpu"))
+    gpu_sampling.draw = kernels
+    gpu_sampling.begin(scheduler, torch.device("cpu"))
     sampled |= {
         "logprobs": sample(logits),
         "tokens alone": sample(logits, return_logprob=False, top=None, token_ids=None),
@@ -115,7 +116,7 @@ def main() -> None:
         "greedy": sample(logits, is_all_greedy=True),
     }
     seeded = Request()
-    seeds._alive.add(seeded)
+    seeded_sampling._alive.add(seeded)
     sampled["seeds"] = sample(logits, sampling_seed=torch.tensor([-1, 5, -1, -1, -1]))
     del seeded
     sampled["seeds no more"] = sample(logits, sampling_seed=torch.full((5,), -1))

@@ -26,7 +26,8 @@ from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglrl.inference.sampling import from_kwargs
 from sglrl.wire.codec import encode
 from sglrl.wire.engine import GenerateArgs
-from sglrl_workers.engine.sglang import compat, convert, results
+from sglrl_workers.engine.sglang import compat, convert
+from sglrl_workers.engine.sglang.accelerations import decode_results
 from sglrl_workers.engine.sglang.resume import Resume
 from sglrl_workers.engine.sglang.scheduler import SglrlScheduler, _Receiver
 
@@ -199,7 +200,7 @@ def main() -> None:
         ours = scheduler.batch_result_processor
         theirs = SchedulerBatchResultProcessor(**compat.field_values(ours))
         short = 0
-        go_on = results.Results._go_on
+        go_on = decode_results.Results._go_on
 
         def counted(self: Any, batch: Any, result: Any) -> Any:
             nonlocal short
@@ -207,7 +208,7 @@ def main() -> None:
             short += len(batch.reqs) - len(part.reqs)
             return part, outcome
 
-        results.Results._go_on = counted  # type: ignore[method-assign]
+        decode_results.Results._go_on = counted  # type: ignore[method-assign]
         found: dict[str, Any] = {
             "results": type(ours).__name__,
             "cache": type(scheduler.tree_cache).__name__,

@@ -13,11 +13,11 @@ import torch
 
 import sglrl
 from sglrl.core.manifest import Layout
-from sglrl_workers import pages as pages_module
-from sglrl_workers.engine.sglang.arena import move
-from sglrl_workers.engine.sglang.plan import Spare, make_plan
-from sglrl_workers.pages import Pages, make_pages
-from sglrl_workers.weights import RankWeights
+from sglrl_workers.engine.sglang.parameter_arena import move
+from sglrl_workers.engine.sglang.weight_plan import Spare, make_plan
+from sglrl_workers.weights import double_buffer as pages_module
+from sglrl_workers.weights.double_buffer import Pages, make_pages
+from sglrl_workers.weights.rank_channel import RankWeights
 
 from .policies import PROMPTS, Lab, Policies
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import sglrl
-from sglrl_workers.engine.sglang.plan import checkpoint_folder, make_plan
+from sglrl_workers.engine.sglang.weight_plan import checkpoint_folder, make_plan
 
 from .programs import run_program
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from sglrl_workers.engine.sglang import ragged
+from sglrl_workers.engine.sglang.accelerations import ragged_attention
 
 SLOTS, CONTEXT, REQUESTS = 1024, 150, 8
 
@@ -59,8 +59,8 @@ def test_every_token_attends_to_its_request_alone(
     chance = np.random.default_rng([heads, len(kind), window or 0])
     torch.manual_seed(int(chance.integers(1 << 30)))
     # Several blocks of a request, and several calls for requests of a kind.
-    monkeypatch.setattr(ragged, "_BLOCK", 16)
-    monkeypatch.setattr(ragged, "_MASKED", 3_000)
+    monkeypatch.setattr(ragged_attention, "_BLOCK", 16)
+    monkeypatch.setattr(ragged_attention, "_MASKED", 3_000)
     for _ in range(4):
         begins, counts = lengths(chance, kind)
         keys, values = torch.randn(SLOTS, shared, 8), torch.randn(SLOTS, shared, 10)
@@ -74,15 +74,15 @@ def test_every_token_attends_to_its_request_alone(
             table[row, : begin + count] = torch.from_numpy(own)
         query = torch.randn(sum(counts), heads, 8)
         output = torch.full((sum(counts), heads, 10), torch.nan)
-        calls = ragged.plan(
+        calls = ragged_attention.plan(
             table,
             torch.tensor(rows),
             torch.tensor(begins),
             torch.tensor(counts),
             window,
-            ragged.token_bytes(keys, values),
+            ragged_attention.token_bytes(keys, values),
         )
-        ragged.attend(calls, query, output, keys, values, 0.3)
+        ragged_attention.attend(calls, query, output, keys, values, 0.3)
         expected = one_by_one(query, keys, values, table, rows, begins, counts, window, 0.3)
         torch.testing.assert_close(output.double(), expected, atol=1e-5, rtol=1e-4)
 
@@ -90,7 +90,7 @@ def test_every_token_attends_to_its_request_alone(
 def test_requests_of_one_length_are_one_call_without_a_mask() -> None:
     table = torch.arange(40, dtype=torch.int32).view(4, 10)
     rows, begins = torch.tensor([3, 1]), torch.tensor([6, 6])
-    (call,) = ragged.plan(table, rows, begins, torch.ones_like(begins), None, 64)
+    (call,) = ragged_attention.plan(table, rows, begins, torch.ones_like(begins), None, 64)
     assert call.tokens is None
     assert call.mask is None
     assert call.slots.tolist() == [*range(30, 37), *range(10, 17)]
@@ -99,11 +99,13 @@ def test_requests_of_one_length_are_one_call_without_a_mask() -> None:
 def test_a_request_alone_needs_no_mask() -> None:
     table = torch.arange(2048, dtype=torch.int32).view(2, 1024)
     row, one = torch.tensor([1]), torch.tensor([1])
-    (call,) = ragged.plan(table, row, torch.tensor([4]), one, None, 64)
+    (call,) = ragged_attention.plan(table, row, torch.tensor([4]), one, None, 64)
     assert call.mask is None
     assert call.slots.tolist() == [*range(1024, 1029)]
     for begin, masked in ((0, False), (3, True)):
-        (call,) = ragged.plan(table, row, torch.tensor([begin]), torch.tensor([200]), None, 64)
+        (call,) = ragged_attention.plan(
+            table, row, torch.tensor([begin]), torch.tensor([200]), None, 64
+        )
         assert call.causal is not masked
         assert (call.mask is not None) is masked
 
@@ -111,13 +113,17 @@ def test_a_request_alone_needs_no_mask() -> None:
 def test_a_long_request_does_not_lengthen_the_others() -> None:
     table = torch.zeros(65, 1 << 14, dtype=torch.int32)
     begins = torch.tensor([9_999] + [50] * 64)
-    calls = ragged.plan(table, torch.arange(65), begins, torch.ones_like(begins), None, 64)
+    calls = ragged_attention.plan(
+        table, torch.arange(65), begins, torch.ones_like(begins), None, 64
+    )
     assert sorted(call.shape for call in calls) == [(1, 1, 10_000), (64, 1, 51)]
 
 
 def test_a_call_gathers_a_bounded_part_of_the_cache() -> None:
     table = torch.zeros(64, 8192, dtype=torch.int32)
     begins = torch.full((64,), 8191)
-    calls = ragged.plan(table, torch.arange(64), begins, torch.ones_like(begins), None, 8192)
+    calls = ragged_attention.plan(
+        table, torch.arange(64), begins, torch.ones_like(begins), None, 8192
+    )
     assert sum(n for n, _, _ in (call.shape for call in calls)) == 64
     assert all(n * s * 8192 <= 64 << 20 for n, _, s in (call.shape for call in calls))

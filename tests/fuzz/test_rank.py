@@ -29,8 +29,8 @@ from sglrl.wire.weights import (
     Stage,
     TensorSpec,
 )
-from sglrl_workers import hand_over, weights
-from sglrl_workers.staging import Update
+from sglrl_workers.weights import peer_copy, rank_channel
+from sglrl_workers.weights.staging import Update
 
 from .harness import memory
 from .mutator import FRAMES, Mutator
@@ -152,17 +152,17 @@ def test_a_ranks_weight_channel(monkeypatch: pytest.MonkeyPatch) -> None:
     def nobody_there(*args: Any) -> None:
         raise WeightUpdateError("nobody is there")
 
-    monkeypatch.setattr(weights, "ZmqPolledDealer", Wire)
-    monkeypatch.setattr(weights, "connect_store", nobody_there)
-    monkeypatch.setattr(hand_over, "connect_store", nobody_there)
-    monkeypatch.setattr(hand_over, "Store", nobody_there)
+    monkeypatch.setattr(rank_channel, "ZmqPolledDealer", Wire)
+    monkeypatch.setattr(rank_channel, "connect_store", nobody_there)
+    monkeypatch.setattr(peer_copy, "connect_store", nobody_there)
+    monkeypatch.setattr(peer_copy, "Store", nobody_there)
     threads = channel_threads()
     raised: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", raised.append)
     body = ActorSpec(target="", code=b"", args=b"", frames=[], window=1)
     spec = WorkerSpec(index=0, identity=b"w", address="", max_message_bytes=1 << 20, body=body)
     engine = Engine()
-    rank = weights.RankWeights(spec, 0, engine)
+    rank = rank_channel.RankWeights(spec, 0, engine)
     while rank._dealer is None:
         rank._thread.join(0.001)
     wire: Any = rank._dealer
@@ -202,11 +202,11 @@ def test_a_ranks_weight_channel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[weights.RankWeights]:
-    monkeypatch.setattr(weights, "ZmqPolledDealer", Wire)
+def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[rank_channel.RankWeights]:
+    monkeypatch.setattr(rank_channel, "ZmqPolledDealer", Wire)
     body = ActorSpec(target="", code=b"", args=b"", frames=[], window=1)
     spec = WorkerSpec(index=0, identity=b"w", address="", max_message_bytes=1 << 20, body=body)
-    made = weights.RankWeights(spec, 0, Engine())
+    made = rank_channel.RankWeights(spec, 0, Engine())
     while made._dealer is None:
         made._thread.join(0.001)
     yield made
@@ -216,7 +216,7 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[weights.RankWeights]:
         link.abandon()
 
 
-def test_a_manifest_that_is_left_out_is_the_one_before(rank: weights.RankWeights) -> None:
+def test_a_manifest_that_is_left_out_is_the_one_before(rank: rank_channel.RankWeights) -> None:
     wire: Any = rank._dealer
 
     def prepare(id_: int, tensors: list[TensorSpec], like: int) -> str:
@@ -238,7 +238,7 @@ def test_a_manifest_that_is_left_out_is_the_one_before(rank: weights.RankWeights
 
 
 def test_what_was_given_up_is_not_staged(
-    rank: weights.RankWeights, monkeypatch: pytest.MonkeyPatch
+    rank: rank_channel.RankWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its abort has told the engine to forget it, and comes no second time."""
     wire: Any = rank._dealer
@@ -271,7 +271,7 @@ def test_what_was_given_up_is_not_staged(
 
 
 def test_half_new_weights_are_overwritten_in_place(
-    rank: weights.RankWeights, monkeypatch: pytest.MonkeyPatch
+    rank: rank_channel.RankWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine is held in the middle of them. A copy beside them, for which there may be room by
     now, would wait for an engine that does not come to it."""
@@ -282,7 +282,7 @@ def test_half_new_weights_are_overwritten_in_place(
     assert rank._first(message).mode == "bucketed"
 
 
-def test_what_was_given_up_is_written_no_more(rank: weights.RankWeights) -> None:
+def test_what_was_given_up_is_written_no_more(rank: rank_channel.RankWeights) -> None:
     wire: Any = rank._dealer
     layout = lay_out(SPECS, 1 << 20)
 

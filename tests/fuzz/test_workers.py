@@ -21,8 +21,8 @@ from sglrl.wire.codec import decode_to_driver, decode_to_worker, encode
 from sglrl.wire.engine import ScoreArgs, TokenChunk
 from sglrl.wire.processes import EngineSpec, WorkerSpec
 from sglrl_workers import mailbox as mailbox_module
+from sglrl_workers.actor_worker import Host
 from sglrl_workers.engine.fake import FakeEngine
-from sglrl_workers.host import Host
 from sglrl_workers.mailbox import Mailbox
 
 from .harness import memory, nobody_raises

@@ -22,7 +22,7 @@ VOCABULARY = 151_936
 
 @pytest.fixture(scope="module")
 def draw() -> Any:
-    from sglrl_workers.engine.sglang.draw import draw
+    from sglrl_workers.engine.sglang.accelerations.gpu_sampling import draw
 
     return draw
 

@@ -9,7 +9,7 @@ import sys
 
 _PROGRAM = """
 import os, sys
-from sglrl_workers.zygote import end_with_process
+from sglrl_workers.fork_server import end_with_process
 fd = int(sys.argv[1])
 end_with_process(fd)
 try:

@@ -8,7 +8,7 @@ from sglrl.core.hangs import PAUSED
 from sglrl.wire.calls import Heartbeat
 from sglrl.wire.processes import EngineSpec, WorkerSpec
 
-from ..beat import start_beats
+from ..heartbeat import start_beats
 from ..mailbox import Mailbox
 from .protocol import Engine
 

@@ -11,9 +11,9 @@ with warnings.catch_warnings():
     # The registry imports every model that SGLang knows: as slow as all the rest together.
     import sglang.srt.models.registry as registry  # noqa: F401
 
-    from . import attention as attention
     from . import cpu as cpu
     from . import scheduler as scheduler
+    from .accelerations import cpu_attention as cpu_attention
 
 _LATER = (
     "sglang.srt.arg_groups.kimi_k3_hook",

@@ -50,28 +50,19 @@ from sglrl.wire.engine import (
 )
 from sglrl.wire.processes import EngineSpec, WorkerSpec
 
-from ...beat import start_beats
+from ...heartbeat import start_beats
 from ...mailbox import Mailbox
-from ...weights import RankWeights
+from ...weights.rank_channel import RankWeights
 from ..loop import IDLE_WAIT
 from ..protocol import check_mode, check_top
-from . import (
-    arena,
-    compat,
-    convert,
-    ends,
-    finite,
-    results,
-    resume,
-    seeds,
-    short_prefill,
-    stop_regex,
-)
-from .alike import Alike
-from .finite import end_undrawable
+from . import compat, convert, parameter_arena, resume
+from .accelerations import decode_results, short_prefill
+from .accelerations.queries import Known, Queries, is_query
+from .accelerations.shared_prefix import Alike
 from .next_token import NextTokens, Rows
 from .no_tokenizer import NoTokenizer, has_tokenizer
-from .queries import Known, Queries, is_query
+from .patches import end_of_output, seeded_sampling, stop_regex, undrawable_tokens
+from .patches.undrawable_tokens import end_undrawable
 from .resume import Resume
 from .weights import SglangWeights, WeightCommand
 
@@ -675,7 +666,7 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
 
     def init_batch_result_processor(self) -> None:
         super().init_batch_result_processor()
-        results.install(self)
+        decode_results.install(self)
 
     def _on_output(self, output: Any, about: Any) -> None:
         if isinstance(output, BatchTokenIDOutput) and self.sglrl_adapter is not None:
@@ -872,10 +863,11 @@ def _server_args(body: EngineSpec) -> ServerArgs:
         "skip_tokenizer_init": not has_tokenizer(body.model),
     }
     if body.device == "cpu":
-        from . import attention, cpu
+        from . import cpu
+        from .accelerations import cpu_attention
 
         cpu.prepare(body.threads)
-        attention.install()
+        cpu_attention.install()
         # The thread that gives a replacement its weights waits so long for the one that decodes,
         # whenever it has waited for anything else.
         sys.setswitchinterval(0.0005)
@@ -897,11 +889,11 @@ def install_samplers(server_args: ServerArgs, device: str) -> None:
     says, ``finite`` sees what all others make."""
     if device == "cuda":
         # Its kernels need Triton.
-        from . import draw
+        from .accelerations import gpu_sampling
 
-        draw.install(server_args)
-    seeds.install(server_args)
-    finite.install()
+        gpu_sampling.install(server_args)
+    seeded_sampling.install(server_args)
+    undrawable_tokens.install()
 
 
 def run_scheduler(spec: WorkerSpec, body: EngineSpec) -> None:
@@ -915,11 +907,11 @@ def run_scheduler(spec: WorkerSpec, body: EngineSpec) -> None:
     os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{body.rendezvous}"
     port_args = compat.no_ports()
     install_samplers(server_args, body.device)
-    ends.install()
+    end_of_output.install()
     if server_args.tp_size == 1:
         stop_regex.install()
     resume.install()
-    arena.install()
+    parameter_arena.install()
     adapter = Adapter(mailbox) if mailbox is not None else None
     compat.publish_arguments(server_args, body.rank, body.gpu_id)
     with _memory(body):
@@ -938,9 +930,9 @@ def run_scheduler(spec: WorkerSpec, body: EngineSpec) -> None:
 
         cpu.check(scheduler.tp_worker.model_runner.model)
     if body.device == "cuda":
-        from . import draw
+        from .accelerations import gpu_sampling
 
-        draw.begin(scheduler, device)
+        gpu_sampling.begin(scheduler, device)
     weights = scheduler.sglrl_weights = SglangWeights(scheduler, device, body.rank)
     weights.channel = RankWeights(spec, body.rank, weights)
     short_prefill.install(scheduler.tp_worker.model_runner)

@@ -24,11 +24,11 @@ from sglrl.wire.weights import ModelDescription, Shard
 
 from ..loop import IDLE_WAIT
 from . import compat
-from .plan import Plan, Spare, checkpoint_folder, plan_of
+from .weight_plan import Plan, Spare, checkpoint_folder, plan_of
 
 if TYPE_CHECKING:
-    from ...pages import Pages
-    from ...weights import RankWeights
+    from ...weights.double_buffer import Pages
+    from ...weights.rank_channel import RankWeights
     from .scheduler import SglrlScheduler
 
 logger = logging.getLogger("sglrl.worker")

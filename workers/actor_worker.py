@@ -43,8 +43,8 @@ from sglrl.wire.calls import (
 from sglrl.wire.codec import Buffer, decode_to_worker, encode, readable, split_frames
 from sglrl.wire.processes import ActorSpec, WorkerSpec
 
-from .beat import start_beats
-from .leave import leave
+from .exit_on_disconnect import leave
+from .heartbeat import start_beats
 
 logger = logging.getLogger("sglrl.worker")
 

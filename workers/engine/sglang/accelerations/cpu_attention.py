@@ -3,7 +3,7 @@
 SGLang's backend for CPUs without AMX takes one request after the other, in Python, in every layer;
 with a small model that is most of a step. Prefills are worse off: it computes what the prefix cache
 holds again, only to drop it. Here requests of about the same length are one call of PyTorch's
-attention (``ragged.py``).
+attention (``ragged_attention.py``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-from .ragged import Call, attend, plan, token_bytes
+from .ragged_attention import Call, attend, plan, token_bytes
 
 
 class BatchedAttention(TorchNativeAttnBackend):  # type: ignore[misc]

@@ -21,7 +21,7 @@ from sglang.srt.managers.scheduler_components.batch_result_processor import (
 from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
 from sglang.srt.runtime_context import get_disagg
 
-from . import compat
+from .. import compat
 
 _METHODS: Final = (
     (

@@ -1,4 +1,4 @@
-"""The warm fork server: ``python -m sglrl_workers.zygote FD PRELOAD DRIVER``.
+"""The warm fork server: ``python -m sglrl_workers.fork_server FD PRELOAD DRIVER``.
 
 FD is a listening unix socket that it inherits, DRIVER the process id of its parent. It imports what
 PRELOAD names, then has a worker for every ``Fork`` message: a fork that waits already, because
@@ -49,9 +49,9 @@ from sglrl.wire.processes import (
 )
 
 PRELOADS = {
-    "plain": ("sglrl_workers.host",),
-    "sglang": ("sglrl_workers.host", "sglrl_workers.engine.sglang.preload"),
-    "sglang-cuda": ("sglrl_workers.host", "sglrl_workers.preload_cuda"),
+    "plain": ("sglrl_workers.actor_worker",),
+    "sglang": ("sglrl_workers.actor_worker", "sglrl_workers.engine.sglang.preload"),
+    "sglang-cuda": ("sglrl_workers.actor_worker", "sglrl_workers.preload_cuda"),
 }
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -140,7 +140,7 @@ class Client:
             self.connection.sendall(struct.pack("<I", len(body)) + body)
 
 
-class Zygote:
+class ForkServer:
     def __init__(self, listener: socket.socket, driver: int, *, ahead: bool) -> None:
         self.ahead = ahead
         self.spare: tuple[int, int] | None = None
@@ -452,11 +452,11 @@ def main() -> None:
     die_with_parent(int(driver), signal.SIGTERM)
     raise_oom_score(_SERVER_SCORE)
     # Plain actors are forked from a small process.
-    zygote = Zygote(listener, int(driver), ahead=preload != "plain")
-    zygote.preload(preload)
+    server = ForkServer(listener, int(driver), ahead=preload != "plain")
+    server.preload(preload)
     outlive_parent()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    zygote.serve()
+    server.serve()
 
 
 if __name__ == "__main__":

@@ -54,10 +54,10 @@ from sglrl.wire.weights import (
     rank_identity,
 )
 
-from .engine.loop import IDLE_WAIT
-from .hand_over import HandOver
-from .leave import leave
-from .pages import SPARE_BYTES
+from ..engine.loop import IDLE_WAIT
+from ..exit_on_disconnect import leave
+from .double_buffer import SPARE_BYTES
+from .peer_copy import HandOver
 from .staging import KEPT_BYTES, Nothing, Slots, Staged, Update
 from .weight_engine import WeightEngine
 

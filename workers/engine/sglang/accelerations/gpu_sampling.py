@@ -25,7 +25,8 @@ from sglang.srt.layers.logprob_processor import OutputLogprobProcessor
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.server_args import ServerArgs
 
-from . import compat, seeds
+from .. import compat
+from ..patches import seeded_sampling
 
 logger = logging.getLogger("sglrl.worker")
 
@@ -241,7 +242,7 @@ def _takes(info: Any, return_logprob: bool, top_logprobs: Any, token_ids: Any) -
         and not info.need_top_p_sampling
         and not info.need_top_k_sampling
         and not info.need_min_p_sampling
-        and not seeds.any_alive()
+        and not seeded_sampling.any_alive()
         and not any(getattr(info, "return_sampling_masks", None) or ())
         and getattr(info, "sampling_mask_batch_indices", None) is None
         and not (

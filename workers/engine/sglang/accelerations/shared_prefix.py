@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglrl.core.prefix_groups import LEAST, Prompt, followers
 
-from . import compat
+from .. import compat
 
 _MOST: Final = 512
 """Waiting requests that are looked at, from the first on: more than a step prefills."""

@@ -15,8 +15,8 @@ import torch
 
 from sglrl.weights.group import connect_store
 from sglrl.wire.weights import PeerCopyOffer, RankAnswer, ReceivePeerCopy, SendPeerCopy
-from sglrl_workers import hand_over
-from sglrl_workers.hand_over import HandOver
+from sglrl_workers.weights import peer_copy
+from sglrl_workers.weights.peer_copy import HandOver
 
 LIMIT = 20.0
 """Seconds. Whatever takes longer hangs."""
@@ -91,7 +91,7 @@ def test_a_giver_is_released_when_its_taker_is_lost(how_far: str) -> None:
     giver = Side(1.0)
     offer = giver.offer()
     if how_far == "it came and is gone":
-        connect_store(offer.host, offer.port, LIMIT).set(hand_over._ARRIVED, "")
+        connect_store(offer.host, offer.port, LIMIT).set(peer_copy._ARRIVED, "")
     giver.hand_over.give_up()
     assert giver.ends()
     assert giver.engine.readers == 0
@@ -117,7 +117,7 @@ def test_weights_are_given_whatever_the_system_says_of_autogroups(
     file = tmp_path / "autogroup"
     if content is not None:
         file.write_text(content)
-    monkeypatch.setattr(hand_over, "_AUTOGROUP", file)
+    monkeypatch.setattr(peer_copy, "_AUTOGROUP", file)
     giver, taker = Side(1.0), Side(2.0)
     taker.hand_over.take(ReceivePeerCopy(2, 7, giver.offer(), LONG))
     taker.answer()

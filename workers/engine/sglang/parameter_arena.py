@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...pages import Pages, make_pages
+from ...weights.double_buffer import Pages, make_pages
 
 logger = logging.getLogger("sglrl.worker")
 

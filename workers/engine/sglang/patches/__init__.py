@@ -1,0 +1,1 @@
+"""Corrections of SGLang. Without them, results would be wrong."""
