@@ -19,19 +19,15 @@ released.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Sequence
+from typing import Any, Final
 
 import msgspec
 from msgspec import Raw
 
 from ..errors import SglrlError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from .clients import ClientState
-    from .members import Member
-    from .routing import Route
+from .clients import ClientState
+from .prefixes import Holder, Route
 
 QUEUED: Final = 0
 SENT: Final = 1
@@ -133,7 +129,7 @@ class Call:
         self.passed = 0
         self.losses = 0
         self.state = QUEUED
-        self.worker: Member | None = None
+        self.worker: Holder | None = None
         self.attempts = 0
         self.submitted_at = 0.0
         self.sent_at = 0.0

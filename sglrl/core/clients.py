@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    from .fair_queue import FairQueue
+from typing import Final, Protocol
 
 NO_LIMIT: Final = 1 << 60
 """More bytes than there can be."""
+
+
+class Queue(Protocol):
+    """A queue of calls: a ``FairQueue``."""
+
+    def rejoin(self, client: ClientState) -> None:
+        """Find the calls of this client again."""
+        ...
 
 
 class ClientState:
@@ -31,7 +36,7 @@ class ClientState:
         self.waiting = 0
         self.unread = 0
         self.max_unread = max_unread
-        self.parked: dict[FairQueue, None] = {}
+        self.parked: dict[Queue, None] = {}
 
     @property
     def blocked(self) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import Final
 
-from .routing import BEGINNINGS
+from .prefixes import BEGINNINGS
 
 LEAST: Final = 64
 """Tokens that a request must save if it is to wait for another's prefill."""

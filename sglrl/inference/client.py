@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, Self, overlo
 from ..config import check_target, positive
 from ..core.concurrency import Load
 from ..core.members import READY
-from ..core.routing import Route
+from ..core.prefixes import Route
 from ..driver.driver import Driver
 from ..driver.gathering import submit_all
 from ..driver.pool import Birth, Pool, QueueInfo, WorkerInfo, describe

@@ -10,7 +10,7 @@ from msgspec import Raw
 
 from ..actors.actor import deadline_from
 from ..core.calls import Call
-from ..core.routing import Route
+from ..core.prefixes import Route
 from ..driver.driver import ENVELOPE_BYTES, Driver
 from ..errors import InvalidRequest, MessageTooLarge
 from ..weights.channel import WeightChannel

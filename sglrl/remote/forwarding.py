@@ -13,7 +13,7 @@ from ..actors.actor import EndpointSpec
 from ..config import DROPPED_AT
 from ..core.calls import Call
 from ..core.clients import ClientState
-from ..core.routing import Route
+from ..core.prefixes import Route
 from ..driver.driver import ENVELOPE_BYTES, Driver, now
 from ..errors import (
     DeadlineExceeded,

@@ -14,7 +14,7 @@ from msgspec.structs import force_setattr
 
 from ..actors.actor import deadline_from
 from ..core.calls import Call
-from ..core.routing import Route
+from ..core.prefixes import Route
 from ..driver.driver import now
 from ..errors import Closed, InvalidRequest, UsageError
 from ..inference.completion import Beginning, Completion, Conversation

@@ -10,7 +10,7 @@ from msgspec import Raw
 from sglrl.config import FabricConfig
 from sglrl.core.calls import Call
 from sglrl.core.fabric import SEND, Fabric
-from sglrl.core.routing import Route
+from sglrl.core.prefixes import Route
 from sglrl.wire.calls import Item, ItemKind
 
 

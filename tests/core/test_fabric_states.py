@@ -14,7 +14,7 @@ from sglrl.config import ROUTING_STRATEGIES, FabricConfig
 from sglrl.core.calls import Call
 from sglrl.core.clients import ClientState
 from sglrl.core.fabric import Fabric
-from sglrl.core.routing import Route
+from sglrl.core.prefixes import Route
 from sglrl.errors import SglrlError
 from sglrl.wire.calls import Item, ItemKind
 

@@ -13,7 +13,7 @@ from sglrl.config import ROUTING_STRATEGIES, FabricConfig
 from sglrl.core.calls import SENT, Call
 from sglrl.core.fabric import Fabric
 from sglrl.core.members import Member
-from sglrl.core.routing import PrefixIndex, Route
+from sglrl.core.prefixes import PrefixIndex, Route
 from sglrl.errors import UsageError
 
 from .pool import finish, make_fabric, route, submit, worker_of
