@@ -1,15 +1,14 @@
-"""Shows how a run is getting on: a live line on a terminal, a log line now and then otherwise."""
+"""Show the progress of a run: a live line on a terminal, else a log line every 10 seconds."""
 
 from __future__ import annotations
 
 import logging
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
-if TYPE_CHECKING:
-    from .group import RolloutMetrics
-    from .runner import Rollout
+from .group import RolloutMetrics
 
 logger = logging.getLogger("sglrl.rollout")
 
@@ -18,7 +17,12 @@ LOGGED_SECONDS = 10.0
 
 
 class RolloutProgress:
-    """``wanted`` None: on a terminal only. ``total``: items of the data set, if that is known."""
+    """Shows metrics.
+
+    Args:
+        total: the number of items of the data set, if it is known.
+        wanted: whether to show progress; None: only on a terminal.
+    """
 
     def __init__(self, total: int | None, wanted: bool | None) -> None:
         terminal = sys.stderr is not None and sys.stderr.isatty()
@@ -52,15 +56,15 @@ class RolloutProgress:
         self._line = self._bar.add_task("", total=self._total)
         self._bar.start()
 
-    def show(self, run: Rollout) -> None:
-        """Something has changed; draws it if it is time to."""
+    def show(self, metrics: Callable[[], RolloutMetrics]) -> None:
+        """Draw the metrics if enough time has passed since the last time."""
         if not self._wanted:
             return
         now = time.monotonic()
         if now < self._next:
             return
         self._next = now + (LOGGED_SECONDS if self._bar is None else SHOWN_SECONDS)
-        self._draw(run.metrics)
+        self._draw(metrics())
 
     def end(self, metrics: RolloutMetrics) -> None:
         if self._wanted:

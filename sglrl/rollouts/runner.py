@@ -736,7 +736,7 @@ class Rollout:
         elif self._plan.interrupted(sample):
             self.errors.append(error)
             self._running.pop(sample, None)
-            self._progress.show(self)
+            self._progress.show(lambda: self.metrics)
             self._wake.set()
         else:
             error.add_note(f"and so it was {core.MOST_LOSSES} times before, with this sample")
@@ -801,7 +801,7 @@ class Rollout:
             self._asked.pop(group, None)
             if group.state is core.DROPPED:
                 self._give_up(group.samples)
-        self._progress.show(self)
+        self._progress.show(lambda: self.metrics)
         self._wake.set()
 
     def _give_up(self, samples: Iterable[core.Sample]) -> None:

@@ -4,14 +4,29 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn, Protocol
 
 from ..config import check_target, check_timeout
 from ..errors import InvalidRequest
-from ..inference.client import Client
 from ..inference.prompts import Message, check_messages
+from ..inference.requests import Requests
 from ..inference.sampling import Prepared, SamplingParams, own_names
 from ..inference.tokens import TokenIds, check_ids
+from ..wire.engine import EngineInfo
+
+
+class SessionClient(Protocol):
+    """The parts of ``Client`` that a session uses."""
+
+    _pool: Any
+    _timeout: float | None
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    def _started(self) -> Requests: ...
+
+    def __reduce__(self) -> NoReturn: ...
 
 
 class SessionSpec:
@@ -21,7 +36,7 @@ class SessionSpec:
 
     def __init__(
         self,
-        client: Client,
+        client: SessionClient,
         prompt: str | None = None,
         *,
         messages: Sequence[Message] | None = None,
@@ -72,7 +87,7 @@ class SessionSpec:
     @classmethod
     def of(
         cls,
-        client: Client,
+        client: SessionClient,
         found: Mapping[str, Any],
         values: Mapping[str, Any],
         sampling: SamplingParams | None,

@@ -1,16 +1,15 @@
-"""Trajectories as a TensorDict: what a trainer works on and TorchRL's ReplayBuffer stores."""
+"""Stack trajectories into a TensorDict, for a trainer or TorchRL's ReplayBuffer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Final, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..config import install
 from ..errors import UsageError
-from .trajectory import Trajectory
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -28,8 +27,25 @@ _PADDING: Final[dict[str, float]] = {
 }
 
 
+class TrajectoryArrays(Protocol):
+    """The parts of ``Trajectory`` that become tensors."""
+
+    @property
+    def prompt_ids(self) -> NDArray[np.int32]: ...
+    @property
+    def response_ids(self) -> NDArray[np.int32]: ...
+    @property
+    def turns(self) -> Sequence[Any]: ...
+    @property
+    def metadata(self) -> Mapping[str, Any]: ...
+    @property
+    def reward(self) -> float: ...
+    @property
+    def finish_reason(self) -> str: ...
+
+
 def stack(
-    trajectories: Iterable[Trajectory],
+    trajectories: Iterable[TrajectoryArrays],
     layout: Layout = "padded",
     *,
     pad_token_id: int = 0,
@@ -145,7 +161,7 @@ def _width(longest: int, pad_to: int | None, multiple: int) -> int:
     return -(-width // multiple) * multiple
 
 
-def _flat(batch: Sequence[Trajectory], lengths: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+def _flat(batch: Sequence[TrajectoryArrays], lengths: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
     """Each per-token key as one array over the tokens of all, one trajectory after the other."""
     size = int(lengths.sum())
     flat: dict[str, NDArray[Any]] = {
@@ -174,7 +190,7 @@ def _flat(batch: Sequence[Trajectory], lengths: NDArray[np.int64]) -> dict[str, 
     return flat
 
 
-def _metadata(batch: Sequence[Trajectory], name: str) -> Any:
+def _metadata(batch: Sequence[TrajectoryArrays], name: str) -> Any:
     import torch
     from tensordict import NonTensorStack
 

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from ..errors import ProtocolError, UsageError
 from ..inference.completion import Completion
+from .tensors import Layout, stack
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-    from .tensors import Layout
 
 _INT32: Final = np.dtype("<i4")
 _FLOAT32: Final = np.dtype("<f4")
@@ -357,8 +357,6 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
         """This one as ``stack`` gives it, without the batch dimension: tensors of [t] and [].
         Without ``pad_to`` there is nothing to pad, and both layouts are the same. Options, keys and
         errors are those of ``stack``."""
-        from .tensors import stack
-
         return stack([self], layout, **options)[0]
 
 

@@ -1,11 +1,11 @@
-"""A sender in another process, as the driver sees it."""
+"""The driver's side of a sender in another process."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -13,6 +13,7 @@ from ..errors import SglrlError, WeightUpdateError
 from ..wire.calls import ErrorBody
 from ..wire.codec import encode
 from ..wire.weights import (
+    ModelDescription,
     Propose,
     Proposed,
     RankAnswer,
@@ -23,16 +24,28 @@ from ..wire.weights import (
     ToRank,
     Withdraw,
 )
+from .update_report import UpdateReport
 from .update_request import UpdateRequest
 
-if TYPE_CHECKING:
-    from .channel import WeightChannel
+
+class Channel(Protocol):
+    """The parts of ``WeightChannel`` that a remote source uses."""
+
+    version: int
+
+    def tell(self, sender: RemoteSource, message: ToRank) -> None: ...
+
+    async def describe(self, timeout: float | None) -> ModelDescription: ...
+
+    async def update(self, request: UpdateRequest, source: RemoteSource) -> UpdateReport: ...
+
+    def sender_answered(self, source: RemoteSource, answer: RankAnswer) -> bool: ...
 
 
 class RemoteSource:
-    """It, and the task of the update that it proposed."""
+    """A sender in another process, and the task of the update that it proposed."""
 
-    def __init__(self, channel: WeightChannel, identity: bytes, settings: RankSettings) -> None:
+    def __init__(self, channel: Channel, identity: bytes, settings: RankSettings) -> None:
         self._channel = channel
         self.identity = identity
         self.settings = settings

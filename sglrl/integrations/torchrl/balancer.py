@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 
 from ...errors import InvalidRequest
 
-if TYPE_CHECKING:
-    from .service import AsyncSGLang
-
 STRATEGIES: Final = ("prefix-aware", "requests", "kv-cache", "round-robin")
+
+
+class Service(Protocol):
+    """The parts of ``AsyncSGLang`` that the balancer uses."""
+
+    client: Any
+    num_replicas: int
 
 
 class LoadBalancer:
@@ -38,7 +42,7 @@ class LoadBalancer:
 
     def __init__(
         self,
-        service: AsyncSGLang,
+        service: Service,
         strategy: str | Sequence[str] | None = None,
         prefix_length: int = 8,
         overload_threshold: float = 1.5,
