@@ -3,7 +3,7 @@ to ``outbox``; they never block, wait, or call back.
 
 Invariants (checked by ``validate``, which the tests run after every step):
 
-* every submitted call ends exactly once, with one ``END`` effect;
+* every submitted call ends exactly once, with one ``End`` effect;
 * a member never holds more calls than its window, urgent ones aside;
 * a call waits in the queue only while no member that may take it has room, or while its client has
   too much to read;
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from heapq import heapify, heappop, heappush
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING
 
 from ..config import FabricConfig
 from ..errors import Closed, DeadlineExceeded, SglrlError, UsageError, WorkerLost
@@ -24,28 +24,13 @@ from ..wire.calls import Item, ItemKind
 from .call_queue import CallQueue
 from .calls import CANCELLING, ENDED, QUEUED, RUNNING, SENT, Call
 from .clients import NO_LIMIT, ClientState
+from .effects import Chunk, Drained, Effect, End, Restart, Send, SendCancel
 from .members import DRAINING, GONE, LOST, READY, RETIRED, STALE, SYNCING, LoadIndex, Member
 from .routing import Router
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-
-SEND: Final = 0
-"""(SEND, member, call): put the call into the member's next ``Submit``."""
-CANCEL: Final = 1
-"""(CANCEL, member, call id): put the id into the member's next ``Cancel``."""
-CHUNK: Final = 2
-"""(CHUNK, call, item): hand the chunk to the caller."""
-END: Final = 3
-"""(END, call, item | SglrlError): the call's only end."""
-RESTART: Final = 4
-"""(RESTART, call, None): it begins again on another worker. A resumable call goes on from what was
-received so far; otherwise that no longer counts."""
-DRAINED: Final = 5
-"""(DRAINED, member, None): it takes no calls and holds none any more."""
-
-Effect = tuple[int, Any, Any]
 
 _CHUNK = 0
 
@@ -118,13 +103,13 @@ class Fabric:
         self._pump(now, member)
 
     def drain_member(self, index: int, now: float) -> None:
-        """No new calls for this worker; those it holds run to their end, then comes ``DRAINED``."""
+        """No new calls for this worker; those it holds run to their end, then comes ``Drained``."""
         member = self.members[index]
         member.move(DRAINING)
         self._withdraw(member)
         self._fail_pinned(member, "draining")
         if not member.load:
-            self.outbox.append((DRAINED, member, None))
+            self.outbox.append(Drained(member))
 
     def member_lost(self, index: int, reason: str, now: float, *, returns: bool = False) -> None:
         """The worker is gone. Its idempotent calls are queued again, ahead of younger ones; the
@@ -155,7 +140,7 @@ class Fabric:
                 call.worker = None
                 if not call.resumable:
                     call.first_at = 0.0
-                self.outbox.append((RESTART, call, None))
+                self.outbox.append(Restart(call))
                 self._enqueue(call)
             else:
                 why = "it had already streamed" if begun else f"loss {call.losses}"
@@ -222,7 +207,7 @@ class Fabric:
             self._trim_deadlines()
 
     def cancel(self, call: Call, now: float) -> None:
-        """The caller no longer wants the answer; no ``END`` follows. Safe at any time."""
+        """The caller no longer wants the answer; no ``End`` follows. Safe at any time."""
         if call.state == QUEUED and call.id in self.calls:
             self._unqueue(call)
         elif call.state in (SENT, RUNNING):
@@ -247,14 +232,14 @@ class Fabric:
                         call.losses = 0
                 elif state == CANCELLING:
                     continue
-                outbox.append((CHUNK, call, item))
+                outbox.append(Chunk(call, item))
             else:
                 del held[item.id]
                 if call.answer_bytes:
                     self._expect_no_more(call)
                 if call.state != CANCELLING:
                     del calls[item.id]
-                    outbox.append((END, call, item))
+                    outbox.append(End(call, item))
                 # Legal from each of the three states that a held call can be in.
                 call.state = ENDED
                 ended += 1
@@ -265,7 +250,7 @@ class Fabric:
             else:
                 member.load -= ended
                 if member.state is DRAINING and not member.load:
-                    outbox.append((DRAINED, member, None))
+                    outbox.append(Drained(member))
             if self.queue.waiting:
                 self._pump(now, member)
                 self._pump_woken(now)
@@ -294,7 +279,7 @@ class Fabric:
                 self._end_queued(call, error)
             else:
                 self._abandon(call)
-                self.outbox.append((END, call, error))
+                self.outbox.append(End(call, error))
 
     def _waits(self, call: Call) -> str:
         """Where a call waits that no worker holds, and why, if nobody that may take it serves, or
@@ -322,7 +307,7 @@ class Fabric:
                 self._end_queued(call, error)
             else:
                 self._abandon(call)
-                self.outbox.append((END, call, error))
+                self.outbox.append(End(call, error))
 
     def answer_waiting(self, endpoint: str, body: bytes, worker: int | None) -> int:
         """End the calls for this endpoint that wait here, as a worker would that answers ``body``;
@@ -395,7 +380,7 @@ class Fabric:
         if call.answer_bytes and call.client is not None:
             call.client.unread += call.answer_bytes
         member.calls[call.id] = call
-        self.outbox.append((SEND, member, call))
+        self.outbox.append(Send(member, call))
 
     def _expect_no_more(self, call: Call) -> None:
         """No worker computes the call's answer any more."""
@@ -432,19 +417,19 @@ class Fabric:
 
     def _end_queued(self, call: Call, outcome: Item | SglrlError) -> None:
         self._unqueue(call)
-        self.outbox.append((END, call, outcome))
+        self.outbox.append(End(call, outcome))
 
     def _end(self, call: Call, error: SglrlError) -> None:
         del self.calls[call.id]
         call.move(ENDED)
-        self.outbox.append((END, call, error))
+        self.outbox.append(End(call, error))
 
     def _abandon(self, call: Call) -> None:
         """The caller is gone, the worker still computes: keep the reservation until it confirms."""
         del self.calls[call.id]
         call.move(CANCELLING)
-        assert call.worker is not None
-        self.outbox.append((CANCEL, call.worker, call.id))
+        assert isinstance(call.worker, Member)
+        self.outbox.append(SendCancel(call.worker, call.id))
 
     def _withdraw(self, member: Member) -> None:
         self.loads.leave(member)

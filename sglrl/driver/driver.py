@@ -16,7 +16,8 @@ from typing import Any, Final, Protocol
 from ..config import FabricConfig
 from ..core.calls import Call
 from ..core.clients import ClientState
-from ..core.fabric import CANCEL, CHUNK, DRAINED, END, RESTART, SEND, Fabric
+from ..core.effects import Chunk, Drained, End, Restart, Send, SendCancel
+from ..core.fabric import Fabric
 from ..core.members import GONE, READY, RETIRED, STALE, STARTING, SYNCING, Member
 from ..errors import Closed, ProtocolError, SglrlError, UsageError
 from ..transport.base import MOST_UNREAD, DriverTransport
@@ -396,27 +397,24 @@ class Driver:
         submits: dict[Member, list[Call]] = {}
         cancels: dict[Member, list[int]] = {}
         self._flushing = True
-        for kind, subject, detail in effects:
+        for effect in effects:
             try:
-                if kind == SEND:
-                    if subject in submits:
-                        submits[subject].append(detail)
-                    else:
-                        submits[subject] = [detail]
-                elif kind == END:
-                    frames = raw.get(id(detail), ()) if raw and isinstance(detail, Item) else ()
-                    subject.reply.end(subject, detail, frames)
-                elif kind == CHUNK:
-                    frames = raw.get(id(detail), ()) if raw else ()
-                    subject.reply.chunk(detail, frames)
-                elif kind == CANCEL:
-                    cancels.setdefault(subject, []).append(detail)
-                elif kind == RESTART:
-                    subject.reply.restart(subject)
-                elif kind == DRAINED:
-                    self.loop.call_soon(self.on_drained, subject.index)
+                match effect:
+                    case Send(member, call):
+                        submits.setdefault(member, []).append(call)
+                    case End(call, outcome):
+                        call.reply.end(call, outcome, raw.get(id(outcome), ()))
+                    case Chunk(call, item):
+                        call.reply.chunk(item, raw.get(id(item), ()))
+                    case SendCancel(member, call_id):
+                        cancels.setdefault(member, []).append(call_id)
+                    case Restart(call):
+                        call.reply.restart(call)
+                    case Drained(member):
+                        self.loop.call_soon(self.on_drained, member.index)
             except Exception as error:
-                self._reply_failed(kind, subject, error)
+                assert isinstance(effect, End | Chunk | Restart)
+                self._reply_failed(effect, error)
         self._flushing = False
         for member, calls in submits.items():
             self._send_calls(member, calls)
@@ -427,19 +425,20 @@ class Driver:
             idle, self._idle = self._idle, None
             idle.set_result(None)
 
-    def _reply_failed(self, kind: int, call: Call, error: Exception) -> None:
-        """A reply raised, which it must not: its call fails, and no other."""
-        logger.error("the answer to %s could not be taken in", call.endpoint, exc_info=error)
+    def _reply_failed(self, effect: End | Chunk | Restart, error: Exception) -> None:
+        """A reply raised, which is a bug: fail its call, and no other call."""
+        call = effect.call
+        logger.error("the answer to %s could not be processed", call.endpoint, exc_info=error)
         failure = SglrlError(
-            f"the answer to {call.endpoint} could not be taken in: {type(error).__name__}: {error}"
+            f"the answer to {call.endpoint} could not be processed: {type(error).__name__}: {error}"
         )
         failure.__cause__ = error
         try:
-            if kind != END:
+            if not isinstance(effect, End):
                 self.cancel(call)
             call.reply.end(call, failure, ())
         except Exception:
-            logger.exception("nor could %s be told so", call.endpoint)
+            logger.exception("the caller of %s could not be told", call.endpoint)
 
     def _send_calls(self, member: Member, calls: list[Call]) -> None:
         try:

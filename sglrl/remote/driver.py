@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from ..config import LEAST_UNREAD_BYTES, FabricConfig
 from ..core.calls import Call
-from ..core.fabric import RESTART
+from ..core.effects import Restart
 from ..core.members import READY, RETIRED, Member
 from ..driver.driver import Driver, now
 from ..errors import Closed, ProtocolError
@@ -133,7 +133,7 @@ class RemoteDriver(Driver):
         for id_ in answers.again:
             call = held.get(id_)
             if call is not None:
-                self.fabric.outbox.append((RESTART, call, None))
+                self.fabric.outbox.append(Restart(call))
         for answer in answers.items:
             if answer.worker >= 0 and (call := held.get(answer.id)) is not None:
                 call.worker = self._names.setdefault(answer.worker, Member(answer.worker))

@@ -1,7 +1,7 @@
 """What ``sglrl.core.fabric`` promises, said again as simply as possible: sets, lists, no indexes.
 
 The model decides nothing about routing. It says which effects a step must have, and then judges
-every ``SEND``: may that call go to that member, and was no other call before it? Of calls that wait
+every ``Send``: may that call go to that member, and was no other call before it? Of calls that wait
 it knows to which member the one before of their session or conversation went.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from sglrl.config import FabricConfig
 from sglrl.core.calls import Call
-from sglrl.core.fabric import CANCEL, CHUNK, DRAINED, END, RESTART, SEND
+from sglrl.core.effects import Chunk, Drained, End, Restart, Send, SendCancel
 from sglrl.errors import Closed, DeadlineExceeded, Overloaded, UsageError, WorkerLost
 from sglrl.wire.calls import Item, ItemKind
 
@@ -197,14 +197,14 @@ class Model:
                     if call.state == SENT and call.call.resumable:
                         call.losses = 0
                     call.state = RUNNING
-                    wanted.append((CHUNK, item.id, id(item)))
+                    wanted.append((Chunk, item.id, id(item)))
                 continue
             member.held.remove(item.id)
             if call.state != CANCELLING:
-                wanted.append((END, item.id, id(item)))
+                wanted.append((End, item.id, id(item)))
             call.state = ENDED
         if member.state == "draining" and not member.held and strays < len(items):
-            wanted.append((DRAINED, index, None))
+            wanted.append((Drained, index, None))
         return wanted, strays
 
     def abandon(self, call: ModelCall) -> list[Any]:
@@ -214,7 +214,7 @@ class Model:
             return []
         call.state = CANCELLING
         assert call.call.worker is not None
-        return [(CANCEL, call.call.worker.index, call.call.id)]
+        return [(SendCancel, call.call.worker.index, call.call.id)]
 
     def cancel(self, call: ModelCall) -> list[Any]:
         if call.state not in (WAITING, SENT, RUNNING):
@@ -237,7 +237,7 @@ class Model:
     def drain(self, index: int) -> list[Any]:
         self.members[index].state = "draining"
         self._left(index)
-        idle = [] if self.members[index].held else [(DRAINED, index, None)]
+        idle = [] if self.members[index].held else [(Drained, index, None)]
         stranded = [c for c in self.in_state(WAITING) if c.pinned == index]
         return idle + self._end_all(stranded, WorkerLost)
 
@@ -261,10 +261,10 @@ class Model:
             begun = call.call.stream and call.state == RUNNING and not call.call.resumable
             if call.call.idempotent and not begun and call.losses < self.max_attempts:
                 self._waits(call)
-                wanted.append((RESTART, id_, None))
+                wanted.append((Restart, id_, None))
             else:
                 call.state = ENDED
-                wanted.append((END, id_, WorkerLost))
+                wanted.append((End, id_, WorkerLost))
         member.held.clear()
         stranded = [
             c
@@ -277,33 +277,36 @@ class Model:
         wanted: list[Any] = []
         for call in calls:
             wanted += self.abandon(call)
-            wanted.append((END, call.call.id, error))
+            wanted.append((End, call.call.id, error))
         return wanted
 
     # --- what did follow --------------------------------------------------------------------------
 
     def judge(self, effects: list[Any], wanted: list[Any]) -> None:
-        """Check the effects of one step against those wanted, and every SEND on its own."""
+        """Check the effects of one step against those wanted, and every Send on its own."""
         seen: list[Any] = []
-        for kind, subject, detail in effects:
-            if kind == SEND:
-                self._judge_send(subject.index, detail)
-            elif kind == CANCEL:
-                assert self.members[subject.index].state in ("ready", "draining")
-                seen.append((CANCEL, subject.index, detail))
-            elif kind == END:
-                call = self.calls[subject.id]
-                call.answers += 1
-                assert call.answers == 1, f"{subject} was answered twice"
-                assert not call.cancelled, f"{subject} was answered after its caller left"
-                what = id(detail) if isinstance(detail, Item) else type(detail)
-                seen.append((END, subject.id, what))
-            elif kind == DRAINED:
-                seen.append((DRAINED, subject.index, None))
-            else:
-                seen.append((kind, subject.id, None if detail is None else id(detail)))
-        chunks = [e for e in seen if e[0] == CHUNK]
-        assert chunks == [e for e in wanted if e[0] == CHUNK], "chunks keep their order"
+        for effect in effects:
+            match effect:
+                case Send(member, call):
+                    self._judge_send(member.index, call)
+                case SendCancel(member, call_id):
+                    assert self.members[member.index].state in ("ready", "draining")
+                    seen.append((SendCancel, member.index, call_id))
+                case End(call, outcome):
+                    known = self.calls[call.id]
+                    known.answers += 1
+                    assert known.answers == 1, f"{call} was answered twice"
+                    assert not known.cancelled, f"{call} was answered after its caller left"
+                    what = id(outcome) if isinstance(outcome, Item) else type(outcome)
+                    seen.append((End, call.id, what))
+                case Drained(member):
+                    seen.append((Drained, member.index, None))
+                case Chunk(call, item):
+                    seen.append((Chunk, call.id, id(item)))
+                case Restart(call):
+                    seen.append((Restart, call.id, None))
+        chunks = [e for e in seen if e[0] is Chunk]
+        assert chunks == [e for e in wanted if e[0] is Chunk], "chunks keep their order"
         assert sorted(map(str, seen)) == sorted(map(str, wanted))
         for call in self.may_go():
             assert not self.room_for(call.pinned), f"{call.call} waits beside a free place"

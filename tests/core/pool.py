@@ -9,7 +9,8 @@ from msgspec import Raw
 
 from sglrl.config import FabricConfig
 from sglrl.core.calls import Call
-from sglrl.core.fabric import SEND, Fabric
+from sglrl.core.effects import Send
+from sglrl.core.fabric import Fabric
 from sglrl.core.prefixes import Route
 from sglrl.wire.calls import Item, ItemKind
 
@@ -48,4 +49,4 @@ def finish(fabric: Fabric, call: Call, kind: int = ItemKind.DONE) -> None:
 def sent(fabric: Fabric) -> list[Call]:
     """The calls sent since this was last asked, in order."""
     effects, fabric.outbox = fabric.outbox, []
-    return [detail for kind, _, detail in effects if kind == SEND]
+    return [effect.call for effect in effects if isinstance(effect, Send)]

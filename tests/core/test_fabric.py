@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from sglrl.config import FabricConfig
-from sglrl.core.fabric import END, RESTART, Fabric
+from sglrl.core.effects import End, Restart
+from sglrl.core.fabric import Fabric
 from sglrl.core.members import STALE
 from sglrl.errors import Closed, DeadlineExceeded, Overloaded, UsageError, WorkerLost
 from sglrl.wire.calls import Item, ItemKind
 
 from .pool import finish, make_call, make_fabric, route, sent, submit, worker_of
+
+
+def ends(fabric: Fabric) -> list[Any]:
+    """The ``End`` effects in the outbox."""
+    return [effect for effect in fabric.outbox if isinstance(effect, End)]
+
+
+def last_end(fabric: Fabric) -> Any:
+    """The last effect in the outbox, which ends a call."""
+    assert isinstance(fabric.outbox[-1], End)
+    return fabric.outbox[-1]
 
 
 def test_waiting_calls_go_by_priority_then_age() -> None:
@@ -75,10 +89,10 @@ def test_an_idempotent_call_moves_until_its_attempts_are_used_up() -> None:
         fabric.member_lost(call.worker.index, "it was killed", 2.0)
         if fabric.calls:
             assert call.first_at == 0.0, "the first chunk of a lost attempt does not count"
-    kinds = [effect[0] for effect in fabric.outbox]
-    assert kinds.count(RESTART) == 2
-    assert kinds.count(END) == 1
-    error = fabric.outbox[-1][2]
+    kinds = [type(effect) for effect in fabric.outbox]
+    assert kinds.count(Restart) == 2
+    assert kinds.count(End) == 1
+    error = last_end(fabric).outcome
     assert isinstance(error, WorkerLost)
     assert "loss 3" in error.message
     assert error.worker == worker_of(call)
@@ -93,12 +107,13 @@ def test_a_resumable_call_moves_as_long_as_it_comes_forward(stream: bool) -> Non
         fabric.results(call.worker, [Item(call.id, ItemKind.CHUNK)], 1.0 + n)
         fabric.member_lost(call.worker.index, "it was killed", 2.0)
         assert call.first_at == 1.0, "its first chunk is its first chunk"
-    assert END not in [effect[0] for effect in fabric.outbox]
+    assert End not in [type(effect) for effect in fabric.outbox]
     # Two losses in a row, and it may be what kills them.
     assert call.worker is not None
     fabric.member_lost(call.worker.index, "it was killed", 9.0)
-    kind, ended, error = fabric.outbox[-1]
-    assert (kind, ended) == (END, call)
+    end = last_end(fabric)
+    assert end.call is call
+    error = end.outcome
     assert isinstance(error, WorkerLost)
 
 
@@ -118,8 +133,9 @@ def test_a_stream_that_has_begun_is_not_repeated() -> None:
     assert call.worker is not None
     fabric.results(call.worker, [Item(call.id, ItemKind.CHUNK)], 1.0)
     fabric.member_lost(call.worker.index, "it was killed", 2.0)
-    kind, ended, error = fabric.outbox[-1]
-    assert (kind, ended) == (END, call)
+    end = last_end(fabric)
+    assert end.call is call
+    error = end.outcome
     assert "already streamed" in error.message
 
 
@@ -142,7 +158,7 @@ def test_calls_that_wait_for_a_worker_that_leaves_end(end: str) -> None:
         fabric.drain_member(0, 0.0)
     else:
         fabric.member_lost(0, "it was killed", 0.0)
-    errors = {call: error for kind, call, error in fabric.outbox if kind == END}
+    errors = {end.call: end.outcome for end in ends(fabric)}
     assert isinstance(errors[waiting], WorkerLost)
     assert "pinned to it" in errors[waiting].message
     fabric.validate()
@@ -154,7 +170,7 @@ def test_deadline_says_where_the_call_was() -> None:
     submit(fabric, deadline=2.0)
     assert fabric.next_deadline() == 1.0
     fabric.tick(2.5)
-    errors = [e[2] for e in fabric.outbox if e[0] == END]
+    errors = [end.outcome for end in ends(fabric)]
     assert [type(e) for e in errors] == [DeadlineExceeded] * 2
     assert errors[0].message.endswith("last at a worker)")
     assert errors[1].message.endswith("last in the queue)")
@@ -172,7 +188,7 @@ def test_a_deadline_says_when_nobody_serves() -> None:
     fabric.member_lost(0, "it was killed", 0.0, returns=True)
     submit(fabric, deadline=3.0)
     fabric.tick(4.0)
-    said = [e[2].message.partition("in the queue: ")[2] for e in fabric.outbox if e[0] == END]
+    said = [end.outcome.message.partition("in the queue: ")[2] for end in ends(fabric)]
     assert said == [
         "worker 2 does not serve (1 stale: until the next weight update))",
         "worker 1 does not serve (1 starting))",
@@ -247,8 +263,8 @@ def test_waiting_calls_can_be_answered_for_a_worker() -> None:
     fabric.outbox.clear()
     assert fabric.answer_waiting("work", b"\x01", 1) == 1
     assert fabric.answer_waiting("work", b"\x02", None) == 1
-    ends = [(call, item.kind, item.body) for _, call, item in fabric.outbox]
-    assert ends == [(pinned, ItemKind.DONE, b"\x01"), (free, ItemKind.DONE, b"\x02")]
+    answers = [(end.call, end.outcome.kind, end.outcome.body) for end in ends(fabric)]
+    assert answers == [(pinned, ItemKind.DONE, b"\x01"), (free, ItemKind.DONE, b"\x02")]
     assert fabric.waiting == 1
     fabric.validate()
     fabric.outbox.clear()
@@ -379,9 +395,10 @@ def test_a_client_that_does_not_read_gets_no_more() -> None:
     client.unread += 30
     late = submit(fabric, client=client, deadline=5.0)
     fabric.tick(6.0)
-    _, call, error = fabric.outbox[-1]
-    assert call is late
-    assert error.message.endswith("in the queue: 150 bytes of answers to its client are unread)")
+    assert last_end(fabric).call is late
+    assert last_end(fabric).outcome.message.endswith(
+        "in the queue: 150 bytes of answers to its client are unread)"
+    )
     fabric.validate()
 
 

@@ -311,7 +311,7 @@ async def test_a_reply_that_raises_fails_its_own_call(
     assert isinstance(found[5], sglrl.SglrlError)
     assert "MemoryError: no room" in str(found[5])
     assert isinstance(found[5].__cause__, MemoryError)
-    assert "the answer to add could not be taken in" in caplog.text
+    assert "the answer to add could not be processed" in caplog.text
     assert not values._pool.driver.fabric.calls
     assert await values.add(1, 1) == 2
 

@@ -1,0 +1,57 @@
+"""What the fabric asks the driver to do. Methods of ``Fabric`` append effects to its ``outbox``."""
+
+from __future__ import annotations
+
+import msgspec
+
+from ..errors import SglrlError
+from ..wire.calls import Item
+from .calls import Call
+from .members import Member
+
+
+class Send(msgspec.Struct, frozen=True, gc=False):
+    """Send the call to the worker, in its next ``Submit``."""
+
+    member: Member
+    call: Call
+
+
+class SendCancel(msgspec.Struct, frozen=True, gc=False):
+    """Tell the worker to stop the call, in its next ``Cancel``."""
+
+    member: Member
+    id: int
+
+
+class Chunk(msgspec.Struct, frozen=True, gc=False):
+    """Give a part of the answer to the caller."""
+
+    call: Call
+    item: Item
+
+
+class End(msgspec.Struct, frozen=True, gc=False):
+    """Give the answer, or the error, to the caller. A call has exactly one end."""
+
+    call: Call
+    outcome: Item | SglrlError
+
+
+class Restart(msgspec.Struct, frozen=True, gc=False):
+    """The call starts again on another worker.
+
+    A resumable call continues after the chunks received so far. For any other call, the caller
+    discards these chunks.
+    """
+
+    call: Call
+
+
+class Drained(msgspec.Struct, frozen=True, gc=False):
+    """The worker accepts no calls and holds none."""
+
+    member: Member
+
+
+Effect = Send | SendCancel | Chunk | End | Restart | Drained
