@@ -10,12 +10,13 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
 from ..config import FabricConfig
 from ..core.calls import Call
 from ..core.clients import ClientState
+from ..core.driver_listener import DriverListener
 from ..core.effects import Chunk, Drained, End, Restart, Send, SendCancel
 from ..core.fabric import Fabric
 from ..core.members import GONE, READY, RETIRED, STALE, STARTING, SYNCING, Member
@@ -74,17 +75,7 @@ class Reply(Protocol):
 class Driver:
     """Joins a ``Fabric`` to a transport on the running event loop.
 
-    ``on_starting(index, stage)``, ``on_ready(index, Ready)`` and ``on_gone(index, reason)`` tell
-    the owner of the worker processes what the workers say of themselves; ``on_drained(index)``,
-    that a worker that takes no more calls holds none. A worker that ``must_sync(index)`` does not
-    serve when it is ready, but when ``serve`` is called. ``before_serving(index)`` comes before it
-    gets its first call: what is submitted there for this worker it gets first. ``on_lost(index)``
-    and ``on_peer(identity, frame)`` are for the weight channel: a worker was lost; a peer that is
-    no worker sent a message (False: it is unknown, so the message is dropped). ``on_beat`` is the
-    same for the beats of workers, ``on_client(identity, frames)`` for clients in other processes.
-    ``on_loads``: told whenever an engine has said how full it is. ``on_breaks``: called some time
-    after a connection broke, to send something to every peer that is no worker: sending is how a
-    lost one is found.
+    Nothing is decided here; listeners (``DriverListener``) are notified of what happens.
     """
 
     def __init__(
@@ -97,18 +88,7 @@ class Driver:
         self.max_message_bytes = max_message_bytes
         self.fabric = Fabric(config)
         self._drop = Dropped(logger)
-        self.on_starting: Callable[[int, str], None] = lambda index, stage: None
-        self.on_ready: Callable[[int, Ready], None] = lambda index, ready: None
-        self.on_gone: Callable[[int, str], None] = lambda index, reason: None
-        self.on_drained: Callable[[int], None] = lambda index: None
-        self.must_sync: Callable[[int], bool] = lambda index: False
-        self.before_serving: Callable[[int], None] = lambda index: None
-        self.on_lost: Callable[[int], None] = lambda index: None
-        self.on_peer: Callable[[bytes, Buffer], bool] = lambda identity, frame: False
-        self.on_beat: Callable[[bytes, Buffer], bool] = lambda identity, frame: False
-        self.on_client: Callable[[bytes, list[Buffer]], bool] = lambda identity, frames: False
-        self.on_loads: set[Callable[[], None]] = set()
-        self.on_breaks: set[Callable[[], None]] = set()
+        self._listeners: list[DriverListener] = []
         self._raw: dict[int, list[Buffer]] = {}
         self._identities: dict[Member, bytes] = {}
         self._members: dict[bytes, Member] = {}
@@ -123,6 +103,14 @@ class Driver:
         self._piece = _PIECE
         self._idle: asyncio.Future[None] | None = None
         self._change: asyncio.Future[None] | None = None
+
+    def add_listener(self, listener: DriverListener) -> None:
+        """Notify this listener, after those that were added before."""
+        self._listeners.append(listener)
+
+    def remove_listener(self, listener: DriverListener) -> None:
+        """Stop notifying a listener. Safe to call for one that was never added."""
+        self._listeners = [other for other in self._listeners if other is not listener]
 
     def start(self) -> None:
         self.transport.start(self._on_message, self._on_pause, self._on_break)
@@ -173,7 +161,8 @@ class Driver:
         self._rows.pop(member, None)
         self._flush()
         self._changed()
-        self.on_lost(index)
+        for listener in self._listeners:
+            listener.on_lost(index)
 
     def worker_retired(self, index: int, reason: str) -> None:
         self.fabric.member_retired(index, reason)
@@ -183,7 +172,7 @@ class Driver:
     def serve(self, index: int) -> None:
         """The worker has the current weights."""
         member = self.fabric.members[index]
-        self.before_serving(index)
+        self._before_serving(index)
         self.fabric.member_ready(index, member.window, now())
         self._flush()
         self._changed()
@@ -194,7 +183,7 @@ class Driver:
         self._changed()
 
     def drain(self, index: int) -> None:
-        """The worker gets no more calls; ``on_drained`` comes when it holds none."""
+        """The worker gets no more calls; ``on_drained`` follows when it holds none."""
         self.fabric.drain_member(index, now())
         self._flush()
         self._changed()
@@ -219,7 +208,7 @@ class Driver:
         return asyncio.shield(self._idle)
 
     def send_to_peer(self, identity: bytes, *frames: Buffer) -> bool:
-        """To a peer of ``on_peer`` or ``on_client``. False if it is not connected."""
+        """Send to a peer that is not a worker. Return False if it is not connected."""
         try:
             return self.transport.send(identity, frames)
         except Closed:
@@ -297,13 +286,9 @@ class Driver:
     def _on_message(self, identity: bytes, frames: list[Buffer]) -> None:
         member = self._members.get(identity)
         if member is None:
-            known = frames and (
-                self.on_beat(identity, frames[0])
-                or self.on_peer(identity, frames[0])
-                or self.on_client(identity, frames)
-            )
-            if not known:
-                # Not of whom: identities are secrets.
+            listeners = self._listeners if frames else ()
+            if not any(listener.on_peer(identity, frames) for listener in listeners):
+                # Without the identity, which is a secret.
                 self._drop("a message of a stranger, or of a peer that was not asked for it")
             return
         try:
@@ -320,8 +305,8 @@ class Driver:
             member.kv_usage = message.kv_usage
             member.waiting = message.waiting
             member.preempted = message.preempted
-            for look in self.on_loads:
-                look()
+            for listener in self._listeners:
+                listener.on_loads()
         fabric = self.fabric
         fabric.results(member, message.items, now())
         if len(fabric.outbox) > _AT_ONCE:
@@ -334,9 +319,10 @@ class Driver:
             return
         match message:
             case Starting(stage=stage):
-                self.on_starting(member.index, stage)
+                for listener in self._listeners:
+                    listener.on_starting(member.index, stage)
             case Ready(protocol=protocol) if protocol != PROTOCOL_VERSION:
-                self.on_gone(
+                self._unusable(
                     member.index,
                     f"it speaks version {protocol} of the protocol and the driver version "
                     f"{PROTOCOL_VERSION}; install the same sglrl on both sides",
@@ -347,13 +333,26 @@ class Driver:
                 self._share_rows(member, message)
                 # A call is at most two messages, one that submits it and one that cancels it.
                 window = min(message.window, MOST_UNREAD // 2)
-                if self.must_sync(member.index):
+                if any(listener.must_sync(member.index) for listener in self._listeners):
                     self.fabric.member_arrived(member.index, window)
                 else:
-                    self.before_serving(member.index)
+                    self._before_serving(member.index)
                     self.fabric.member_ready(member.index, window, now())
-                self.on_ready(member.index, message)
+                for listener in self._listeners:
+                    listener.on_ready(member.index, message)
                 self._changed()
+
+    def _before_serving(self, index: int) -> None:
+        for listener in self._listeners:
+            listener.before_serving(index)
+
+    def _unusable(self, index: int, reason: str) -> None:
+        for listener in self._listeners:
+            listener.on_unusable(index, reason)
+
+    def _drained(self, index: int) -> None:
+        for listener in self._listeners:
+            listener.on_drained(index)
 
     def _share_rows(self, member: Member, ready: Ready) -> None:
         """Of rows that the worker has in memory it offers: they need not be sent."""
@@ -411,7 +410,7 @@ class Driver:
                     case Restart(call):
                         call.reply.restart(call)
                     case Drained(member):
-                        self.loop.call_soon(self.on_drained, member.index)
+                        self.loop.call_soon(self._drained, member.index)
             except Exception as error:
                 assert isinstance(effect, End | Chunk | Restart)
                 self._reply_failed(effect, error)
@@ -502,13 +501,13 @@ class Driver:
             # One that starts need not have connected yet, and has a time limit for that.
             if member.state is not STARTING:
                 self._send(member, [encode(Cancel([]))])
-        for find in list(self.on_breaks):
-            find()
+        for listener in self._listeners:
+            listener.on_connection_broken()
 
     def _unreachable(self, member: Member) -> None:
         if member in self._identities:
             reason = "its connection is gone, or it does not read"
-            self.on_gone(member.index, reason)
+            self._unusable(member.index, reason)
             self.worker_lost(member.index, reason)
 
     def _set_timer(self) -> None:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
+from ..core.driver_listener import DriverListener
 from ..core.hangs import HangDetector
 from ..errors import ProtocolError
 from ..wire.calls import heartbeat_identity
@@ -26,7 +27,7 @@ DUMP_SECONDS: Final = 0.5
 _LARGEST_DUMP: Final = 256 << 10
 
 
-class Monitor:
+class HangMonitor(DriverListener):
     """Watches the workers of one driver; ``timeout`` None: does nothing.
 
     ``dump(worker)`` asks the worker's processes for their stacks, and returns the log that they
@@ -51,7 +52,7 @@ class Monitor:
         self._detector: HangDetector | None = None
         if timeout is not None:
             self._detector = HangDetector(timeout, time.monotonic())
-            driver.on_beat = self._on_beat
+            driver.add_listener(self)
             self._set_timer(self._detector.interval)
 
     @property
@@ -77,12 +78,12 @@ class Monitor:
 
     # --- events -----------------------------------------------------------------------------------
 
-    def _on_beat(self, identity: bytes, frame: Buffer) -> bool:
+    def on_peer(self, identity: bytes, frames: Sequence[Buffer]) -> bool:
         worker = self._workers.get(identity)
         if worker is None or self._detector is None:
             return False
         try:
-            beat = decode_heartbeat(frame)
+            beat = decode_heartbeat(frames[0])
         except ProtocolError:
             return False
         self._detector.beat(worker, beat.progress, beat.phase, time.monotonic())

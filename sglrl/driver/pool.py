@@ -17,6 +17,7 @@ from typing import Any, Self
 import msgspec
 
 from ..config import FabricConfig, PoolConfig, check_target, check_timeout, raise_file_limit
+from ..core.driver_listener import DriverListener
 from ..core.members import DRAINING, READY, RETIRED, STALE, SYNCING
 from ..core.seeds import process_seed
 from ..core.supervision import Supervision
@@ -30,7 +31,7 @@ from ..wire.processes import ActorSpec, ClientKeys, EngineSpec, WorkerSpec
 from ..wire.weights import rank_identity
 from .driver import Driver
 from .fork_server import tail
-from .hang_monitor import Monitor
+from .hang_monitor import HangMonitor
 from .worker_processes import Processes, Worker
 
 logger = logging.getLogger("sglrl.pool")
@@ -90,7 +91,7 @@ class Birth(msgspec.Struct, kw_only=True):
     env: Mapping[str, str]
 
 
-class Pool:
+class Pool(DriverListener):
     """Worker processes of one kind, from fork to end. Use as an async context manager.
 
     Raises (on entering):
@@ -128,7 +129,7 @@ class Pool:
         self._folder: Path | None = None
         self._worker_keys: ClientKeys | None = None
         self._driver: Driver | None = None
-        self._monitor: Monitor | None = None
+        self._monitor: HangMonitor | None = None
         self.outer_address = ""
         """Where other processes can reach the driver."""
         self.weights = WeightChannel(self.expel, self._is_up)
@@ -237,15 +238,11 @@ class Pool:
         )
         self._worker_keys = router.worker_keys
         self._driver = driver = Driver(router, self._fabric_config, config.max_message_bytes)
-        driver.on_ready = self._on_ready
-        driver.on_starting = self._on_starting
-        driver.on_gone = self.expel
-        driver.on_drained = lambda index: self._workers[index].drained.set()
-        driver.must_sync = self.weights.must_sync
+        driver.add_listener(self)
         self.outer_address = router.outer_address
         self.weights.attach(driver, router.outer_address)
         self.weights.on_updated = self._sync_stale
-        self._monitor = Monitor(driver, config.hang_timeout, self._dump, self.expel)
+        self._monitor = HangMonitor(driver, config.hang_timeout, self._dump, self.expel)
         driver.start()
         if self._preload != "plain":
             self._progress("importing SGLang (once per program)")
@@ -670,21 +667,27 @@ class Pool:
 
     # --- events -----------------------------------------------------------------------------------
 
-    def _on_starting(self, index: int, stage: str) -> None:
-        logger.debug("worker %d: %s", index, stage)
+    def on_starting(self, worker: int, stage: str) -> None:
+        logger.debug("worker %d: %s", worker, stage)
         if not self._closing:
-            self._progress(f"worker {index}: {stage}")
+            self._progress(f"worker {worker}: {stage}")
 
-    def _on_ready(self, index: int, ready: Ready) -> None:
-        worker = self._workers[index]
-        if worker.ready.done():
+    def on_unusable(self, worker: int, reason: str) -> None:
+        self.expel(worker, reason)
+
+    def on_drained(self, worker: int) -> None:
+        self._workers[worker].drained.set()
+
+    def on_ready(self, worker: int, ready: Ready) -> None:
+        started = self._workers[worker]
+        if started.ready.done():
             return
-        logger.debug("worker %d is ready (pid %d, %s)", index, ready.pid, ready.device)
-        worker.ready.set_result(ready)
-        if self.driver.fabric.members[index].state is SYNCING:
-            self._run(self._sync(worker))
+        logger.debug("worker %d is ready (pid %d, %s)", worker, ready.pid, ready.device)
+        started.ready.set_result(ready)
+        if self.driver.fabric.members[worker].state is SYNCING:
+            self._run(self._sync(started))
         else:
-            worker.settled.set()
+            started.settled.set()
 
     def _on_exited(self, worker: Worker, status: int) -> None:
         index = worker.index

@@ -79,7 +79,7 @@ class Client:
     async def __aenter__(self) -> Self:
         await self._pool.__aenter__()
         self._driver = self._pool.driver
-        self._driver.before_serving = self._controls.before_serving
+        self._driver.add_listener(self._controls)
         info = self._pool.ready(0).engine
         assert info is not None
         self._tokenizer_box.fake = not info.sglang_version

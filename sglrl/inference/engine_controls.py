@@ -14,6 +14,7 @@ from ..actors.actor import Actor as _Actor
 from ..actors.actor import EndpointSpec, UnaryReply, deadline_from, endpoint, endpoints_of
 from ..config import check_timeout
 from ..core.calls import Call
+from ..core.driver_listener import DriverListener
 from ..driver.driver import Driver
 from ..driver.gathering import submit_all
 from ..driver.pool import Pool
@@ -66,7 +67,7 @@ ENDPOINTS: Final[dict[str, EndpointSpec]] = endpoints_of(_Engine)
 _PAUSING: Final[dict[str, EndpointSpec]] = endpoints_of(_Pausing)
 
 
-class Controls:
+class Controls(DriverListener):
     """Of one client, whose methods of the same names say what these do. ``timeout``: of calls that
     have none, in seconds."""
 

@@ -143,8 +143,8 @@ class RemoteDriver(Driver):
         self.fabric.results(self._pool, answers.items, now())
         if answers.status is not None:
             self.status = answers.status
-            for look in self.on_loads:
-                look()
+            for listener in self._listeners:
+                listener.on_loads()
             self.on_news()
 
     def _end_of_turn(self) -> None:

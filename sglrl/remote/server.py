@@ -11,10 +11,11 @@ import asyncio
 import hmac
 import logging
 import secrets
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any, Final
 
 from ..actors.actor import Actor, EndpointSpec, endpoint, endpoints_of
+from ..core.driver_listener import DriverListener
 from ..driver.driver import Driver, now
 from ..driver.pool import Pool
 from ..errors import ProtocolError, SglrlError
@@ -103,7 +104,7 @@ class PoolEndpoints(Actor):
         )
 
 
-class PoolServer:
+class PoolServer(DriverListener):
     """Serves remote clients on the event loop of the ``Client`` that owns the pool.
 
     Attributes:
@@ -135,13 +136,11 @@ class PoolServer:
         self._watch: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self.address = f"{pool.outer_address}#{self._token}"
-        driver.on_client = self._on_message
         pool.weights.on_version.add(self._tell_all)
-        driver.on_loads.add(self._on_loads)
-        driver.on_breaks.add(self._tell_all)
+        driver.add_listener(self)
 
-    def _on_loads(self) -> None:
-        """An engine has said how full it is. Clients with long calls hear nothing else for long."""
+    def on_loads(self) -> None:
+        # A client with long calls receives no other message for long.
         waiting = [
             peer for peer in self._peers.values() if peer.calls and now() - peer.told > NEWS_SECONDS
         ]
@@ -153,8 +152,7 @@ class PoolServer:
 
     async def close(self) -> None:
         """After the pool: the calls have ended."""
-        self._driver.on_loads.discard(self._on_loads)
-        self._driver.on_breaks.discard(self._tell_all)
+        self._driver.remove_listener(self)
         if self._watch is not None:
             self._watch.cancel()
         for task in self._tasks:
@@ -226,8 +224,10 @@ class PoolServer:
 
     # --- what clients say -------------------------------------------------------------------------
 
-    def _on_message(self, identity: bytes, frames: list[Buffer]) -> bool:
-        """False: nothing that a client would say."""
+    def on_connection_broken(self) -> None:
+        self._tell_all()
+
+    def on_peer(self, identity: bytes, frames: Sequence[Buffer]) -> bool:
         peer = self._peers.get(identity)
         if peer is None and not self._is_client(identity):
             return False

@@ -15,6 +15,7 @@ import msgspec
 from ..actors.actor import EndpointSpec, endpoints_of, error_of
 from ..actors.spawning import ActorHandle, spawn
 from ..core.calls import Call
+from ..core.driver_listener import DriverListener
 from ..core.rollout_plan import SUSPECT, Sample
 from ..driver.driver import ENVELOPE_BYTES
 from ..errors import MessageTooLarge, ProtocolError, SglrlError, UsageError
@@ -81,7 +82,7 @@ class Away:
         self.processes.on_end(self, found)
 
 
-class AgentProcesses:
+class AgentProcesses(DriverListener):
     """Those of one run. ``on_end`` is called with each sample that has ended, and what it has come
     to; not with those that were closed. ``on_room``: when there is one process more."""
 
@@ -142,10 +143,10 @@ class AgentProcesses:
     async def start(self) -> None:
         """Raises ``WorkerStartError``, with what the agent's class has raised."""
         await self._handle.__aenter__()
-        self.driver.before_serving = self._before_serving
+        self.driver.add_listener(self)
         if self._paused:
             for index in self.driver.ready:
-                self._before_serving(index)
+                self.before_serving(index)
 
     async def close(self) -> None:
         await self._handle.close()
@@ -229,9 +230,9 @@ class AgentProcesses:
             for index in self.driver.ready:
                 tell(self.driver, self._specs["resume"], (), index)
 
-    def _before_serving(self, index: int) -> None:
+    def before_serving(self, worker: int) -> None:
         """A process that comes while the run is paused is paused, too."""
         if self._paused:
-            tell(self.driver, self._specs["pause"], (), index)
+            tell(self.driver, self._specs["pause"], (), worker)
         # When it serves, which is at once.
         self.driver.loop.call_soon(self._on_room)

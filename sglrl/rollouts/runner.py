@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from ..config import check_timeout
 from ..core import rollout_plan as core
 from ..core.concurrency import Concurrency
+from ..core.driver_listener import DriverListener
 from ..core.failures import Kind
 from ..errors import (
     Closed,
@@ -190,6 +191,14 @@ def rollout(
         sampling=sampling,
         values=values,
     )
+
+
+class _LoadListener(DriverListener):
+    def __init__(self, look: Callable[[], None]) -> None:
+        self._look = look
+
+    def on_loads(self) -> None:
+        self._look()
 
 
 class Rollout:
@@ -362,6 +371,7 @@ class Rollout:
             done, unfinished = self._state
             total -= min(total, done - len(unfinished))
         self._progress = RolloutProgress(total, progress)
+        self._loads = _LoadListener(self._look)
 
     # --- its life ---------------------------------------------------------------------------------
 
@@ -390,7 +400,7 @@ class Rollout:
         self._plan.version = self._plan.first_version = weights.version
         weights.on_version.add(self._on_version)
         if self._limit is not None:
-            self._client._running().on_loads.add(self._look)
+            self._client._running().add_listener(self._loads)
         self._progress.begin()
         self._task = asyncio.create_task(self._run(), name="sglrl rollout")
 
@@ -426,7 +436,7 @@ class Rollout:
         self._client._pool.weights.on_version.discard(self._on_version)
         driver = self._client._driver
         if self._limit is not None and driver is not None:
-            driver.on_loads.discard(self._look)
+            driver.remove_listener(self._loads)
         # Whatever it ended with has been raised by ``take``, or nobody wants it any more.
         await asyncio.wait([task])
 

@@ -14,11 +14,13 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from ..config import check_timeout
+from ..core.driver_listener import DriverListener
+from ..core.fabric import Fabric
 from ..core.manifest import check_manifest, differences, merged
 from ..core.weight_update import (
     ABORT,
@@ -36,7 +38,6 @@ from ..core.weight_update import (
     Member,
     WeightUpdate,
 )
-from ..driver.driver import Driver
 from ..errors import (
     Closed,
     DeadlineExceeded,
@@ -145,7 +146,19 @@ class _Run:
         )
 
 
-class WeightChannel:
+class DriverPort(Protocol):
+    """The parts of ``Driver`` that a weight channel uses."""
+
+    fabric: Fabric
+
+    def add_listener(self, listener: DriverListener) -> None: ...
+
+    def change(self) -> asyncio.Future[None]: ...
+
+    def send_to_peer(self, identity: bytes, *frames: Buffer) -> bool: ...
+
+
+class WeightChannel(DriverListener):
     """Weight updates of one pool.
 
     ``expel(worker, reason)`` ends a worker's processes; ``is_up(worker)``: it has said that it is
@@ -166,7 +179,7 @@ class WeightChannel:
         """The last update, if it gave all tensors and came from files."""
         self.version = 0
         self.versions: dict[int, int] = {}
-        self._driver: Driver | None = None
+        self._driver: DriverPort | None = None
         self._address = ""
         self._token = secrets.token_hex(16)
         self._ranks: dict[Member, Rank] = {}
@@ -187,12 +200,10 @@ class WeightChannel:
 
     # --- for the pool -----------------------------------------------------------------------------
 
-    def attach(self, driver: Driver, address: str) -> None:
+    def attach(self, driver: DriverPort, address: str) -> None:
         self._driver = driver
         self._address = address
-        driver.on_peer = self._on_peer
-        driver.on_lost = self._on_lost
-        driver.on_breaks.add(self._find_lost_senders)
+        driver.add_listener(self)
 
     def add_rank(self, worker: int, rank: int, identity: bytes) -> None:
         added = Rank((worker, rank), identity)
@@ -774,13 +785,13 @@ class WeightChannel:
         if not rank.lost and self._driver is not None:
             self._driver.send_to_peer(rank.identity, encode(message))
 
-    def _on_peer(self, identity: bytes, frame: Buffer) -> bool:
+    def on_peer(self, identity: bytes, frames: Sequence[Buffer]) -> bool:
         rank = self._by_identity.get(identity)
         sender = self._senders.get(identity)
         if rank is None and sender is None and not self._is_sender(identity):
             return False
         try:
-            message = decode_from_rank(frame)
+            message = decode_from_rank(frames[0])
         except ProtocolError as error:
             logger.debug("a message of the weight channel: %s", error)
             return False
@@ -827,7 +838,7 @@ class WeightChannel:
             error = WeightUpdateError("the sender is gone")
             self._run.machine.lost_sender(error, time.monotonic())
 
-    def _find_lost_senders(self) -> None:
+    def on_connection_broken(self) -> None:
         for sender in list(self._senders.values()):
             # Of an update that it did not propose; numbers begin at 1. It has no effect.
             self.tell(sender, Proposed(0, None))
@@ -876,7 +887,7 @@ class WeightChannel:
         self._execute()
         return True
 
-    def _on_lost(self, worker: int) -> None:
+    def on_lost(self, worker: int) -> None:
         lost = {rank for rank in self._ranks.values() if rank.worker == worker}
         for rank in lost:
             del self._ranks[rank.member], self._by_identity[rank.identity]

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from sglrl.core.driver_listener import DriverListener
 from sglrl.core.weight_update import COMMIT, JOIN, PREPARE, STAGE
 from sglrl.errors import (
     InvalidWeights,
@@ -69,9 +70,6 @@ class Pool:
         self.asked: asyncio.Queue[tuple[int | str, ToRank]] = asyncio.Queue()
         self.expelled: list[int] = []
         self.channel = WeightChannel(lambda worker, _: self.expelled.append(worker))
-        self.on_peer: Callable[[bytes, bytes], bool]
-        self.on_lost: Callable[[int], None]
-        self.on_breaks: set[Callable[[], None]] = set()
         self.channel.attach(cast(Any, self), "inproc://none")
         self.identities = {rank_identity(b"w%d" % w, 0): w for w in range(workers)}
         self.come()
@@ -81,6 +79,15 @@ class Pool:
         for identity, worker in self.identities.items():
             self.channel.add_rank(worker, 0, identity)
             self.on_peer(identity, encode(RankHello(SETTINGS)))
+
+    def add_listener(self, listener: DriverListener) -> None:
+        assert listener is self.channel
+
+    def on_peer(self, identity: bytes, frame: bytes) -> bool:
+        return self.channel.on_peer(identity, [frame])
+
+    def on_lost(self, worker: int) -> None:
+        self.channel.on_lost(worker)
 
     def send_to_peer(self, identity: bytes, frame: bytes) -> bool:
         self.asked.put_nowait((self.identities[identity], decode_to_rank(frame)))

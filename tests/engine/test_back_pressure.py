@@ -8,8 +8,20 @@ from typing import Any
 import pytest
 
 import sglrl
+from sglrl.core.driver_listener import DriverListener
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+class Loads(DriverListener):
+    """Appends how many requests wait whenever the engine reports its load."""
+
+    def __init__(self, client: sglrl.Client, waiting: list[int]) -> None:
+        self.client = client
+        self.waiting = waiting
+
+    def on_loads(self) -> None:
+        self.waiting.append(self.client._loads()[0][0].waiting)
 
 
 async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:
@@ -28,9 +40,9 @@ async def test_agents_are_as_many_as_the_kv_cache_holds(qwen: Path) -> None:
         max_running_requests=128,
         schedule_conservativeness=0.1,
     ) as client:
-        waiting = []
+        waiting: list[int] = []
         # Whenever the engine says so, and not when this process gets its turn.
-        client._running().on_loads.add(lambda: waiting.append(client._loads()[0][0].waiting))
+        client._running().add_listener(Loads(client, waiting))
         async with sglrl.rollout(client, agent, items[:30], concurrency=30) as run:
             await run.take(30)
         assert max(waiting) > 0

@@ -191,7 +191,7 @@ async def test_a_sender_does_not_wait_in_vain(
         await sender.update(weights)
     # A driver that is there and takes nothing in.
     sender = await Sender.connect(lab.client.weights_address)
-    monkeypatch.setattr(lab.client._driver, "on_peer", lambda identity, frame: True)
+    monkeypatch.setattr(lab.client._pool.weights, "on_peer", lambda identity, frames: True)
     monkeypatch.setattr(remote_sender, "LEAST_SILENCE", 0.1)
     with pytest.raises(sglrl.WeightUpdateError, match=r"said nothing for 0\.2 s; connect again"):
         await sender.update(weights, timeout=0.2)

@@ -14,6 +14,7 @@ from typing import Any, cast
 import msgspec
 
 from sglrl.config import FabricConfig
+from sglrl.core.driver_listener import DriverListener
 from sglrl.core.members import READY
 from sglrl.driver.driver import Driver
 from sglrl.driver.pool import WorkerInfo
@@ -150,7 +151,7 @@ class LocalSource:
             asyncio.get_running_loop().call_soon(self._channel.sender_answered, self, found)
 
 
-class Pool:
+class Pool(DriverListener):
     """A pool without processes, with the interface of ``sglrl.driver.pool.Pool``.
 
     Worker ``bad`` may send anything besides its own messages. When it is expelled, another worker
@@ -161,7 +162,7 @@ class Pool:
         self.router = MemoryRouter()
         self.driver = Driver(self.router, FabricConfig(routing=("requests",)))
         self.weights = WeightChannel(self.expel)
-        self.driver.on_gone = self.expel
+        self.driver.add_listener(self)
         self.outer_address = "memory"
         self.weights.attach(self.driver, self.outer_address)
         self.source = LocalSource(self.weights)
@@ -179,6 +180,9 @@ class Pool:
         self.weights.add_rank(index, 0, rank_identity(identity, 0))
         Rank(self.router.connect(rank_identity(identity, 0)))
         return identity, Worker(self.router.connect(identity), lazy=lazy)
+
+    def on_unusable(self, worker: int, reason: str) -> None:
+        self.expel(worker, reason)
 
     def expel(self, index: int, reason: str) -> None:
         assert index == self.bad, f"worker {index} is innocent: {reason}"

@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 
 from sglrl.actors.actor import Actor, StreamCaller, UnaryCaller, endpoint, endpoints_of
+from sglrl.core.driver_listener import DriverListener
 from sglrl.driver.driver import Driver
 from sglrl.errors import ProtocolError
 from sglrl.inference.client import Client
@@ -167,7 +168,12 @@ def driver_and_worker() -> tuple[Driver, MemoryDealer, Any]:
 async def test_only_a_worker_that_starts_says_so() -> None:
     driver, dealer, member = driver_and_worker()
     said: list[str] = []
-    driver.on_starting = lambda index, stage: said.append(stage)
+
+    class Starts(DriverListener):
+        def on_starting(self, worker: int, stage: str) -> None:
+            said.append(stage)
+
+    driver.add_listener(Starts())
     ready = Ready(PROTOCOL_VERSION, 1, 5, [])
     for message in (Starting("one"), ready, Starting("two"), ready):
         dealer.send([encode(message)])

@@ -1,0 +1,51 @@
+"""The events of a driver, for the parts of a pool that follow them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..wire.calls import Ready
+
+
+class DriverListener:
+    """Is notified of the events of a ``Driver`` (see ``Driver.add_listener``).
+
+    A listener overrides the methods that it needs. They run on the event loop and must not block.
+    ``worker`` is always an index.
+    """
+
+    # --- workers ----------------------------------------------------------------------------------
+
+    def on_starting(self, worker: int, stage: str) -> None:
+        """The worker reports the stage of its start."""
+
+    def must_sync(self, worker: int) -> bool:
+        """Return True to hold back a ready worker from calls until ``Driver.serve``."""
+        return False
+
+    def before_serving(self, worker: int) -> None:
+        """The worker is about to accept calls. Calls submitted here reach it first."""
+
+    def on_ready(self, worker: int, ready: Ready) -> None:
+        """The worker is ready."""
+
+    def on_unusable(self, worker: int, reason: str) -> None:
+        """The worker cannot be used: kill it."""
+
+    def on_drained(self, worker: int) -> None:
+        """The worker accepts no calls and holds none."""
+
+    def on_lost(self, worker: int) -> None:
+        """The worker is lost."""
+
+    def on_loads(self) -> None:
+        """An engine has reported its load."""
+
+    # --- peers that are not workers ---------------------------------------------------------------
+
+    def on_peer(self, identity: bytes, frames: Sequence[bytes | bytearray | memoryview]) -> bool:
+        """A peer has sent a message. Return False if the peer is unknown."""
+        return False
+
+    def on_connection_broken(self) -> None:
+        """A connection broke a second ago. Send something to every peer to find the lost one."""
