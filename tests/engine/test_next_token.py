@@ -172,7 +172,7 @@ async def test_a_beginning_in_common_is_computed_once(
     engine: sglrl.Client, reference: Reference
 ) -> None:
     assert await engine.flush_cache()
-    begin = [3 + (i * 17 + i * i) % 500 for i in range(40)]
+    begin = [3 + (i * 17 + i * i) % 500 for i in range(CHUNK)]
     prompts = [[*begin, 5 + i % 7, 9 + i] for i in range(30)]
     found = await asyncio.gather(*(engine.next_token_logprobs(p) for p in prompts))
     assert sorted(one.cached_tokens for one in found)[1] >= len(begin)

@@ -154,9 +154,9 @@ async def test_the_giver_is_lost_in_the_hand_over(
 
     def observed(rank: Any, message: Any) -> None:
         nonlocal struck, giver
-        if type(message).__name__ == "Give":
+        if type(message).__name__ == "SendPeerCopy":
             giver = rank.worker
-        elif type(message).__name__ == "Take" and not struck:
+        elif type(message).__name__ == "ReceivePeerCopy" and not struck:
             struck = True
             strike(lab.client, giver)
         send(rank, message)
@@ -180,7 +180,7 @@ async def test_the_taker_is_lost_in_the_hand_over(
     def observed(rank: Any, message: Any) -> None:
         nonlocal struck
         send(rank, message)
-        if type(message).__name__ == "Take" and not struck:
+        if type(message).__name__ == "ReceivePeerCopy" and not struck:
             struck = True
             strike(lab.client, rank.worker)
 
@@ -276,7 +276,7 @@ async def test_a_replacement_is_lost_before_its_giver_answers(
         strike(lab.client, 1)
 
     try:
-        await on_message(lab, monkeypatch, "Give", act)
+        await on_message(lab, monkeypatch, "SendPeerCopy", act)
         async with asyncio.timeout(60):
             while lab.client.workers[1].pid == taker and lab.client.workers[1].state != "lost":
                 await lab.client._pool.driver.change()
@@ -286,7 +286,7 @@ async def test_a_replacement_is_lost_before_its_giver_answers(
     await lab.client.remove_worker(added)
 
 
-@pytest.mark.parametrize("kind", ["Give", "Take"])
+@pytest.mark.parametrize("kind", ["SendPeerCopy", "ReceivePeerCopy"])
 @pytest.mark.parametrize("delay", [0.0, 0.002, 0.008, 0.03])
 async def test_a_replacement_is_lost_when_its_copy_has_begun(
     lab: Lab, monkeypatch: pytest.MonkeyPatch, kind: str, delay: float

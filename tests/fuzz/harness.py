@@ -151,6 +151,13 @@ class LocalSource:
             asyncio.get_running_loop().call_soon(self._channel.sender_answered, self, found)
 
 
+class Weights(WeightChannel):
+    """A replacement of the bad worker serves at once."""
+
+    def must_sync(self, worker: int) -> bool:
+        return False
+
+
 class Pool(DriverListener):
     """A pool without processes, with the interface of ``sglrl.driver.pool.Pool``.
 
@@ -161,7 +168,7 @@ class Pool(DriverListener):
     def __init__(self, honest: int) -> None:
         self.router = MemoryRouter()
         self.driver = Driver(self.router, FabricConfig(routing=("requests",)))
-        self.weights = WeightChannel(self.expel)
+        self.weights = Weights(self.expel)
         self.driver.add_listener(self)
         self.outer_address = "memory"
         self.weights.attach(self.driver, self.outer_address)
