@@ -41,7 +41,7 @@ ARGUMENTS: dict[str, Any] = {
     "max_total_tokens": 900 if compat.VERSION == "0.5.17" else 20_000,
     "schedule_conservativeness": 0.1,
 }
-REQUESTS = 90
+REQUESTS = 50
 
 
 class _Done(Exception):

@@ -15,7 +15,7 @@ from .programs import run_program
 
 @pytest.fixture(scope="module")
 def said() -> dict[str, dict[str, Any]]:
-    return run_program("draw_program")
+    return run_program("draw_program", fresh=True)
 
 
 def philox(counter: np.ndarray, key: int) -> np.ndarray:

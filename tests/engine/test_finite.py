@@ -60,24 +60,31 @@ async def check(client: sglrl.Client, reference: Reference) -> None:
         assert one.output_ids.tolist() == reference.greedy(prompt, 12)[:n]
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("what", NOWHERE)
 async def test_requests_that_allow_nothing(
-    engine: sglrl.Client, reference: Reference, what: str, way: str
+    engine: sglrl.Client, reference: Reference, what: str
 ) -> None:
+    """All ways of sampling are in the same batches, beside requests that go on."""
     others = asyncio.ensure_future(check(engine, reference))
     count, impossible = NOWHERE[what]
     says = f"nothing is allowed behind the {count} tokens"
-    sampling = {"max_new_tokens": 9, **impossible, **WAYS[way]}
-    calls = [engine.generate(input_ids=prompt, **sampling) for prompt in PROMPTS[:5]]
-    for error in await asyncio.gather(*calls, return_exceptions=True):
-        assert isinstance(error, sglrl.InvalidRequest)
-        assert says in str(error)
-    text = ""
-    with pytest.raises(sglrl.InvalidRequest, match=says):
-        async for chunk in engine.stream(input_ids=PROMPTS[1], **sampling):
-            text += chunk.text
-    assert len(text) <= count
+
+    async def streamed(sampling: dict[str, Any]) -> None:
+        text = ""
+        with pytest.raises(sglrl.InvalidRequest, match=says):
+            async for chunk in engine.stream(input_ids=PROMPTS[1], **sampling):
+                text += chunk.text
+        assert len(text) <= count
+
+    async def fails(sampling: dict[str, Any]) -> None:
+        calls = [engine.generate(input_ids=prompt, **sampling) for prompt in PROMPTS[:5]]
+        for error in await asyncio.gather(*calls, return_exceptions=True):
+            assert isinstance(error, sglrl.InvalidRequest)
+            assert says in str(error)
+        await streamed(sampling)
+
+    ways = [{"max_new_tokens": 9, **impossible, **way} for way in WAYS.values()]
+    await asyncio.gather(*map(fails, ways))
     await others
 
 
