@@ -15,7 +15,7 @@ def run(spec: WorkerSpec) -> None:
             run_actor(spec, spec.body)
         case EngineSpec(engine="sglang"):
             from .engine.sglang.hub import explained
-            from .engine.sglang.scheduler import run_scheduler
+            from .engine.sglang.run import run_scheduler
 
             with explained(spec.body.model):
                 run_scheduler(spec, spec.body)

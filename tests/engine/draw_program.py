@@ -18,7 +18,7 @@ from sglang.srt.layers.sampler import Sampler
 
 from sglrl_workers.engine.sglang.accelerations import gpu_sampling
 from sglrl_workers.engine.sglang.patches import seeded_sampling
-from sglrl_workers.engine.sglang.scheduler import install_samplers
+from sglrl_workers.engine.sglang.run import install_samplers
 
 from .draw_cases import CASES, KEY, LANES, STEP
 

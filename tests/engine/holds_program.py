@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from sglrl_workers.engine.sglang.weights import WeightCommand
+    from sglrl_workers.engine.sglang.commands import WeightCommand
 
 COPY, UPDATE, NEXT = 7, 8, 9
 SECONDS = 60.0

@@ -70,7 +70,8 @@ def _run(module: str, arguments: list[str], output: str) -> None:
 def make_scheduler(model: str, rendezvous: str, **arguments: Any) -> SglrlScheduler:
     """On the CPU, in float32, of nobody's requests. ``arguments``: of SGLang."""
     from sglrl_workers.engine.sglang import compat
-    from sglrl_workers.engine.sglang.scheduler import SglrlScheduler, _memory, _server_args
+    from sglrl_workers.engine.sglang.run import _memory, _server_args
+    from sglrl_workers.engine.sglang.scheduler import SglrlScheduler
 
     spec = EngineSpec(
         engine="sglang",

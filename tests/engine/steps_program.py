@@ -28,7 +28,7 @@ from sglrl.wire.codec import encode
 from sglrl.wire.engine import GenerateArgs
 from sglrl_workers.engine.sglang import compat, convert
 from sglrl_workers.engine.sglang.accelerations import decode_results
-from sglrl_workers.engine.sglang.resume import Resume
+from sglrl_workers.engine.sglang.commands import Resume
 from sglrl_workers.engine.sglang.scheduler import SglrlScheduler, _Receiver
 
 from .programs import make_scheduler

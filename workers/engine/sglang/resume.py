@@ -12,7 +12,6 @@ counts the prompt's last token. Here they are told of each token once, when it i
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -25,14 +24,6 @@ from sglang.srt.sampling.penaltylib import (
 )
 from sglang.srt.sampling.penaltylib.repetition_penalty import BatchedRepetitionPenalizer
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
-
-
-@dataclass(frozen=True)
-class Resume:
-    """Travels with its request through SGLang's own broadcast to all ranks. ``ids``: of output."""
-
-    rid: str
-    ids: array[int]
 
 
 def begin(request: Any, ids: array[int]) -> None:

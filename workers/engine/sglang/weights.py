@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,27 +24,17 @@ from sglrl.wire.weights import ModelDescription, Shard
 
 from ..loop import IDLE_WAIT
 from . import compat
+from .commands import WeightCommand
 from .weight_plan import Plan, Spare, checkpoint_folder, plan_of
 
 if TYPE_CHECKING:
     from ...weights.double_buffer import Pages
     from ...weights.rank_channel import RankWeights
-    from .scheduler import SglrlScheduler
 
 logger = logging.getLogger("sglrl.worker")
 
 _SMALL = 4 << 20
 """Bytes. Smaller copies are put together into one kernel."""
-
-
-@dataclass(frozen=True)
-class WeightCommand:
-    """Travels through SGLang's own broadcast to all ranks of a replica, like a request."""
-
-    update: int
-    version: int
-    inflight: str
-    hold: bool
 
 
 class _Hold:
@@ -63,7 +53,7 @@ class _Hold:
 class SglangWeights:
     """Implements ``WeightEngine`` for one rank's scheduler."""
 
-    def __init__(self, scheduler: SglrlScheduler, device: torch.device, rank: int) -> None:
+    def __init__(self, scheduler: Any, device: torch.device, rank: int) -> None:
         self.device = device
         self.channel: RankWeights
         self._scheduler = scheduler
@@ -185,7 +175,7 @@ class SglangWeights:
             self._scheduler.sglrl_adapter.expect_command(seconds if exchanged else None)
 
     def step_seconds(self) -> float:
-        return self._scheduler.sglrl_step_seconds
+        return float(self._scheduler.sglrl_step_seconds)
 
     def forget(self) -> None:
         self._ready = None

@@ -1,0 +1,485 @@
+"""Calls of the driver as requests of SGLang's scheduler, and its outputs as results."""
+
+from __future__ import annotations
+
+import collections
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from sglang.srt.managers.io_struct import (
+    AbortReq,
+    BatchTokenIDOutput,
+    FlushCacheReqInput,
+    FlushCacheReqOutput,
+    ShutdownReq,
+    TokenizedGenerateReqInput,
+)
+
+from sglrl.errors import InvalidRequest
+from sglrl.wire.calls import ItemKind
+from sglrl.wire.engine import (
+    EngineInfo,
+    EngineStats,
+    GenerateArgs,
+    NextTokenArgs,
+    ScoreArgs,
+    TokenChunk,
+)
+
+from ...mailbox import Mailbox
+from ..loop import IDLE_WAIT
+from ..protocol import check_mode, check_top
+from . import compat, convert
+from .accelerations.queries import Known
+from .commands import PauseCommand, Resume, WeightCommand
+from .next_token import NextTokens, Rows
+from .tracked_request import TrackedRequest
+
+logger = logging.getLogger("sglrl.worker")
+
+_LAUNCH_SECONDS = 0.0015
+"""More than it takes to put a step on the GPU."""
+_REST_SECONDS = 0.006
+"""So long a GPU may have nothing to do rather than begin a step that new weights would wait for."""
+_COMMIT_SECONDS = 0.0015
+"""From weights that are all here to the command to use them, and what it may come later."""
+
+_DRAIN_WAIT = 0.05
+"""Seconds. Nobody says when an update that waits for a paused engine is given up."""
+
+_REQUESTS = (TokenizedGenerateReqInput, Resume)
+
+
+class Adapter:
+    """Implements ``Engine`` on top of a scheduler. Collects requests for its next pull."""
+
+    def __init__(self, mailbox: Mailbox) -> None:
+        self.mailbox = mailbox
+        self.scheduler: Any
+        """The ``SglrlScheduler``; set once it is built."""
+        self.requests: dict[int, TrackedRequest] = {}
+        self.incoming: list[Any] = []
+        self.begun = time.monotonic()
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.generated_tokens = 0
+        self.cancelled: set[int] = set()
+        self.returned: set[int] = set()
+        self.flushes: list[int] = []
+        self.commands: collections.deque[WeightCommand] = collections.deque()
+        self.expected = threading.Event()
+        self.arrived = threading.Event()
+        self.due: float | None = None
+        """When the command that is expected will come."""
+        self.draining: WeightCommand | None = None
+        """That has been asked for, and waits until nothing runs."""
+        self.held_back: list[Any] = []
+        self.next_tokens = NextTokens(mailbox)
+        self.rows: Rows | None = None
+        """Of the batch whose results are being processed."""
+        self.result_version = 0
+        """Of the weights that it was run with."""
+
+    # --- from the driver --------------------------------------------------------------------------
+
+    def generate(self, id_: int, args: GenerateArgs) -> None:
+        scheduler = self.scheduler
+        check_top(args.top_logprobs, scheduler.model_config.vocab_size)
+        params = self.samplings.get(bytes(args.sampling), args.stream)
+        begun = convert.token_array(args.resume)
+        asked = convert.generate_request(id_, args, params, self._priority(args))
+        if begun:
+            self.incoming.append(Resume(convert.request_id(id_), begun))
+        self.incoming.append(asked)
+        request = TrackedRequest(scheduler.sglrl_version, args.top_logprobs, generates=True)
+        request.sent = request.resumed = len(begun)
+        self.requests[id_] = request
+
+    @cached_property
+    def samplings(self) -> convert.Samplings:
+        scheduler = self.scheduler
+        return convert.Samplings(scheduler.tokenizer, scheduler.model_config.vocab_size)
+
+    def score(self, id_: int, args: ScoreArgs) -> None:
+        count = len(args.input_ids) // 4
+        if not 0 <= args.start < count:
+            raise InvalidRequest(f"start={args.start} is not within the {count} tokens given")
+        check_top(args.top_logprobs, self.scheduler.model_config.vocab_size)
+        params = convert.score_params()
+        self.incoming.append(convert.score_request(id_, args, params, self._priority(args)))
+        self.requests[id_] = TrackedRequest(
+            self.scheduler.sglrl_version, args.top_logprobs, args.start
+        )
+
+    def next_token_logprobs(self, id_: int, args: NextTokenArgs) -> None:
+        if len(args.input_ids) < 4:
+            raise InvalidRequest("there is no token given")
+        check_top(args.top_k, self.scheduler.model_config.vocab_size)
+        params, priority = self.next_tokens.params, self._priority(args)
+        self.incoming.append(convert.next_token_request(id_, args, params, priority))
+        self.requests[id_] = TrackedRequest(self.scheduler.sglrl_version, args.top_k)
+        self.next_tokens.wanted[convert.request_id(id_)] = args.top_k
+
+    def _priority(self, args: GenerateArgs | ScoreArgs | NextTokenArgs) -> int | None:
+        return args.priority if self.scheduler.enable_priority_scheduling else None
+
+    def abort(self, id_: int) -> None:
+        if id_ not in self.requests:
+            return
+        rid = convert.request_id(id_)
+        for unsent in (self.incoming, self.held_back):
+            # Ahead of a request that is kept back, SGLang would not know what this is about.
+            others = [r for r in unsent if not (isinstance(r, _REQUESTS) and r.rid == rid)]
+            if len(others) < len(unsent):
+                unsent[:] = others
+                del self.requests[id_]
+                self.next_tokens.wanted.pop(rid, None)
+                self.mailbox.put(id_, ItemKind.CANCELLED)
+                return
+        self.cancelled.add(id_)
+        self.incoming.append(AbortReq(rid=rid))
+
+    def abort_all(self) -> int:
+        # In a paused engine nothing ends that runs: there it is made to wait first.
+        return self._abort_all("wait")
+
+    def _abort_all(self, before: str) -> int:
+        ended: set[str] = set()
+        self.incoming = self._return_unsent(self.incoming, ended)
+        self.held_back = self._return_unsent(self.held_back, ended)
+        aborts = self._aborts(set(), before)
+        self.incoming += aborts
+        return len(ended) + sum(isinstance(request, AbortReq) for request in aborts)
+
+    def _return_unsent(self, requests: list[Any], ended: set[str]) -> list[Any]:
+        """Answer those ``generate`` requests that SGLang has not been given yet. The others."""
+        others = []
+        for asked in requests:
+            if isinstance(asked, _REQUESTS):
+                id_ = convert.call_id(asked.rid)
+                request = self.requests.get(id_)
+                if request is not None and request.generates and id_ not in self.cancelled:
+                    del self.requests[id_]
+                    ended.add(asked.rid)
+                    chunk = TokenChunk(b"", finish="abort", version=request.version)
+                    self.mailbox.put(id_, ItemKind.DONE, chunk)
+                if asked.rid in ended:
+                    continue
+            others.append(asked)
+        return others
+
+    def pause(self, id_: int, mode: str) -> None:
+        check_mode(mode)
+        if mode == "abort":
+            self._abort_all("back")
+        self.incoming.append(PauseCommand(id_, "retract" if mode == "retract" else "in_place"))
+
+    def resume(self, id_: int) -> None:
+        self.incoming.append(PauseCommand(id_, ""))
+
+    def paused(self, command: PauseCommand) -> None:
+        """It has been executed."""
+        if command.call >= 0:
+            self.mailbox.put_value(command.call, None)
+            # The loop may have nothing else to do.
+            self.mailbox.flush()
+
+    def _aborts(self, except_for: set[str], before: str) -> list[Any]:
+        """What makes SGLang return the ``generate`` requests that it has, with what they have:
+        those that wait at once, those that run in the next step that continues requests, which
+        comes when no other waits to be begun. ``before``: the mode of a ``PauseCommand`` that makes
+        them wait."""
+        aborts: list[Any] = [PauseCommand(-1, before)]
+        for id_, request in self.requests.items():
+            rid = convert.request_id(id_)
+            known = id_ in self.cancelled or id_ in self.returned
+            if request.generates and not known and rid not in except_for:
+                self.returned.add(id_)
+                aborts.append(AbortReq(rid=rid))
+        return aborts
+
+    def flush_cache(self, id_: int) -> None:
+        self.flushes.append(id_)
+
+    def stats(self) -> EngineStats:
+        scheduler = self.scheduler
+        used, capacity = scheduler.kv_tokens()
+        uptime = time.monotonic() - self.begun
+        return EngineStats(
+            running=scheduler.sglrl_running(),
+            waiting=scheduler.sglrl_waiting(),
+            kv_tokens=used,
+            kv_capacity=capacity,
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            generated_tokens=self.generated_tokens,
+            uptime=uptime,
+            tokens_per_second=self.generated_tokens / uptime if uptime else 0.0,
+        )
+
+    def info(self) -> EngineInfo:
+        scheduler = self.scheduler
+        config = scheduler.model_config
+        eos = config.hf_eos_token_id
+        eos_ids = sorted(eos) if isinstance(eos, (set, list, tuple)) else [eos] if eos else []
+        device = scheduler.device
+        return EngineInfo(
+            model=scheduler.server_args.model_path,
+            architecture=config.hf_config.architectures[0],
+            dtype=str(config.dtype).removeprefix("torch."),
+            device=device if device == "cpu" else f"{device}:{scheduler.sglrl_gpu}",
+            vocab_size=config.vocab_size,
+            context_length=config.context_len,
+            # SGLang rejects an input of max_req_input_len.
+            max_prompt_tokens=scheduler.max_req_input_len - 2,
+            max_total_tokens=scheduler.max_req_input_len - 1,
+            eos_token_ids=[int(i) for i in eos_ids],
+            kv_cache_tokens=scheduler.max_total_num_tokens,
+            priority_scheduling=bool(scheduler.enable_priority_scheduling),
+            sglang_version=compat.VERSION,
+            tp_size=scheduler.server_args.tp_size,
+        )
+
+    # --- from the scheduler -----------------------------------------------------------------------
+
+    def pull(self) -> list[Any]:
+        """What arrived since the last scheduler step, as SGLang's requests."""
+        if self.expected.is_set():
+            self._linger()
+        if self.scheduler.sglrl_paused and not (self.flushes or self.commands):
+            # SGLang's loop would turn as fast as it can.
+            self.mailbox.flush()
+            self.mailbox.wait(IDLE_WAIT if self.draining is None else _DRAIN_WAIT)
+        self.mailbox.receive(self)
+        if self.flushes:
+            self._pull_flush()
+        if self.requests and self.mailbox.report_is_due:
+            self._flush()
+        else:
+            self.mailbox.flush()
+        incoming, self.incoming = self.incoming, []
+        if self.commands or self.draining is not None:
+            incoming = self._with_commands(incoming)
+        version = str(self.scheduler.sglrl_version)
+        for request in incoming:
+            if isinstance(request, TokenizedGenerateReqInput):
+                # KV computed under one policy version is never reused under another.
+                request.extra_key = version
+        if self.mailbox.stopped:
+            incoming.append(ShutdownReq())
+        return incoming
+
+    def weight_command(self, command: WeightCommand) -> None:
+        """Between the next two steps, or when what runs has ended. From any thread."""
+        self.commands.append(command)
+        self.arrived.set()
+        self.mailbox.wake()
+
+    def expect_command(self, seconds: float | None) -> None:
+        """One will come within about a step. From any thread.
+
+        Args:
+            seconds: after which the weights are all here, if they are live at once then.
+        """
+        self.arrived.clear()
+        self.due = None if seconds is None else time.monotonic() + seconds + _COMMIT_SECONDS
+        self.expected.set()
+
+    def _linger(self) -> None:
+        """With overlap the scheduler launches a step while the GPU is still at the one before, and
+        new weights can only come after what was launched. So while an update is about to come,
+        the next step is launched as late as the GPU allows; or not before the update, once, if it
+        comes so soon after that and costs the GPU no time of its own."""
+        scheduler = self.scheduler
+        if scheduler.enable_overlap and scheduler.last_batch is not None:
+            self.arrived.wait(max(0.0, scheduler.sglrl_step_seconds - _LAUNCH_SECONDS))
+            due, now = self.due, time.monotonic()
+            if due is not None and due - now < _REST_SECONDS and not self.arrived.is_set():
+                self.due = None
+                assert scheduler.sglrl_weights is not None
+                scheduler.sglrl_weights.rest()
+                self.arrived.wait(max(0.0, due - now) + _COMMIT_SECONDS)
+        if self.arrived.is_set():
+            self.expected.clear()
+
+    @property
+    def pending(self) -> bool:
+        """There is something to do also when nothing runs."""
+        return bool(self.flushes or self.commands or self.draining is not None)
+
+    def _with_commands(self, incoming: list[Any]) -> list[Any]:
+        """Put the next command behind the requests, at once or when what runs has ended: then new
+        requests are kept back until it is done."""
+        if self.draining is not None and self._given_up(self.draining):
+            self.draining = None
+            back, self.held_back = self.held_back, []
+            return [*back, *incoming]
+        if self.draining is None:
+            command = self.commands.popleft()
+            if self._given_up(command):
+                return incoming
+            if command.inflight == "abort":
+                fresh = {r.rid for r in incoming if isinstance(r, TokenizedGenerateReqInput)}
+                # What returns nothing, a score, is computed again: nobody waits for it here.
+                return [*incoming, *self._aborts(fresh, "back"), command]
+            if command.inflight != "drain":
+                return [*incoming, command]
+            self.draining = command
+        self.held_back += [r for r in incoming if isinstance(r, _REQUESTS)]
+        passed = [r for r in incoming if not isinstance(r, _REQUESTS)]
+        if passed or not self.scheduler.is_fully_idle():
+            return passed
+        command, self.draining = self.draining, None
+        back, self.held_back = self.held_back, []
+        # Behind the command they are prefilled with the new weights.
+        return [*back, command]
+
+    def _given_up(self, command: WeightCommand) -> bool:
+        assert self.scheduler.sglrl_weights is not None
+        return bool(self.scheduler.sglrl_weights.given_up(command))
+
+    def _pull_flush(self) -> None:
+        """Like any request, so that every rank does it. A request that has just been answered still
+        stands in SGLang's batch: then the flush waits for the loop's next turn."""
+        if self.requests:
+            self._flushed(False)
+        elif self.scheduler.is_fully_idle():
+            self.incoming.append(FlushCacheReqInput())
+        elif self.scheduler.sglrl_paused:
+            # There is no next turn.
+            self._flushed(False)
+
+    def _flushed(self, success: bool) -> None:
+        for id_ in self.flushes:
+            self.mailbox.put_value(id_, success)
+        self.flushes.clear()
+
+    def tokens(self, output: BatchTokenIDOutput) -> None:
+        """One scheduler step's output: one message to the driver."""
+        mailbox = self.mailbox
+        for i, rid in enumerate(output.rids):
+            id_ = convert.call_id(rid)
+            request = self.requests.get(id_)
+            if request is None:
+                continue
+            kind, error, text = convert.end_of(output.finished_reasons[i])
+            count = len(output.output_ids[i])
+            if kind == ItemKind.CHUNK:
+                if count:
+                    parts = request.take(count)
+                    for chunk in convert.token_chunks(output, i, request.top, parts):
+                        mailbox.put(id_, kind, chunk)
+                continue
+            if id_ in self.returned:
+                self.returned.discard(id_)
+                kind = ItemKind.DONE
+            del self.requests[id_]
+            next_token = self.next_tokens.wanted.pop(rid, None) is not None
+            self.prompt_tokens += output.prompt_tokens[i]
+            self.cached_tokens += convert.cached_tokens(output, i)
+            self.generated_tokens += output.completion_tokens[i] - request.resumed
+            if id_ in self.cancelled:
+                self.cancelled.discard(id_)
+                mailbox.put(id_, ItemKind.CANCELLED)
+            elif kind == ItemKind.ERROR:
+                mailbox.put_error(id_, error, text)
+            elif request.score_start >= 0:
+                chunk = convert.score_chunk(
+                    output, i, request.score_start, request.top, request.prefills
+                )
+                mailbox.put(id_, kind, chunk)
+            elif next_token:
+                assert self.rows is not None
+                self.rows.put(mailbox, id_, rid, output.cached_tokens[i], self.result_version)
+            else:
+                self._return(id_, request, output, i)
+        self._flush()
+
+    def launched(self, batch: Any) -> None:
+        """A prefill, with the scheduler's version."""
+        for request, begin in zip(batch.reqs, batch.prefix_lens, strict=True):
+            if request.return_logprob:
+                known = self.requests.get(convert.call_id(request.rid))
+                if known is not None and known.score_start >= 0:
+                    known.prefilled(begin, self.scheduler.sglrl_version)
+
+    def answer(
+        self, queries: Sequence[Known], logits: torch.Tensor, at: Sequence[int]
+    ) -> Callable[[], None]:
+        """Queries for the next token that SGLang has not been given."""
+        expected = [
+            (row, query.request.rid, self.next_tokens.wanted.pop(query.request.rid))
+            for row, query in zip(at, queries, strict=True)
+        ]
+        rows = self.next_tokens.rows(logits, expected)
+        version = self.scheduler.sglrl_version
+
+        def send() -> None:
+            for query in queries:
+                rid = query.request.rid
+                id_ = convert.call_id(rid)
+                del self.requests[id_]
+                self.prompt_tokens += query.cached + query.new
+                self.cached_tokens += query.cached
+                if id_ in self.cancelled:
+                    self.cancelled.discard(id_)
+                    self.mailbox.put(id_, ItemKind.CANCELLED)
+                else:
+                    rows.put(self.mailbox, id_, rid, query.cached, version)
+            self.mailbox.progress += 1
+            self._flush()
+
+        return send
+
+    def _flush(self) -> None:
+        used, capacity = self.scheduler.kv_tokens()
+        usage = used / capacity if capacity else -1.0
+        waiting = self.scheduler.sglrl_waiting()
+        self.mailbox.flush(usage, waiting, self.scheduler.sglrl_preempted)
+
+    def _return(self, id_: int, request: TrackedRequest, output: Any, i: int) -> None:
+        """The last tokens of a request."""
+        parts = request.take(len(output.output_ids[i]))
+        *chunks, last = convert.token_chunks(output, i, request.top, parts)
+        for chunk in chunks:
+            self.mailbox.put(id_, ItemKind.CHUNK, chunk)
+        self.mailbox.put(id_, ItemKind.DONE, last)
+
+    def version_changed(self, version: int, produced: dict[str, int]) -> None:
+        """The next result is the first of ``version``. ``produced``: tokens that each request
+        has."""
+        for id_, request in self.requests.items():
+            at = produced.get(convert.request_id(id_), 0)
+            request.changes.append((at, version))
+
+    def control(self, output: Any, about: Any) -> None:
+        """What SGLang tells its tokenizer manager: of interest are requests that it aborted (they
+        are ``about`` themselves), and the answer to a flush."""
+        if isinstance(output, FlushCacheReqOutput):
+            self._flushed(output.success)
+            self.mailbox.flush()
+        if not isinstance(output, AbortReq) or not output.rid:
+            return
+        id_ = convert.call_id(output.rid)
+        request = self.requests.pop(id_, None)
+        if request is None:
+            return
+        self.next_tokens.wanted.pop(output.rid, None)
+        returned = id_ in self.returned
+        self.returned.discard(id_)
+        if id_ in self.cancelled:
+            self.cancelled.discard(id_)
+            self.mailbox.put(id_, ItemKind.CANCELLED)
+        elif returned:
+            self._return(id_, request, convert.rest_of(about, request.sent), 0)
+        else:
+            reason: Any = output.finished_reason or {}
+            self.mailbox.put_error(
+                id_, "EngineError", str(reason.get("message") or "the engine aborted the request")
+            )
+        self.mailbox.flush()

@@ -1,0 +1,48 @@
+"""Commands of ours among the requests that SGLang's scheduler receives.
+
+Rank 0 puts them into its list of requests, and SGLang's own broadcast brings them to all ranks of a
+replica, so every rank executes them at the same place in its loop.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class WeightCommand:
+    """Make an update live, or hold the engine for it.
+
+    inflight: what happens to running requests.
+    hold: stop the loop until the update is live.
+    """
+
+    update: int
+    version: int
+    inflight: str
+    hold: bool
+
+
+@dataclass(frozen=True)
+class PauseCommand:
+    """Pause the engine, resume it, or retract running requests.
+
+    call: the call that asked for it; -1: none.
+    mode: "in_place" or "retract" pause the engine; "" resumes it. Two modes pause nothing: "back"
+        retracts running requests; "wait" does so in an engine that is paused by then.
+    """
+
+    call: int
+    mode: str
+
+
+@dataclass(frozen=True)
+class Resume:
+    """The output of a request that another worker has begun, sent before the request itself.
+
+    ``ids``: int64, the tokens that the other worker has generated.
+    """
+
+    rid: str
+    ids: array[int]

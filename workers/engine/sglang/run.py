@@ -1,0 +1,135 @@
+"""Run one rank of an engine worker: build its scheduler and live in its loop."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import sys
+import time
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from sglang.srt.server_args import ServerArgs
+
+from sglrl.wire.processes import EngineSpec, WorkerSpec
+
+from ...heartbeat import start_beats
+from ...mailbox import Mailbox
+from ...weights.rank_channel import RankWeights
+from . import compat, parameter_arena, resume
+from .accelerations import short_prefill
+from .accelerations.queries import Queries
+from .adapter import Adapter
+from .no_tokenizer import has_tokenizer
+from .patches import end_of_output, seeded_sampling, stop_regex, undrawable_tokens
+from .scheduler import SglrlScheduler
+from .weights import SglangWeights
+
+logger = logging.getLogger("sglrl.worker")
+
+
+def _server_args(body: EngineSpec) -> ServerArgs:
+    args: dict[str, Any] = {
+        "model_path": body.model,
+        "device": body.device,
+        "tp_size": body.tp_size,
+        "log_level": "warning",
+        "base_gpu_id": body.gpu_id - body.rank,
+        "trust_remote_code": False,
+        # SGLang's own watchdog ends the parent process of a scheduler that takes long: here that is
+        # the fork server, and with it every worker. The driver watches, and ends the one.
+        "watchdog_timeout": 1e9,
+        "skip_tokenizer_init": not has_tokenizer(body.model),
+    }
+    if body.device == "cpu":
+        from . import cpu
+        from .accelerations import cpu_attention
+
+        cpu.prepare(body.threads)
+        cpu_attention.install()
+        # The thread that gives a replacement its weights waits so long for the one that decodes,
+        # whenever it has waited for anything else.
+        sys.setswitchinterval(0.0005)
+        args |= cpu.engine_arguments(body.memory_share)
+    args |= body.args
+    return ServerArgs(**args)
+
+
+def _memory(body: EngineSpec) -> AbstractContextManager[Any]:
+    if body.device != "cpu":
+        return nullcontext()
+    from . import cpu
+
+    return cpu.UntouchedZeros()
+
+
+def install_samplers(server_args: ServerArgs, device: str) -> None:
+    """What stands in for parts of SGLang's sampler. The order matters: ``draw`` reads what SGLang's
+    says, ``finite`` sees what all others make."""
+    if device == "cuda":
+        # Its kernels need Triton.
+        from .accelerations import gpu_sampling
+
+        gpu_sampling.install(server_args)
+    seeded_sampling.install(server_args)
+    undrawable_tokens.install()
+
+
+def run_scheduler(spec: WorkerSpec, body: EngineSpec) -> None:
+    """Build the scheduler, say ``Ready``, and live in its event loop until ``Shutdown``."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    mailbox = Mailbox(spec) if body.rank == 0 else None
+    if mailbox is not None:
+        mailbox.starting("loading the model")
+    server_args = _server_args(body)
+    # Where the ranks meet, in place of a port.
+    os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{body.rendezvous}"
+    port_args = compat.no_ports()
+    install_samplers(server_args, body.device)
+    end_of_output.install()
+    if server_args.tp_size == 1:
+        stop_regex.install()
+    resume.install()
+    parameter_arena.install()
+    adapter = Adapter(mailbox) if mailbox is not None else None
+    compat.publish_arguments(server_args, body.rank, body.gpu_id)
+    with _memory(body):
+        scheduler = SglrlScheduler(
+            adapter,
+            body.gpu_id,
+            *compat.scheduler_arguments(server_args, port_args, body.rank, body.gpu_id),
+        )
+    device = (
+        torch.device(body.device, torch.cuda.current_device())
+        if body.device == "cuda"
+        else torch.device("cpu")
+    )
+    if body.device == "cpu":
+        from . import cpu
+
+        cpu.check(scheduler.tp_worker.model_runner.model)
+    if body.device == "cuda":
+        from .accelerations import gpu_sampling
+
+        gpu_sampling.begin(scheduler, device)
+    weights = scheduler.sglrl_weights = SglangWeights(scheduler, device, body.rank)
+    weights.channel = RankWeights(spec, body.rank, weights)
+    short_prefill.install(scheduler.tp_worker.model_runner)
+    scheduler.sglrl_queries = Queries(scheduler, None if adapter is None else adapter.answer)
+    if adapter is not None and mailbox is not None:
+        adapter.scheduler = scheduler
+        adapter.begun = time.monotonic()
+        adapter.next_tokens.install(scheduler.tp_worker.model_runner)
+        window = body.window or max(64, 2 * int(scheduler.max_running_requests))
+        start_beats(spec, scheduler.sglrl_beat)
+        mailbox.ready(window, adapter.info())
+    # What the model and SGLang brought stays: Python's garbage collector need not walk it between
+    # two steps.
+    gc.freeze()
+    scheduler.run_event_loop()
+    if mailbox is not None:
+        mailbox.close()
+    # SGLang's threads and CUDA teardown can take seconds and have nothing left to save.
+    os._exit(0)

@@ -1,0 +1,68 @@
+"""What the adapter knows of a request while SGLang has it."""
+
+from __future__ import annotations
+
+
+class TrackedRequest:
+    """One request while SGLang has it.
+
+    sent: tokens reported so far, with the ``resumed`` tokens of another worker.
+    version: of the weights that compute the next token.
+    changes: (position, version) in order: where ``version`` changes later.
+    top: likeliest tokens wanted at each position.
+    score_start: the first position of a scoring request; -1: it is not one.
+    prefills: of a scoring request: (first position, version) of each part of the prompt that one
+        version computes.
+    generates: it is a request of ``generate``.
+    """
+
+    __slots__ = (
+        "changes",
+        "generates",
+        "prefills",
+        "resumed",
+        "score_start",
+        "sent",
+        "top",
+        "version",
+    )
+
+    def __init__(
+        self, version: int, top: int, score_start: int = -1, *, generates: bool = False
+    ) -> None:
+        self.version = version
+        self.top = top
+        self.score_start = score_start
+        self.generates = generates
+        self.sent = 0
+        self.resumed = 0
+        self.changes: list[tuple[int, int]] = []
+        self.prefills: list[tuple[int, int]] = []
+
+    def prefilled(self, begin: int, version: int) -> None:
+        """Record a forward pass of the prompt from position ``begin``.
+
+        A retracted request starts again at 0.
+        """
+        while self.prefills and self.prefills[-1][0] >= begin:
+            self.prefills.pop()
+        if not self.prefills or self.prefills[-1][1] != version:
+            self.prefills.append((begin, version))
+
+    def take(self, count: int) -> list[tuple[int, int]]:
+        """Count ``count`` more tokens as sent; return them as [(number, version)], never empty."""
+        if not self.changes:
+            self.sent += count
+            return [(count, self.version)]
+        end = self.sent + count
+        parts = []
+        while self.changes and self.changes[0][0] <= end:
+            at, version = self.changes.pop(0)
+            if at > self.sent:
+                parts.append((at - self.sent, self.version))
+                self.sent = at
+            self.version = version
+        if end > self.sent or not parts:
+            parts.append((end - self.sent, self.version))
+            self.sent = end
+        return parts
