@@ -12,6 +12,9 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, Self, overload
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ..config import check_target, positive
 from ..core.concurrency import Load
 from ..core.members import READY
@@ -35,6 +38,12 @@ from .tokens import TokenIds, TokenizerBox, check_ids
 
 if TYPE_CHECKING:
     from ..sessions.session import Session
+
+
+OneIds = list[int] | tuple[int, ...] | range | NDArray[np.integer[Any]]
+"""The token ids of one prompt."""
+ManyIds = list[list[int]] | list[NDArray[np.integer[Any]]] | tuple[Sequence[int], ...]
+"""The token ids of several prompts."""
 
 
 class RemoteServer(Protocol):
@@ -449,13 +458,47 @@ class Client:
     # --- generate ---------------------------------------------------------------------------------
 
     @overload
+    async def generate(self, prompt: str, *, n: Literal[1] = 1, **kwargs: Any) -> Completion: ...
+    @overload
+    async def generate(self, prompt: str, *, n: int, **kwargs: Any) -> list[Completion]: ...
+    @overload
     async def generate(
-        self, prompt: str | None = None, *, n: Literal[1] = 1, **kwargs: Any
+        self, *, input_ids: OneIds, n: Literal[1] = 1, **kwargs: Any
+    ) -> Completion: ...
+    @overload
+    async def generate(self, *, input_ids: OneIds, n: int, **kwargs: Any) -> list[Completion]: ...
+    @overload
+    async def generate(
+        self, *, messages: Sequence[Message], n: Literal[1] = 1, **kwargs: Any
     ) -> Completion: ...
     @overload
     async def generate(
-        self, prompt: Sequence[str] | None = None, *, n: int = 1, **kwargs: Any
-    ) -> Any: ...
+        self, *, messages: Sequence[Message], n: int, **kwargs: Any
+    ) -> list[Completion]: ...
+    @overload
+    async def generate(
+        self, prompt: list[str] | tuple[str, ...], *, n: Literal[1] = 1, **kwargs: Any
+    ) -> list[Completion]: ...
+    @overload
+    async def generate(
+        self, prompt: list[str] | tuple[str, ...], *, n: int, **kwargs: Any
+    ) -> list[list[Completion]]: ...
+    @overload
+    async def generate(
+        self, *, input_ids: ManyIds, n: Literal[1] = 1, **kwargs: Any
+    ) -> list[Completion]: ...
+    @overload
+    async def generate(
+        self, *, input_ids: ManyIds, n: int, **kwargs: Any
+    ) -> list[list[Completion]]: ...
+    @overload
+    async def generate(
+        self, *, messages: Sequence[Sequence[Message]], n: Literal[1] = 1, **kwargs: Any
+    ) -> list[Completion]: ...
+    @overload
+    async def generate(
+        self, *, messages: Sequence[Sequence[Message]], n: int, **kwargs: Any
+    ) -> list[list[Completion]]: ...
 
     async def generate(
         self,
