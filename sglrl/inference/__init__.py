@@ -1,6 +1,7 @@
 """The client of an engine pool: tokens in, tokens and logprobs out.
 
-* ``client``: ``Client``, which users see;
+* ``client``: ``Client``, which users see; ``weight_methods``, ``control_methods`` and
+  ``score_methods`` have some of its methods;
 * ``prompts``, ``tokens``, ``sampling``: check the arguments and encode text;
 * ``requests``: makes a call of checked arguments;
 * ``replies``, ``completion``, ``stream``: results;

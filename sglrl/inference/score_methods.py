@@ -1,0 +1,106 @@
+"""The methods of ``Client`` that compute logprobs of given tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from ..config import check_target
+from ..driver.gathering import submit_all
+from ..errors import InvalidRequest
+from .completion import NextTokenLogprobs
+from .prompts import check_given_ids
+from .requests import Requests
+from .tokens import TokenIds, check_ids
+
+
+class ScoreMethods:
+    """See ``Client``, which defines ``_started``."""
+
+    def _started(self) -> Requests:
+        raise NotImplementedError
+
+    async def score(
+        self,
+        input_ids: TokenIds | Sequence[TokenIds],
+        *,
+        start: int = 0,
+        top_logprobs: int = 0,
+        timeout: float | None = None,
+        worker: int | None = None,
+        priority: int = 0,
+    ) -> Any:
+        """Logprobs that the model gives to given tokens, without generating.
+
+        Args:
+            input_ids: tokens [length], or a list of such, of the same length at most as for
+                ``generate``.
+            start: first position of interest; earlier ones are context only.
+            top_logprobs: also return so many likeliest tokens at each position.
+
+        Returns:
+            ``ScoreLogprobs``, an array float32 [length - start]: ``log p(token i | tokens before
+            i)`` at temperature 1. Position 0 has no context and is NaN. With ``top_logprobs``:
+            ``Scores``. A list of that for a list.
+
+            ``.version`` of either is the version of the weights that the forward pass which
+            computed the score was launched with. It may be older than ``weight_version`` when the
+            score arrives. A score that is submitted after ``update_weights`` has returned has the
+            new version. Where a text is prefilled in several parts and a weight update with
+            inflight="continue" comes in between, each part is of the weights that it met, which
+            ``.versions`` tells; with "retract", "abort" or "drain" all is of one version.
+        """
+        requests = self._started()
+        deadline = requests.deadline(timeout)
+        several, prompts = check_given_ids(input_ids, requests.vocab_size)
+        if isinstance(start, bool) or not isinstance(start, int) or start < 0:
+            raise InvalidRequest(f"start must be an integer of at least 0, got {start!r}")
+        priority, worker, _ = check_target(priority, worker, None)
+        requests.check_top(top_logprobs)
+        calls, futures = requests.scores(prompts, start, top_logprobs, deadline, priority, worker)
+        results = await submit_all(requests.driver, calls, futures)
+        return results if several else results[0]
+
+    async def next_token_logprobs(
+        self,
+        ids: TokenIds,
+        top_k: int | None = None,
+        *,
+        worker: int | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> NextTokenLogprobs:
+        """The distribution of the token behind ``ids``: float32 log-softmax of the model's logits.
+
+        Calls that are made at the same time are computed together, also with what ``generate``
+        prefills; what ``ids`` share with earlier calls comes from the prefix cache.
+
+        Args:
+            ids: tokens [length].
+            top_k: only the so many likeliest tokens; None: all of them, in one raw frame.
+            worker, priority, timeout: as for ``generate``.
+
+        Returns:
+            ``NextTokenLogprobs``, whose ``version`` is the version of the weights that the forward
+            pass which computed the distribution was launched with. It may be older than
+            ``weight_version`` when the result arrives. A call that is submitted after
+            ``update_weights`` has returned has the new version.
+
+        Raises:
+            UsageError: something above is wrong, and nothing was sent: ``InvalidRequest`` for a
+                prompt or a sampling value.
+            Overloaded, DeadlineExceeded, WorkerLost, EngineError, Closed: see ``sglrl.errors``.
+        """
+        requests = self._started()
+        if worker is not None or priority or type(priority) is not int:
+            priority, worker, _ = check_target(priority, worker, None)
+        checked = check_ids(ids, requests.vocab_size)
+        future: asyncio.Future[NextTokenLogprobs] = asyncio.get_running_loop().create_future()
+        call = requests.next_token_call(checked, top_k, future, timeout, worker, priority)
+        requests.driver.submit(call)
+        try:
+            return await future
+        except BaseException:
+            requests.driver.cancel(call)
+            raise
