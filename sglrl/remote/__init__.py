@@ -1,7 +1,8 @@
 """A client for a pool that another process has launched.
 
 * ``client``: ``connect``, the client's side;
-* ``driver``: the fabric of such a client; its one worker is the other process's pool;
+* ``pool``, ``driver``: the pool and the fabric of such a client, whose one worker is the
+  process that launched the pool;
 * ``server``: the driver's side;
 * ``forwarding``: requests of remote clients become calls of the driver's own fabric.
 """

@@ -17,7 +17,7 @@ import pytest
 
 import sglrl
 from sglrl.core.clients import ClientState
-from sglrl.remote import client as remote_module
+from sglrl.remote import pool as remote_pool
 from sglrl.remote.driver import RemoteDriver
 from sglrl.remote.forwarding import Peer
 from sglrl.transport.curve_keys import make_keys
@@ -381,7 +381,7 @@ async def test_a_client_that_dies_is_forgotten_with_its_calls(pool: sglrl.Client
 async def test_who_could_not_be_told_anything_hears_that_it_is_forgotten(
     pool: sglrl.Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(remote_module, "_CHECK_SECONDS", 0.05)
+    monkeypatch.setattr(remote_pool, "_CHECK_SECONDS", 0.05)
     async with sglrl.connect(pool.address) as remote:
         # It is asked while all is well, too.
         call = asyncio.ensure_future(remote.generate(input_ids=IDS, max_new_tokens=2000))

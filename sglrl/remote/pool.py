@@ -1,0 +1,283 @@
+"""The pool of a remote client: the driver's process, seen as one worker that accepts any call."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import weakref
+from typing import Any, Final, Self
+
+from ..actors.actor import UnaryCaller, endpoints_of
+from ..config import FabricConfig, PoolConfig, check_heartbeat, check_timeout
+from ..core.members import RETIRED
+from ..driver.pool import Pool, QueueInfo, WorkerInfo
+from ..errors import Closed, DeadlineExceeded, UsageError
+from ..transport.curve_keys import read_client_keys
+from ..transport.zmq import ZmqDealer, check_address
+from ..weights.channel import WeightChannel
+from ..wire.calls import PROTOCOL_VERSION, Ready
+from ..wire.codec import encode
+from ..wire.engine import EngineInfo
+from ..wire.processes import ClientKeys
+from ..wire.remote import Hello, Leave, PoolStatus, Requests
+from ..wire.weights import ModelDescription, Shard
+from .driver import Line, RemoteDriver
+from .server import PoolEndpoints
+
+CONNECT_SECONDS: Final = 60.0
+"""How long a client waits for the pool's first answer."""
+_GRACE: Final = 10.0
+_LOOK_SECONDS: Final = 0.2
+"""Between two looks at whether a pool that has not answered yet is gone."""
+_CHECK_SECONDS = 15.0
+"""After which a client that waits makes sure that the pool still knows it."""
+_GONE: Final = "the process that has the pool is gone or has closed it"
+_BROKEN: Final = (
+    "the connection to the pool's process broke: that process is gone or has closed the pool"
+)
+
+
+def a_bit_more(timeout: float | None) -> float | None:
+    """Of what is asked of the pool, which keeps to ``timeout`` itself."""
+    timeout = check_timeout(timeout)
+    return None if timeout is None else timeout + _GRACE
+
+
+class RemoteWeights(WeightChannel):
+    """What a client asks of the weights; updates go through ``sglrl.weights.Sender``."""
+
+    def __init__(self, pool: RemotePool) -> None:
+        super().__init__(lambda worker, reason: None)
+        self._of = pool
+        self.sender_address = ""
+
+    @property
+    def address(self) -> str:
+        return self.sender_address
+
+    async def describe(self, timeout: float | None) -> ModelDescription:
+        if self._description is None:
+            self._description = await self._of.ask("describe", timeout, timeout=a_bit_more(timeout))
+        return self._description
+
+    async def checksums(
+        self, names: list[str], timeout: float | None
+    ) -> dict[tuple[int, int], list[Shard]]:
+        found = await self._of.ask("checksums", names, timeout, timeout=a_bit_more(timeout))
+        return dict(found)
+
+
+class RemotePool(Pool):
+    """The pool of another process."""
+
+    weights: RemoteWeights
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        keys: str | os.PathLike[str] | ClientKeys | None,
+        insecure: bool,
+        connect_timeout: float,
+        max_message_bytes: int,
+        heartbeat_timeout: float | None,
+    ) -> None:
+        url, _, token = address.partition("#") if isinstance(address, str) else ("", "", "")
+        super().__init__(
+            [],
+            name=f"the Client connected to {url}",
+            preload="plain",
+            fabric=FabricConfig(),
+            config=PoolConfig(),
+        )
+        if not token:
+            raise UsageError(f"{address!r} is no address of a pool; pass client.address")
+        check_address(url, keys=keys is not None, insecure=insecure)
+        check_timeout(connect_timeout, "connect_timeout")
+        self._url, self._token = url, token
+        self._client_keys: ClientKeys | None = None
+        if keys is not None:
+            self._client_keys = keys if isinstance(keys, ClientKeys) else read_client_keys(keys)
+        self._connect_timeout = connect_timeout
+        self._max_message_bytes = max_message_bytes
+        self.heartbeat_timeout = check_heartbeat(heartbeat_timeout)
+        self.weights = RemoteWeights(self)
+        self.model = ""
+        self._check: asyncio.TimerHandle | None = None
+        self._engine: EngineInfo | None = None
+        self._specs = endpoints_of(PoolEndpoints)
+
+    async def ask(self, endpoint: str, *args: Any, timeout: float | None = None) -> Any:
+        """Of the pool as a whole: one of ``PoolEndpoints``."""
+        return await UnaryCaller(self.driver, self._specs[endpoint], None)(*args, timeout=timeout)
+
+    async def __aenter__(self) -> Self:
+        self._enter_once()
+        loop = asyncio.get_running_loop()
+        # The thread that calls ``tell`` must not keep a client alive that is never closed.
+        on_break = weakref.WeakMethod(self._on_break)
+
+        def tell() -> None:
+            found = on_break()
+            if found is not None:
+                with contextlib.suppress(RuntimeError):  # the loop is closed
+                    loop.call_soon_threadsafe(found)
+
+        if _is_gone(self._url):
+            raise Closed(f"there is no pool at {self._url}: its process is gone or has closed it")
+        identity = f"client/{self._token}/{secrets.token_hex(8)}".encode()
+        dealer = ZmqDealer(
+            self._url,
+            identity,
+            max_message_bytes=self._max_message_bytes,
+            keys=self._client_keys,
+            on_break=tell,
+            heartbeat_timeout=self.heartbeat_timeout,
+        )
+        self._opened()
+        driver = RemoteDriver(Line(dealer, self._url), self._max_message_bytes)
+        self._driver = driver
+        driver.on_news = self._on_news
+        driver.start()
+        self._look()
+        try:
+            with contextlib.suppress(Closed):  # refused in the handshake: nobody will answer
+                dealer.send([encode(Hello(PROTOCOL_VERSION, self._max_message_bytes))])
+            async with asyncio.timeout(self._connect_timeout):
+                admitted = await driver.admitted
+        except TimeoutError:
+            await self.close()
+            hint = ""
+            if self._client_keys is not None:
+                hint = ", or it does not know this key"
+            elif self._url.startswith("tcp"):
+                hint = ", or it wants keys="
+            raise DeadlineExceeded(
+                f"nobody answered at {self._url} within {self._connect_timeout:g} s: no pool is "
+                "there any more, or what is behind '#' in the address is not its token (a pool "
+                f"does not answer strangers){hint}; pass what client.address says now"
+            ) from None
+        except BaseException:
+            await self.close()
+            raise
+        driver.max_message_bytes = min(self._max_message_bytes, admitted.max_message_bytes)
+        self.model = admitted.model
+        self.weights.sender_address = admitted.weights_address
+        self._engine = admitted.engine
+        self._on_news()
+        self._check = loop.call_later(_CHECK_SECONDS, self._make_sure)
+        return self
+
+    def _make_sure(self) -> None:
+        """A client that does not read for so long that no more fits the connection is forgotten,
+        and cannot be told. Who says something to a pool that does not know it is told so."""
+        if self.driver.fabric.calls:
+            self.driver.send_to_peer(b"", encode(Requests([])))
+        self._check = asyncio.get_running_loop().call_later(_CHECK_SECONDS, self._make_sure)
+
+    def _on_break(self) -> None:
+        driver = self._driver
+        assert isinstance(driver, RemoteDriver)
+        # Before it was admitted, a handshake may have failed.
+        if not self._closing and driver.admitted.done() and not driver.fabric.closed:
+            reason = _BROKEN
+            if self.heartbeat_timeout is not None and self._url.startswith("tcp"):
+                reason += (
+                    f", or nothing arrived from it for {self.heartbeat_timeout:g} s "
+                    "(heartbeat_timeout)"
+                )
+            driver.lose(reason)
+            # ZeroMQ connects again by itself. A pool that is still there then forgets this client.
+            driver.send_to_peer(b"", encode(Leave()))
+
+    def _look(self) -> None:
+        """Of a pool that was closed before ZeroMQ had a connection nobody tells."""
+        driver = self._driver
+        assert isinstance(driver, RemoteDriver)
+        if self._closing or driver.admitted.done():
+            return
+        if _is_gone(self._url):
+            driver.lose(_GONE)
+        else:
+            driver.loop.call_later(_LOOK_SECONDS, self._look)
+
+    @property
+    def status(self) -> PoolStatus:
+        assert isinstance(self._driver, RemoteDriver)
+        return self._driver.status
+
+    def _on_news(self) -> None:
+        self.heard_of(self.status.version)
+
+    def heard_of(self, version: int) -> None:
+        """The pool has this version; news may come later than what a sender was told."""
+        if version > self.weights.version:
+            self.weights.version = version
+            for told in list(self.weights.on_version):
+                told()
+
+    @property
+    def workers(self) -> list[WorkerInfo]:
+        """As the pool last said. When the connection is lost or closed, all are retired."""
+        closed = self.driver.fabric.closed
+        return [
+            WorkerInfo(
+                id=w.id,
+                pid=w.pid,
+                state=RETIRED if closed else w.state,
+                weight_version=w.weight_version,
+                device=w.device,
+                load=w.load,
+                window=w.window,
+            )
+            for w in self.status.workers
+        ]
+
+    @property
+    def queue(self) -> QueueInfo:
+        """As the pool last said."""
+        status = self.status
+        return QueueInfo(
+            calls=status.queued, bytes=status.queued_bytes, clients=status.queued_clients
+        )
+
+    def ready(self, index: int) -> Ready:
+        return Ready(PROTOCOL_VERSION, 0, 1, [], "", self._engine)
+
+    async def full(self, timeout: float | None) -> None:
+        # The pool's own error says which worker it waits for.
+        await self.ask("full", timeout, timeout=a_bit_more(timeout))
+
+    async def remove(self, index: int, timeout: float | None) -> None:
+        raise not_here("workers are removed")
+
+    async def close(self, *, drain: bool = False, timeout: float = 600.0) -> None:
+        """Take leave; the pool goes on."""
+        driver = self._driver
+        if self._closing or driver is None or driver.is_copied:
+            return
+        driver.check_loop()
+        if drain:
+            await self._drain(timeout)
+            if self._closing:
+                return
+        self._closing = True
+        if self._check is not None:
+            self._check.cancel()
+        driver.close()
+        with contextlib.suppress(Closed):
+            driver.send_to_peer(b"", encode(Leave()))
+        await self.weights.close()
+        driver.transport.close()
+        self._closed()
+
+
+def _is_gone(url: str) -> bool:
+    """Without the socket's file nobody listens; ZeroMQ would wait for somebody to come."""
+    return url.startswith("ipc://") and not os.path.exists(url.removeprefix("ipc://"))
+
+
+def not_here(what: str) -> UsageError:
+    return UsageError(f"{what} by the process that launched the pool")
