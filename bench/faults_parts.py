@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 import sglrl
+from sglrl.core.invariants import validate
 
 from .fault_cases import CASES, FaultCase
 from .fault_load import Answer, Load, Prompt, Strike, fault_free
@@ -104,7 +105,7 @@ async def _troubles(client: sglrl.Client, load: Load) -> list[str]:
     """What is not as it should be in a pool that has nothing more to do."""
     found = []
     driver = client._pool.driver
-    driver.fabric.validate()
+    validate(driver.fabric)
     if driver.fabric.calls:
         found.append(f"{len(driver.fabric.calls)} calls are left in the driver's tables")
     prompt, answer = load.prompts[0], load.answers[0]

@@ -1,7 +1,7 @@
 """The driver's whole state: calls, members, queue, deadlines. Methods mutate it and append effects
 to ``outbox``; they never block, wait, or call back.
 
-Invariants (checked by ``validate``, which the tests run after every step):
+Invariants (checked by ``invariants.validate``, which the tests run after every step):
 
 * every submitted call ends exactly once, with one ``End`` effect;
 * a member never holds more calls than its window, urgent ones aside;
@@ -479,35 +479,3 @@ class Fabric:
         if len(self._deadlines) > 64 + 2 * len(self.calls):
             self._deadlines = [entry for entry in self._deadlines if entry[1] in self.calls]
             heapify(self._deadlines)
-
-    def validate(self) -> None:
-        """Raise AssertionError unless every invariant of the module's docstring holds. O(n)."""
-        held = 0
-        expected: Counter[ClientState] = Counter()
-        for member in self.members.values():
-            assert member.load == len(member.calls), member
-            load = member.load - sum(call.urgent for call in member.calls.values())
-            assert member.state in GONE or load <= member.window or not member.window, member
-            for call in member.calls.values():
-                assert call.state in (SENT, RUNNING, CANCELLING), call
-                assert call.worker is member, call
-                if call.client is not None:
-                    expected[call.client] += call.answer_bytes
-            held += len(member.calls)
-        for call in self.calls.values():
-            assert call.state in (QUEUED, SENT, RUNNING), call
-            if call.state == QUEUED and not (call.client is not None and call.client.blocked):
-                if call.pinned is None:
-                    assert not self.loads.with_room, call
-                else:
-                    assert not self.members[call.pinned].has_room, call
-        assert all(client.unread >= size for client, size in expected.items()), expected
-        self.queue.validate(self.calls)
-        ready = [m for m in self.members.values() if m.state is READY]
-        assert self.loads.members == len(ready)
-        assert self.loads.total == sum(m.load for m in ready)
-        assert self.loads.with_room == sum(m.has_room for m in ready)
-        if self.loads.with_room:
-            least = self.loads.least()
-            assert least is not None
-            assert least.load == min(m.load for m in ready if m.has_room)

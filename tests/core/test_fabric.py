@@ -9,6 +9,7 @@ import pytest
 from sglrl.config import FabricConfig
 from sglrl.core.effects import End, Restart
 from sglrl.core.fabric import Fabric
+from sglrl.core.invariants import validate
 from sglrl.core.members import STALE
 from sglrl.errors import Closed, DeadlineExceeded, Overloaded, UsageError, WorkerLost
 from sglrl.wire.calls import Item, ItemKind
@@ -53,7 +54,7 @@ def test_a_full_queue_refuses_and_keeps_what_it_has() -> None:
     assert fabric.waiting == 3
     assert refused.id not in fabric.calls
     fabric.cancel(refused, 0.0)
-    fabric.validate()
+    validate(fabric)
     finish(fabric, fabric.calls[1])
     fabric.submit(make_call(), 0.0)
 
@@ -161,7 +162,7 @@ def test_calls_that_wait_for_a_worker_that_leaves_end(end: str) -> None:
     errors = {end.call: end.outcome for end in ends(fabric)}
     assert isinstance(errors[waiting], WorkerLost)
     assert "pinned to it" in errors[waiting].message
-    fabric.validate()
+    validate(fabric)
 
 
 def test_deadline_says_where_the_call_was() -> None:
@@ -213,7 +214,7 @@ def test_cancelled_calls_do_not_fill_the_queue() -> None:
     assert len(fabric.queue.fresh) <= 65
     assert not fabric.queue.homed
     assert len(fabric.members[0].pinned) <= 65
-    fabric.validate()
+    validate(fabric)
 
 
 def test_deadlines_of_ended_calls_are_swept() -> None:
@@ -232,10 +233,10 @@ def test_what_is_urgent_is_sent_to_a_worker_that_is_full() -> None:
     assert sent(fabric) == running
     urgent = [submit(fabric, pinned=0, urgent=True) for _ in range(2)]
     assert sent(fabric) == urgent
-    fabric.validate()
+    validate(fabric)
     for call in [running[0], *urgent]:
         finish(fabric, call)
-        fabric.validate()
+        validate(fabric)
     assert sent(fabric) == [waiting]
 
 
@@ -249,7 +250,7 @@ def test_what_is_urgent_waits_for_a_worker_and_comes_before_all_else() -> None:
     assert sent(fabric) == [urgent]
     finish(fabric, urgent)
     assert sent(fabric) == others[:1]
-    fabric.validate()
+    validate(fabric)
 
 
 def test_waiting_calls_can_be_answered_for_a_worker() -> None:
@@ -266,7 +267,7 @@ def test_waiting_calls_can_be_answered_for_a_worker() -> None:
     answers = [(end.call, end.outcome.kind, end.outcome.body) for end in ends(fabric)]
     assert answers == [(pinned, ItemKind.DONE, b"\x01"), (free, ItemKind.DONE, b"\x02")]
     assert fabric.waiting == 1
-    fabric.validate()
+    validate(fabric)
     fabric.outbox.clear()
     finish(fabric, running[0])
     assert sent(fabric) == [other]
@@ -289,7 +290,7 @@ def test_clients_take_turns_within_a_priority() -> None:
     # The one that was served last, with a higher priority, goes last.
     turns = [own[0], first[0], second[0], own[1], first[1], second[1], own[2], second[2]]
     assert order == [before, *turns]
-    fabric.validate()
+    validate(fabric)
 
 
 def test_repeated_calls_go_before_younger_ones_of_their_client() -> None:
@@ -337,7 +338,7 @@ def test_a_client_may_have_so_many_calls_wait() -> None:
         fabric.submit(make_call(), 0.0)
     finish(fabric, running[0])
     submit(fabric, client=client, urgent=True, pinned=0)
-    fabric.validate()
+    validate(fabric)
 
 
 def test_calls_that_wait_may_have_so_many_bytes() -> None:
@@ -356,7 +357,7 @@ def test_calls_that_wait_may_have_so_many_bytes() -> None:
     )
     submit(fabric, frames=[bytes(500)])
     urgent = submit(fabric, frames=[bytes(700)], urgent=True, pinned=0)
-    fabric.validate()
+    validate(fabric)
     assert fabric.queue.queued_bytes == 904
     fabric.cancel(samples[0], 0.0)
     assert fabric.queue.queued_bytes == 903
@@ -380,7 +381,7 @@ def test_a_client_that_does_not_read_gets_no_more() -> None:
     assert sent(fabric) == calls[:2], "two answers are all that it may leave unread"
     client.unread += 60
     finish(fabric, calls[0])
-    fabric.validate()
+    validate(fabric)
     other = submit(fabric)
     assert sent(fabric) == [other], "others have the room that it leaves"
     fabric.read_by_client(client, 20, 0.0)
@@ -399,7 +400,7 @@ def test_a_client_that_does_not_read_gets_no_more() -> None:
     assert last_end(fabric).outcome.message.endswith(
         "in the queue: 150 bytes of answers to its client are unread)"
     )
-    fabric.validate()
+    validate(fabric)
 
 
 def test_a_client_that_left_stands_in_no_queue() -> None:
@@ -417,4 +418,4 @@ def test_a_client_that_left_stands_in_no_queue() -> None:
     for member in fabric.members.values():
         queues += [member.returning, member.pinned]
     assert not any(queues)
-    fabric.validate()
+    validate(fabric)

@@ -14,6 +14,7 @@ from sglrl.config import ROUTING_STRATEGIES, FabricConfig
 from sglrl.core.calls import Call
 from sglrl.core.clients import ClientState
 from sglrl.core.fabric import Fabric
+from sglrl.core.invariants import validate
 from sglrl.core.prefixes import Route
 from sglrl.errors import SglrlError
 from sglrl.wire.calls import Item, ItemKind
@@ -375,7 +376,7 @@ class FabricStates(RuleBasedStateMachine):
         if not hasattr(self, "fabric"):
             return
         fabric, model = self.fabric, self.model
-        fabric.validate()
+        validate(fabric)
         assert fabric.waiting == len(model.in_state(WAITING))
         assert fabric.queue.queued_bytes == model.queued_bytes()
         for state, client in self.clients:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from sglrl.config import ROUTING_STRATEGIES, FabricConfig
 from sglrl.core.calls import SENT, Call
 from sglrl.core.fabric import Fabric
+from sglrl.core.invariants import validate
 from sglrl.core.members import Member
 from sglrl.core.prefixes import PrefixIndex, Route
 from sglrl.errors import UsageError
@@ -299,7 +300,7 @@ def test_a_thousand_members_share_the_work(strategy: str) -> None:
         member.kv_usage = 0.5
     calls = [submit(fabric, route=route([n] * 32)) for n in range(2000)]
     assert set(Counter(map(worker_of, calls)).values()) == {2}
-    fabric.validate()
+    validate(fabric)
 
 
 @given(asks=st.lists(prompts, max_size=60), entries=st.integers(2, 12))

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from sglrl.core.invariants import validate
 from sglrl.errors import SglrlError
 from sglrl.inference.client import Client
 from sglrl.inference.completion import Completion
@@ -128,7 +129,7 @@ async def one_round(pool: Pool, client: Client, attack: Attack, n: int) -> None:
     if n % 8 == 7:
         pool.replace_bad()
         await pool.__aenter__()
-    pool.driver.fabric.validate()
+    validate(pool.driver.fabric)
     assert not pool.driver.fabric.calls
     assert not pool.driver._raw
     assert len(pool.weights._senders) <= 16

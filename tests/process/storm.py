@@ -24,6 +24,7 @@ from engine.policies import TOLERANCE, Lab, Policies
 from engine.trainer import Trainer, trainer
 
 import sglrl
+from sglrl.core.invariants import validate
 
 SEEDS = 3
 """Policies that updates choose from."""
@@ -109,7 +110,7 @@ class Storm:
         client, pool = self.client, self.client._pool
         await self.lab.check(count=4)
         fabric = pool.driver.fabric
-        fabric.validate()
+        validate(fabric)
         assert fabric.calls == {}
         assert fabric.waiting == 0
         live = [worker.id for worker in client.workers if worker.state == "ready"]

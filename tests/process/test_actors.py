@@ -18,6 +18,7 @@ from msgspec import Raw
 
 import sglrl
 from sglrl.core.calls import Call
+from sglrl.core.invariants import validate
 from sglrl.wire.codec import encode
 
 from .actors import Gate, Label, Picky, Point, Refuses, Values
@@ -332,7 +333,7 @@ async def test_a_call_that_cannot_be_encoded_fails_alone(
     assert isinstance(found[5], sglrl.UsageError)
     assert "add: the call cannot be sent" in str(found[5])
     # Its place is free again.
-    values._pool.driver.fabric.validate()
+    validate(values._pool.driver.fabric)
     assert [worker.load for worker in values.workers] == [0, 0]
 
 

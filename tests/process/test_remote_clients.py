@@ -17,6 +17,7 @@ import pytest
 
 import sglrl
 from sglrl.core.clients import ClientState
+from sglrl.core.invariants import validate
 from sglrl.remote import pool as remote_pool
 from sglrl.remote.driver import RemoteDriver
 from sglrl.remote.forwarding import Peer
@@ -234,7 +235,7 @@ async def test_a_call_that_cannot_be_encoded_fails_alone(
     ids = [m.output_ids.tolist() for m in made if isinstance(m, sglrl.Completion)]
     assert ids == [[i] for i in range(10) if i != 7]
     driver = remote._running()
-    driver.fabric.validate()
+    validate(driver.fabric)
     assert not driver.fabric.calls
 
 
