@@ -1,7 +1,7 @@
-"""The asyncio shell around ``core.fabric``: one receiver, one timer, and the outbox executed.
+"""The asyncio shell around ``core.fabric``: one receiver, one timer, and the fabric's effects.
 
-Nothing is decided here. A call made by a coroutine goes into the fabric at once; what the fabric
-wants sent leaves when the loop tick ends, as one message per worker, or as several if it is much.
+A call enters the fabric at once. Messages leave at the end of the loop tick, one for each worker,
+or several if there are many calls.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from ..config import FabricConfig
 from ..core.calls import Call
@@ -35,48 +34,29 @@ from ..wire.calls import (
     ShareRows,
     Shutdown,
     Starting,
-    Submit,
     ToDriver,
 )
-from ..wire.codec import Buffer, decode_to_driver, encode, readable, split_frames
+from ..wire.codec import Buffer, decode_to_driver, encode, encode_submit, readable, split_frames
 
 logger = logging.getLogger("sglrl.driver")
 now = time.monotonic
 
 ENVELOPE_BYTES: Final = 4096
-"""More than a message needs beside the one body that it carries at least."""
+"""An upper bound of the size of a message without its bodies."""
 _AT_ONCE: Final = 256
-"""Effects that wait until all messages that are here have been taken in."""
+"""With more effects than this, execute them before the next message is read."""
 
 _FIND_LOST_SECONDS: Final = 1.0
-"""From the news that a connection broke to the search for its peer. Meanwhile the fork server
-reports a worker that has ended, with the reason."""
+"""From a broken connection to the search for its peer. Until then the fork server reports a worker
+that has exited, with the reason."""
 
 _PIECE: Final = 64
-"""Calls a worker that wait for the end of the loop's turn in which they are made. If all did, the
-driver and a fast worker would take turns, each idle while the other is busy."""
-
-
-class Reply(Protocol):
-    """Where a call's events go. Called on the event loop; must not block. What it raises fails
-    its call."""
-
-    def chunk(self, item: Item, frames: Sequence[Buffer]) -> None:
-        """A part of the answer."""
-
-    def end(self, call: Call, outcome: Item | SglrlError, frames: Sequence[Buffer]) -> None:
-        """The answer, or why there is none. Comes exactly once, and last."""
-
-    def restart(self, call: Call) -> None:
-        """The call begins again on another worker: forget the chunks; or, if it is resumable, put
-        into ``call.args`` where it stands."""
+"""With this many new calls for each worker, send before the tick ends. Otherwise the driver and a
+fast worker would take turns, each idle while the other works."""
 
 
 class Driver:
-    """Joins a ``Fabric`` to a transport on the running event loop.
-
-    Nothing is decided here; listeners (``DriverListener``) are notified of what happens.
-    """
+    """Joins a ``Fabric`` to a transport on the running event loop, and notifies listeners."""
 
     def __init__(
         self,
@@ -117,8 +97,10 @@ class Driver:
 
     @property
     def dropped(self) -> int:
-        """Messages that came to nothing: from strangers, malformed, or out of place. (Items of a
-        message that is none of these are counted in ``fabric.stray_items``.)"""
+        """Messages from strangers, malformed messages, and messages out of place.
+
+        ``fabric.stray_items`` counts items of other messages that belong to no call.
+        """
         return self._drop.count
 
     @property
@@ -151,7 +133,7 @@ class Driver:
         self._piece = _PIECE * len(self._identities)
 
     def worker_lost(self, index: int, reason: str, *, returns: bool = False) -> None:
-        """``returns``: a replacement is to come, or ``worker_retired`` will be called."""
+        """``returns``: a replacement follows, or a call of ``worker_retired``."""
         member = self.fabric.members[index]
         if member.state in GONE:
             return
@@ -201,8 +183,8 @@ class Driver:
         return asyncio.shield(self._change)
 
     def idle(self) -> asyncio.Future[None]:
-        """Await it, while there are calls, to wait until none is left. Others may have come by the
-        time that who waits goes on."""
+        """Await it, while there are calls, to wait until none is left. New calls may exist when the
+        waiter continues."""
         if self._idle is None:
             self._idle = self.loop.create_future()
         return asyncio.shield(self._idle)
@@ -219,8 +201,7 @@ class Driver:
 
     @property
     def is_copied(self) -> bool:
-        """This process was forked from the one that has it: what it does with the sockets, and
-        their locks, harms or hangs."""
+        """This process was forked from the owner, so it must not touch the sockets and locks."""
         return os.getpid() != self._pid
 
     def check_loop(self) -> None:
@@ -441,7 +422,7 @@ class Driver:
 
     def _send_calls(self, member: Member, calls: list[Call]) -> None:
         try:
-            frames = self._message(calls)
+            frames = encode_submit(calls)
         except Exception as error:
             if len(calls) == 1:
                 self._refuse(member, calls[0], error)
@@ -454,19 +435,6 @@ class Driver:
             self._send_calls(member, calls[half:])
             return
         self._send(member, frames)
-
-    def _message(self, calls: list[Call]) -> list[Any]:
-        """Its frames. Raises if one of the calls cannot be encoded."""
-        # As ``CallMessage``, whose arguments the worker leaves encoded until it knows the endpoint.
-        messages: list[Any] = []
-        frames: list[Any] = [b""]
-        for call in calls:
-            extra = call.frames
-            messages.append((call.id, call.endpoint, call.args, len(extra)))
-            if extra:
-                frames.extend(extra)
-        frames[0] = encode(Submit(messages))
-        return frames
 
     def _refuse(self, member: Member, call: Call, error: Exception) -> None:
         """The call cannot be sent: it ends as if the worker had said so, and the others do not

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from inspect import Parameter, Signature
-from typing import Any, Final, get_args, get_origin
+from typing import Any, Final, Protocol, get_args, get_origin
 
 import msgspec
 import numpy as np
 
 from ..errors import ProtocolError, UsageError
-from .calls import CallMessage, Heartbeat, Item, ToDriver, ToWorker
+from .calls import CallMessage, Heartbeat, Item, Submit, ToDriver, ToWorker
 from .remote import FromClient, ToClient
 from .weights import FromRank, ToRank
 
@@ -94,6 +94,31 @@ def split_frames(
     if at != len(frames):
         raise ProtocolError(f"{len(frames) - at} raw frames belong to nothing")
     return found
+
+
+class OutgoingCall(Protocol):
+    """A call that is about to be sent: a ``core.calls.Call``."""
+
+    id: int
+    endpoint: str
+    args: msgspec.Struct | msgspec.Raw
+    frames: Sequence[Any]
+
+
+def encode_submit(calls: Sequence[OutgoingCall]) -> list[Any]:
+    """Encode a ``Submit`` of these calls; return its frames.
+
+    Raises:
+        Exception: the arguments of a call cannot be encoded.
+    """
+    # Tuples in the layout of ``CallMessage``: the arguments are encoded in place.
+    messages: list[Any] = []
+    frames: list[Any] = [b""]
+    for call in calls:
+        messages.append((call.id, call.endpoint, call.args, len(call.frames)))
+        frames.extend(call.frames)
+    frames[0] = encode(Submit(messages))
+    return frames
 
 
 class Blob:
