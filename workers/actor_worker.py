@@ -44,7 +44,7 @@ from sglrl.wire.codec import Buffer, decode_to_worker, encode, readable, split_f
 from sglrl.wire.processes import ActorSpec, WorkerSpec
 
 from .exit_on_disconnect import leave
-from .heartbeat import start_beats
+from .heartbeat import start_heartbeats
 
 logger = logging.getLogger("sglrl.worker")
 
@@ -203,13 +203,13 @@ class Turns:
         self._asked = False
 
     def look(self) -> Heartbeat:
-        """From any thread. Asks for one turn more, which the next beat tells of."""
-        beat = Heartbeat(self._count)
+        """Called from any thread. Requests one more turn, which the next heartbeat reports."""
+        heartbeat = Heartbeat(self._count)
         if not self._asked:
             self._asked = True
             with contextlib.suppress(RuntimeError):  # The loop is closed: the process ends.
                 self._loop.call_soon_threadsafe(self._turn)
-        return beat
+        return heartbeat
 
     def _turn(self) -> None:
         self._count += 1
@@ -230,7 +230,7 @@ async def _main(spec: WorkerSpec, body: ActorSpec) -> None:
         cls = load_class(body)
         arguments = constructor_arguments(cls).decode(body.args, body.frames)
         actor = cls(**arguments)
-        start_beats(spec, Turns().look)
+        start_heartbeats(spec, Turns().look)
         if "open" not in endpoints_of(cls):
             await actor.open()
         host = Host(actor, endpoints_of(cls), transport, spec.max_message_bytes)

@@ -1,5 +1,7 @@
-"""The beat of a worker: a thread with a socket of its own says, again and again, how far the
-process's loop has come. What follows from that is the driver's to decide (``sglrl.core.hangs``)."""
+"""Heartbeats of a worker: a thread reports the progress of the process's loop on its own socket.
+
+The driver decides what they mean (``sglrl.core.hangs``).
+"""
 
 from __future__ import annotations
 
@@ -13,18 +15,22 @@ from sglrl.wire.codec import encode
 from sglrl.wire.processes import WorkerSpec
 
 
-def start_beats(spec: WorkerSpec, look: Callable[[], Heartbeat]) -> None:
-    """Until the process ends. ``look`` is called on the beat's own thread, and must not wait."""
+def start_heartbeats(spec: WorkerSpec, look: Callable[[], Heartbeat]) -> None:
+    """Send heartbeats until the process ends.
+
+    Args:
+        look: returns the next heartbeat. It runs on the heartbeat's thread and must not block.
+    """
     if spec.heartbeat_interval is not None:
         threading.Thread(
-            target=_send_beats,
+            target=_send_heartbeats,
             args=(spec, spec.heartbeat_interval, look),
-            name="sglrl-beat",
+            name="sglrl-heartbeat",
             daemon=True,
         ).start()
 
 
-def _send_beats(spec: WorkerSpec, interval: float, look: Callable[[], Heartbeat]) -> None:
+def _send_heartbeats(spec: WorkerSpec, interval: float, look: Callable[[], Heartbeat]) -> None:
     dealer = ZmqPolledDealer(
         spec.address,
         heartbeat_identity(spec.identity),

@@ -50,7 +50,7 @@ class Fabric:
         self._why_closed = ""
         self.refusing = False
         """No new calls; those that are there run to their end."""
-        self._epitaph = ""
+        self._last_loss = ""
         self._next_id = 0
         self.queue = CallQueue(self.config, self.router, self.members)
         self._turns = 0
@@ -196,7 +196,7 @@ class Fabric:
         if member is None:
             lost = not self.loads.members and self.members and not self.alive
             if lost and call.pinned is None:
-                raise WorkerLost(f"no worker is left in this pool: {self._epitaph}")
+                raise WorkerLost(f"no worker is left in this pool: {self._last_loss}")
             self._enqueue(call, limited=not call.urgent)
             self.calls[id_] = call
         else:
@@ -347,7 +347,7 @@ class Fabric:
         """With the last worker retired there is nothing to wait for."""
         if self.alive:
             return
-        self._epitaph = reason
+        self._last_loss = reason
         for call in [c for c in self.calls.values() if c.state == QUEUED]:
             self._end_queued(
                 call, WorkerLost(f"no worker is left; the last one was lost: {reason}")

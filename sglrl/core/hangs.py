@@ -1,16 +1,16 @@
-"""Which workers hang: nothing comes of the calls that they hold.
+"""Decide which workers hang: they hold calls and make no progress.
 
-A beat is what a thread of the worker says at regular intervals: how far the worker's loop has
-come, and perhaps why it cannot be expected to come further (its phase). So there are two ways to
-hang, and each has its clock, which runs only while the worker holds calls:
+A heartbeat reports the progress of a worker's loop, and its phase: why the loop may make no
+progress. A worker can hang in two ways. Each has a clock, which runs only while the worker holds
+calls:
 
-* no beat is heard: the process is stopped, or computes without letting any other thread run;
-* beats are heard, and all say the same. In ``WEIGHTS`` that is as it should be, because the weight
-  channel has deadlines of its own, and in ``PAUSED``, because that is what was asked for; in
-  ``PREFILL`` it may take ``PREFILL_TIMES`` as long.
+* No heartbeat arrives: the process is stopped, or computes without letting another thread run.
+* Heartbeats arrive and report the same progress. In phase ``WEIGHTS`` that is normal, because the
+  weight channel has its own deadlines; in ``PAUSED`` the user asked for it; in ``PREFILL`` it may
+  take ``PREFILL_TIMES`` as long.
 
-What the driver does not see is nobody's fault: while it was itself stopped or busy, no clock runs,
-and after that it blames nobody before it has had time to read what had come meanwhile.
+While the driver itself is stopped or busy, no clock runs. After that, no worker hangs before the
+driver has had time to read the messages that arrived meanwhile.
 """
 
 from __future__ import annotations
@@ -25,9 +25,12 @@ PREFILL_TIMES: Final = 10
 
 
 class _Watched:
-    """``heard``: the last beat; ``moved``: the last one that told of progress, or of ``WEIGHTS``
-    or ``PAUSED``. Neither is earlier than when the worker was first seen to hold the calls that it
-    holds."""
+    """The state of one worker.
+
+    heard: time of the last heartbeat.
+    moved: time of the last heartbeat that reported progress, ``WEIGHTS`` or ``PAUSED``.
+        Both are at least the time at which the worker was first seen to hold calls.
+    """
 
     __slots__ = ("heard", "holds_calls", "moved", "phase", "progress")
 
@@ -39,8 +42,11 @@ class _Watched:
 
 
 class HangDetector:
-    """``timeout``, and every ``now``, is in seconds. ``check`` is to be called every ``interval``,
-    which is also how often a worker is to beat."""
+    """Finds workers that hang.
+
+    Call ``check`` every ``interval`` seconds, which is also the interval of heartbeats. ``timeout``
+    and every ``now`` are in seconds.
+    """
 
     def __init__(self, timeout: float, now: float) -> None:
         self.timeout = timeout
@@ -49,10 +55,11 @@ class HangDetector:
         self._workers: dict[int, _Watched] = {}
 
     def watch(self, worker: int, now: float) -> None:
-        """From now on; afresh, if another process had this number."""
+        """Watch a worker, or the new process of a worker."""
         self._workers[worker] = _Watched(now)
 
-    def beat(self, worker: int, progress: int, phase: str, now: float) -> None:
+    def heartbeat(self, worker: int, progress: int, phase: str, now: float) -> None:
+        """Record a heartbeat."""
         watched = self._workers.get(worker)
         if watched is None:
             return
@@ -63,7 +70,7 @@ class HangDetector:
         watched.phase = phase
 
     def check(self, loads: Mapping[int, int], now: float) -> dict[int, str]:
-        """The workers that hang, with why; they are not watched any more.
+        """Return the workers that hang, with the reason, and stop watching them.
 
         Args:
             loads: how many calls each worker holds.
@@ -86,7 +93,7 @@ class HangDetector:
                 allowed = self.timeout * (PREFILL_TIMES if watched.phase == PREFILL else 1)
                 calls = f"{load} {'call' if load == 1 else 'calls'} pending"
                 if now - watched.heard >= self.timeout:
-                    hung[worker] = f"not heard of for {now - watched.heard:.3g} s with {calls}"
+                    hung[worker] = f"no heartbeat for {now - watched.heard:.3g} s with {calls}"
                 elif now - watched.moved >= allowed:
                     hung[worker] = f"no progress for {now - watched.moved:.3g} s with {calls}"
         for worker in hung:
@@ -95,5 +102,5 @@ class HangDetector:
 
 
 def interval_of(timeout: float) -> float:
-    """Seconds between beats, and between checks, where hangs of ``timeout`` seconds are found."""
+    """Return the seconds between heartbeats and between checks, for this ``timeout``."""
     return min(1.0, timeout / 5)

@@ -380,7 +380,7 @@ class ForkConnection(asyncio.Protocol):
                     self._on_exited(key, status)
                 case Pong() if self._detector is not None:
                     self._answers += 1
-                    self._detector.beat(0, self._answers, "", time.monotonic())
+                    self._detector.heartbeat(0, self._answers, "", time.monotonic())
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.lost = True

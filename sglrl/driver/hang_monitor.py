@@ -1,7 +1,7 @@
-"""Finds the workers that hang, has their stacks written to the log, and has them ended.
+"""Find workers that hang, log their stacks, and kill them.
 
-Beats come from sockets of their own (``sglrl_workers.heartbeat``); what they mean is decided in
-``core.hangs``.
+Heartbeats arrive from sockets of their own (``sglrl_workers.heartbeat``); ``core.hangs`` decides
+what they mean.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class HangMonitor(DriverListener):
 
     @property
     def heartbeat_interval(self) -> float | None:
-        """Seconds between the beats of a worker; None: it need not beat."""
+        """Seconds between a worker's heartbeats; None: it sends none."""
         return None if self._detector is None else self._detector.interval
 
     def watch(self, worker: int, identity: bytes) -> None:
@@ -83,10 +83,10 @@ class HangMonitor(DriverListener):
         if worker is None or self._detector is None:
             return False
         try:
-            beat = decode_heartbeat(frames[0])
+            heartbeat = decode_heartbeat(frames[0])
         except ProtocolError:
             return False
-        self._detector.beat(worker, beat.progress, beat.phase, time.monotonic())
+        self._detector.heartbeat(worker, heartbeat.progress, heartbeat.phase, time.monotonic())
         return True
 
     def _set_timer(self, interval: float) -> None:

@@ -464,7 +464,7 @@ class Pool(DriverListener):
                     if worker.lost:
                         raise WorkerStartError(
                             f"worker {worker.index} was lost before it served"
-                            f"{': ' if worker.farewell else ''}{worker.farewell}",
+                            f"{': ' if worker.exit_reason else ''}{worker.exit_reason}",
                             worker=worker.index,
                             output=tail(worker.log),
                         )
@@ -541,7 +541,7 @@ class Pool(DriverListener):
         if self._closing or not worker.running or worker.lost:
             return
         logger.error("worker %d is ended: %s", index, reason)
-        worker.farewell = reason
+        worker.exit_reason = reason
         self._processes.kill(worker)
         self._lost(worker, reason)
 
@@ -696,7 +696,7 @@ class Pool(DriverListener):
                 worker.gone.set()
             return
         reason = (
-            worker.farewell
+            worker.exit_reason
             or self._processes.lost
             or (f"killed by signal {-status}" if status < 0 else f"exited with status {status}")
         )

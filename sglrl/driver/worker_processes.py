@@ -40,7 +40,7 @@ class Worker:
         self.drained = asyncio.Event()
         self.settled = asyncio.Event()
         """It serves, or waits for weights, or is gone."""
-        self.farewell = ""
+        self.exit_reason = ""
         self.lost = False
         self.returns = False
         """When it is lost, a replacement is to come: not before its start was a success."""

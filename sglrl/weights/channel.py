@@ -471,11 +471,11 @@ class WeightChannel(DriverListener):
         failure: SglrlError | None = None
         while peers:
             peer = min(peers)
-            givers = peers.pop(peer)
+            senders = peers.pop(peer)
             begun = time.perf_counter()
             # One that hangs leaves time for the others.
             limit = Deadline(deadline.left / 2) if peers else deadline
-            failed = await self._peer_copies.copy_worker(mine, givers, self.version, limit)
+            failed = await self._peer_copies.copy_worker(mine, senders, self.version, limit)
             _check_alive(mine)
             if failed is not None:
                 failure = failed

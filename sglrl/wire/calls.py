@@ -143,4 +143,4 @@ class Heartbeat(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=50):
 
 def heartbeat_identity(worker: bytes) -> bytes:
     """Return the identity of a worker's heartbeat socket at the driver's router."""
-    return worker + b"/beat"
+    return worker + b"/heartbeat"

@@ -27,7 +27,7 @@ class Clock:
         self.beat(0)
 
     def beat(self, progress: int, phase: str = "") -> None:
-        self.detector.beat(4, progress, phase, self.now)
+        self.detector.heartbeat(4, progress, phase, self.now)
 
     def check(self) -> dict[int, str]:
         self.now += self.detector.interval
@@ -70,7 +70,7 @@ def test_why_it_hangs_is_said_once() -> None:
         stuck.beat(0)
         assert stuck.check() == {}
     stuck.beat(0)
-    assert silent.check() == {4: "not heard of for 10 s with 1 call pending"}
+    assert silent.check() == {4: "no heartbeat for 10 s with 1 call pending"}
     assert stuck.check() == {4: "no progress for 10 s with 3 calls pending"}
     for _ in range(30):
         silent.beat(0)
@@ -190,7 +190,7 @@ def test_a_replacement_starts_afresh() -> None:
 
 def test_beats_of_nobody_are_ignored() -> None:
     clock = Clock()
-    clock.detector.beat(5, 1, "", clock.now)
+    clock.detector.heartbeat(5, 1, "", clock.now)
     assert clock.detector.check({5: 1}, clock.now + 100) == {}
 
 
@@ -273,7 +273,7 @@ def test_any_order(timeout: float, history: list[Any]) -> None:
                 detector.watch(number, now)
                 models[number] = Model()
             case ("beat", number, progress, phase):
-                detector.beat(number, progress, phase, now)
+                detector.heartbeat(number, progress, phase, now)
                 if number in models:
                     models[number].beats.append((now, progress, phase))
             case ("load", number, load):

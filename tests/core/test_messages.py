@@ -185,7 +185,7 @@ from_rank = st.one_of(
     st.builds(SenderClosed),
 )
 
-beats = st.builds(Heartbeat, ids, texts)
+heartbeats = st.builds(Heartbeat, ids, texts)
 
 DECODERS = (
     decode_to_worker,
@@ -224,7 +224,7 @@ def test_round_trip_from_rank(message: FromRank) -> None:
     assert again == message
 
 
-@given(message=beats)
+@given(message=heartbeats)
 def test_round_trip_of_beats(message: Heartbeat) -> None:
     assert decode_heartbeat(encode(message)) == message
 
@@ -263,7 +263,7 @@ def test_random_bytes(data: bytes) -> None:
             decode(data)
 
 
-@given(message=to_worker | to_driver | to_rank | from_rank | beats, data=st.data())
+@given(message=to_worker | to_driver | to_rank | from_rank | heartbeats, data=st.data())
 def test_damaged_bytes(message: Any, data: st.DataObject) -> None:
     """One byte changed, some cut off, some added: a message or ``ProtocolError``."""
     whole = bytearray(encode(message))
@@ -296,7 +296,7 @@ def test_truncated_on_the_weight_channel(
             decode(whole[:cut])
 
 
-@given(messages=st.tuples(to_worker, to_driver, to_rank, from_rank, beats))
+@given(messages=st.tuples(to_worker, to_driver, to_rank, from_rank, heartbeats))
 def test_every_direction_refuses_the_others_messages(messages: tuple[Any, ...]) -> None:
     for message, its_own in zip(messages, DECODERS, strict=True):
         for decode in DECODERS:
@@ -364,4 +364,4 @@ def test_ranks_have_identities_of_their_own() -> None:
     known = {rank_identity(worker, rank) for worker in (b"w1", b"w11") for rank in (0, 1, 11)}
     assert len(known) == 6
     assert rank_identity(b"w1", 0) == b"w1/0"
-    assert heartbeat_identity(b"w1") == b"w1/beat"
+    assert heartbeat_identity(b"w1") == b"w1/heartbeat"

@@ -93,12 +93,12 @@ class Replaced(Pool):
     def takes(self, who: int | str, take: ReceivePeerCopy, error: ErrorBody | None = None) -> None:
         self.say(who, RankAnswer(take.id, "take", error))
 
-    async def copies(self, giver: int | str, taker: str) -> None:
+    async def copies(self, sender: int | str, receiver: str) -> None:
         """A whole copy, from one to another."""
-        self.offers(giver, await self.next(giver, SendPeerCopy))
-        take = await self.next(taker, ReceivePeerCopy)
+        self.offers(sender, await self.next(sender, SendPeerCopy))
+        take = await self.next(receiver, ReceivePeerCopy)
         assert (take.version, take.offer) == (1, OFFER)
-        self.takes(taker, take)
+        self.takes(receiver, take)
 
 
 def played(test: Callable[[Replaced], Awaitable[None]]) -> Callable[[], None]:
@@ -144,14 +144,14 @@ async def test_a_copy(pool: Replaced) -> None:
     "when",
     [
         "before it says hello",
-        "while the giver is asked",
-        "as the giver answers",
+        "while the sender is asked",
+        "as the sender answers",
         "while it takes",
         "as it answers",
-        "between two givers",
+        "between two senders",
     ],
 )
-def test_the_taker_is_lost(when: str, successor: str) -> None:
+def test_the_receiver_is_lost(when: str, successor: str) -> None:
     @played
     async def play(pool: Replaced) -> None:
         pool.replace(NEW, hello="hello" not in when)
@@ -163,12 +163,12 @@ def test_the_taker_is_lost(when: str, successor: str) -> None:
             await is_lost(pool, sync)
             return
         give = await pool.next(0, SendPeerCopy)
-        if when == "while the giver is asked":
+        if when == "while the sender is asked":
             pool.lose(1, successor)
-        elif when == "as the giver answers":
+        elif when == "as the sender answers":
             pool.offers(0, give)
             pool.lose(1, successor)
-        elif when == "between two givers":
+        elif when == "between two senders":
             pool.say(0, RankAnswer(give.id, "give", NO))
             pool.lose(1, successor)
         else:
@@ -178,7 +178,7 @@ def test_the_taker_is_lost(when: str, successor: str) -> None:
                 pool.takes(NEW, take)
             pool.lose(1, successor)
         if when != "as it answers":
-            # The giver waits for it no longer; nobody else is asked anything.
+            # The sender waits for it no longer; nobody else is asked anything.
             await pool.next(0, CancelPeerCopy)
         await is_lost(pool, sync)
 
@@ -187,7 +187,7 @@ def test_the_taker_is_lost(when: str, successor: str) -> None:
 
 @pytest.mark.parametrize("replaced", [False, True], ids=["", "and replaced"])
 @pytest.mark.parametrize("when", ["while it is asked", "as it answers", "while it gives"])
-def test_the_giver_is_lost(when: str, replaced: bool) -> None:
+def test_the_sender_is_lost(when: str, replaced: bool) -> None:
     """The next one gives."""
 
     @played
@@ -259,7 +259,7 @@ async def test_it_is_replaced_while_it_waits_for_an_update(pool: Replaced) -> No
 
 @played
 async def test_nobody_answers(pool: Replaced) -> None:
-    """All givers together have one timeout."""
+    """All senders together have one timeout."""
     pool.replace(NEW)
     sync = pool.sync(0.2)
     first = await pool.next(0, SendPeerCopy)

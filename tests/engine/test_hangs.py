@@ -55,12 +55,12 @@ class Stillness:
         """Longer than is allowed of any other step."""
 
     def __enter__(self) -> Stillness:
-        self._beat: Callable[..., None] = self._detector.beat
-        self._detector.beat = self._seen
+        self._beat: Callable[..., None] = self._detector.heartbeat
+        self._detector.heartbeat = self._seen
         return self
 
     def __exit__(self, *exc: object) -> None:
-        del self._detector.beat
+        del self._detector.heartbeat
 
     def _seen(self, worker: int, progress: int, phase: str, now: float) -> None:
         self._beat(worker, progress, phase, now)
@@ -154,6 +154,6 @@ async def test_an_engine_that_stops_in_mid_decode(
         assert rows.argmax(axis=1).tolist() == completion.output_ids.tolist()
     reports = [r.getMessage() for r in caplog.records if " hangs: " in r.getMessage()]
     assert len(reports) == 1
-    assert f"worker {victim} hangs: not heard of for" in reports[0]
+    assert f"worker {victim} hangs: no heartbeat for" in reports[0]
     await pair.wait_until_full()
     assert {worker.state for worker in pair.workers} == {"ready"}

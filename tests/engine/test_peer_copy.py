@@ -16,7 +16,7 @@ import torch
 from sglrl.weights.group import connect_store
 from sglrl.wire.weights import PeerCopyOffer, RankAnswer, ReceivePeerCopy, SendPeerCopy
 from sglrl_workers.weights import peer_copy
-from sglrl_workers.weights.peer_copy import HandOver
+from sglrl_workers.weights.peer_copy import PeerCopy
 
 LIMIT = 20.0
 """Seconds. Whatever takes longer hangs."""
@@ -63,7 +63,7 @@ class Side:
         self.answers: queue.SimpleQueue[RankAnswer] = queue.SimpleQueue()
         on_stream: Callable[[], Any] = contextlib.nullcontext
         engine: Any = self.engine
-        self.hand_over = HandOver(engine, on_stream, self.answers.put)
+        self.peer_copy = PeerCopy(engine, on_stream, self.answers.put)
 
     def answer(self) -> RankAnswer:
         found = self.answers.get(timeout=LIMIT)
@@ -71,42 +71,42 @@ class Side:
         return found
 
     def offer(self) -> PeerCopyOffer:
-        self.hand_over.give(SendPeerCopy(1, LONG))
+        self.peer_copy.send(SendPeerCopy(1, LONG))
         return msgspec.msgpack.decode(self.answer().body, type=PeerCopyOffer)
 
     @property
     def threads(self) -> list[threading.Thread]:
-        return self.hand_over._link._threads
+        return self.peer_copy._link._threads
 
     def ends(self) -> bool:
         """Its threads do, by themselves."""
-        self.hand_over._link.join(LIMIT)
+        self.peer_copy._link.join(LIMIT)
         return not any(thread.is_alive() for thread in self.threads)
 
 
 @pytest.mark.parametrize("how_far", ["it never came", "it came and is gone"])
-def test_a_giver_is_released_when_its_taker_is_lost(how_far: str) -> None:
+def test_a_sender_is_released_when_its_receiver_is_lost(how_far: str) -> None:
     """Its thread would read the weights, and go before all others, for as long as a copy may
     take."""
-    giver = Side(1.0)
-    offer = giver.offer()
+    sender = Side(1.0)
+    offer = sender.offer()
     if how_far == "it came and is gone":
         connect_store(offer.host, offer.port, LIMIT).set(peer_copy._ARRIVED, "")
-    giver.hand_over.give_up()
-    assert giver.ends()
-    assert giver.engine.readers == 0
+    sender.peer_copy.cancel()
+    assert sender.ends()
+    assert sender.engine.readers == 0
 
 
-def test_a_giver_that_was_released_gives_again() -> None:
-    giver, taker = Side(1.0), Side(2.0)
-    giver.offer()
-    giver.hand_over.give_up()
-    taker.hand_over.take(ReceivePeerCopy(2, 7, giver.offer(), LONG))
-    taker.answer()
-    assert torch.equal(taker.engine.tensor, giver.engine.tensor)
-    assert taker.engine.version == 7
-    assert giver.ends()
-    assert taker.ends()
+def test_a_sender_that_was_released_gives_again() -> None:
+    sender, receiver = Side(1.0), Side(2.0)
+    sender.offer()
+    sender.peer_copy.cancel()
+    receiver.peer_copy.receive(ReceivePeerCopy(2, 7, sender.offer(), LONG))
+    receiver.answer()
+    assert torch.equal(receiver.engine.tensor, sender.engine.tensor)
+    assert receiver.engine.version == 7
+    assert sender.ends()
+    assert receiver.ends()
 
 
 @pytest.mark.parametrize("content", ["", "/autogroup-71 nice 5\n", None])
@@ -118,12 +118,12 @@ def test_weights_are_given_whatever_the_system_says_of_autogroups(
     if content is not None:
         file.write_text(content)
     monkeypatch.setattr(peer_copy, "_AUTOGROUP", file)
-    giver, taker = Side(1.0), Side(2.0)
-    taker.hand_over.take(ReceivePeerCopy(2, 7, giver.offer(), LONG))
-    taker.answer()
-    assert giver.ends()
-    assert taker.ends()
-    assert torch.equal(taker.engine.tensor, giver.engine.tensor)
+    sender, receiver = Side(1.0), Side(2.0)
+    receiver.peer_copy.receive(ReceivePeerCopy(2, 7, sender.offer(), LONG))
+    receiver.answer()
+    assert sender.ends()
+    assert receiver.ends()
+    assert torch.equal(receiver.engine.tensor, sender.engine.tensor)
     if content is None:
         assert not file.exists()
     else:

@@ -125,14 +125,14 @@ async def test_nobody_has_them(lab: Lab, caplog: pytest.LogCaptureFixture) -> No
     await lab.check()
 
 
-async def test_the_giver_is_lost_too(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_sender_is_lost_too(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     await lab.other()
     channel = lab.client._pool.weights
     to_one = channel._peer_copies.copy_rank
 
-    async def observed(taker: Any, giver: Any, version: int, deadline: Any) -> None:
-        strike(lab.client, giver.worker)
-        await to_one(taker, giver, version, deadline)
+    async def observed(receiver: Any, sender: Any, version: int, deadline: Any) -> None:
+        strike(lab.client, sender.worker)
+        await to_one(receiver, sender, version, deadline)
 
     monkeypatch.setattr(channel._peer_copies, "copy_rank", observed)
     await kill(lab.client, 0)
@@ -143,22 +143,22 @@ async def test_the_giver_is_lost_too(lab: Lab, monkeypatch: pytest.MonkeyPatch) 
     await lab.check()
 
 
-async def test_the_giver_is_lost_in_the_hand_over(
+async def test_the_sender_is_lost_in_the_peer_copy(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The one that takes does not wait for it, but turns to another one."""
     await lab.other()
     (added,) = await lab.client.add_workers()
     channel = lab.client._pool.weights
-    send, struck, giver = channel._send, False, -1
+    send, struck, sender = channel._send, False, -1
 
     def observed(rank: Any, message: Any) -> None:
-        nonlocal struck, giver
+        nonlocal struck, sender
         if type(message).__name__ == "SendPeerCopy":
-            giver = rank.worker
+            sender = rank.worker
         elif type(message).__name__ == "ReceivePeerCopy" and not struck:
             struck = True
-            strike(lab.client, giver)
+            strike(lab.client, sender)
         send(rank, message)
 
     monkeypatch.setattr(channel, "_send", observed)
@@ -170,7 +170,7 @@ async def test_the_giver_is_lost_in_the_hand_over(
     await lab.client.remove_worker(added)
 
 
-async def test_the_taker_is_lost_in_the_hand_over(
+async def test_the_receiver_is_lost_in_the_peer_copy(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await lab.other()
@@ -260,28 +260,28 @@ async def updates_soon(lab: Lab, *workers: int) -> None:
     await lab.check()
 
 
-async def test_a_replacement_is_lost_before_its_giver_answers(
+async def test_a_replacement_is_lost_before_its_sender_answers(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The giver is stopped until the loss has been noticed. Nothing waits for what can never come,
+    """The sender is stopped until the loss has been noticed. Nothing waits for what can never come,
     and the next replacement is not asked for what was asked of this one."""
     await lab.other()
     (added,) = await lab.client.add_workers()
-    giver, taker = lab.client.workers[0].pid, -1
+    sender, receiver = lab.client.workers[0].pid, -1
 
     def act() -> None:
-        nonlocal taker
-        stop(giver, signal.SIGSTOP)
-        taker = lab.client.workers[1].pid
+        nonlocal receiver
+        stop(sender, signal.SIGSTOP)
+        receiver = lab.client.workers[1].pid
         strike(lab.client, 1)
 
     try:
         await on_message(lab, monkeypatch, "SendPeerCopy", act)
         async with asyncio.timeout(60):
-            while lab.client.workers[1].pid == taker and lab.client.workers[1].state != "lost":
+            while lab.client.workers[1].pid == receiver and lab.client.workers[1].state != "lost":
                 await lab.client._pool.driver.change()
     finally:
-        os.kill(giver, signal.SIGCONT)
+        os.kill(sender, signal.SIGCONT)
     await updates_soon(lab, 0, added)
     await lab.client.remove_worker(added)
 

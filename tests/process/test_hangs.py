@@ -127,13 +127,13 @@ async def test_a_stopped_worker_is_found_when_a_call_is_there(
     # It had nothing yet that could be resumed.
     assert made.worker == 1
     (report,) = hangs_reported(caplog)
-    assert "worker 0 hangs: not heard of for " in report
+    assert "worker 0 hangs: no heartbeat for " in report
     assert "(no process of it wrote any)" in report
 
 
 async def test_a_stopped_worker_ends_a_call_that_is_only_for_it(pair: sglrl.Client) -> None:
     os.kill(pair.workers[0].pid, signal.SIGSTOP)
-    with pytest.raises(sglrl.WorkerLost, match=r"not heard of for .* with 1 call pending"):
+    with pytest.raises(sglrl.WorkerLost, match=r"no heartbeat for .* with 1 call pending"):
         await pair.generate(**WANTED, worker=0, timeout=60)
 
 
@@ -283,7 +283,11 @@ async def test_beats_of_strangers_are_dropped(pair: sglrl.Client) -> None:
     assert monitor is not None
     (known, _) = monitor._workers
     before = driver.dropped
-    for identity, frame in ((b"who/beat", b"\x93\x32\x01\xa0"), (known, b"\xc1"), (known, b"")):
+    for identity, frame in (
+        (b"who/heartbeat", b"\x93\x32\x01\xa0"),
+        (known, b"\xc1"),
+        (known, b""),
+    ):
         driver._on_message(identity, [frame])
     driver._on_message(known, [])
     assert driver.dropped == before + 4

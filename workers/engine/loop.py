@@ -8,7 +8,7 @@ from sglrl.core.hangs import PAUSED
 from sglrl.wire.calls import Heartbeat
 from sglrl.wire.processes import EngineSpec, WorkerSpec
 
-from ..heartbeat import start_beats
+from ..heartbeat import start_heartbeats
 from ..mailbox import Mailbox
 from .protocol import Engine
 
@@ -34,7 +34,7 @@ def run_engine(spec: WorkerSpec, body: EngineSpec, engine: SteppingEngine) -> No
     """Serve until ``Shutdown``."""
     mailbox = engine.mailbox = Mailbox(spec)
     mailbox.starting("fake engine")
-    start_beats(spec, lambda: Heartbeat(mailbox.progress, PAUSED if engine.paused else ""))
+    start_heartbeats(spec, lambda: Heartbeat(mailbox.progress, PAUSED if engine.paused else ""))
     mailbox.ready(body.window, engine.info())
     while not mailbox.stopped:
         mailbox.receive(engine)

@@ -1,8 +1,8 @@
-"""One rank gives its live weights to the same rank of a new worker, which has none yet.
+"""Copy live weights from one rank to the same rank of a new worker: the ranks' side.
 
-Beside the weight channel's own groups: a store and a group of two for each hand-over, on a link
-thread of its own, so the giver goes on decoding and whatever goes wrong ends with the group. The
-coordinator lets no update run meanwhile, so the weights that are read do not change.
+Each copy has a store, a process group of two ranks and a link thread of its own, beside the groups
+of the weight channel. So the sending rank keeps decoding, and a failure ends only this group. The
+driver runs no update meanwhile, so the weights that are read do not change.
 """
 
 from __future__ import annotations
@@ -32,21 +32,25 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("sglrl.worker")
 
-GIVE, TAKE = "give", "take"
+SEND, RECEIVE = "send copy", "receive copy"
 _HOST = "127.0.0.1"
-_PREFIX = "sglrl/hand-over"
+_PREFIX = "sglrl/peer-copy"
 _ARRIVED = "sglrl/arrived"
-"""The key that the rank that takes sets when it has come."""
+"""The receiving rank sets this key when it has connected."""
 _BATCH_BYTES = 1 << 30
 _CONNECT_SECONDS = 10.0
-"""The giver's store listens already."""
+"""The sending rank's store is already listening."""
 _AUTOGROUP = Path("/proc/self/autogroup")
 _AUTOGROUP_SECONDS = 0.15
 
 
-class HandOver:
-    """``on_stream``: the context that a rank's transfers run in. ``answer``: called from any thread
-    with what the driver is to be told."""
+class PeerCopy:
+    """One rank's side of peer copies, one at a time.
+
+    Args:
+        on_stream: returns the context in which transfers run.
+        answer: sends an answer to the driver. Called from any thread.
+    """
 
     def __init__(
         self,
@@ -59,10 +63,11 @@ class HandOver:
         self._on_stream = on_stream
         self._answer = answer
         self._link = Link()
-        self._taking = -1
+        self._receiving = -1
+        """The id of the last ``ReceivePeerCopy``."""
 
-    def give(self, message: SendPeerCopy) -> None:
-        """Answered with an ``PeerCopyOffer`` as soon as the other may come."""
+    def send(self, message: SendPeerCopy) -> None:
+        """Answer with a ``PeerCopyOffer``, then send the weights once the receiver connects."""
         link = self._fresh()
         found: dict[str, Any] = {}
 
@@ -70,30 +75,30 @@ class HandOver:
             found["live"] = self._engine.live()
             link.store = Store(_HOST, message.timeout)
             port = link.store.port
-            # A connection as the other rank has one: it breaks when the store is closed.
+            # A client of our own store, like the receiver: it breaks when the store is closed.
             found["store"] = connect_store(_HOST, port, message.timeout)
             return PeerCopyOffer(_HOST, port, _digest(found["live"]))
 
-        def send() -> None:
+        def transfer() -> None:
             if "store" in found:
-                # That it came to nothing is the other's to say; torch has errors of its own.
+                # The receiver reports a failure. torch raises RuntimeError.
                 quiet = contextlib.suppress(SglrlError, RuntimeError)
                 with quiet, _before_others():
-                    # The other rank may never come. Nothing but this wait is to be ended then.
+                    # Until the receiver connects, nothing but this wait must be interrupted.
                     found["store"].wait([_ARRIVED])
                     with self._engine.reading():
                         self._transfer(link, found["store"], 0, found["live"], message.timeout)
             link.abandon()
 
-        link.submit(lambda: self._answer(perform(message.id, GIVE, offer)))
-        link.submit(send)
+        link.submit(lambda: self._answer(perform(message.id, SEND, offer)))
+        link.submit(transfer)
 
-    def take(self, message: ReceivePeerCopy) -> None:
-        """Answered when the weights are live and the engine has their version."""
+    def receive(self, message: ReceivePeerCopy) -> None:
+        """Answer once the weights are live and the engine has their version."""
         link = self._fresh()
-        self._taking = message.id
+        self._receiving = message.id
 
-        def receive() -> None:
+        def copy() -> None:
             live = self._engine.live()
             if _digest(live) != message.offer.digest:
                 raise WeightUpdateError("the two workers do not hold the same tensors")
@@ -113,15 +118,15 @@ class HandOver:
                 self._engine.release(message.id, version)
 
         def job() -> None:
-            self._answer(perform(message.id, TAKE, receive))
+            self._answer(perform(message.id, RECEIVE, copy))
             link.abandon()
 
         link.submit(job)
 
-    def give_up(self) -> None:
-        """The engine is let go at once, whatever the link's thread waits in."""
+    def cancel(self) -> None:
+        """Release the engine at once, whatever the link's thread waits for."""
         self._link.abandon()
-        self._engine.release(self._taking, None)
+        self._engine.release(self._receiving, None)
 
     def _fresh(self) -> Link:
         self._link.abandon()
@@ -137,7 +142,7 @@ class HandOver:
         with self._on_stream(), group.deadline():
             for batch in _batches(live):
                 link.check()
-                # What is not contiguous travels as a copy.
+                # A tensor that is not contiguous is sent as a contiguous copy.
                 pieces = [tensor.contiguous() for tensor in batch]
                 if not group.takes_pieces:
                     pieces = _as_one(group, pieces)
@@ -151,8 +156,11 @@ class HandOver:
 
 @contextlib.contextmanager
 def _before_others() -> Iterator[None]:
-    """A worker on a CPU that has let all others go first does so no more, and this thread goes
-    before those of it that decode, as far as the system lets it: a new worker waits for it."""
+    """Raise the priority of this thread, because a new worker waits for it.
+
+    A worker on a CPU lowers the priority of its process and of its autogroup when it starts to
+    serve. Both are raised, as far as the system permits.
+    """
     nice = _autogroup_nice()
     if nice is not None:
         with contextlib.suppress(OSError):
@@ -162,14 +170,13 @@ def _before_others() -> Iterator[None]:
     try:
         yield
     finally:
-        # Who found it so already, because another hand-over had begun or no request had run, leaves
-        # it as it has become meanwhile.
+        # Another copy, or a worker without requests, may have found the value 0: leave it.
         with contextlib.suppress(OSError):
             try:
                 if nice is not None and nice != "0":
                     _AUTOGROUP.write_text(nice)
             except BlockingIOError:
-                # One change of them all in a tenth of a second is let through: sched(7).
+                # The kernel permits one change every tenth of a second: sched(7).
                 time.sleep(_AUTOGROUP_SECONDS)
                 _AUTOGROUP.write_text(str(nice))
 
@@ -185,14 +192,17 @@ def _autogroup_nice() -> str | None:
 
 
 def _as_one(group: Group, pieces: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Broadcast them packed together; what has arrived. Whenever a thread waits for a broadcast,
-    the giver's scheduler takes over, which computes and lets go of Python late."""
+    """Broadcast the pieces as one tensor; return what has arrived.
+
+    Few broadcasts are faster: during each wait the sender's scheduler thread takes the GIL, and it
+    releases the GIL late.
+    """
     packed = torch.cat([piece.reshape(-1).view(torch.uint8) for piece in pieces])
     group.broadcast([packed]).wait()
     if group.rank == 0:
         return pieces
     parts = packed.split([piece.nbytes for piece in pieces])
-    # A copy, because a part may begin where no number of its type can.
+    # Copied, because a part may start at an address that is not aligned for its dtype.
     return [
         part.clone().view(piece.dtype).view(piece.shape)
         for part, piece in zip(parts, pieces, strict=True)
@@ -205,7 +215,7 @@ def _digest(live: dict[str, torch.Tensor]) -> str:
 
 
 def _batches(live: dict[str, torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """In order, about as many bytes at a time."""
+    """Split the tensors, in order, into batches of about ``_BATCH_BYTES``."""
     batch: list[torch.Tensor] = []
     size = 0
     for tensor in live.values():

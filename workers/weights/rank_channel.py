@@ -57,7 +57,7 @@ from sglrl.wire.weights import (
 from ..engine.loop import IDLE_WAIT
 from ..exit_on_disconnect import leave
 from .double_buffer import SPARE_BYTES
-from .peer_copy import HandOver
+from .peer_copy import PeerCopy
 from .staging import KEPT_BYTES, Nothing, Slots, Staged, Update
 from .weight_engine import WeightEngine
 
@@ -100,7 +100,7 @@ class RankWeights:
         self._describing = threading.Lock()
         self._answers: collections.deque[RankAnswer] = collections.deque()
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
-        self._hand_over = HandOver(engine, self._on_stream, self._answer)
+        self._peer_copy = PeerCopy(engine, self._on_stream, self._answer)
         self._closed = False
         self._drop = Dropped(logger)
         # The scheduler computes in Python for milliseconds at a time; the default would let it keep
@@ -210,11 +210,11 @@ class RankWeights:
             case Abort():
                 self._abort(message)
             case SendPeerCopy():
-                self._hand_over.give(message)
+                self._peer_copy.send(message)
             case ReceivePeerCopy():
-                self._hand_over.take(message)
+                self._peer_copy.receive(message)
             case CancelPeerCopy():
-                self._hand_over.give_up()
+                self._peer_copy.cancel()
 
     def _run(self, id_: int, phase: str, work: Callable[[], Any]) -> None:
         self._link.submit(lambda: self._answer(perform(id_, phase, work)))

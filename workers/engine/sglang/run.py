@@ -15,7 +15,7 @@ from sglang.srt.server_args import ServerArgs
 
 from sglrl.wire.processes import EngineSpec, WorkerSpec
 
-from ...heartbeat import start_beats
+from ...heartbeat import start_heartbeats
 from ...mailbox import Mailbox
 from ...weights.rank_channel import RankWeights
 from . import compat, parameter_arena, resume
@@ -123,7 +123,7 @@ def run_scheduler(spec: WorkerSpec, body: EngineSpec) -> None:
         adapter.begun = time.monotonic()
         adapter.next_tokens.install(scheduler.tp_worker.model_runner)
         window = body.window or max(64, 2 * int(scheduler.max_running_requests))
-        start_beats(spec, scheduler.sglrl_beat)
+        start_heartbeats(spec, scheduler.sglrl_heartbeat)
         mailbox.ready(window, adapter.info())
     # What the model and SGLang brought stays: Python's garbage collector need not walk it between
     # two steps.

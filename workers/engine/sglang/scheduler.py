@@ -274,12 +274,12 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
         end_undrawable(batch, result, version)
         returned = super().process_batch_result(batch, result, *args, **kwargs)
         if self.sglrl_adapter is not None:
-            # First: a beat must not say that a prefill is over without the progress made in it.
+            # First, so that no heartbeat reports the end of a prefill without its progress.
             self.sglrl_adapter.mailbox.progress += 1
         self._sglrl_last_ended = result.sglrl_launch
         return returned
 
-    def sglrl_beat(self) -> Heartbeat:
+    def sglrl_heartbeat(self) -> Heartbeat:
         """From any thread."""
         phase = ""
         if self._sglrl_updating:
