@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 README = Path(__file__).parents[1] / "README.md"
+DOCS = README.parent / "docs"
 
 
 def example(word: str, document: Path = README) -> str:

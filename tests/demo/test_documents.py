@@ -31,7 +31,15 @@ def test_the_readmes_example_runs_as_a_plain_script(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "document", ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/genlm.md"]
+    "document",
+    [
+        "README.md",
+        "CONTRIBUTING.md",
+        "docs/architecture.md",
+        "docs/engine.md",
+        "docs/genlm.md",
+        "docs/performance.md",
+    ],
 )
 def test_files_that_a_document_names_exist(document: str) -> None:
     text = (ROOT / document).read_text()

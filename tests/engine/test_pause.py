@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import pytest_asyncio
-from readme import example
+from readme import DOCS, example
 
 import sglrl
 
@@ -327,8 +327,8 @@ async def test_a_turn_that_goes_on_has_no_more_cached_than_its_prompt(lab: Lab) 
         assert stats.engine.cached_tokens <= stats.engine.prompt_tokens
 
 
-async def test_what_the_readme_shows(lab: Lab) -> None:
-    code = example("next_token_logprobs")
+async def test_what_the_documents_show(lab: Lab) -> None:
+    code = example("next_token_logprobs", DOCS / "engine.md")
     names: dict[str, Any] = {"client": lab.client, "ids": PROMPTS[1], "n": 2}
     exec("async def shown():\n" + textwrap.indent(code, "    "), names)
     await names["shown"]()

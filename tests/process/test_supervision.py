@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from processes import wait_for_end
-from readme import example
+from readme import DOCS, example
 
 import sglrl
 from sglrl.driver import fork_server
@@ -431,8 +431,8 @@ def test_wrong_budgets(wrong: dict[str, Any]) -> None:
         sglrl.spawn(Values, **wrong)
 
 
-async def test_what_the_readme_shows() -> None:
-    code = example("add_workers")
+async def test_what_the_documents_show() -> None:
+    code = example("add_workers", DOCS / "operations.md")
     space: dict[str, Any] = {
         "model": "fake",
         "sglrl": SimpleNamespace(launch=partial(sglrl.launch, engine="fake")),
