@@ -1,7 +1,7 @@
 """The weight channel: new weights for running engines, from tensors to the last rank.
 
-``client.update_weights(...)`` is all that a trainer in the driver's own process needs; ``Sender``
-is for a trainer in another process. The rest of this package is what both are made of.
+A trainer in the driver's own process needs only ``client.update_weights(...)``. A trainer in
+another process uses ``Sender``. The other modules of this package implement both.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _HOME = {"Sender": "remote_sender", "UpdateReport": "update_report", "gather": "
 
 
 def __getattr__(name: str) -> Any:
-    """Names are imported when first used: torch takes seconds."""
+    """Import a name at its first use, because the import of torch takes seconds."""
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""What ranks and senders answer: a body of the type that the question asks for, or an error."""
+"""Decode the answers of ranks and senders: a body of the expected type, or an error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ T = TypeVar("T")
 
 
 def body_of(decoder: msgspec.msgpack.Decoder[T], answer: RankAnswer) -> T:
-    """Raises ``ProtocolError`` when it is not what the question asks for."""
+    """Return the decoded body of an answer.
+
+    Raises:
+        ProtocolError: the body does not have the decoder's type.
+    """
     try:
         return decoder.decode(answer.body)
     except MALFORMED as error:
@@ -24,5 +28,6 @@ def body_of(decoder: msgspec.msgpack.Decoder[T], answer: RankAnswer) -> T:
 
 
 def error_of(body: ErrorBody, member: Member | None = None) -> SglrlError:
+    """Return the error that an answer reports. Its message names the worker of ``member``."""
     who = f"worker {member[0]}: " if member is not None and member != SENDER else ""
     return from_wire(body.kind, who + body.message, body.traceback)

@@ -1,8 +1,8 @@
 """The sending end: gathers, casts and packs tensors into buckets, and broadcasts them.
 
-``SendingEnd`` answers the same messages as a worker's rank does (``Join``, ``Stage``, ``Abort``),
-so the coordinator treats it as one more member, in this process or in another. Its work is done on
-one thread of its own; the event loop goes on.
+``SendingEnd`` answers the same messages as a rank of a worker (``Join``, ``Stage``, ``Abort``). So
+the coordinator treats it as one more member, in this process or in another. Its work runs on a
+separate thread and does not block the event loop.
 """
 
 from __future__ import annotations
@@ -43,13 +43,20 @@ from .tensor_source import Named, whole
 logger = logging.getLogger("sglrl.weights")
 
 RING: Final = 2
-"""Buckets in memory of their own: one is packed while the one before is on its way."""
+"""The number of buckets in memory: one is packed while the previous bucket is being sent."""
 
 
 class Cargo(msgspec.Struct):
-    """What one update sends: tensors with their specs, which say the dtype they are sent in.
-    ``ready``: CUDA events that are awaited before the tensors are read. ``check_finite``: send no
-    NaN and no infinite values. ``begun``: some may have been gathered."""
+    """The tensors that one update sends.
+
+    Attributes:
+        tensors: the tensors by name.
+        ready: CUDA events to wait for before the tensors are read.
+        specs: the specs of the tensors, with the dtypes in which they are sent.
+        bucket_bytes: the size of a bucket.
+        check_finite: refuse NaN and infinite values.
+        begun: True once the stage has started. Some tensors may have been gathered.
+    """
 
     tensors: Named
     ready: list[Any]
@@ -60,7 +67,7 @@ class Cargo(msgspec.Struct):
 
     @property
     def is_gathered(self) -> bool:
-        """Other ranks of the trainer take part in the sending, once."""
+        """True if other ranks of the trainer must take part in the gathering. They do so once."""
         distributed = torch.distributed
         several = distributed.is_available() and distributed.is_initialized()
         return (
@@ -71,8 +78,11 @@ class Cargo(msgspec.Struct):
 
 
 class _Packing:
-    """How tensors of these specs are packed. Kept from one update to the next: a trainer sends the
-    same names each time, and making a few hundred views takes milliseconds."""
+    """The layout of tensors in buckets, with the buckets' memory and views.
+
+    It is kept for the next update: a trainer sends the same names each time, and creating a few
+    hundred views takes milliseconds.
+    """
 
     def __init__(self, specs: list[TensorSpec], bucket_bytes: int) -> None:
         self.specs = specs
@@ -85,7 +95,7 @@ class _Packing:
         self._views: dict[int, list[torch.Tensor]] = {}
 
     def memory(self, bucket: int, device: torch.device) -> torch.Tensor:
-        """Where the bucket is packed."""
+        """Return the memory into which the bucket is packed."""
         slot = bucket % RING
         size = self.layout.sizes[bucket]
         memory = self.ring.get(slot)
@@ -97,7 +107,7 @@ class _Packing:
         return memory[: self.layout.sizes[bucket]]
 
     def views(self, bucket: int, memory: torch.Tensor) -> list[torch.Tensor]:
-        """The bucket's memory as its tensors."""
+        """Return views of the bucket's memory, one for each of its tensors."""
         found = self._views.get(bucket)
         if found is None:
             found = self._views[bucket] = []
@@ -112,8 +122,8 @@ class SendingEnd:
     """Rank 0 of the weight channel's groups.
 
     Args:
-        device: where buckets are packed: "cuda:0", "cpu", ...
-        host: address of this process that the workers can reach.
+        device: the device on which buckets are packed: "cuda:0", "cpu", ...
+        host: an address of this process that the workers can reach.
         answer: called on the event loop with every ``RankAnswer``.
     """
 
@@ -136,37 +146,36 @@ class SendingEnd:
         return settings(self.device, self.host, self._store.port)
 
     def load(self, cargo: Cargo) -> None:
-        """What the next ``Stage`` sends."""
+        """Set the tensors that the next ``Stage`` sends."""
         self._cargo = cargo
-        # Meanwhile the workers prepare.
+        # Plan now, while the workers prepare.
         link = self._link
         link.submit(lambda: self._plan(link, cargo))
 
     def unload(self, cargo: Cargo) -> None:
-        """The update has ended: the tensors are the caller's again. What another one has loaded
-        stays."""
+        """Release the tensors at the end of their update. The cargo of another update stays."""
         if self._cargo is cargo:
             self._cargo = None
 
     def ask(self, message: ToRank) -> None:
-        """Begin what the message wants; the answer comes later."""
+        """Start the work that the message requests. The answer follows later."""
         match message:
             case Join():
                 self._link.abandon()
                 link = self._link = self._new_link()
                 self._run(link, message.id, JOIN, lambda: self._join(link, message))
             case Stage():
-                # What is loaded now, whatever is when the thread comes to it.
+                # Read now: another cargo may be loaded before the thread runs the job.
                 link, cargo = self._link, self._cargo
                 self._run(link, message.id, STAGE, lambda: self._stage(link, message, cargo))
             case Abort():
-                # Answered at once, also when the thread is in a collective.
+                # Answer at once, even while the thread is in a collective.
                 if message.leave:
                     self._link.abandon()
                 self._loop.call_soon(self._answer, RankAnswer(message.id, ABORT))
 
     def close(self) -> None:
-        """Leave the group and free everything, without waiting."""
+        """Leave the group and free all memory, without waiting."""
         self._link.abandon()
         self._link.packing = None
         self._cargo = None
@@ -182,14 +191,14 @@ class SendingEnd:
     def _run(self, link: Link, id_: int, phase: str, work: Callable[[], Any]) -> None:
         def job() -> None:
             answer = perform(id_, phase, work)
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+            with contextlib.suppress(RuntimeError):  # the loop is closed: no caller waits
                 self._loop.call_soon_threadsafe(self._answer, answer)
 
         link.submit(job)
 
     def _join(self, link: Link, join: Join) -> None:
         prefix = f"sglrl/{join.group}"
-        # A connection of its own: one that waits for a rank that does not come is held meanwhile.
+        # A separate connection: the wait for a missing rank blocks its connection.
         store = self._store.store.clone()
         if join.size > 1:
             link.group = Group(store, prefix, 0, join.size, self.device, self.host, join.timeout)
@@ -218,7 +227,7 @@ class SendingEnd:
             if check is not None:
                 self._begin_check(check, cargo, packing)
                 if message.mode == "bucketed":
-                    # What is sent goes straight into live weights.
+                    # Workers write the sent values directly into live weights.
                     self._end_check(check)
             sent = self._send(link, message.id, cargo, packing, check)
             if check is not None:
@@ -226,8 +235,11 @@ class SendingEnd:
             return sent
 
     def _begin_check(self, check: FiniteCheck, cargo: Cargo, packing: _Packing) -> None:
-        """Check all tensors but those that are gathered, which are checked when they are packed. A
-        GPU does it while it sends: a broadcast leaves most of its memory's bandwidth unused."""
+        """Start the check of all tensors, except tensors that are gathered.
+
+        Gathered tensors are checked when they are packed. A GPU checks while it sends, because a
+        broadcast leaves most of the memory bandwidth unused.
+        """
         tensors = [
             (name, tensor, dtype)
             for (name, tensor), dtype in zip(cargo.tensors, packing.dtypes, strict=True)
@@ -243,13 +255,13 @@ class SendingEnd:
             check.add(tensors)
 
     def _end_check(self, check: FiniteCheck) -> None:
-        """Raise ``InvalidWeights`` if a tensor that was checked is not finite."""
+        """Wait for the check. Raise ``InvalidWeights`` if a checked tensor is not finite."""
         if self._check_stream is not None and self._stream is not None:
             self._stream.wait_stream(self._check_stream)
         check.finish()
 
     def _plan(self, link: Link, cargo: Cargo) -> None:
-        # What is wrong with it is said by the stage.
+        # The stage reports the error.
         with contextlib.suppress(SglrlError):
             self._packing_for(link, cargo)
 
@@ -309,7 +321,7 @@ class SendingEnd:
     def _as_they_are(
         self, cargo: Cargo, packing: _Packing, bucket: int
     ) -> list[torch.Tensor] | None:
-        """The bucket's tensors, if they can be sent from where they lie."""
+        """Return the bucket's tensors if they can be sent without packing, else None."""
         found = []
         for index in packing.buckets[bucket]:
             tensor = cargo.tensors[index][1]
@@ -351,8 +363,11 @@ class SendingEnd:
 
 @contextlib.contextmanager
 def _frequent_switches() -> Iterator[None]:
-    """While weights are sent the event loop gives the sending thread its turn sooner than after
-    Python's five milliseconds, in which a small model would have been sent."""
+    """Shorten the interval at which Python switches between threads within the block.
+
+    The default is five milliseconds, in which a small model can be sent. With the shorter interval,
+    the event loop's thread releases the GIL to the sending thread sooner.
+    """
     before = sys.getswitchinterval()
     sys.setswitchinterval(min(before, 5e-4))
     try:
@@ -362,27 +377,39 @@ def _frequent_switches() -> Iterator[None]:
 
 
 def _copy_alone() -> None:
-    """This thread's copies are made by it alone. The engines want the same cores, and a copy by
-    several threads ends with the last of them to get one."""
-    # When a thread first needs it, torch gives it the number that was set for the program.
+    """Make torch's copies on this thread use only this thread.
+
+    The engines need the same cores. A copy by several threads ends only when the last of them has
+    got a core.
+    """
+    # torch sets the thread's number of threads at its first use. This call makes it happen now, so
+    # that torch does not overwrite the limit later.
     torch.get_num_threads()
     try:
         _thread_pools().limit(limits=1, user_api="openmp")
-    except Exception:  # an unknown library is no reason to send nothing
+    except Exception:  # an unknown library must not prevent sending
         logger.debug("copies of weights keep their threads", exc_info=True)
 
 
 @functools.cache
 def _thread_pools() -> Any:
-    """Of the libraries loaded by now, torch's among them; looking takes 20 ms."""
-    # What sends from a GPU does not need it.
+    """Return the controller of the thread pools of all loaded libraries. The search takes 20 ms."""
+    # Imported here, because a sender on a GPU does not need it.
     from threadpoolctl import ThreadpoolController
 
     return ThreadpoolController()
 
 
 def sending_device(wanted: str | torch.device | None, tensors: Named, backend: str) -> torch.device:
-    """Where to pack for workers on ``backend``: as asked, else where the tensors are."""
+    """Return the device on which buckets are packed for workers on ``backend``.
+
+    Args:
+        wanted: the device that the caller requests; None: the device of the tensors.
+        backend: "cpu" or "cuda".
+
+    Raises:
+        UsageError: torch does not know the device, or it is not a ``backend`` device.
+    """
     if wanted is not None:
         try:
             device = torch.device(wanted)
@@ -408,7 +435,7 @@ def _name(tensor: torch.Tensor) -> str:
 
 
 def perform(id_: int, phase: str, work: Callable[[], Any]) -> RankAnswer:
-    """Do it, and answer: with what it returns, or with what went wrong."""
+    """Call ``work`` and return the answer: its result, or the error that it raises."""
     try:
         result = work()
     except SglrlError as failure:

@@ -1,7 +1,8 @@
-"""The driver's side of weight updates: asks, waits, and does what ``core.weights`` decides.
+"""The driver's side of weight updates. It executes the effects of ``core.weight_update``.
 
-One ``WeightChannel`` a pool. Its messages have sockets of their own in every rank, so neither a
-full window nor a long decode step delays them.
+The channel sends messages and waits for answers. ``core.weight_update`` decides the next step. Each
+pool has one ``WeightChannel``. Every rank has a separate socket for the channel's messages, so
+neither a full window nor a long decode step delays them.
 """
 
 from __future__ import annotations
@@ -85,8 +86,11 @@ logger = logging.getLogger("sglrl.weights")
 
 ABORT_SECONDS = 5.0
 LEAST_COMMIT_SECONDS = 1.0
-"""Whatever the time-out: who is late in another phase has the update given up; in this one, it is
-expelled."""
+"""The minimum timeout of the commit, even if the update's timeout is shorter.
+
+A late rank in another phase makes the channel give up the update. A late rank in the commit is
+expelled.
+"""
 
 _described = msgspec.msgpack.Decoder(ModelDescription)
 _prepared = msgspec.msgpack.Decoder(Prepared)
@@ -96,20 +100,32 @@ _pieces = msgspec.msgpack.Decoder(list[Shard])
 _dirty = msgspec.msgpack.Decoder(bool)
 
 _MOST_SENDERS = 16
-"""In other processes: each is remembered until it says farewell, which one that died did not."""
+"""The maximum number of senders in other processes.
+
+The channel keeps each sender until the sender reports ``SenderClosed``. A crashed sender never
+reports it.
+"""
 
 
 class _Question(NamedTuple):
-    """``needs``: the rank that is asked, and the rank that the answer is for."""
+    """A message to a rank that awaits its answer.
+
+    Attributes:
+        needs: the rank that must answer, and the rank that needs the answer, if any.
+    """
 
     answer: asyncio.Future[RankAnswer]
     needs: tuple[Rank, ...]
 
 
 class _Run:
-    """One update under way. ``id``: of its messages. Every attempt has one of its own, so that what
-    still comes of an attempt that was given up is not taken for an answer to the next one.
-    ``ranks``: the processes behind the members."""
+    """One running update.
+
+    Attributes:
+        id: the id of the messages of the current attempt. Each attempt has its own id, so a late
+            answer to an earlier attempt is not mistaken for an answer to the current one.
+        ranks: the process of each member.
+    """
 
     def __init__(
         self,
@@ -134,13 +150,16 @@ class _Run:
 
     @property
     def left(self) -> frozenset[Rank]:
-        """The processes that still take part."""
+        """Return the processes that still take part."""
         return frozenset(self.ranks[member] for member in self.machine.members)
 
     @property
     def overwriting(self) -> bool:
-        """Some worker without room for a second copy may have half of the new weights, and could
-        only be ended if it did not get the rest."""
+        """True if a worker may have overwritten some of its live weights.
+
+        This is a worker without room for a second copy. If it does not receive the other weights,
+        it must be killed.
+        """
         return self.phase == STAGE and any(
             self.bodies[member, PREPARE].mode == "bucketed" for member in self.machine.members
         )
@@ -161,8 +180,14 @@ class DriverPort(Protocol):
 class WeightChannel(DriverListener):
     """Weight updates of one pool.
 
-    ``expel(worker, reason)`` ends a worker's processes; ``is_up(worker)``: it has said that it is
-    ready, and is not gone. ``versions``: of every worker. ``on_updated()``: after every update.
+    Args:
+        expel: ``expel(worker, reason)`` kills a worker's processes.
+        is_up: ``is_up(worker)`` returns True if the worker has reported ready and is not lost.
+
+    Attributes:
+        version: the version of the last update.
+        versions: the version of every worker.
+        on_updated: called after every update.
     """
 
     def __init__(
@@ -174,16 +199,16 @@ class WeightChannel(DriverListener):
         self._is_up = is_up
         self.on_updated: Callable[[], None] = lambda: None
         self.on_version: set[Callable[[], None]] = set()
-        """Told when ``version`` has changed."""
+        """Called when ``version`` has changed."""
         self._folder: UpdateRequest | None = None
-        """The last update, if it gave all tensors and came from files."""
+        """The request of the last update, if it sent all tensors and read them from files."""
         self.version = 0
         self.versions: dict[int, int] = {}
         self._driver: DriverPort | None = None
         self._address = ""
         self._token = secrets.token_hex(16)
         self._ranks: dict[Member, Rank] = {}
-        """Those that are not lost."""
+        """The ranks that are not lost."""
         self._by_identity: dict[bytes, Rank] = {}
         self._lock = asyncio.Lock()
         self._run: _Run | None = None
@@ -196,7 +221,7 @@ class WeightChannel(DriverListener):
         self._senders: dict[bytes, RemoteSource] = {}
         self._description: ModelDescription | None = None
         self._fitting: tuple[Sequence[TensorSpec], bool] | None = None
-        """The last manifest that was checked, and whether it may be a part."""
+        """The last manifest that was checked, and whether a partial manifest was allowed."""
 
     # --- for the pool -----------------------------------------------------------------------------
 
@@ -211,7 +236,7 @@ class WeightChannel(DriverListener):
         self.versions[worker] = 0
 
     async def close(self) -> None:
-        """Give up what is under way."""
+        """Give up the running update and cancel all waits."""
         senders, self._senders = self._senders, {}
         for sender in senders.values():
             sender.cancel()
@@ -229,19 +254,21 @@ class WeightChannel(DriverListener):
 
     @property
     def address(self) -> str:
-        """What ``sglrl.weights.Sender.connect`` takes. It holds a secret."""
+        """Return the address for ``sglrl.weights.Sender.connect``. It contains a secret."""
         return f"{self._address}#{self._token}"
 
     @property
     def _up(self) -> list[Rank]:
-        """Every rank of every worker that is up. One that is still starting gets the weights when
-        it is: see ``sync``."""
+        """Return every rank of every worker that is up.
+
+        A worker that is still starting gets the weights once it is up: see ``sync``.
+        """
         return [rank for (worker, _), rank in sorted(self._ranks.items()) if self._is_up(worker)]
 
     # --- questions --------------------------------------------------------------------------------
 
     async def describe(self, timeout: float | None) -> ModelDescription:
-        """What the engines take. Asked once: it does not change."""
+        """Return the tensors of the model. They never change, so engines are asked only once."""
         return await self._describe(_deadline(timeout))
 
     async def _describe(self, deadline: Deadline) -> ModelDescription:
@@ -263,15 +290,19 @@ class WeightChannel(DriverListener):
         return self._description
 
     async def checksums(self, names: list[str], timeout: float | None) -> dict[Member, list[Shard]]:
-        """Checksums of live tensor shards by rank; waits for a running update. Raises
-        ``UpdateInProgress`` if that does not end in time."""
+        """Return checksums of live tensor shards by rank. Waits for a running update.
+
+        Raises:
+            UpdateInProgress: the running update does not end in time.
+            WorkerLost: no worker is left.
+        """
         deadline = _deadline(timeout)
         async with turn(self._lock, deadline):
             ranks = await self._greeted(deadline)
             found: dict[Member, list[Shard]] = {}
 
             async def ask(rank: Rank) -> None:
-                # A worker that is lost has no weights to differ.
+                # A lost worker has no weights, so it is left out.
                 with contextlib.suppress(WorkerLost):
                     answer = await self._question(rank, lambda id_: Checksums(id_, names), deadline)
                     found[rank.member] = body_of(_pieces, answer)
@@ -282,14 +313,20 @@ class WeightChannel(DriverListener):
             return found
 
     async def settings(self, timeout: float | None) -> RankSettings:
-        """Of the first rank."""
+        """Return the settings of the first rank."""
         ranks = await self._greeted(_deadline(timeout))
         if not ranks:
             raise WorkerLost("no worker is left whose settings these would be")
         return ranks[0].settings
 
     async def _greeted(self, deadline: Deadline) -> list[Rank]:
-        """All ranks that are up, once each has said who it is."""
+        """Wait until a worker is up and each of its ranks has sent ``RankHello``; return the ranks.
+
+        Raises:
+            UsageError: the engine has no weights to update.
+            WorkerLost: no worker is left.
+            WeightUpdateError: no worker was up, or a rank sent no ``RankHello``, in time.
+        """
         if not self.versions:
             raise UsageError("this engine has no weights to update: engine='sglang' has")
         driver = self._driver
@@ -305,7 +342,11 @@ class WeightChannel(DriverListener):
         return [rank for rank in ranks if not rank.lost]
 
     async def _all_said_hello(self, ranks: Sequence[Rank], deadline: Deadline) -> None:
-        """Those that are lost do not count."""
+        """Wait until each rank has sent ``RankHello`` or is lost.
+
+        Raises:
+            WeightUpdateError: a rank did neither in time.
+        """
         waiting = [rank.hello for rank in ranks if not rank.hello.done()]
         if waiting:
             await asyncio.wait(waiting, timeout=deadline.left)
@@ -319,11 +360,16 @@ class WeightChannel(DriverListener):
         deadline: Deadline,
         other: Rank | None = None,
     ) -> RankAnswer:
-        """Ask ``rank``. ``other``: the rank that the answer is for.
+        """Send a message to ``rank`` and return the answer.
+
+        Args:
+            make: returns the message for an id.
+            other: the rank that needs the answer, if any.
 
         Raises:
-            WorkerLost: one of them is lost, or is lost before the answer comes.
-            DeadlineExceeded: no answer came in time.
+            WorkerLost: ``rank`` or ``other`` is lost before the answer arrives.
+            DeadlineExceeded: no answer arrived in time.
+            SglrlError: the error that the rank reported.
         """
         needs = (rank,) if other is None else (rank, other)
         for needed in needs:
@@ -354,32 +400,36 @@ class WeightChannel(DriverListener):
         source: Source | None,
         load: Callable[[], None] = lambda: None,
     ) -> UpdateReport:
-        """Run one update to its end, after those before it.
+        """Wait for earlier updates, then run one update to its end.
 
-        Cancelling gives it up, unless live weights are being overwritten (in the commit; in mode
-        "bucketed" from the stage on): then it is finished first.
+        If the caller is cancelled, the update is given up. But if live weights are already being
+        overwritten, the update is finished first. They are overwritten in the commit, and in mode
+        "bucketed" also in the stage.
 
         Args:
-            load: called when it is this update's turn.
+            source: the sender of the tensors; None: the workers read files.
+            load: called after all checks, before the first message of the update.
 
         Raises:
-            UpdateInProgress, UsageError, InvalidWeights, SettingsMismatch: nothing was begun.
-            WeightUpdateError, WorkerLost: it was given up; the live workers have the old version.
+            UpdateInProgress, UsageError, InvalidWeights, SettingsMismatch: the update was not
+                started.
+            WeightUpdateError, WorkerLost: the update was given up. The live workers have the old
+                version.
         """
         request.check(self.version)
         deadline = Deadline(request.timeout, request.begun)
         async with turn(self._lock, deadline, wait=request.wait):
             version = request.check(self.version)
             wanted = await self._describe(deadline)
-            # No wait comes behind this one, so none of them can be lost before the run has it.
+            # The last await before the run starts, so no rank can be lost in between.
             ranks = await self._greeted(deadline)
             if request.partial and {t.name for t in wanted.tensors} <= {
                 spec.name for spec in request.specs
             }:
-                # It is no part, whatever its caller says of all its updates.
+                # The update contains all tensors, although its caller set ``partial``.
                 request = msgspec.structs.replace(request, partial=False)
             if request.partial:
-                # One without the current weights would have parts of two policies.
+                # A worker with older weights would get a mix of two policies.
                 current = [r for r in ranks if self.versions[r.worker] == self.version]
                 if ranks and not current:
                     raise WeightUpdateError(
@@ -396,9 +446,12 @@ class WeightChannel(DriverListener):
             return self._finish(run, ended)
 
     async def join(self, source: Source, timeout: float) -> float:
-        """Form the group with ``source`` ahead of the first update. Milliseconds that it took.
+        """Form the group with ``source`` before the first update.
 
-        Raises what ``update`` raises.
+        It raises the errors of ``update``.
+
+        Returns:
+            The milliseconds that this took.
         """
         begun = time.perf_counter()
         deadline = _deadline(timeout)
@@ -414,32 +467,38 @@ class WeightChannel(DriverListener):
                     raise _failure(ended, run.machine)
         return (time.perf_counter() - begun) * 1e3
 
-    # --- workers that are new ---------------------------------------------------------------------
+    # --- new workers ------------------------------------------------------------------------------
 
     def must_sync(self, worker: int) -> bool:
-        """It is up, and must not serve before ``sync``."""
+        """Return True if a worker that is up must not serve before ``sync``."""
         if worker not in self.versions:
             return False
         return self.versions[worker] != self.version or self._lock.locked()
 
     async def sync(self, worker: int, timeout: float, serve: Callable[[], None]) -> bool:
-        """Give a worker that is up the current weights: another worker's, or again from the files
-        of the last update. Then call ``serve``, before any other update begins. False if nobody has
-        them: the next update will do.
+        """Send the current weights to a worker that is up, then call ``serve``.
+
+        The weights come from another worker, or again from the files of the last update. ``serve``
+        is called before any other update starts.
 
         Args:
-            worker: the process that has this index now. If it is lost, its replacement is not
-                touched.
-            timeout: seconds, from the end of the updates and copies before it.
+            worker: the index of the worker. Only the current process of the worker gets the
+                weights: if it is lost, its replacement is not touched.
+            timeout: in seconds. It starts when all earlier updates and copies have ended.
+
+        Returns:
+            False if the current weights are not available. The worker gets the weights of the next
+            update.
 
         Raises:
-            WeightUpdateError: the worker has now weights of no version.
+            WeightUpdateError: the copy failed or took too long. The worker has weights of no
+                version.
             WorkerLost: the worker is lost.
         """
         mine = [rank for rank in self._ranks.values() if rank.worker == worker]
         if not mine:
             raise lost_error(worker)
-        # Each update and each copy has a deadline of its own, so this wait ends.
+        # Each update and each copy has a deadline, so this wait ends.
         async with self._lock:
             _check_alive(mine)
             if self.versions[worker] != self.version:
@@ -460,7 +519,15 @@ class WeightChannel(DriverListener):
             return True
 
     async def _catch_up(self, mine: Sequence[Rank], deadline: Deadline) -> bool:
-        """Under the lock. Raises ``WorkerLost`` as soon as the worker is lost."""
+        """Send the current weights to a worker. The caller holds the lock.
+
+        Returns:
+            False if the current weights are not available.
+
+        Raises:
+            WorkerLost: the worker is lost. Raised as soon as that happens.
+            SglrlError: the error of the last copy, if every copy failed and there are no files.
+        """
         worker = mine[0].worker
         await self._all_said_hello(mine, deadline)
         _check_alive(mine)
@@ -473,7 +540,7 @@ class WeightChannel(DriverListener):
             peer = min(peers)
             senders = peers.pop(peer)
             begun = time.perf_counter()
-            # One that hangs leaves time for the others.
+            # Half of the time, so that a peer that hangs leaves time for the other peers.
             limit = Deadline(deadline.left / 2) if peers else deadline
             failed = await self._peer_copies.copy_worker(mine, senders, self.version, limit)
             _check_alive(mine)
@@ -497,14 +564,14 @@ class WeightChannel(DriverListener):
             failure = _failure(ended, run.machine)
             _check_alive(mine)
             logger.warning("worker %d could not read %s: %s", worker, run.request.folder, failure)
-            # The weights are what is missing, and another worker would not find them either.
+            # The files are the cause, not the worker: a replacement could not read them either.
             return False
         if failure is not None:
             raise failure
         return False
 
     def _is_there(self, request: UpdateRequest) -> bool:
-        """The files that it was read from, as they were."""
+        """Return True if the files of the request exist and have not changed since."""
         folder = Path(request.folder)
         try:
             same = fingerprint(weight_files(folder)) == request.seen
@@ -544,7 +611,11 @@ class WeightChannel(DriverListener):
         return run
 
     async def _until_ended(self, run: _Run) -> Ended:
-        """Let it run. Cancelled, it is given up (or finished, if it is too late for that) first."""
+        """Run an update until it has ended.
+
+        If the caller is cancelled, the update is first given up, or finished if it is too late to
+        give it up.
+        """
         self._run = run
         cancelled: asyncio.CancelledError | None = None
         try:
@@ -605,42 +676,46 @@ class WeightChannel(DriverListener):
         return report
 
     def _record(self, run: _Run) -> None:
-        """The update is done: what follows is of the new version."""
+        """Record a finished update: set the new versions and notify the listeners."""
         self.version = run.version
         for rank in run.left:
-            # One that was lost since may have a replacement, which has not got them.
+            # A lost rank may have a replacement, which does not have the new weights.
             if not rank.lost:
                 self.versions[rank.worker] = run.version
         self._folder = run.request if run.request.folder and not run.request.partial else None
         self._joined_after(run)
         for listener in self.on_version:
             listener()
-        # When the lock is free, also if this update was cancelled when it was too late for that.
+        # Deferred until the lock is free. Also done for an update that was cancelled too late.
         asyncio.get_running_loop().call_soon(self.on_updated)
 
     def _joined_after(self, run: _Run) -> None:
+        """Record which source and ranks form the current group after ``run``."""
         if run.source is None:
             return
         if run.machine.joined:
             self._joined = (run.source, run.left)
         elif run.group or (self._joined is not None and self._joined[0] is run.source):
-            # A rank that joins a group has left the one before, whoever's it was.
+            # A rank that joins a group leaves its previous group, of any source.
             self._joined = None
 
     def forget(self, source: Source) -> None:
-        """The source is closed."""
+        """Forget the group of a source that is closed."""
         if self._joined is not None and self._joined[0] is source:
             self._joined = None
 
     def sender_answered(self, source: Source, answer: RankAnswer) -> bool:
-        """False if it was not asked for that."""
+        """Handle an answer of a source. Return False if the answer was not requested."""
         run = self._run
         return run is not None and run.source is source and self._answered(SENDER, answer)
 
     # --- inside -----------------------------------------------------------------------------------
 
     def _check_fit(self, wanted: ModelDescription, request: UpdateRequest) -> None:
-        """A sender gives the same list while its manifest stays what it is."""
+        """Check the manifest of a request, unless it is the manifest of the last check.
+
+        A sender passes the same list object while its manifest does not change.
+        """
         if self._fitting is not None:
             specs, partial = self._fitting
             if specs is request.specs and partial == request.partial:
@@ -667,14 +742,14 @@ class WeightChannel(DriverListener):
         if run is None:
             return
         machine = run.machine
-        # An effect may add others.
+        # An effect may add further effects.
         while machine.outbox:
             effects, machine.outbox = machine.outbox, []
             for effect in effects:
                 try:
                     self._do(run, effect)
                 except Exception as error:
-                    # It must not take the others with it, nor the timer.
+                    # The other effects and the timer must still run.
                     logger.exception("a weight update")
                     if isinstance(effect, Ask):
                         failed = WeightUpdateError(f"{effect.phase} could not be asked: {error!r}")
@@ -746,7 +821,11 @@ class WeightChannel(DriverListener):
         )
 
     def _mode(self, run: _Run, member: Member) -> str:
-        """All ranks of a replica pause, or none does. The sender gets "bucketed" if some do."""
+        """Return the mode of one member: "full" or "bucketed".
+
+        Either all ranks of a worker pause, or none does. The sender gets "bucketed" if any worker
+        pauses.
+        """
         found = {
             run.bodies[rank, PREPARE].mode
             for rank in run.machine.members
@@ -755,7 +834,10 @@ class WeightChannel(DriverListener):
         return "bucketed" if "bucketed" in found else "full"
 
     def _form(self, run: _Run) -> dict[Member, Join]:
-        """Who is which rank. Members on the sender's own GPU read its memory instead."""
+        """Return the ``Join`` message of each member, which assigns its rank.
+
+        Members on the sender's GPU get no rank: they read the sender's memory.
+        """
         assert run.source is not None
         ours = run.source.settings
         self._next_group += 1
@@ -817,7 +899,7 @@ class WeightChannel(DriverListener):
         return True
 
     def _admit(self, identity: bytes, settings: RankSettings) -> bool:
-        """A sender in another process. False if there are too many that are busy."""
+        """Accept a sender in another process. Return False if there are too many busy senders."""
         if len(self._senders) >= _MOST_SENDERS:
             joined = None if self._joined is None else self._joined[0]
             others = (s for s in self._senders.values() if s is not joined and not s.busy)
@@ -830,7 +912,7 @@ class WeightChannel(DriverListener):
         return True
 
     def tell(self, sender: RemoteSource, message: ToRank) -> None:
-        """To a sender in another process; one that is gone can end no update."""
+        """Send a message to a sender in another process. If the sender is lost, end its update."""
         if self._driver is not None and self._driver.send_to_peer(sender.identity, encode(message)):
             return
         self._senders.pop(sender.identity, None)
@@ -840,7 +922,8 @@ class WeightChannel(DriverListener):
 
     def on_connection_broken(self) -> None:
         for sender in list(self._senders.values()):
-            # Of an update that it did not propose; numbers begin at 1. It has no effect.
+            # The message has no effect, because the ids of proposals start at 1. Sending it finds
+            # lost senders.
             self.tell(sender, Proposed(0, None))
 
     def _dismiss(self, sender: RemoteSource) -> None:
@@ -854,13 +937,13 @@ class WeightChannel(DriverListener):
         return kind == b"sender" and hmac.compare_digest(token, self._token.encode())
 
     def _rank_answered(self, rank: Rank, answer: RankAnswer) -> bool:
-        """False if it was not asked for that."""
+        """Handle an answer of a rank. Return False if the answer was not requested."""
         run = self._run
         asked = run is not None and run.ranks.get(rank.member) is rank
         return asked and self._answered(rank.member, answer)
 
     def _answered(self, member: Member, answer: RankAnswer) -> bool:
-        """False if it was not asked for."""
+        """Pass an answer to the running update. Return False if the answer was not requested."""
         run = self._run
         if run is None or answer.id != run.id:
             return False
@@ -904,23 +987,23 @@ class WeightChannel(DriverListener):
 
 
 def _deadline(timeout: Any) -> Deadline:
-    """Raises ``UsageError`` unless it is a timeout."""
+    """Return the deadline of a timeout. Raises ``UsageError`` if the timeout is not valid."""
     return Deadline(check_timeout(timeout))
 
 
 def _check_alive(ranks: Sequence[Rank]) -> None:
-    """Raise ``WorkerLost`` if their worker was lost."""
+    """Raise ``WorkerLost`` if the worker of these ranks is lost."""
     for rank in ranks:
         rank.check()
 
 
 def _failure(ended: Ended, machine: WeightUpdate) -> SglrlError:
-    """What the caller is told of an update that was given up."""
+    """Return the error that the caller gets for an update that was given up."""
     refusals = [error for _, error in ended.errors]
     if ended.why == "refused":
         return refusals[0]
     if ended.why == "broken":
-        # Found when the values were read. Whatever else went wrong followed from that.
+        # Found when the values were read. The other errors are consequences.
         for error in refusals:
             if isinstance(error, InvalidWeights):
                 return error

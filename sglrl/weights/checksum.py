@@ -1,4 +1,4 @@
-"""Checksums that a sender and an engine compute of the same tensor, on whatever device it lies."""
+"""Checksums of tensors. A sender and an engine get the same value on any device."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """Of the values' bits in row-major order: ``sum((bits + 1) * (position * odd | 1))`` modulo
-    2^64, so a changed, moved or swapped value changes it. Works in blocks, to bound memory."""
+    """Return the checksum of the values' bits in row-major order.
+
+    The checksum is ``sum((bits + 1) * (position * odd | 1))`` modulo 2^64, so a changed, moved or
+    swapped value changes it. The computation uses blocks to bound its memory.
+    """
     flat = tensor.detach().contiguous().view(-1).view(_BITS[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for start in range(0, flat.numel(), _BLOCK):
@@ -26,7 +29,10 @@ def checksum(tensor: torch.Tensor) -> int:
 def piece(
     tensor: torch.Tensor, offset: int, size: Sequence[int], stride: Sequence[int]
 ) -> torch.Tensor:
-    """A view of a tensor, by elements as they lie when it is contiguous."""
+    """Return a part of a tensor, as ``torch.as_strided`` does for the contiguous tensor.
+
+    ``offset``, ``size`` and ``stride`` count elements.
+    """
     tensor = tensor.contiguous()
-    # It may be a part of another one.
+    # The tensor may be a view, which starts at an offset of its storage.
     return tensor.as_strided(tuple(size), tuple(stride), tensor.storage_offset() + offset)

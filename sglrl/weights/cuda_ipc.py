@@ -1,10 +1,10 @@
-"""Weights for a worker on the sender's own GPU: it reads the sender's buckets through CUDA IPC.
+"""Weights for a worker on the sender's GPU, which reads the sender's buckets through CUDA IPC.
 
-NCCL refuses two ranks on one GPU, and there is nothing to send anyway. What crosses is a handle for
-each bucket, as plain fields in msgpack, over the group's store; so is the going to and fro: a
-reader takes a bucket when the sender has said it is filled, and the sender fills a bucket again
-when every reader has said it has taken it. Every wait has the group's time-out, and an abort ends
-it.
+NCCL refuses two ranks on one GPU, and the data is already on that GPU. The sender passes only a
+handle for each bucket, as plain fields in msgpack, through the group's store. The store also
+carries two signals. The sender sets "filled" when a bucket is full, and each reader then reads the
+bucket. A reader sets "taken" when it has read the bucket. The sender fills the memory again once
+all readers have set "taken". Every wait has the group's timeout, and an abort ends every wait.
 """
 
 from __future__ import annotations
@@ -23,7 +23,12 @@ from ..wire.codec import encode
 
 
 class _Handle(msgspec.Struct, array_like=True, frozen=True):
-    """The fields of torch's ``UntypedStorage._share_cuda_``, and where in it the bucket is."""
+    """The fields of torch's ``UntypedStorage._share_cuda_``, and the bucket's place in the storage.
+
+    Attributes:
+        start: the offset of the bucket in the storage, in bytes.
+        nbytes: the size of the bucket in bytes.
+    """
 
     handle: bytes
     size: int
@@ -46,7 +51,7 @@ class _Signals:
     def __init__(self, store: dist.TCPStore, prefix: str, timeout: float) -> None:
         prefix = f"{prefix}/shared"
         self._store = dist.PrefixStore(prefix, store.clone())
-        # A connection that waits does nothing else meanwhile.
+        # For ``abort``: a connection that waits cannot do anything else.
         self._other = dist.PrefixStore(prefix, store.clone())
         self._timeout = timedelta(seconds=timeout)
         self._lock = threading.Lock()
@@ -73,7 +78,7 @@ class _Signals:
         return value
 
     def abort(self) -> None:
-        """End the wait under way, and every later one. From any thread."""
+        """End the current wait and every later wait. Can be called from any thread."""
         with self._lock:
             self.aborted = True
             if self._awaited is not None:
@@ -81,7 +86,14 @@ class _Signals:
 
 
 class SharedSender:
-    """``readers`` workers on this GPU. ``ring``: buckets that may be on their way at a time."""
+    """The sender's end: passes buckets to the workers on its GPU.
+
+    Args:
+        prefix: the prefix of the group's keys in the store.
+        readers: the number of workers on this GPU.
+        ring: the number of buckets that may be in transfer at a time.
+        timeout: seconds that one wait may take.
+    """
 
     def __init__(
         self, store: dist.TCPStore, prefix: str, readers: int, ring: int, timeout: float
@@ -95,12 +107,12 @@ class SharedSender:
         self._update = update
 
     def before(self, bucket: int) -> None:
-        """Before the memory of bucket ``bucket - ring`` is filled again."""
+        """Wait until the memory of bucket ``bucket - ring`` can be filled with ``bucket``."""
         if bucket >= self._ring:
             self._taken(bucket - self._ring)
 
     def send(self, bucket: int, data: torch.Tensor) -> None:
-        """Waits until the data is there, then tells the readers."""
+        """Wait until the bucket is filled, then signal the readers."""
         torch.cuda.current_stream(data.device).synchronize()
         storage: Any = data.untyped_storage()
         _, handle, size, offset, counter, counter_offset, event, sync = storage._share_cuda_()
@@ -121,7 +133,7 @@ class SharedSender:
             self._signals.set(f"{self._update}/{bucket}/{reader}/filled", body)
 
     def finish(self, buckets: int) -> None:
-        """Wait until the readers have taken the last ones."""
+        """Wait until the readers have taken the last buckets."""
         for bucket in range(max(0, buckets - self._ring), buckets):
             self._taken(bucket)
 
@@ -134,7 +146,12 @@ class SharedSender:
 
 
 class SharedReader:
-    """A worker's end on the same GPU."""
+    """The end of a worker on the sender's GPU.
+
+    Args:
+        reader: the index of this worker among the readers.
+        timeout: seconds that one wait may take.
+    """
 
     def __init__(
         self, store: dist.TCPStore, prefix: str, reader: int, device: torch.device, timeout: float
@@ -144,8 +161,11 @@ class SharedReader:
         self._device = device
 
     def receive(self, update: int, bucket: int, take: Callable[[torch.Tensor], None]) -> None:
-        """Wait for the bucket and hand its bytes to ``take``, whose work on the current stream is
-        awaited before the sender may fill the memory again."""
+        """Wait for a bucket and pass its bytes to ``take``.
+
+        The sender may fill the memory again only after ``take``'s work on the current stream has
+        finished.
+        """
         key = f"{update}/{bucket}/{self._reader}"
         given = _handles.decode(self._signals.wait(f"{key}/filled"))
         new_shared: Any = torch.UntypedStorage._new_shared_cuda

@@ -1,4 +1,4 @@
-"""The deadline of one call, and waiting for a lock no longer than that."""
+"""The deadline of one call, and a lock whose wait ends at the deadline."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ..errors import UpdateInProgress
 
 
 class Deadline:
-    """The moment at which a caller's timeout has passed.
+    """The time at which a caller's timeout ends.
 
     Args:
         seconds: the timeout; None for no limit.
-        begun: when the caller called, on ``time.perf_counter``; None: now.
+        begun: the time of the call, on ``time.perf_counter``; None: now.
     """
 
     def __init__(self, seconds: float | None, begun: float | None = None) -> None:
@@ -25,12 +25,15 @@ class Deadline:
 
     @property
     def left(self) -> float:
-        """Seconds, at least 0; infinity for no limit."""
+        """Return the seconds until the deadline: at least 0, and infinity for no limit."""
         return max(0.0, self.seconds - (time.perf_counter() - self._begun))
 
     def limit(self) -> asyncio.Timeout:
-        """Raise ``TimeoutError`` from the block when the deadline passes. A block that does not
-        have to wait is not interrupted, even when the deadline has passed already."""
+        """Return a context that raises ``TimeoutError`` when the deadline passes.
+
+        A block that does not have to wait is not interrupted, even if the deadline has already
+        passed.
+        """
         return asyncio.timeout(None if self.seconds == math.inf else self.left)
 
     def __str__(self) -> str:
@@ -39,10 +42,10 @@ class Deadline:
 
 @contextlib.asynccontextmanager
 async def turn(lock: asyncio.Lock, deadline: Deadline, *, wait: bool = True) -> AsyncIterator[None]:
-    """Hold the lock of the weights.
+    """Hold the lock of the weights within the block.
 
     Args:
-        wait: False: raise at once when the lock is taken.
+        wait: whether to wait for the lock. False: raise at once if another call holds it.
 
     Raises:
         UpdateInProgress: the deadline passed while another call held the lock.

@@ -1,4 +1,4 @@
-"""Check that weights are finite, also in the dtype that the engine keeps them in."""
+"""Check that weights are finite, before and after the cast to the engine's dtype."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from ..errors import InvalidWeights
 _SHOWN = 8
 
 ToCheck = tuple[str, torch.Tensor, torch.dtype]
-"""A tensor's name, the tensor, and the dtype that it is cast to."""
+"""The name of a tensor, the tensor, and the dtype to which it is cast."""
 
 
 class FiniteCheck:
     """Collects the largest magnitude of each tensor.
 
-    ``add`` reads every tensor once and does not wait for a GPU. ``finish`` waits, once for all
-    tensors. A cast rounds a larger number to no smaller one, so the largest magnitude shows whether
-    any value overflows.
+    ``add`` reads every tensor once and does not wait for a GPU. ``finish`` waits once for all
+    tensors. A cast keeps the order of numbers, so the largest magnitude shows whether any value
+    overflows.
     """
 
     def __init__(self) -> None:
         self._found: list[tuple[list[str], torch.dtype, torch.Tensor]] = []
-        """Names, the dtype that they are cast to, and their magnitudes before and after that:
-        float64, (2, names)."""
+        """One entry per group of tensors: their names, the dtype to which they are cast, and their
+        largest magnitudes before and after the cast, as float64 of shape (2, number of names)."""
 
     def add(self, tensors: Iterable[ToCheck]) -> None:
-        """Check these tensors, on the current stream of their device."""
+        """Start the check of these tensors, on the current stream of their device."""
         groups: dict[tuple[torch.device, torch.dtype, torch.dtype], list[ToCheck]] = {}
         for one in tensors:
             _, tensor, dtype = one
@@ -41,7 +41,11 @@ class FiniteCheck:
             self._found.append(([name for name, _, _ in group], dtype, both))
 
     def finish(self) -> None:
-        """Wait for what was added. Raises ``InvalidWeights`` if some of it is not finite."""
+        """Wait for the checks of all added tensors.
+
+        Raises:
+            InvalidWeights: a tensor is not finite.
+        """
         found, self._found = self._found, []
         wrong = []
         for names, dtype, both in found:
@@ -65,15 +69,17 @@ def _kind(largest: float, dtype: torch.dtype) -> str:
 
 
 def _largest(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The largest magnitude of each tensor, or NaN if it holds NaN. All have one device and dtype,
-    and none is empty."""
+    """Return the largest magnitude of each tensor, or NaN if the tensor holds NaN.
+
+    All tensors have the same device and dtype. No tensor is empty.
+    """
     first = tensors[0]
     if first.element_size() == 1:
-        # No reduction takes 8-bit floats. float16 holds all of their values.
+        # torch has no reductions for 8-bit floats. float16 represents all of their values.
         return [_largest([tensor.to(torch.float16)])[0] for tensor in tensors]
     if first.device.type == "cuda":
-        # Few kernels for many tensors: launching one for each takes longer than they run.
+        # Few kernels for many tensors: launching one kernel per tensor takes longer than it runs.
         return list(torch._foreach_norm(tensors, math.inf))
-    # On a CPU it is several times as fast as a norm.
+    # On a CPU, aminmax is several times as fast as a norm.
     ends = [torch.aminmax(tensor) for tensor in tensors]
     return [torch.maximum(-least, most) for least, most in ends]

@@ -1,8 +1,11 @@
-"""Process groups of the weight channel, beside any that the process has: built from a store of
-their own, never registered with ``torch.distributed``, so a trainer's groups are not touched.
+"""Process groups of the weight channel, separate from the other groups of the process.
 
-Nothing here waits without a deadline. NCCL's kernels have none: a timer takes the group down, which
-ends them (``ncclCommAbort``), and ``Group`` then says so. gloo's operations time out by themselves.
+Each group is built from its own store and is never registered with ``torch.distributed``. So a
+trainer's groups are not touched.
+
+Every wait has a deadline. NCCL kernels have no deadline of their own, so a timer aborts the group
+(``ncclCommAbort``). That ends the kernels, and ``Group`` then raises an error. gloo operations time
+out by themselves.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from ..config import nccl_environment
 from ..errors import UsageError, WeightUpdateError
 from ..wire.weights import RankSettings
 
-# What torch's NCCL backend does when an operation is late: by default it ends the whole process.
+# Settings of torch's NCCL backend. By default it kills the whole process if an operation is late.
 _QUIET = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
@@ -32,7 +35,7 @@ _QUIET = {
 
 
 def settings(device: torch.device, host: str = "", port: int = 0) -> RankSettings:
-    """What must be compared before a collective: see ``RankSettings``."""
+    """Return the settings of this process, which are compared before a group is formed."""
     uuid = nccl = ""
     if device.type == "cuda":
         uuid = str(torch.cuda.get_device_properties(device).uuid)
@@ -49,7 +52,11 @@ def settings(device: torch.device, host: str = "", port: int = 0) -> RankSetting
 
 
 class Store:
-    """The sender's TCPStore, listening on one address only."""
+    """The sender's TCPStore, which listens on only one address.
+
+    Raises:
+        UsageError: ``host`` is not an address of this machine.
+    """
 
     def __init__(self, host: str = "127.0.0.1", timeout: float = 60.0) -> None:
         if not isinstance(host, str) or not host:
@@ -60,7 +67,7 @@ class Store:
             raise UsageError(f"host={host!r} is no address of this machine: {error}") from None
         self.host = host
         self.port: int = listener.getsockname()[1]
-        # The store owns the descriptor from now on.
+        # The store takes ownership of the file descriptor.
         self.store = dist.TCPStore(
             host,
             self.port,
@@ -73,13 +80,16 @@ class Store:
 
 
 def connect_store(host: str, port: int, timeout: float) -> dist.TCPStore:
-    """A worker's connection to the sender's store."""
+    """Return a worker's connection to the sender's store. ``timeout``: in seconds."""
     return dist.TCPStore(host, port, None, False, timedelta(seconds=timeout))
 
 
 def local_address(host: str, port: int) -> str:
-    """This process's own address on the way to ``host``. Sends nothing. Raises ``OSError`` if there
-    is no way, or no such host."""
+    """Return the address from which this process reaches ``host``. Sends nothing.
+
+    Raises:
+        OSError: there is no route to the host, or the host does not exist.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
         address: str = probe.getsockname()[0]
@@ -90,8 +100,8 @@ class Group:
     """A communicator in which rank 0 sends.
 
     Args:
-        store: keys under ``prefix`` are this group's.
-        host: this rank's own address, at which the others reach it. gloo listens there.
+        store: the store. This group uses the keys under ``prefix``.
+        host: the address at which the other ranks reach this rank. gloo listens there.
         timeout: seconds that one operation may take.
     """
 
@@ -128,8 +138,10 @@ class Group:
             self._backend = dist.ProcessGroupGloo(scoped, rank, size, options)
 
     def begin(self) -> None:
-        """Make the communicator, which comes with the first operation: now, and not in an
-        update."""
+        """Create the communicator now, so that no update has to wait for it.
+
+        torch creates the communicator with the first operation.
+        """
         first = torch.zeros(64, dtype=torch.uint8, device=self.device)
         with self.deadline():
             self.broadcast([first]).wait()
@@ -137,14 +149,25 @@ class Group:
 
     @property
     def takes_pieces(self) -> bool:
-        """Several tensors cost a broadcast no more than one of their size."""
+        """True if a broadcast of several tensors is as fast as one of a single, larger tensor."""
         return bool(self.device.type == "cuda")
 
     def broadcast(self, pieces: Sequence[torch.Tensor]) -> Any:
-        """Send (rank 0) or receive contiguous tensors, of the same sizes on all ranks; returns
-        torch's ``Work``. On CUDA it begins after what the current stream holds, and ``wait()``
-        makes the stream wait, not the CPU; until then the caller keeps the memory. More than one
-        only if ``takes_pieces``: NCCL then moves them in one kernel."""
+        """Send (rank 0) or receive tensors.
+
+        On CUDA, the broadcast starts after the work that is already on the current stream.
+        ``wait()`` makes the stream wait, not the CPU. Until then the caller must keep the memory.
+
+        Args:
+            pieces: contiguous tensors that have the same sizes on all ranks. Several tensors are
+                allowed only if ``takes_pieces``: NCCL then moves them in one kernel.
+
+        Returns:
+            torch's ``Work``.
+
+        Raises:
+            WeightUpdateError: the group was aborted.
+        """
         if self.broken:
             raise WeightUpdateError("the group was taken down")
         if len(pieces) == 1:
@@ -155,8 +178,11 @@ class Group:
         return self._backend._end_coalescing()
 
     def synchronize(self) -> None:
-        """Wait until the current stream has done all. Raises ``WeightUpdateError`` if the group was
-        taken down meanwhile. Call it within ``deadline``."""
+        """Wait until the current stream has finished its work. Call it within ``deadline``.
+
+        Raises:
+            WeightUpdateError: the group was aborted.
+        """
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
         if self.broken:
@@ -164,7 +190,7 @@ class Group:
 
     @contextlib.contextmanager
     def deadline(self) -> Iterator[None]:
-        """Take the group down if the block is not left within ``timeout`` seconds."""
+        """Abort the group if the block takes more than ``timeout`` seconds."""
         timer = threading.Timer(self.timeout, self.abort)
         timer.daemon = True
         timer.start()
@@ -174,7 +200,10 @@ class Group:
             timer.cancel()
 
     def abort(self) -> None:
-        """Take the group down; operations under way end. From any thread, more than once."""
+        """Abort the group and end the running operations.
+
+        Can be called from any thread, and more than once.
+        """
         with self._lock:
             if self.broken:
                 return
@@ -184,15 +213,18 @@ class Group:
                     self._backend.abort()
 
     def close(self) -> None:
-        """Leave. No operation may be under way."""
+        """Leave the group. No operation may be running."""
         self.abort()
-        # gloo's connections close with their last reference, which tells the peers.
+        # gloo closes its connections with the last reference. The peers then see the disconnect.
         self._backend = None
 
 
 @contextlib.contextmanager
 def _environment(values: dict[str, str]) -> Iterator[None]:
-    """torch reads these when it makes a group; other groups of this process keep their own."""
+    """Set environment variables within the block.
+
+    torch reads them when it creates a group. Other groups of this process keep their settings.
+    """
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

@@ -1,8 +1,9 @@
-"""One process's part in one group: the communicator, its neighbour on the same GPU, and a thread.
+"""One process's part in one group: the communicator, the CUDA IPC peer on the same GPU, a thread.
 
-What waits for other processes waits on that thread. When the group is given up the whole link is
-abandoned: whatever the thread waits in ends by itself (NCCL's at once, gloo's when the peers hang
-up or its time-out passes), sees that it was abandoned, and the thread ends.
+Every wait for another process runs on that thread. A process that gives up the group abandons the
+whole link. The thread's current wait then ends by itself: an NCCL wait ends at once, a gloo wait
+ends when the peers disconnect or its timeout passes. Then the job finds that the link is abandoned,
+and the thread exits.
 """
 
 from __future__ import annotations
@@ -24,14 +25,19 @@ _live: weakref.WeakSet[Link] = weakref.WeakSet()
 
 
 class Link:
-    """Jobs run in order, one at a time. ``group``, ``sender``, ``reader`` and ``store`` are set by
-    jobs.
+    """Runs jobs on its thread, in order and one at a time.
 
-    ``store``: of this link alone, and referenced only from here. Dropping it closes it, which ends
-    every wait for a key of it, also in the middle of forming a group.
+    Jobs set ``group``, ``sender``, ``reader`` and ``store``.
 
-    ``packing``: the sender's buckets. A job that was abandoned may still write to them, so another
-    link has its own.
+    Attributes:
+        group: the communicator.
+        sender: the sender's end of CUDA IPC, in the sending process.
+        reader: the worker's end of CUDA IPC, if the worker is on the sender's GPU.
+        store: a store that only this link uses and references. Dropping the reference closes the
+            store. That ends every wait for one of its keys, even while a group is being formed.
+        packing: the sender's buckets. An abandoned job may still write to them, so each link has
+            its own.
+        abandoned: True once the link is abandoned.
     """
 
     def __init__(self) -> None:
@@ -42,27 +48,31 @@ class Link:
         self.packing: Any = None
         self.abandoned = False
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        # Daemons: a program that ends does not wait for a peer that hangs, or not long (``_end``).
+        # Daemon threads: an exiting program must not wait for a peer that hangs. ``_end`` limits
+        # the wait to ``END_SECONDS``.
         self._threads = [threading.Thread(target=self._run, name="sglrl-weights", daemon=True)]
         _live.add(self)
         self._threads[0].start()
 
     def submit(self, job: Callable[[], None]) -> None:
-        """``job`` must not raise."""
+        """Queue a job for the link's thread. ``job`` must not raise."""
         self._jobs.put(job)
 
     def check(self) -> None:
-        """Raise ``WeightUpdateError`` once the link was abandoned."""
+        """Raise ``WeightUpdateError`` if the link is abandoned."""
         if self.abandoned:
             raise WeightUpdateError("the update was given up")
 
     def abandon(self) -> None:
-        """End what can be ended. From any thread; returns at once."""
+        """Stop the link's work as far as possible, and its thread after that.
+
+        Can be called from any thread. Returns at once.
+        """
         if self.abandoned:
             return
         self.abandoned = True
         self._jobs.put(None)
-        # Taking a communicator down may take its time.
+        # Aborting a communicator may take long.
         aborting = threading.Thread(target=self._abort, name="sglrl-weights-abort", daemon=True)
         self._threads.append(aborting)
         aborting.start()
@@ -77,13 +87,13 @@ class Link:
         while (job := self._jobs.get()) is not None:
             if not self.abandoned:
                 job()
-            # While the thread waits, this frame must not keep alive what the job refers to.
+            # While the thread waits, this frame must not keep the job's objects alive.
             del job
         if self.group is not None:
             self.group.close()
 
     def join(self, seconds: float) -> None:
-        """Wait for the end of an abandoned link's threads, but no longer than that."""
+        """Wait until the threads of an abandoned link exit, for at most ``seconds``."""
         end = time.monotonic() + seconds
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
@@ -91,8 +101,11 @@ class Link:
 
 @atexit.register
 def _end() -> None:
-    """A thread that comes back from gloo or NCCL while the interpreter ends would take the process
-    down with SIGABRT."""
+    """Abandon all links and wait for their threads, for at most ``END_SECONDS``.
+
+    A thread that returns from gloo or NCCL during interpreter shutdown would abort the process with
+    SIGABRT.
+    """
     links = list(_live)
     for link in links:
         link.abandon()

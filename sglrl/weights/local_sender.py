@@ -1,4 +1,4 @@
-"""Weight updates from the driver's own process: what ``Client``'s methods are made of."""
+"""Weight updates from the driver's own process: the implementation of ``Client``'s methods."""
 
 from __future__ import annotations
 
@@ -24,19 +24,23 @@ if TYPE_CHECKING:
 
 
 class TensorMetadata(msgspec.Struct, frozen=True):
-    """dtype as torch prints it, without "torch."."""
+    """The dtype and the shape of a tensor.
+
+    Attributes:
+        dtype: as torch prints it, without "torch.".
+    """
 
     dtype: str
     shape: tuple[int, ...]
 
 
 class LocalSender:
-    """Sends from this process; the sending end is made when it is first needed, and kept."""
+    """Sends weights from this process. Creates the sending end at the first use and keeps it."""
 
     def __init__(self, channel: WeightChannel) -> None:
         self._channel = channel
         self._turn = asyncio.Lock()
-        """Of who uses ``_end``, or puts another in its place."""
+        """Held by a call that uses or replaces ``_end``."""
         self._end: Any = None
         self._manifest: Manifest | None = None
 
@@ -47,7 +51,7 @@ class LocalSender:
             self._end = None
 
     async def connect(self, device: Any, host: str, timeout: float) -> float:
-        """Form the group now. Milliseconds that it took."""
+        """Form the group now. Return the milliseconds that this took."""
         deadline = Deadline(check_timeout(timeout))
         async with turn(self._turn, deadline):
             end = await self._ending(device, host, [], deadline)
@@ -61,7 +65,7 @@ class LocalSender:
         device: Any = None,
         host: str = "127.0.0.1",
     ) -> UpdateReport:
-        """``request.specs`` follow from ``weights``."""
+        """Send ``weights`` to the workers. Their specs replace ``request.specs``."""
         from .bucket_sender import Cargo
         from .tensor_source import Manifest, check_ties, take
 
@@ -72,7 +76,7 @@ class LocalSender:
         if self._manifest is None:
             self._manifest = Manifest()
         tensors = self._manifest.take(named, wanted)
-        # Now: another update may come in between.
+        # Read them before the wait for the lock: another update may change the manifest meanwhile.
         specs, total = self._manifest.specs, self._manifest.total
         check_ties(self._manifest, named)
         async with turn(self._turn, deadline, wait=request.wait):
@@ -86,7 +90,7 @@ class LocalSender:
                 end.unload(cargo)
 
     async def update_from_disk(self, path: Any, request: UpdateRequest) -> UpdateReport:
-        """The workers read the folder's safetensors files themselves."""
+        """Update the workers from a folder. They read its safetensors files themselves."""
         request.check(self._channel.version)
         deadline = Deadline(request.timeout, request.begun)
         wanted = await self._channel.describe(deadline.left)
@@ -106,7 +110,7 @@ class LocalSender:
         return await self._channel.update(request, None)
 
     async def verify(self, weights: Any, timeout: float) -> list[str]:
-        """Names whose live values differ, in the order given."""
+        """Return the names of the tensors whose live values differ, in the order of ``weights``."""
         from .tensor_source import Manifest, named_tensors
 
         deadline = Deadline(check_timeout(timeout))

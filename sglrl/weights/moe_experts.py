@@ -1,8 +1,10 @@
-"""Mixtures of experts: transformers' modules since version 5 hold all experts of a layer in one
-tensor, and checkpoints, whose names engines know, one tensor for each.
+"""Mixture-of-experts modules: convert between merged tensors and tensors of single experts.
 
-What is merged how: transformers' ``conversion_mapping.py`` (5.12), "qwen2_moe" (which most models
-follow) and "mixtral".
+Since version 5, transformers' modules hold all experts of a layer in one tensor. Checkpoints have
+one tensor per expert, and engines know the names in the checkpoints.
+
+Source of the merging rules: transformers' ``conversion_mapping.py`` (5.12), "qwen2_moe" (which most
+models follow) and "mixtral".
 """
 
 from __future__ import annotations
@@ -14,12 +16,16 @@ from typing import Any, Final, NamedTuple
 _MERGED: Final = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)")
 _IN_MIXTRAL: Final = ".mlp.", ".block_sparse_moe."
 EXPERT_NAMES: Final = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
-"""Of a checkpoint's tensors of one expert: as most models call them, and as Mixtral does."""
+"""The names of one expert's tensors in a checkpoint: first for most models, then for Mixtral."""
 
 
 class Part(NamedTuple):
-    """Rows ``begin`` to ``begin + rows`` of one expert's matrix, and what checkpoints call them.
-    ``expert`` None: all of the tensor, under another name."""
+    """Rows ``begin`` to ``begin + rows`` of one expert's matrix.
+
+    Attributes:
+        name: the name of these rows in checkpoints.
+        expert: the index of the expert; None: the part is the whole tensor under another name.
+    """
 
     name: str
     expert: int | None = None
@@ -28,8 +34,14 @@ class Part(NamedTuple):
 
 
 def parts_of(name: str, shape: Sequence[int], known: Mapping[str, Any]) -> list[Part]:
-    """What a tensor that the engine does not know by its name is made of that it knows; or
-    nothing."""
+    """Split a tensor whose name the engine does not know into parts that the engine knows.
+
+    Args:
+        known: the engine's tensors by name.
+
+    Returns:
+        The parts, or an empty list if no split fits.
+    """
     for renamed in dict.fromkeys((name, name.replace(*_IN_MIXTRAL))):
         if renamed != name and renamed in known:
             return [Part(renamed)]
@@ -41,7 +53,7 @@ def parts_of(name: str, shape: Sequence[int], known: Mapping[str, Any]) -> list[
 
 
 def _parts(name: str, shape: Sequence[int], names: tuple[str, str, str]) -> list[Part]:
-    """Of a tensor of all experts of a layer; of any other nothing."""
+    """Return the parts of a tensor that holds all experts of a layer; else an empty list."""
     merged = _MERGED.fullmatch(name)
     if merged is None or len(shape) != 3:
         return []
@@ -60,8 +72,11 @@ def _parts(name: str, shape: Sequence[int], names: tuple[str, str, str]) -> list
 def names_apart(
     tensors: Iterable[tuple[str, tuple[int, ...]]], names: tuple[str, str, str]
 ) -> list[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of a module's tensors, as a checkpoint has them whose experts' tensors are
-    called so: one of ``EXPERT_NAMES``."""
+    """Return the names and shapes that a module's tensors have in a checkpoint.
+
+    Args:
+        names: the names of an expert's tensors in the checkpoint; an item of ``EXPERT_NAMES``.
+    """
     found = []
     for name, shape in tensors:
         if names == EXPERT_NAMES[1]:
@@ -72,8 +87,10 @@ def names_apart(
 
 
 def take_apart(tensor: Any, parts: Sequence[Part]) -> Iterator[tuple[str, Any]]:
-    """The parts by name: views. Those of a DTensor are gathered all at once, when the first one is
-    asked for its full value."""
+    """Yield the parts of a tensor with their names, as views.
+
+    The parts of a DTensor are gathered together, at the first ``full_tensor`` call of a part.
+    """
     if parts[0].expert is None:
         yield parts[0].name, tensor
     elif hasattr(tensor, "full_tensor"):
@@ -87,8 +104,14 @@ def take_apart(tensor: Any, parts: Sequence[Part]) -> Iterator[tuple[str, Any]]:
 
 
 class Whole:
-    """A DTensor of which several are made: what a sender asks for before it asks for values, and
-    the full value, which is gathered once and kept until the last of ``uses``."""
+    """A DTensor that several sent tensors share.
+
+    It has the attributes that a sender reads before it reads values. The full value is gathered
+    once and kept until the last use.
+
+    Attributes:
+        uses: the number of ``full_tensor`` calls that are still to come.
+    """
 
     def __init__(self, tensor: Any, uses: int) -> None:
         self.device = tensor.device

@@ -1,4 +1,4 @@
-"""The processes that take part in weight updates, as the driver sees them."""
+"""The driver's record of each process that takes part in weight updates."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from ..wire.weights import RankSettings, TensorSpec
 class Rank:
     """One process of a worker, from its start until the worker is lost.
 
-    A replacement has the same ``member`` and is another ``Rank``. Whatever waits for a process
-    keeps its ``Rank``, so it cannot mistake the replacement for that process.
+    A replacement process has the same ``member`` but another ``Rank``. Code that waits for a
+    process keeps its ``Rank``, so it cannot mistake the replacement for that process.
 
     Attributes:
-        member: worker and rank.
-        identity: of the process, at the driver's router.
-        hello: what the process reports first; cancelled when it is lost before.
-        lost: the worker was lost.
-        manifest: what the process has agreed to last, and the id of that message. A trainer sends
-            the same manifest each time, and encoding it takes half a millisecond.
+        member: the indices of the worker and of the rank.
+        identity: the identity of the process at the driver's router.
+        hello: the first message of the process; cancelled if the process is lost before it arrives.
+        lost: True once the worker is lost.
+        manifest: the last manifest that the process has accepted, and the id of that message. A
+            trainer sends the same manifest each time, and encoding it takes half a millisecond.
     """
 
     def __init__(self, member: Member, identity: bytes) -> None:
@@ -38,11 +38,11 @@ class Rank:
 
     @property
     def settings(self) -> RankSettings:
-        """Once ``hello`` has come."""
+        """Return the settings of the process. Call it only after ``hello`` is done."""
         return self.hello.result()
 
     def check(self) -> None:
-        """Raise ``WorkerLost`` if the worker was lost."""
+        """Raise ``WorkerLost`` if the worker is lost."""
         if self.lost:
             raise lost_error(self.worker)
 

@@ -1,4 +1,4 @@
-"""``Sender``: a trainer in another process than the one that runs the rollouts."""
+"""``Sender``: sends weights from a trainer in another process than the rollouts."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ logger = logging.getLogger("sglrl.weights")
 _report = msgspec.msgpack.Decoder(UpdateReport)
 LEAST_SILENCE = 5.0
 _OF_THE_CLIENT = {cls.__name__: cls for cls in (Closed, DeadlineExceeded, WorkerLost)}
-"""Errors that no worker answers with, but the client that the workers belong to."""
+"""Errors that the workers' client raises, and that no worker answers with."""
 
 
 class Sender:
@@ -65,8 +65,9 @@ class Sender:
             sender.register_model(model)
             report = await sender.update()
 
-    Of a trainer with several ranks, one sends; the others call ``sglrl.weights.gather`` when
-    DTensors are to be gathered. The trainer's own process groups are not touched.
+    In a trainer with several ranks, only one rank sends. The other ranks call
+    ``sglrl.weights.gather`` if DTensors must be gathered. The trainer's own process groups are not
+    touched.
     """
 
     def __init__(self, dealer: ZmqDealer, device: Any, host: str) -> None:
@@ -83,7 +84,7 @@ class Sender:
         self._welcome: asyncio.Future[SenderAccepted] = asyncio.get_running_loop().create_future()
         self._version = 0
         self._lost = ""
-        """Why it is of no use any more."""
+        """The reason why this sender can no longer be used; "" while it can."""
         self._heard = False
         self._unclosed: weakref.finalize[..., Any] | None = None
 
@@ -103,19 +104,21 @@ class Sender:
         """Connect to a client's ``weights_address``.
 
         Args:
-            device: the GPU (or "cpu") that sends; None: the current CUDA device if there is one.
-            host: address of this process that the workers can reach.
+            device: the GPU (or "cpu") that sends; None: the current CUDA device, or the CPU if
+                there is none.
+            host: an address of this process that the workers can reach.
             timeout: seconds until the client must have answered.
-            keys: a folder with ``driver.public`` and one client's secret key, or such a secret key
-                file, of those that ``sglrl keys`` made for the client's ``launch(keys=...)``.
+            keys: a folder with ``driver.public`` and one client's secret key, or the file of a
+                secret key. ``sglrl keys`` creates both for the client's ``launch(keys=...)``.
             insecure: connect to another machine without keys.
-            heartbeat_timeout: over tcp, the client counts as gone when nothing arrives from it for
-                this many seconds; see ``sglrl.launch``. None: no heartbeats.
+            heartbeat_timeout: over tcp, the client is treated as lost if nothing arrives from it
+                for this many seconds; see ``sglrl.launch``. None: no heartbeats.
 
         Raises:
-            UsageError: this is no such address, or it needs keys, or heartbeat_timeout is not above
-                0.
-            WeightUpdateError: nobody answers there, or the engines have no weights to update.
+            UsageError: the address is not the address of a weight channel, it needs keys, or
+                heartbeat_timeout is not above 0.
+            WeightUpdateError: no client answers at the address, or the engines have no weights to
+                update.
         """
         url, mark, token = address.partition("#")
         if not mark or not token:
@@ -141,7 +144,7 @@ class Sender:
         broken: asyncio.Future[None] = loop.create_future()
 
         def on_break() -> None:
-            # ZeroMQ connects again by itself, and that connection may break, too.
+            # ZeroMQ reconnects by itself, so this may be called more than once.
             if not broken.done():
                 broken.set_result(None)
 
@@ -159,14 +162,15 @@ class Sender:
         )
         sender = cls(dealer, device, host)
         sender._unclosed = warn_unless_closed(sender, f"the Sender connected to {url}")
-        # The thread that calls ``tell`` must not keep a sender alive that is never closed.
+        # A weak reference: the thread that calls ``tell`` must not keep alive a sender that the
+        # user never closes.
         lose = weakref.WeakMethod(sender._lose)
         reason = "the client is gone or cannot be reached"
         broken.add_done_callback(lambda _: (found := lose()) and found(reason))
         sender._end = SendingEnd(device, host, sender._answer)
         sender._manifest = Manifest()
         dealer.start(sender._on_message)
-        with contextlib.suppress(Closed):  # refused in the handshake: nobody will answer
+        with contextlib.suppress(Closed):  # refused in the handshake: no answer will come
             sender._send(RankHello(sender._end.settings))
         try:
             async with asyncio.timeout(timeout):
@@ -193,7 +197,7 @@ class Sender:
         await self.close()
 
     async def close(self) -> None:
-        """Leave the group and disconnect; an update under way is given up. Safe to call again."""
+        """Leave the group, disconnect and give up a running update. Can be called repeatedly."""
         with contextlib.suppress(Closed):
             if self._proposal is not None:
                 self._send(Withdraw(self._proposal[0]))
@@ -209,17 +213,20 @@ class Sender:
 
     @property
     def weight_version(self) -> int:
-        """Of this sender's last update, or what the workers had when it connected."""
+        """The version of this sender's last update, or the workers' version at ``connect``."""
         return self._version
 
     @property
     def lost(self) -> bool:
-        """The client is gone, or did not answer: connect again."""
+        """True if the client is lost or did not answer. Connect again."""
         return bool(self._lost)
 
     def register_model(self, model: Any) -> None:
-        """What ``update()`` sends from now on: a module, mapping, TensorDict or iterable of pairs,
-        read anew each time."""
+        """Set the model that ``update()`` sends by default.
+
+        Args:
+            model: a module, mapping, TensorDict or iterable of pairs. Every update reads it again.
+        """
         self._model = model
 
     async def update(
@@ -236,17 +243,21 @@ class Sender:
         wait: bool = True,
         check_finite: bool = True,
     ) -> UpdateReport:
-        """As ``Client.update_weights``; without ``weights`` the registered model is sent.
+        """Update the workers' weights, as ``Client.update_weights`` does.
 
-        Cancelling gives it up, and returns when the client has said that it has ended: until then
-        the tensors are read, and if it was too late the workers have them.
+        If the caller is cancelled, the update is given up. The call then returns only after the
+        client has reported the end of the update. Until then, the tensors are read. If the
+        cancellation comes too late, the workers have the new weights.
 
-        ``timeout`` includes the wait for another update of this sender.
+        Args:
+            weights: the weights to send; None: the registered model.
+            timeout: seconds, including the wait for another update of this sender.
 
         Raises:
             Closed: this sender is closed.
-            WeightUpdateError: also when the client has said nothing for ``timeout`` seconds (at
-                least five: it may be busy); then this sender is of no use any more.
+            WeightUpdateError: the update failed, or the client sent nothing for ``timeout`` seconds
+                (at least five, because the client may be busy). In the second case, this sender can
+                no longer be used.
         """
         request = UpdateRequest(
             specs=[],
@@ -263,7 +274,7 @@ class Sender:
         return await self._update(weights, request)
 
     async def _update(self, weights: Any, request: UpdateRequest) -> UpdateReport:
-        """``update`` with a request that was made when the caller called."""
+        """Run ``update`` with a request that was created at the time of the call."""
         from .bucket_sender import Cargo
         from .tensor_source import check_ties, take
 
@@ -293,7 +304,10 @@ class Sender:
             return report
 
     async def _proposed_and_ended(self, request: UpdateRequest) -> UpdateReport:
-        """Cancelled, it is withdrawn; and ended also then."""
+        """Propose the update and wait for its end.
+
+        If the caller is cancelled, withdraw the update and still wait for its end.
+        """
         self._next_id += 1
         id_ = self._next_id
         future: asyncio.Future[UpdateReport] = asyncio.get_running_loop().create_future()
@@ -318,7 +332,7 @@ class Sender:
             )
             while not future.done():
                 self._heard = False
-                # Answered at once by a client that is there, however long the update takes.
+                # A live client answers at once, even during a long update.
                 self._send(RankHello(self._end.settings))
                 try:
                     await asyncio.wait([future], timeout=silence)
@@ -329,7 +343,7 @@ class Sender:
                 if not self._heard and not future.done():
                     self._lose(f"the client said nothing for {silence:g} s")
             if cancelled is not None:
-                # What came of it is of no interest any more.
+                # Retrieve the exception, so that asyncio does not log it.
                 future.exception()
                 raise cancelled
             return future.result()
@@ -339,7 +353,7 @@ class Sender:
     # --- inside -----------------------------------------------------------------------------------
 
     def _lose(self, why: str) -> None:
-        """Nobody will answer; and if somebody does yet, it is too late."""
+        """Mark the client as lost. The running update fails, and later messages have no effect."""
         if not self._lost:
             self._lost = f"{why}; connect again, to the one that is there"
             self._end.close()

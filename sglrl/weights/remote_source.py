@@ -52,7 +52,7 @@ class RemoteSource:
         self._task: asyncio.Task[None] | None = None
         self._id = 0
         self._specs: list[TensorSpec] = []
-        """Last proposed: the same list as long as they are the same."""
+        """The specs of the last proposal. An equal proposal keeps this list object."""
 
     def ask(self, message: ToRank) -> None:
         self._channel.tell(self, message)
@@ -89,7 +89,7 @@ class RemoteSource:
                 task = self._start(lambda: self._propose(message, begun))
                 task.add_done_callback(lambda task: self._withdrawn(task, id_))
             case RankHello():
-                # It asks whether anybody is here.
+                # The sender checks whether the driver is still there.
                 self.ask(SenderAccepted(self._channel.version, [], []))
             case Withdraw() if self._task is not None and message.id == self._id:
                 self._task.cancel()
@@ -102,15 +102,20 @@ class RemoteSource:
             self._task.cancel()
 
     def _withdrawn(self, task: asyncio.Task[None], id_: int) -> None:
-        """It goes on with its tensors when it knows that they are not read any more. (The task may
-        have been cancelled before its first step.)"""
+        """Report to the sender that its update was withdrawn, if the task was cancelled.
+
+        The sender waits for this message before it changes its tensors. The task cannot send it,
+        because it may have been cancelled before its first step.
+        """
         if task.cancelled():
             error = ErrorBody(WeightUpdateError.__name__, "the update was withdrawn")
             self.ask(Proposed(id_, error))
 
     def _start(self, work: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
-        """One thing at a time: a sender that proposes again has given up what it proposed
-        before."""
+        """Cancel the current task, and start a task that waits for its end and then does ``work``.
+
+        A sender that proposes again has given up its earlier proposal.
+        """
         before = self._task
         self.cancel()
         self._task = asyncio.get_running_loop().create_task(self._after(before, work))

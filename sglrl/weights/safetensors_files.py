@@ -23,7 +23,7 @@ _DTYPES = {
 
 
 class _Entry(msgspec.Struct):
-    """Of a tensor, in a file's header."""
+    """The entry of one tensor in the header of a file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -31,17 +31,24 @@ class _Entry(msgspec.Struct):
 
 
 class _Index(msgspec.Struct):
-    """``weight_map``: the file of each tensor."""
+    """The index of a checkpoint.
+
+    Attributes:
+        weight_map: the file name of each tensor, by tensor name.
+    """
 
     weight_map: dict[str, str]
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that the model's tensors are in, in order: those that its index names, if it has
-    one (others may hold the same in another form), else all.
+    """Return the files that hold the model's tensors, sorted.
+
+    If the folder has an index, these are the files that the index names: other files may hold the
+    same tensors in another form. Otherwise these are all safetensors files.
 
     Raises:
-        ModelError: there are none.
+        ModelError: there are no files, a file of the index is missing, the index is malformed, or
+            ``folder`` is a file.
     """
     if folder.is_file():
         raise ModelError(f"{folder} is a file; give the folder that it is in")
@@ -63,20 +70,28 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def fingerprint(files: list[Path]) -> list[tuple[str, int, int, int]]:
-    """By which it is seen that files are not what they were: name, size, time of the last change,
-    inode. Raises ``OSError``."""
+    """Return values that differ after a file has changed.
+
+    Returns:
+        For each file: its name, size in bytes, time of the last change in ns, and inode.
+
+    Raises:
+        OSError: a file does not exist, or its status cannot be read.
+    """
     found = [(file.name, os.stat(file)) for file in files]
     return [(name, s.st_size, s.st_mtime_ns, s.st_ino) for name, s in found]
 
 
 def safetensors_specs(path: Any) -> tuple[list[Path], list[TensorSpec]]:
-    """The files in a folder; and names, dtypes and shapes in their headers, in order. A dtype that
-    weights cannot have is named as there.
+    """Return the files in a folder, and the specs in their headers, in order.
 
-    A file is eight bytes with its header's length, then the header as JSON, then the data.
+    A dtype that weights cannot have keeps its name from the header.
+
+    A file starts with eight bytes that hold the length of the header. The header follows as JSON,
+    then the data.
 
     Raises:
-        ModelError: there is no such folder, or a file in it is no safetensors file.
+        ModelError: the folder does not exist, or one of its files is not a safetensors file.
     """
     files = weight_files(Path(path).expanduser().resolve())
     specs = []

@@ -1,4 +1,4 @@
-"""What a caller gives as weights, as named tensors; and their way into buckets."""
+"""Convert a caller's weights to named tensors, and select the tensors that are sent."""
 
 from __future__ import annotations
 
@@ -15,21 +15,27 @@ from .moe_experts import Part, Whole, parts_of, take_apart
 Named = list[tuple[str, torch.Tensor]]
 
 _WRAPPERS: Final = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
-"""What torch puts into the names of a module's tensors when it compiles, shards or checkpoints a
-part of it."""
+"""Parts that torch adds to the names of a module's tensors when it compiles, shards or checkpoints
+a part of the module."""
 
 
 class Taken(NamedTuple):
-    """Tensors as they will be when what their devices' streams held has been done."""
+    """A caller's tensors, and the CUDA events to wait for before the tensors are read.
+
+    Attributes:
+        named: the tensors by name.
+        ready: one event for each CUDA device. It follows the work that was on the caller's stream.
+    """
 
     named: Named
     ready: list[Any]
 
 
 def take(weights: Any) -> Taken:
-    """What a caller gave, at this moment: call it on the caller's thread, with its streams current.
+    """Record the state of a caller's weights at this moment.
 
-    Raises what ``named_tensors`` raises.
+    Call it on the caller's thread, with the caller's streams current. It raises the errors of
+    ``named_tensors``.
     """
     if isinstance(weights, Taken):
         return weights
@@ -45,15 +51,20 @@ def take(weights: Any) -> Taken:
 
 
 def named_tensors(weights: Any) -> Named:
-    """(name, tensor) pairs of an ``nn.Module``, a mapping, a TensorDict (nested keys joined by
-    dots) or an iterable of pairs; the tensors as they are, parameters among them.
+    """Return the (name, tensor) pairs of a caller's weights.
 
-    A module's tied parameters come once, as they do in its checkpoints. What torch wraps around a
-    module (``torch.compile``, ``DistributedDataParallel``, FSDP) is not in its tensors' names.
+    The tensors are not copied. Some may be parameters. A module's tied parameters appear once, as
+    in its checkpoints. The names do not contain the wrappers that torch puts around a module
+    (``torch.compile``, ``DistributedDataParallel``, FSDP).
+
+    Args:
+        weights: an ``nn.Module``, a mapping, a TensorDict (nested keys are joined by dots) or an
+            iterable of pairs.
 
     Raises:
-        UsageError: it is none of these.
-        InvalidWeights: something in it is not a tensor, or is one without values of its own.
+        UsageError: ``weights`` has another type.
+        InvalidWeights: an item is not a (name, tensor) pair, or its tensor is on the meta device
+            or not dense.
     """
     pairs: Iterable[Any]
     if isinstance(weights, torch.nn.Module):
@@ -86,7 +97,7 @@ def named_tensors(weights: Any) -> Named:
         if tensor.layout is not torch.strided:
             raise InvalidWeights(f"{name} is {tensor.layout}; weights are dense (to_dense())")
         if tensor.is_neg():
-            # A view that says that what lies there is to be negated.
+            # A lazily negated view: its memory holds the values before the negation.
             tensor = tensor.resolve_neg()
         for wrapper in _WRAPPERS:
             if wrapper in name:
@@ -106,7 +117,10 @@ def _unwrapped(module: Any) -> torch.nn.Module:
 
 
 def _persistent_buffers(module: torch.nn.Module) -> Named:
-    """Those that are in its ``state_dict``, without the hooks of that, which may be collectives."""
+    """Return the buffers that belong to the module's ``state_dict``.
+
+    ``state_dict`` itself is not called, because its hooks may run collectives.
+    """
     return [
         (f"{prefix}.{name}" if prefix else name, buffer)
         for prefix, part in module.named_modules()
@@ -116,9 +130,15 @@ def _persistent_buffers(module: torch.nn.Module) -> Named:
 
 
 class Manifest:
-    """What of a caller's tensors is sent, and as what. Remembered from one time to the next: a
-    trainer sends the same names each time, and looking at a few hundred of them takes a
-    millisecond."""
+    """Selects the tensors that are sent, with their names and dtypes.
+
+    The selection is kept for the next update: a trainer sends the same names each time, and the
+    selection takes a millisecond for a few hundred names.
+
+    Attributes:
+        specs: the specs of the tensors that were last taken.
+        total: their size in bytes.
+    """
 
     def __init__(self) -> None:
         self._wanted: ModelDescription | None = None
@@ -130,13 +150,16 @@ class Manifest:
         self.total = 0
 
     def take(self, named: Named, wanted: ModelDescription) -> Named:
-        """The tensors to send; after that, ``specs`` are theirs, in the dtypes that the engine
-        keeps (the same list while nothing changes), and ``total`` is their size in bytes. Left out
-        is what the model keeps no copy of; experts that are one tensor are taken apart.
+        """Return the tensors to send, and set ``specs`` and ``total``.
+
+        ``specs`` has the dtypes that the engine keeps. It stays the same list object while the
+        names, dtypes and shapes do not change. Tensors that the model does not keep are left out. A
+        tensor that holds several experts is split.
 
         Raises:
-            InvalidWeights: a tensor does not hold floating-point numbers, or one that is left out
-                has another shape than the one that it is tied to.
+            InvalidWeights: a tensor does not hold floating-point numbers, a tensor that is left out
+                has another shape than the tensor to which it is tied, or other ranks would gather a
+                tensor that is left out.
         """
         given = [(name, tensor.dtype, tensor.shape) for name, tensor in named]
         if wanted is not self._wanted or given != self._given:
@@ -146,7 +169,7 @@ class Manifest:
                 if name not in known and (parts := parts_of(name, shape, known)):
                     found[index] = parts
             sent, specs = _specs(_apart(given, found), wanted)
-            # Only now: what is refused leaves what there was.
+            # Set after all checks, so that an error keeps the previous selection.
             self.total = total_bytes(specs)
             self._parts, self._sent, self.specs = found, sent, specs
             at = {name: index for index, (name, _) in enumerate(named)}
@@ -161,7 +184,11 @@ class Manifest:
         return _gathered_once([spread[index] for index in self._sent])
 
     def _check_left_out(self, spread: Named) -> None:
-        """``gather`` gathers all DTensors: the others would wait for one that is not sent."""
+        """Raise ``InvalidWeights`` if a DTensor of several ranks would be left out.
+
+        ``gather`` gathers all DTensors, so the other ranks would wait for a DTensor that is not
+        sent. A DTensor that shares the memory of a sent tensor is allowed.
+        """
         if len(self._sent) == len(spread):
             return
         sent = set(self._sent)
@@ -181,7 +208,7 @@ class Manifest:
             )
 
     def spread(self, named: Named) -> Named:
-        """What was last taken, by the names of the engine."""
+        """Return the tensors under the engine's names, as the last ``take`` selected them."""
         if not self._parts:
             return named
         found: Named = []
@@ -194,8 +221,10 @@ class Manifest:
         return found
 
     def untied(self, named: Named) -> list[tuple[str, str]]:
-        """Of the tensors last taken: those that are left out, because the engine ties them to
-        others, and differ from these; and these."""
+        """Return the names of tied tensors with different values, from the last ``take``.
+
+        The first name of each pair is left out, because the engine ties it to the second.
+        """
         return [
             (named[one][0], named[other][0])
             for one, other in self._tied
@@ -204,7 +233,7 @@ class Manifest:
 
 
 def _apart(given: list[Any], parts: Mapping[int, list[Part]]) -> list[Any]:
-    """(name, dtype, shape) of ``Manifest.spread``'s tensors."""
+    """Return (name, dtype, shape) of the tensors that ``Manifest.spread`` returns."""
     found = []
     for index, (name, dtype, shape) in enumerate(given):
         for part in parts.get(index, [Part(name)]):
@@ -214,7 +243,7 @@ def _apart(given: list[Any], parts: Mapping[int, list[Part]]) -> list[Any]:
 
 
 def check_ties(manifest: Manifest, named: Named) -> None:
-    """Raise ``InvalidWeights`` if something would be left out that counts."""
+    """Raise ``InvalidWeights`` if a tensor that is left out differs from its tied tensor."""
     for name, twin in manifest.untied(named):
         raise InvalidWeights(
             f"{name} differs from {twin}, and the engine has one tensor for both (its model ties "
@@ -224,7 +253,7 @@ def check_ties(manifest: Manifest, named: Named) -> None:
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     if hasattr(one, "full_tensor") or hasattr(other, "full_tensor"):
-        # To look at all of it is a collective of its mesh, which the other ranks do not expect.
+        # Reading the full value is a collective of the mesh, which the other ranks do not expect.
         return True
     if one.data_ptr() == other.data_ptr() and one.stride() == other.stride():
         return True
@@ -233,7 +262,7 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _specs(given: list[Any], wanted: ModelDescription) -> tuple[list[int], list[TensorSpec]]:
-    """Which of them are sent, and their specs."""
+    """Return the indices of the tensors that are sent, and their specs."""
     dtypes = {spec.name: spec.dtype for spec in wanted.tensors}
     shapes = {spec.name: spec.shape for spec in wanted.tensors}
     skip = set(wanted.ignored)
@@ -264,7 +293,7 @@ def _specs(given: list[Any], wanted: ModelDescription) -> tuple[list[int], list[
 def check_metadata(
     given: Mapping[str, tuple[torch.dtype, Sequence[int]]], wanted: ModelDescription
 ) -> None:
-    """Raise ``InvalidWeights`` unless an update of such tensors (name -> dtype, shape) fits."""
+    """Raise ``InvalidWeights`` unless tensors of these names, dtypes and shapes fit the model."""
     known = {spec.name: spec for spec in wanted.tensors}
     tensors = [(name, dtype, shape) for name, (dtype, shape) in given.items()]
     parts = {
@@ -277,15 +306,21 @@ def check_metadata(
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A DTensor's full value, which is a collective of its mesh; any other tensor as it is."""
+    """Return a DTensor's full value, or any other tensor unchanged.
+
+    The full value of a DTensor is a collective of its mesh.
+    """
     full = getattr(tensor, "full_tensor", None)
     return full() if full is not None else tensor
 
 
 def gather(weights: Any) -> None:
-    """For the ranks of a trainer that do not send: take part in the gathering of DTensors, in the
-    order in which the sending rank asks for them; of tied ones once. Where the sending rank raises
-    before it has gathered all of them, this waits until the process group's own time-out."""
+    """Take part in the gathering of DTensors. For the ranks of a trainer that do not send.
+
+    DTensors are gathered in the same order as on the sending rank, and tied DTensors only once. If
+    the sending rank raises before it has gathered all DTensors, this function waits until the
+    timeout of the process group.
+    """
     seen = set()
     with torch.no_grad():
         for _, tensor in named_tensors(weights):
@@ -297,7 +332,7 @@ def gather(weights: Any) -> None:
 
 
 def _gathered_once(named: Named) -> Named:
-    """Of DTensors that are tied to each other the first one's full value is all the others'."""
+    """Replace tied DTensors by one shared ``Whole``, so that each full value is gathered once."""
     wholes: dict[Any, Whole] = {}
     found: Named = []
     for name, tensor in named:
@@ -313,7 +348,9 @@ def _gathered_once(named: Named) -> Named:
 
 
 def _place(tensor: Any) -> tuple[Any, ...]:
-    """Where a DTensor's part lies that this rank has. (Not its address, which is 0 for all parts
-    that are empty.)"""
+    """Return a key for the memory of this rank's part of a DTensor.
+
+    The address cannot be the key, because it is 0 for every empty part.
+    """
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local.untyped_storage()._cdata, local.storage_offset(), tuple(tensor.shape)

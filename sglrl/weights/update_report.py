@@ -1,4 +1,4 @@
-"""What one update did, and how long each part of it took."""
+"""The report of one weight update: its result and the time of each part."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         version: the policy version that all of ``workers`` have now.
-        bytes: of the tensors sent.
+        bytes: the size of the tensors that were sent.
         workers: indices of the workers that took part to the end.
-        mode: "full" (staged while generation goes on), "bucketed" (under a pause, where some worker
-            had no room for a second copy), or "disk".
-        join_ms: forming the group of sender and workers; 0 when it was there already.
-        prepare_ms: until every rank had checked the manifest and made room.
-        gather_ms: gathering, casting and moving the tensors, on the sender; it goes on at the same
-            time as the broadcast.
-        broadcast_ms: from the first bucket's broadcast to the end of the last, on the sender.
-        stage_ms: until every rank had everything.
-        commit_ms: until every rank had made it live.
-        total_ms: from the call to its return.
-        pause_ms: of each worker, in order: for how long no decode step could run.
-        attempts: more than 1 if workers were lost on the way and it was done again without them.
+        mode: "full" (staged while generation continued), "bucketed" (during a pause, because a
+            worker had no room for a second copy), or "disk".
+        join_ms: time to form the group of sender and workers; 0 if the group already existed.
+        prepare_ms: time until every rank had checked the manifest and allocated memory.
+        gather_ms: time to gather, cast and move the tensors on the sender. This work overlaps with
+            the broadcast.
+        broadcast_ms: time on the sender from the start of the first bucket's broadcast to the end
+            of the last bucket's broadcast.
+        stage_ms: time until every rank had received all tensors.
+        commit_ms: time until every rank had made the new weights live.
+        total_ms: time from the call to its return.
+        pause_ms: for each worker, in order, the time during which no decode step could run.
+        attempts: more than 1 if workers were lost and the update was repeated without them.
     """
 
     version: int
@@ -42,7 +43,7 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def gb_per_s(self) -> float:
-        """Bytes over the whole time, in 1e9 bytes a second."""
+        """Return ``bytes`` divided by ``total_ms``, in units of 1e9 bytes per second."""
         return self.bytes / self.total_ms / 1e6 if self.total_ms else 0.0
 
     def __repr__(self) -> str:

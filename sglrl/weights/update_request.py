@@ -1,4 +1,4 @@
-"""What is asked for when weights are to be updated, and where they come from."""
+"""The request of one weight update, and the source of its tensors."""
 
 from __future__ import annotations
 
@@ -21,23 +21,31 @@ MODES = ("auto", "full", "bucketed")
 
 _LARGEST_BUCKET = 1 << 62
 _LARGEST_VERSION = (1 << 31) - 1
-"""Trajectories have versions as int32."""
+"""Trajectories store versions as int32."""
 
 
 class Source(Protocol):
-    """Where the tensors of an update come from: the sender, rank 0 of the group."""
+    """The sender of an update's tensors: rank 0 of the group."""
 
     @property
     def settings(self) -> RankSettings: ...
 
     def ask(self, message: ToRank) -> None:
-        """Begin; a ``RankAnswer`` comes to ``WeightChannel.sender_answered``."""
+        """Start the work that the message requests.
+
+        The source passes its ``RankAnswer`` to ``WeightChannel.sender_answered`` later.
+        """
 
 
 class UpdateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One update as its caller wants it. ``bucket_bytes``: None for a size that suits the model.
-    ``folder``: read from there by the workers themselves. ``seen``: its files' ``fingerprint``.
-    ``begun``: when it was called for, on ``time.perf_counter``."""
+    """One weight update as its caller requests it.
+
+    Attributes:
+        bucket_bytes: the size of a bucket; None: a size that suits the model.
+        folder: the folder from which the workers read the weights themselves.
+        seen: the ``fingerprint`` of the folder's files.
+        begun: the time of the call, on ``time.perf_counter``.
+    """
 
     specs: Sequence[TensorSpec]
     version: int | None = None
@@ -55,8 +63,10 @@ class UpdateRequest(msgspec.Struct, frozen=True, kw_only=True):
     begun: float = msgspec.field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
-        """Python's own numbers in the place of numpy's, which have no encoding. What is none is
-        found by ``check_values``."""
+        """Replace numpy numbers by Python numbers, because numpy numbers have no encoding.
+
+        ``check_values`` rejects values that are not numbers.
+        """
         for name, kind, own in (
             ("version", np.integer, int),
             ("bucket_bytes", np.integer, int),
@@ -67,8 +77,14 @@ class UpdateRequest(msgspec.Struct, frozen=True, kw_only=True):
                 force_setattr(self, name, own(value))
 
     def with_specs(self, specs: Sequence[TensorSpec], total: int | None = None) -> UpdateRequest:
-        """Of these tensors, of ``total`` bytes, in buckets that suit them. ``InvalidWeights`` if
-        they are no floats."""
+        """Return this request for other tensors, with a bucket size that suits them.
+
+        Args:
+            total: the size of the tensors in bytes; None: computed from ``specs``.
+
+        Raises:
+            InvalidWeights: a tensor's dtype is not a float.
+        """
         if total is None:
             total = total_bytes(specs)
         wanted = self.bucket_bytes
@@ -80,7 +96,14 @@ class UpdateRequest(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def check(self, current: int) -> int:
-        """The new version. Raises ``UsageError`` for what can be seen to be wrong from here."""
+        """Check the request and return the new version.
+
+        Args:
+            current: the version that the workers have.
+
+        Raises:
+            UsageError: a value is wrong, or the version is not above ``current``.
+        """
         self.check_values()
         version = current + 1 if self.version is None else index(self.version)
         if version <= current:
@@ -91,7 +114,11 @@ class UpdateRequest(msgspec.Struct, frozen=True, kw_only=True):
         return version
 
     def check_values(self) -> None:
-        """The same, as far as it does not depend on the version that the workers have."""
+        """Check the values that do not depend on the version that the workers have.
+
+        Raises:
+            UsageError: a value is wrong.
+        """
         for name, value, known in (
             ("inflight", self.inflight, INFLIGHT),
             ("mode", self.mode, MODES),
@@ -111,7 +138,7 @@ class UpdateRequest(msgspec.Struct, frozen=True, kw_only=True):
                 raise UsageError(
                     f"{name} must be a finite number of more than 0 seconds, got {seconds!r}"
                 )
-        # Of NaN this is not true either.
+        # "not <=" also rejects NaN.
         if not self.begun <= time.perf_counter():
             raise UsageError("the time at which the update was called for is not in the past")
         _integer("bucket_bytes", self.bucket_bytes, 1, _LARGEST_BUCKET)
@@ -119,7 +146,11 @@ class UpdateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _integer(name: str, value: Any, least: int, most: int) -> None:
-    """Raise ``UsageError`` unless it is one (numpy's, too), or None."""
+    """Check that ``value`` is None or an integer in ``least..most``. A numpy integer is allowed.
+
+    Raises:
+        UsageError: the value is something else.
+    """
     if value is None:
         return
     try:
