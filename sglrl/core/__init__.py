@@ -1,5 +1,8 @@
-"""The driver's decisions as pure state machines: no event loop, socket, clock, thread or chance.
+"""The decisions of the driver as pure state machines.
 
-``now`` (seconds on any monotonic clock) is always an argument; effects are appended to an outbox
-that the shell in ``sglrl.driver`` executes. Everything here runs in tests without any I/O.
+They use no event loop, socket, clock, thread or randomness.
+
+``now`` (seconds on any monotonic clock) is always an argument. The state machines append effects to
+an outbox. The shell in ``sglrl.driver`` executes these effects. All modules here run in tests
+without any I/O.
 """

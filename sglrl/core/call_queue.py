@@ -1,9 +1,11 @@
-"""The calls that wait at the driver: in which order they go, and how many of them there may be.
+"""The calls that wait at the driver: their order, and the limits of the queue.
 
-Waiting calls go by priority. Within one priority the clients that have waiting calls take turns.
-Within one client calls go by age. But of one priority a member leaves to another member what goes
-on from what that holds, until the call that goes next has been passed by for as long again as it
-would wait.
+Waiting calls are sent by priority. Within one priority the clients with waiting calls take turns.
+Within one client the oldest call is first.
+
+One rule changes this order within a priority: a member skips a call whose prefix another member
+holds, and takes a later call instead. A skipped call may thus wait about twice as long as without
+this rule. After that, any member takes it.
 """
 
 from __future__ import annotations
@@ -21,28 +23,31 @@ from .members import Member
 from .routing import Router
 
 _PATIENCE: Final = 64
-"""Calls that may pass an older one, beyond those that wait at a time."""
+"""Number of times that a call may be passed, in addition to a share for each waiting call."""
 _LOOKS: Final = 64
-"""Maximum number of calls that are moved to the member that holds their prefix, per dispatch."""
+"""Maximum number of calls that one dispatch moves to the member that holds their prefix."""
 
 
 class CallQueue:
-    """The waiting calls of one fabric. ``members``: those of the fabric, by index.
+    """The waiting calls of one fabric.
 
     Invariants (checked by ``validate``):
 
-    * a pinned call stands in its member's ``pinned``, any other one in ``fresh``, or in ``homed``
-      and in some member's ``returning``;
-    * ``waiting`` (of each client, too) and ``queued_bytes`` count the calls that are QUEUED and in
-      ``Fabric.calls``.
+    * A pinned call is in its member's ``pinned``. Any other call is in ``fresh``, or both in
+      ``homed`` and in the ``returning`` of some member.
+    * ``waiting``, the ``waiting`` of each client, and ``queued_bytes`` count the calls that are
+      QUEUED and in ``Fabric.calls``.
+
+    Args:
+        members: the members of the fabric, by index.
 
     Attributes:
-        fresh: calls that may go anywhere.
-        homed: calls that stand in some member's ``returning``.
-        waiting: calls that wait.
-        queued_bytes: bytes that they hold: prompts, raw arguments and raw frames. A prompt that
-            several calls share counts once.
-        clients: clients that have waiting calls.
+        fresh: calls that prefer no member.
+        homed: calls that are in the ``returning`` of some member.
+        waiting: number of waiting calls.
+        queued_bytes: bytes of the waiting calls: prompts, raw arguments and raw frames. A prompt
+            that several calls share counts once.
+        clients: number of clients that have waiting calls.
     """
 
     def __init__(self, config: FabricConfig, router: Router, members: dict[int, Member]) -> None:
@@ -59,10 +64,10 @@ class CallQueue:
         self._max_per_client = config.max_queue if most is None else most
 
     def push(self, call: Call, *, limited: bool = True) -> None:
-        """The call, which has a client, waits from now on.
+        """Add a call, which must have a client.
 
         Raises:
-            Overloaded: it is ``limited``, and there may not be one more.
+            Overloaded: the call is ``limited``, and would exceed a limit of the queue.
         """
         client = call.client
         assert client is not None
@@ -96,7 +101,7 @@ class CallQueue:
             self._send_home(call, home)
 
     def _overloaded(self, client: ClientState, size: int) -> Overloaded:
-        """The error for a call of this client and of ``size`` bytes that exceeds a limit."""
+        """Return the error for a call of ``size`` bytes that exceeds a limit."""
         if self.waiting >= self._max_calls:
             what = f"{self.waiting} calls already wait for a worker (max_queue={self._max_calls})"
         elif client.waiting >= self._max_per_client:
@@ -113,7 +118,7 @@ class CallQueue:
         return Overloaded(f"{what}; await some of them before you submit more")
 
     def leave(self, call: Call) -> None:
-        """The call, which was taken out, waits no longer."""
+        """Stop counting a call that has been taken out."""
         client, route = call.client, call.route
         assert client is not None
         size = call.queued_bytes
@@ -128,8 +133,10 @@ class CallQueue:
             self.clients -= 1
 
     def remove(self, call: Call) -> None:
-        """The call is QUEUED no longer, though nobody took it. It stands in its queues until they
-        come to it, or are swept."""
+        """Remove a call that is no longer QUEUED and that no member took.
+
+        The call stays in its ``FairQueue`` until the queue reaches it or is swept.
+        """
         self.leave(call)
         client = call.client
         assert client is not None
@@ -142,7 +149,7 @@ class CallQueue:
             self.homed.sweep(client)
 
     def drop(self, client: ClientState) -> None:
-        """Let go of a client, none of whose calls wait."""
+        """Forget a client that has no waiting calls."""
         self.fresh.drop(client)
         self.homed.drop(client)
         for member in self.members.values():
@@ -150,21 +157,21 @@ class CallQueue:
             member.pinned.drop(client)
 
     def withdraw(self, member: Member) -> None:
-        """Let any member take the calls that preferred this one."""
+        """Let any member take the calls that preferred this member."""
         for call in member.returning:
             if call.state == QUEUED:
                 self.fresh.push(call)
         member.returning.clear()
 
     def take_pinned(self, member: Member) -> Call | None:
-        """The call that is pinned to this member with room and goes next."""
+        """Take the next call that is pinned to this member, which has room."""
         call = member.pinned.first()
         if call is not None:
             member.pinned.take(call)
         return call
 
     def take_any(self) -> Call | None:
-        """The call that goes next, wherever to."""
+        """Take the next call that is not pinned, for any member."""
         fresh = self.fresh.first()
         call = _earlier(fresh, self.homed.first())
         if call is not None:
@@ -172,13 +179,13 @@ class CallQueue:
         return call
 
     def take_for(self, member: Member) -> Call | None:
-        """The call, not pinned, that this member with room gets next."""
+        """Take the next call that is not pinned, for this member, which has room."""
         own = member.returning.first()
         fresh = self.fresh.first()
         for _ in range(_LOOKS):
             if fresh is None or fresh is not _earlier(fresh, own):
                 break
-            # Meanwhile others may have got what it begins with.
+            # Since the call was queued, a member may have received its prefix.
             home = self.router.home(fresh)
             if home is None or home is member:
                 break
@@ -202,8 +209,11 @@ class CallQueue:
         return found
 
     def _is_passed_enough(self, call: Call) -> bool:
-        """Others have gone before it for as long again as it would wait. A client that comes last
-        waits for one call of each client for each of its own."""
+        """Return True if the call has been passed as often as is allowed.
+
+        The limit is proportional to the wait of a call in a fair order. There, a client that comes
+        last waits for one call of each client per call of its own.
+        """
         client = call.client
         assert client is not None
         return call.passed >= _PATIENCE + 2 * min(self.waiting, client.waiting * self.clients)
@@ -214,8 +224,14 @@ class CallQueue:
         home.returning.push(call)
 
     def validate(self, calls: dict[int, Call]) -> None:
-        """Raise AssertionError unless the invariants hold for these, which are all calls that have
-        not ended. O(n)."""
+        """Check the invariants in O(n).
+
+        Args:
+            calls: all calls that have not ended.
+
+        Raises:
+            AssertionError: an invariant is broken.
+        """
         waiting = [call for call in calls.values() if call.state == QUEUED]
         assert self.waiting == len(waiting), (self.waiting, len(waiting))
         fresh, homed = set(self.fresh), set(self.homed)
@@ -243,7 +259,7 @@ class CallQueue:
 
 
 def _bytes_of(call: Call) -> int:
-    """What it holds beside its prompt."""
+    """Return the bytes of a call without its prompt."""
     size = call.extra_bytes
     args = call.args
     if isinstance(args, Raw):

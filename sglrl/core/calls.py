@@ -11,10 +11,12 @@
                             ▼          ▼           ▼
                                      ENDED
 
-Invariants: a call ends exactly once, and its caller hears of it exactly once. A cancelled call
-keeps its place in the worker's window until the worker confirms, because the worker may still be
-computing it: the caller of a CANCELLING call has been answered, the reservation has not been
-released.
+Invariants:
+
+* A call ends exactly once, and its caller is notified exactly once.
+* A cancelled call keeps its place in the worker's window until the worker confirms, because the
+  worker may still compute it. The caller of a CANCELLING call already has its answer. The
+  reservation is still held.
 """
 
 from __future__ import annotations
@@ -47,20 +49,26 @@ LEGAL: Final[dict[int, tuple[int, ...]]] = {
 
 
 class Call:
-    """One call and where it stands. Created by the shell, owned by the fabric once submitted.
+    """One call and its state. The shell creates it; the fabric owns it from its submission.
 
-    ``args``: a frozen struct of the endpoint's arguments, which is encoded when the call is sent,
-    or ``Raw`` that was encoded before. ``reply`` is opaque to the core: it comes back in the
-    effects. ``stream`` means that chunks are handed to the caller as they come, so a call that has
-    begun cannot be repeated from the start unnoticed. ``resumable``: another worker can go on from
-    the chunks received so far. ``losses``: workers lost while they held it, since it last received
-    a chunk. ``urgent``: it is sent at once to the READY worker that it is pinned to, whose window
-    may be full: it is about the calls that the worker holds. ``target``: in a process that has no
-    pool of its own, the worker of the pool that it is for. ``client``: who made it; None until it
-    waits, if the pool's own client did. ``answer_bytes``: size of the answer, if it is known before
-    and the client has to read it; 0 otherwise. ``extra_bytes``: bytes that it holds beside
-    its prompt, its raw frames and ``Raw`` arguments. ``queued_bytes``: bytes that count while
-    it waits, beside its prompt. ``passed``: how often a call that comes after it went before it.
+    Attributes:
+        args: a frozen struct of the endpoint's arguments, encoded when the call is sent; or ``Raw``
+            arguments that are already encoded.
+        reply: opaque to the core, which returns it in the effects.
+        stream: the caller receives chunks as they arrive. The caller would therefore notice if a
+            running call started again from the beginning.
+        resumable: another worker can continue from the chunks received so far.
+        losses: number of workers lost while they held the call, since its last chunk.
+        urgent: send the call at once to the READY worker to which it is pinned, even if the
+            worker's window is full. An urgent call concerns the calls that the worker holds.
+        target: index of the worker in the remote pool, in a process without a pool of its own.
+        client: the client that made the call. For the pool's own client it is None until the call
+            waits.
+        answer_bytes: size of the answer, if it is known in advance and the client has to read the
+            answer; otherwise 0.
+        extra_bytes: bytes of the call other than its prompt, raw frames and ``Raw`` arguments.
+        queued_bytes: bytes that count while the call waits, without its prompt.
+        passed: how often a call that is later in the order was sent before this call.
     """
 
     __slots__ = (
@@ -136,8 +144,11 @@ class Call:
         self.first_at = 0.0
 
     def move(self, state: int) -> None:
-        """Change state. ``SglrlError``, which is a bug of the core, when the table above does not
-        allow it."""
+        """Change the state.
+
+        Raises:
+            SglrlError: ``LEGAL`` does not allow the change. This is a bug of the core.
+        """
         if state not in LEGAL[self.state]:
             raise SglrlError(
                 f"{self!r}: {STATE_NAMES[self.state]} -> {STATE_NAMES[state]} is not legal"
@@ -145,8 +156,12 @@ class Call:
         self.state = state
 
     def goes_before(self, other: Call) -> bool:
-        """By priority. Then clients take turns: the one that was served longest ago goes first.
-        Calls of one client go by age: ids count submissions."""
+        """Return True if this call is served before the other.
+
+        The higher priority is served first. Within one priority clients take turns: the client that
+        was served longest ago is first. Within one client the older call is first: ids count
+        submissions.
+        """
         if self.priority != other.priority:
             return self.priority > other.priority
         mine, its = self.client, other.client

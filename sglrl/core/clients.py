@@ -1,18 +1,18 @@
-"""Whose calls a pool serves: its own client, and each client in another process."""
+"""The clients of a pool: its own client, and each client in another process."""
 
 from __future__ import annotations
 
 from typing import Final, Protocol
 
 NO_LIMIT: Final = 1 << 60
-"""More bytes than there can be."""
+"""Larger than any number of bytes."""
 
 
 class Queue(Protocol):
     """A queue of calls: a ``FairQueue``."""
 
     def rejoin(self, client: ClientState) -> None:
-        """Find the calls of this client again."""
+        """Consider the calls of this client again."""
         ...
 
 
@@ -20,13 +20,15 @@ class ClientState:
     """One client of a fabric, made by ``Fabric.add_client``.
 
     Attributes:
-        turn: number of the dispatch that last took a waiting call of this client. No two clients of
-            a fabric have the same one. Of those with calls of one priority the lowest goes next.
-        waiting: calls of this client that wait.
-        unread: bytes of answers that were sent to it and that it has not read, and of answers of
-            known size that workers compute for it.
-        max_unread: with as many unread bytes its calls wait, whoever has room.
-        parked: queues in which its calls were passed over because of that.
+        turn: number of the dispatch that last took a waiting call of this client. It is unique
+            among the clients of a fabric. Among clients whose calls have the same priority, the
+            client with the lowest ``turn`` is served next.
+        waiting: number of waiting calls of this client.
+        unread: bytes of answers that were sent to the client and that it has not read, plus bytes
+            of answers of known size that workers compute for it.
+        max_unread: limit of ``unread``. From this limit on, the calls of the client wait even if
+            workers have room.
+        parked: queues that skipped the calls of the client because it was blocked.
     """
 
     __slots__ = ("max_unread", "parked", "turn", "unread", "waiting")
@@ -40,12 +42,15 @@ class ClientState:
 
     @property
     def blocked(self) -> bool:
-        """Its calls wait until it has read more."""
+        """Whether its calls wait until the client has read more."""
         return self.unread >= self.max_unread
 
     def wake(self) -> bool:
-        """It has fewer unread bytes than before. True if calls of it wait that may go now; the
-        queues that passed over them find them again."""
+        """Rejoin the queues that skipped the client, after its unread bytes have decreased.
+
+        Returns:
+            True if the client has waiting calls and is not blocked.
+        """
         if not self.waiting or self.blocked:
             return False
         if self.parked:

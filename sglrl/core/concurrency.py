@@ -1,10 +1,11 @@
-"""How many rollouts at a time: as many as keep the engines full, and no more.
+"""Find the number of concurrent rollouts that just fills the engines.
 
-Additive increase, multiplicative decrease, as TCP finds the room of a path (V. Jacobson, Congestion
-Avoidance and Control, SIGCOMM 1988). What a lost packet is there, is here a running request that an
-engine had to take out of its KV cache again (SGLang: retraction): work done twice. Before it comes
-to that, requests wait at an engine, or its KV cache is nearly full: then there is enough, and more
-agents at a time would only make every one of them slower, and its tokens older.
+The method is modelled on the additive increase and multiplicative decrease of TCP (V. Jacobson,
+Congestion Avoidance and Control, SIGCOMM 1988). The counterpart of a lost packet is a preemption:
+an engine removes a running request from its KV cache (SGLang: retraction) and repeats the work.
+
+Before preemptions occur, requests wait at an engine or its KV cache is nearly full. Then the limit
+stops rising: more concurrent agents would only make each agent slower and its tokens older.
 """
 
 from __future__ import annotations
@@ -13,19 +14,24 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 FULL: Final = 0.9
-"""KV usage from which on nothing is added."""
+"""KV usage from which an engine counts as full."""
 STEP: Final = 1.25
-"""Growth while nothing holds it back."""
+"""Growth factor of the limit after the engines have been full once."""
 SLOW_START: Final = 2.0
-"""Growth until the engines have been full once."""
+"""Growth factor of the limit until the engines have been full once."""
 BACK_OFF: Final = 0.8
 INTERVAL: Final = 0.25
-"""Seconds between two changes: what was changed must have shown before it is changed again."""
+"""Seconds between two changes. A change must take effect before the next change."""
 
 
 class Load(NamedTuple):
-    """One engine. kv_usage: 0..1, or -1 when it does not say. waiting: requests that it has not
-    begun to compute. preempted: requests taken out of its KV cache since it started."""
+    """The load of one engine.
+
+    Attributes:
+        kv_usage: 0..1, or -1 if the engine does not report it.
+        waiting: number of requests that the engine has not begun to compute.
+        preempted: number of requests removed from the KV cache since the start of the engine.
+    """
 
     kv_usage: float
     waiting: int
@@ -33,7 +39,7 @@ class Load(NamedTuple):
 
 
 class Concurrency:
-    """The limit, between ``least`` and ``most``."""
+    """The limit of concurrent agents, between ``least`` and ``most``."""
 
     def __init__(self, least: int = 1, most: int = 1 << 20) -> None:
         self.least = least
@@ -45,15 +51,16 @@ class Concurrency:
         self._preempted: int | None = None
 
     def look(self, now: float, in_use: int, queued: int, loads: Sequence[Load]) -> bool:
-        """Take note of what the engines say; whether the limit is another one now.
+        """Update the limit from the loads of the engines. Return True if the limit has changed.
 
         Args:
             now: seconds, monotonic.
-            in_use: agents that are running: the limit grows only if it is what holds them back.
-            queued: calls that wait at the driver, because every engine's window is full.
+            in_use: number of running agents. The limit grows only if they reach it.
+            queued: number of calls that wait at the driver because the window of every engine is
+                full.
         """
         preempted = sum(load.preempted for load in loads)
-        # What was preempted before the first look is of another run.
+        # Preemptions before the first call belong to an earlier run.
         before, self._preempted = self._preempted, preempted
         pressed = before is not None and preempted > before
         if pressed:

@@ -1,15 +1,16 @@
-"""The driver's whole state: calls, members, queue, deadlines. Methods mutate it and append effects
-to ``outbox``; they never block, wait, or call back.
+"""The whole state of the driver: calls, members, queue, deadlines.
+
+Methods mutate the state and append effects to ``outbox``. They never block, wait, or call back.
 
 Invariants (checked by ``invariants.validate``, which the tests run after every step):
 
-* every submitted call ends exactly once, with one ``End`` effect;
-* a member never holds more calls than its window, urgent ones aside;
-* a call waits in the queue only while no member that may take it has room, or while its client has
-  too much to read;
-* the sum of all loads equals the number of calls that are SENT, RUNNING or CANCELLING.
+* Every submitted call ends exactly once, with one ``End`` effect.
+* A member never holds more calls than its window. Urgent calls are exempt.
+* A call waits in the queue only while no member that may take it has room, or while its client has
+  too many unread bytes.
+* The sum of all loads equals the number of calls that are SENT, RUNNING or CANCELLING.
 
-``call_queue.py`` says in which order calls leave the queue, and how many may be in it.
+``call_queue.py`` defines the order in which calls leave the queue, and the limits of the queue.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _CHUNK = 0
 
 
 class Fabric:
-    """See the module's docstring. One instance per pool; not thread-safe, needs no lock."""
+    """The state of one pool; see the module's docstring. Not thread-safe; needs no lock."""
 
     def __init__(self, config: FabricConfig | None = None) -> None:
         self.config = config or FabricConfig()
@@ -49,32 +50,34 @@ class Fabric:
         self.closed = False
         self._why_closed = ""
         self.refusing = False
-        """No new calls; those that are there run to their end."""
+        """The pool accepts no new calls. Calls submitted before run to their end."""
         self._last_loss = ""
         self._next_id = 0
         self.queue = CallQueue(self.config, self.router, self.members)
         self._turns = 0
         self._own = self.add_client()
-        """Who makes the calls that name no client."""
+        """The client of calls that name no client."""
         self._woken = False
-        """Calls wait that may not have gone for another reason than that nobody had room."""
+        """A client was unblocked, so calls may wait although members have room."""
         self._deadlines: list[tuple[float, int]] = []
 
     # --- clients ----------------------------------------------------------------------------------
 
     def add_client(self, max_unread: int = NO_LIMIT) -> ClientState:
-        """A new client. Its waiting calls go only while it has fewer than ``max_unread`` bytes of
-        answers to read."""
+        """Return a new client. Its waiting calls are sent only while it has fewer than
+        ``max_unread`` unread bytes of answers."""
         self._turns += 1
         return ClientState(self._turns, max_unread)
 
     def remove_client(self, client: ClientState) -> None:
-        """All calls of the client have been cancelled."""
+        """Forget a client. All its calls must have been cancelled."""
         self.queue.drop(client)
 
     def read_by_client(self, client: ClientState, size: int, now: float) -> None:
-        """Subtract ``size`` bytes, which the client has read, from its unread bytes. Dispatch its
-        calls if they waited for that."""
+        """Subtract ``size`` bytes, which the client has read, from its unread bytes.
+
+        Dispatch calls of the client that waited for this.
+        """
         client.unread -= size
         self._wake(client)
         self._pump_woken(now)
@@ -82,7 +85,7 @@ class Fabric:
     # --- members ----------------------------------------------------------------------------------
 
     def add_member(self, index: int) -> Member:
-        """A new worker, or the replacement of a lost one."""
+        """Add a new worker, or the replacement of a lost worker."""
         before = self.members.get(index)
         if before is not None and before.state is not LOST:
             raise SglrlError(f"worker {index} is already a member")
@@ -92,18 +95,18 @@ class Fabric:
         return member
 
     def member_arrived(self, index: int, window: int) -> None:
-        """The worker said ``Ready``, but must have the current weights before it serves."""
+        """Record that the worker sent ``Ready`` and needs the current weights before it serves."""
         self._move_up(index, SYNCING, window)
 
     def member_ready(self, index: int, window: int, now: float) -> None:
-        """The worker serves: from now on it gets calls, at most ``window`` at a time."""
+        """Send calls to the worker from now on, at most ``window`` at a time."""
         member = self._move_up(index, READY, window)
         self.loads.join(member)
         self.router.join(member)
         self._pump(now, member)
 
     def drain_member(self, index: int, now: float) -> None:
-        """No new calls for this worker; those it holds run to their end, then comes ``Drained``."""
+        """Send this worker no new calls. After its last held call, ``Drained`` follows."""
         member = self.members[index]
         member.move(DRAINING)
         self._withdraw(member)
@@ -112,12 +115,16 @@ class Fabric:
             self.outbox.append(Drained(member))
 
     def member_lost(self, index: int, reason: str, now: float, *, returns: bool = False) -> None:
-        """The worker is gone. Its idempotent calls are queued again, ahead of younger ones; the
-        others end with ``WorkerLost``, and so does a call that loses ``max_attempts`` workers
-        without a chunk between them: it may be what kills them.
+        """Remove a lost worker and requeue or end its calls.
 
-        ``returns``: a replacement is to come; see ``member_retired``. Idempotent calls that are
-        pinned to the worker wait for it."""
+        Idempotent calls are queued again, ahead of younger calls. All other calls end with
+        ``WorkerLost``. A call that loses ``max_attempts`` workers without a chunk in between also
+        ends with ``WorkerLost``, because the call may be the cause.
+
+        Args:
+            returns: a replacement follows; see ``member_retired``. Idempotent calls that are
+                pinned to the worker wait for the replacement.
+        """
         member = self.members[index]
         if member.state in GONE:
             return
@@ -158,7 +165,7 @@ class Fabric:
         self._end_if_alone(reason)
 
     def member_retired(self, index: int, reason: str) -> None:
-        """The lost worker will not be replaced."""
+        """Record that the lost worker gets no replacement, and end the calls pinned to it."""
         member = self.members[index]
         if member.state is LOST:
             member.move(RETIRED)
@@ -168,20 +175,22 @@ class Fabric:
     # --- calls ------------------------------------------------------------------------------------
 
     def check_open(self, *, urgent: bool = False) -> None:
-        """Raises ``Closed`` when no calls are taken any more. Urgent ones are, until it is closed:
-        those that run may wait for them."""
+        """Raise ``Closed`` if the pool accepts no more calls.
+
+        Urgent calls are accepted until the pool is closed, because running calls may wait for them.
+        """
         if self.closed or (self.refusing and not urgent):
             raise Closed(self._why_closed if self.closed else "the pool is being closed")
 
     def submit(self, call: Call, now: float) -> None:
-        """Take the call in, and give it a worker if one has room.
+        """Accept the call. Send it to a worker if one has room; otherwise queue it.
 
         Raises:
-            Closed: the pool is closed.
-            Overloaded: ``max_queue`` calls are already waiting, or ``max_calls_per_client`` of this
-                client, or with this one they would have more than ``max_queue_bytes``.
-            WorkerLost: no worker is left, or the one it is pinned to is gone.
-            UsageError: it is pinned to a worker that never existed.
+            Closed: the pool is closed or about to close.
+            Overloaded: ``max_queue`` calls already wait, or ``max_calls_per_client`` calls of this
+                client, or the queue would exceed ``max_queue_bytes`` with this call.
+            WorkerLost: no worker is left, or the worker to which the call is pinned is gone.
+            UsageError: the call is pinned to a worker that never existed.
         """
         if self.closed or self.refusing:
             self.check_open(urgent=call.urgent)
@@ -207,14 +216,14 @@ class Fabric:
             self._trim_deadlines()
 
     def cancel(self, call: Call, now: float) -> None:
-        """The caller no longer wants the answer; no ``End`` follows. Safe at any time."""
+        """Cancel the call for its caller. No ``End`` follows. Safe at any time."""
         if call.state == QUEUED and call.id in self.calls:
             self._unqueue(call)
         elif call.state in (SENT, RUNNING):
             self._abandon(call)
 
     def results(self, member: Member, items: Sequence[Item], now: float) -> None:
-        """What a worker reported. Items for calls it does not hold are dropped and counted."""
+        """Process items from a worker. Drop and count items for calls that it does not hold."""
         held = member.calls
         outbox = self.outbox
         calls = self.calls
@@ -240,7 +249,7 @@ class Fabric:
                 if call.state != CANCELLING:
                     del calls[item.id]
                     outbox.append(End(call, item))
-                # Legal from each of the three states that a held call can be in.
+                # Legal from each of the three states of a held call.
                 call.state = ENDED
                 ended += 1
         if ended:
@@ -256,7 +265,7 @@ class Fabric:
                 self._pump_woken(now)
 
     def next_deadline(self) -> float | None:
-        """When ``tick`` is next needed; None when no live call has a deadline."""
+        """Return when ``tick`` is next needed, or None if no live call has a deadline."""
         deadlines = self._deadlines
         while deadlines and deadlines[0][1] not in self.calls:
             heappop(deadlines)
@@ -282,8 +291,11 @@ class Fabric:
                 self.outbox.append(End(call, error))
 
     def _waits(self, call: Call) -> str:
-        """Where a call waits that no worker holds, and why, if nobody that may take it serves, or
-        its client does not read."""
+        """Return where a queued call waits, in words.
+
+        The text includes the reason if the client does not read, or if no worker that may take the
+        call serves.
+        """
         client, pinned = call.client, call.pinned
         if client is not None and client.blocked:
             return f"in the queue: {client.unread:,} bytes of answers to its client are unread"
@@ -298,7 +310,7 @@ class Fabric:
         return f"in the queue: {what} ({found or 'there is none'})"
 
     def close(self, reason: str = "the pool was closed") -> None:
-        """End every call with ``Closed``; nothing is accepted any more."""
+        """End every call with ``Closed``. Accept no more calls."""
         self.closed = True
         self._why_closed = reason
         for call in list(self.calls.values()):
@@ -310,8 +322,14 @@ class Fabric:
                 self.outbox.append(End(call, error))
 
     def answer_waiting(self, endpoint: str, body: bytes, worker: int | None) -> int:
-        """End the calls for this endpoint that wait here, as a worker would that answers ``body``;
-        only those that are pinned to ``worker``, if one is given. How many they were."""
+        """End the queued calls for this endpoint with the answer ``body``, as a worker would.
+
+        Args:
+            worker: end only calls that are pinned to this worker; None: calls for any worker.
+
+        Returns:
+            the number of ended calls.
+        """
         waiting = [
             call
             for call in self.calls.values()
@@ -325,7 +343,7 @@ class Fabric:
 
     @property
     def waiting(self) -> int:
-        """Calls that wait at the driver."""
+        """Number of calls that wait at the driver."""
         return self.queue.waiting
 
     # --- inside -----------------------------------------------------------------------------------
@@ -340,11 +358,11 @@ class Fabric:
 
     @property
     def alive(self) -> bool:
-        """Some worker serves, or may yet."""
+        """Whether any worker serves or may still serve."""
         return any(m.state is not RETIRED for m in self.members.values())
 
     def _end_if_alone(self, reason: str) -> None:
-        """With the last worker retired there is nothing to wait for."""
+        """End all queued calls if the last worker is retired."""
         if self.alive:
             return
         self._last_loss = reason
@@ -354,7 +372,7 @@ class Fabric:
             )
 
     def _pinned_member(self, call: Call) -> Member | None:
-        """The worker a call is pinned to, if it has room; None if the call must wait for it."""
+        """Return the worker to which a call is pinned, or None if the call must wait for it."""
         assert call.pinned is not None
         target = self.members.get(call.pinned)
         if target is None:
@@ -383,7 +401,7 @@ class Fabric:
         self.outbox.append(Send(member, call))
 
     def _expect_no_more(self, call: Call) -> None:
-        """No worker computes the call's answer any more."""
+        """Subtract the expected answer of a call, which no worker computes any more."""
         client = call.client
         if client is not None:
             client.unread -= call.answer_bytes
@@ -394,7 +412,7 @@ class Fabric:
             self._woken = True
 
     def _pump_woken(self, now: float) -> None:
-        """Give calls of clients that are blocked no longer to members that had room all along."""
+        """Send calls of unblocked clients to members that already had room."""
         if self._woken:
             self._woken = False
             if not self.loads.with_room:
@@ -404,13 +422,13 @@ class Fabric:
                     self._pump(now, member)
 
     def _enqueue(self, call: Call, *, limited: bool = False) -> None:
-        """Raises ``Overloaded`` if it is ``limited``, and there may not be one more."""
+        """Queue the call. Raise ``Overloaded`` if it is ``limited`` and the queue is full."""
         if call.client is None:
             call.client = self._own
         self.queue.push(call, limited=limited)
 
     def _unqueue(self, call: Call) -> None:
-        """A waiting call waits no longer."""
+        """End a waiting call and remove it from the queue."""
         call.move(ENDED)
         del self.calls[call.id]
         self.queue.remove(call)
@@ -425,7 +443,7 @@ class Fabric:
         self.outbox.append(End(call, error))
 
     def _abandon(self, call: Call) -> None:
-        """The caller is gone, the worker still computes: keep the reservation until it confirms."""
+        """Cancel a call that a worker computes. Keep the reservation until the worker confirms."""
         del self.calls[call.id]
         call.move(CANCELLING)
         assert isinstance(call.worker, Member)
@@ -437,8 +455,12 @@ class Fabric:
         self.queue.withdraw(member)
 
     def _fail_pinned(self, member: Member, why: str, *, keep_idempotent: bool = False) -> None:
-        """Calls that wait for this worker and no other. What is not idempotent may count on what
-        the worker knew, so it does not wait for a replacement."""
+        """End the waiting calls that are pinned to this worker.
+
+        Args:
+            keep_idempotent: idempotent calls wait for a replacement. Other calls never do, because
+                they may depend on the state of the lost worker.
+        """
         for call in member.pinned:
             if call.state == QUEUED and not (keep_idempotent and call.idempotent):
                 self._end_queued(
@@ -452,8 +474,11 @@ class Fabric:
             member.pinned.clear()
 
     def _pump(self, now: float, member: Member | None = None) -> None:
-        """Give waiting calls to members with room. ``member`` has gained room; the calls that are
-        pinned to it come first."""
+        """Send waiting calls to members with room.
+
+        Args:
+            member: the member that gained room. Calls that are pinned to it are sent first.
+        """
         queue = self.queue
         if member is not None:
             while member.has_room and (call := queue.take_pinned(member)) is not None:
@@ -475,7 +500,7 @@ class Fabric:
         self._dispatch(call, member, now)
 
     def _trim_deadlines(self) -> None:
-        """Deadlines of ended calls are swept when they outnumber the live ones."""
+        """Remove the deadlines of ended calls if they outnumber the live calls."""
         if len(self._deadlines) > 64 + 2 * len(self.calls):
             self._deadlines = [entry for entry in self._deadlines if entry[1] in self.calls]
             heapify(self._deadlines)

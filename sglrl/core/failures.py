@@ -1,5 +1,4 @@
-"""Failures of a run: how many there are of each kind, which are worth a line of the log, and when
-there are too many.
+"""Count the failures of a run by kind. Decide which to log, and when there are too many.
 
 Pure: no clock, no I/O.
 """
@@ -12,13 +11,20 @@ from typing import Final
 LEAST_ATTEMPTS: Final = 64
 """Minimum number of finished attempts in the window of the failure rate."""
 MOST_MESSAGES: Final = 10
-"""Of one type and place. Errors with further messages are counted as one kind: messages may have
-numbers in them that differ every time."""
+"""Maximum number of kinds per type and place. Errors with further messages count as one kind,
+because a message may contain a number that differs every time."""
 
 
 class Kind:
-    """Errors of one type, place and message. ``place``: the file and line that raised.
-    ``message``: of the latest. ``logged``: the count when they were last logged."""
+    """Errors of one type, place and message.
+
+    Attributes:
+        count: number of errors of this kind.
+        name: the type of the errors.
+        place: the file and line that raised the errors.
+        message: the message of the latest error.
+        logged: the count when an error of this kind was last logged.
+    """
 
     __slots__ = ("count", "logged", "message", "name", "place")
 
@@ -32,8 +38,11 @@ class Kind:
         return f"{self.name}: {self.message}"
 
     def is_due(self) -> bool:
-        """Whether to log the latest of them: the first, the tenth, the hundredth, ... Answers True
-        once for each count."""
+        """Return True if the latest error is to be logged.
+
+        This is the case for the first, the tenth, the hundredth error, and so on. Each count
+        returns True only once.
+        """
         count = self.count
         while count >= 10 and count % 10 == 0:
             count //= 10
@@ -44,24 +53,25 @@ class Kind:
 
 
 class Failures:
-    """What became of the attempts of one run.
+    """The failures and the failure rate of one run.
 
     Args:
-        max_rate: the share of the latest attempts that may fail, in (0, 1]; None: all may.
+        max_rate: the share of the latest attempts that may fail, in (0, 1]. With None, all may
+            fail.
     """
 
     def __init__(self, max_rate: float | None) -> None:
         self.max_rate = max_rate
         self.kinds: dict[tuple[str, str, str | None], Kind] = {}
         self._messages: dict[tuple[str, str], int] = {}
-        """How many kinds there are of a type and place."""
+        """Number of kinds of each type and place."""
         self._latest: deque[bool] = deque()
         """Whether each of the latest attempts failed."""
         self._failed = 0
-        """How many of them."""
+        """Number of failed attempts in ``_latest``."""
 
     def count(self, name: str, place: str, message: str) -> Kind:
-        """An attempt has failed with this error. Its kind, which counts it."""
+        """Count a failed attempt. Return the kind of its error."""
         key: tuple[str, str, str | None] = (name, place, message)
         kind = self.kinds.get(key)
         if kind is None:
@@ -81,15 +91,16 @@ class Failures:
         return max(self.kinds.values(), key=lambda kind: kind.count, default=None)
 
     def attempt(self, failed: bool, concurrency: int) -> float | None:
-        """An attempt has finished.
+        """Record a finished attempt.
 
         Args:
-            concurrency: how many attempts may run at a time. The rate is of the last 4 times as
-                many, and at least of ``LEAST_ATTEMPTS``: attempts that fail may take less time than
-                those that do not.
+            concurrency: how many attempts may run at the same time. The rate covers the latest
+                ``4 * concurrency`` attempts, and at least ``LEAST_ATTEMPTS``, because failed
+                attempts may take less time than successful ones.
 
         Returns:
-            the share of the latest attempts that failed, if it is more than ``max_rate``.
+            the share of the latest attempts that failed, if it exceeds ``max_rate``; otherwise
+            None.
         """
         if self.max_rate is None:
             return None

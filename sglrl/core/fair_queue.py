@@ -1,4 +1,4 @@
-"""Calls that wait, in the order in which they are served."""
+"""Queues of waiting calls, in the order in which the calls are served."""
 
 from __future__ import annotations
 
@@ -12,18 +12,22 @@ from .calls import QUEUED, Call
 from .clients import ClientState
 
 _SPARE: Final = 64
-"""Calls of a client that may stand in a queue, beyond twice those that wait."""
+"""Entries of a client that a queue may keep, in addition to twice its waiting calls."""
 
 Entry = tuple[int, int, int, Call]
 _numbers: Final = count()
 
 
 class Waiting:
-    """One client's queue by priority and age. A call may stand in it twice; one that is no longer
-    QUEUED is passed over.
+    """The calls of one client, by priority and age.
 
-    Nearly all come in that very order: those are a line, whose ends are reached in O(1). A heap has
-    the others. ``len`` counts all that stand in it.
+    A call may be in the queue twice. Calls that are no longer QUEUED are skipped, but ``len``
+    counts them.
+
+    Attributes:
+        line: calls that arrived in the order of service, which are nearly all. Its ends are
+            reached in O(1).
+        late: a heap of the other calls.
     """
 
     __slots__ = ("late", "line")
@@ -46,7 +50,7 @@ class Waiting:
             line.append(call)
 
     def first(self) -> Call | None:
-        """Who is served next."""
+        """Return the call that is served next."""
         line, late = self.line, self.late
         while late and late[0][3].state != QUEUED:
             heappop(late)
@@ -58,14 +62,14 @@ class Waiting:
         return late[0][3] if late else None
 
     def take(self) -> None:
-        """Take out who is ``first``."""
+        """Remove the call that ``first`` returns."""
         if self.late and self.late[0][3] is self.first():
             heappop(self.late)
         else:
             self.line.popleft()
 
     def bound(self, most: int) -> None:
-        """Let go of those that wait no longer, if there are more than ``most`` in all."""
+        """Remove the calls that no longer wait, if the queue has more than ``most`` entries."""
         if len(self.line) + len(self.late) > most:
             self.line = deque([call for call in self.line if call.state == QUEUED])
             self.late = [entry for entry in self.late if entry[3].state == QUEUED]
@@ -77,10 +81,11 @@ class Waiting:
 
 
 class _Lane(Waiting):
-    """One client's calls in a ``FairQueue``.
+    """The calls of one client in a ``FairQueue``.
 
-    ``entry``: number of the one entry in the queue's heap that counts for it; -1: there is none.
-    ``priority``: what that entry says.
+    Attributes:
+        entry: number of the client's valid entry in the heap of the queue; -1 if it has none.
+        priority: the priority in that entry.
     """
 
     __slots__ = ("client", "entry", "priority")
@@ -96,13 +101,15 @@ Turn = tuple[int, int, int, _Lane]
 
 
 class FairQueue:
-    """A queue of several clients' calls, in the order of ``Call.goes_before``: by priority, then
-    clients take turns, and within one client by age. A call may stand in it twice. One that is no
-    longer QUEUED is passed over, and so are all calls of a client that is ``blocked``.
+    """A queue of the calls of several clients, in the order of ``Call.goes_before``.
 
-    A heap finds the client that goes next. Its entries may lag behind: a client that was served
-    since, here or in another queue, goes later than its entry says. ``first`` corrects the entries
-    that it comes to. So a call costs O(log clients).
+    The order is by priority. Within one priority clients take turns. Within one client the order is
+    by age. A call may be in the queue twice. The queue skips calls that are no longer QUEUED, and
+    all calls of a client that is ``blocked``.
+
+    A heap finds the next client. An entry of the heap may be outdated: if the client was served
+    since, here or in another queue, its turn is later than in the entry. ``first`` corrects the
+    entries that it meets. A call therefore costs O(log clients).
     """
 
     __slots__ = ("_heap", "_lanes")
@@ -127,13 +134,13 @@ class FairQueue:
         if len(lane.line) + len(lane.late) > _SPARE + 2 * client.waiting:
             self.sweep(client)
         if lane.entry < 0:
-            # Its calls may have been passed over, and others may go before this one.
+            # The lane may contain skipped calls, which may be served before this call.
             self.rejoin(client)
         elif call.priority > lane.priority:
             self._enter(lane, call.priority)
 
     def first(self) -> Call | None:
-        """The call that is served next."""
+        """Return the call that is served next."""
         heap = self._heap
         while heap:
             priority, turn, number, lane = heap[0]
@@ -152,7 +159,7 @@ class FairQueue:
                 lane.entry = -1
                 del self._lanes[client]
             elif len(heap) == 1 or (turn == client.turn and priority == -call.priority):
-                # With one client there is nothing to correct.
+                # With only one client no turn can be outdated.
                 return call
             else:
                 lane.priority = call.priority
@@ -161,12 +168,12 @@ class FairQueue:
         return None
 
     def take(self, call: Call) -> None:
-        """Take out the call that is ``first``."""
+        """Remove the call that ``first`` returned."""
         assert call.client is not None
         self._lanes[call.client].take()
 
     def rejoin(self, client: ClientState) -> None:
-        """No entry counts for the client, whose calls are to be found again."""
+        """Add an entry for a client that has none, so that ``first`` considers its calls again."""
         lane = self._lanes.get(client)
         if lane is not None and lane.entry < 0:
             call = lane.first()
@@ -176,14 +183,17 @@ class FairQueue:
                 self._enter(lane, call.priority)
 
     def sweep(self, client: ClientState) -> None:
-        """Some of the client's calls wait no longer. Let go of these if more than twice the calls
-        that wait stand here."""
+        """Remove calls of a client that no longer wait.
+
+        Nothing happens while the client has at most ``_SPARE`` entries more than twice the number
+        of its waiting calls.
+        """
         lane = self._lanes.get(client)
         if lane is not None:
             lane.bound(_SPARE + 2 * client.waiting)
 
     def drop(self, client: ClientState) -> None:
-        """The client has no calls that wait."""
+        """Remove a client that has no waiting calls."""
         lane = self._lanes.pop(client, None)
         if lane is not None:
             lane.entry = -1
@@ -195,7 +205,7 @@ class FairQueue:
         self._heap.clear()
 
     def _enter(self, lane: _Lane, priority: int) -> None:
-        """Its entry from now on."""
+        """Replace the entry of a client."""
         lane.priority = priority
         lane.entry = number = next(_numbers)
         heap = self._heap

@@ -1,8 +1,8 @@
-"""What an update carries, whether it fits the engine, and how it is cut into buckets.
+"""The manifest of an update: its tensors, its check against the model, and its buckets.
 
-Sender and workers compute the same buckets from the same manifest, so nothing but the manifest and
-``bucket_bytes`` need be agreed on. A tensor is never split: one larger than a bucket is a bucket
-of its own.
+The sender and the workers compute the same buckets from the same manifest, so they only have to
+agree on the manifest and ``bucket_bytes``. A tensor is never split. A tensor that is larger than a
+bucket gets a bucket of its own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..errors import InvalidWeights
 from ..wire.weights import ModelDescription, TensorSpec
 
 ALIGNMENT: Final = 256
-"""Bytes. Tensors begin at multiples of it, as those that CUDA's allocator gives out do."""
+"""Bytes. Tensors begin at multiples of this, like the allocations of CUDA's allocator."""
 
 FLOAT_BYTES: Final = {
     "float64": 8,
@@ -25,7 +25,7 @@ FLOAT_BYTES: Final = {
     "float8_e4m3fn": 1,
     "float8_e5m2": 1,
 }
-"""The dtypes that weights may have."""
+"""The dtypes that weights may have, with the bytes of one element."""
 
 PIECE_BYTES: Final = 8 << 20
 
@@ -33,7 +33,7 @@ _SHOWN = 8
 
 
 def tensor_bytes(spec: TensorSpec) -> int:
-    """Size of the tensor. Raises ``InvalidWeights`` for a dtype that weights cannot have."""
+    """Return the bytes of a tensor. Raise ``InvalidWeights`` if weights cannot have its dtype."""
     size = FLOAT_BYTES.get(spec.dtype)
     if size is None:
         raise InvalidWeights(
@@ -47,14 +47,19 @@ def total_bytes(specs: Iterable[TensorSpec]) -> int:
 
 
 def is_computed(name: str) -> bool:
-    """Whether a tensor of this name follows from a model's configuration: modules have it as a
-    buffer, and checkpoints do not."""
+    """Return True if a tensor of this name is computed from the configuration of the model.
+
+    Modules have this tensor as a buffer. Checkpoints do not contain it.
+    """
     return ".rotary_emb." in name
 
 
 def merged(descriptions: Sequence[ModelDescription]) -> ModelDescription:
-    """What the ranks of one engine take together: each says for itself which tensors it takes, and
-    which it leaves out, such as the experts that other ranks have."""
+    """Merge the descriptions of the ranks of one engine.
+
+    Each rank describes the tensors that it loads and the tensors that it ignores, for example the
+    experts of other ranks.
+    """
     taken = {spec.name: spec for one in descriptions for spec in one.tensors}
     ignored = {name for one in descriptions for name in one.ignored} - taken.keys()
     tied = {name: twin for one in descriptions for name, twin in one.tied.items()}
@@ -64,11 +69,14 @@ def merged(descriptions: Sequence[ModelDescription]) -> ModelDescription:
 def check_manifest(
     wanted: ModelDescription, given: Sequence[TensorSpec], *, partial: bool = False
 ) -> None:
-    """Raise ``InvalidWeights`` unless ``given`` fits the model. It says all that is wrong; of what
-    is wrong with many tensors, it names the first.
+    """Check that the ``given`` tensors fit the model.
 
     Args:
-        partial: the tensors left out keep their values.
+        partial: tensors may be missing; they keep their values.
+
+    Raises:
+        InvalidWeights: the tensors do not fit. The message lists all problems. If many tensors have
+            a problem, it names the first ones.
     """
     known = {spec.name: spec for spec in wanted.tensors}
     wrong: list[str] = []
@@ -106,7 +114,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 class Place(NamedTuple):
-    """Where a tensor lies: bytes ``offset`` to ``offset + nbytes`` of bucket ``bucket``."""
+    """The place of a tensor: bytes ``offset`` to ``offset + nbytes`` of bucket ``bucket``."""
 
     bucket: int
     offset: int
@@ -114,8 +122,14 @@ class Place(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """places: of the manifest's tensors, in its order. sizes: bytes of every bucket. ring_slot: of
-    the largest bucket that is no single large tensor."""
+    """The buckets of a manifest.
+
+    Attributes:
+        places: the places of the tensors, in the order of the manifest.
+        sizes: bytes of each bucket.
+        ring_slot: bytes of the largest bucket. A bucket that is a single tensor larger than
+            ``bucket_bytes`` does not count, unless all buckets are.
+    """
 
     places: list[Place]
     sizes: list[int]
@@ -127,12 +141,12 @@ class Layout(NamedTuple):
 
 
 def lay_out(specs: Sequence[TensorSpec], bucket_bytes: int) -> Layout:
-    """Fill buckets with the tensors, in order. Raises ``InvalidWeights`` as ``tensor_bytes``."""
+    """Fill buckets with the tensors, in order. Raise ``InvalidWeights`` like ``tensor_bytes``."""
     places: list[Place] = []
     sizes: list[int] = []
     for spec in specs:
         nbytes = tensor_bytes(spec)
-        # Also an empty tensor takes some: there are no empty buckets.
+        # An empty tensor also takes space, because no bucket may be empty.
         space = -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
         if not sizes or sizes[-1] + space > bucket_bytes:
             sizes.append(0)
@@ -143,20 +157,25 @@ def lay_out(specs: Sequence[TensorSpec], bucket_bytes: int) -> Layout:
 
 
 def in_pieces(layout: Layout, indices: Sequence[int]) -> bool:
-    """Whether a bucket of these tensors is broadcast tensor by tensor, from where they lie, rather
-    than packed into one: where a group takes pieces. Each costs a few microseconds, and packing
-    large ones slows the broadcast that is under way."""
+    """Return True if a bucket of these tensors is broadcast tensor by tensor, without packing.
+
+    This applies only where a group supports pieces. Each piece costs a few microseconds. Packing
+    large tensors slows the broadcast that is running.
+    """
     return sum(layout.places[index].nbytes for index in indices) >= PIECE_BYTES * len(indices)
 
 
 def default_bucket_bytes(total: int) -> int:
-    """Larger for larger models: each bucket of a broadcast costs some 30 us beside its bytes, and
-    the first one is packed before anything can be sent."""
+    """Return the bucket size for ``total`` bytes. Larger models have larger buckets.
+
+    Each bucket of a broadcast costs about 30 us in addition to its bytes. On the other hand, the
+    first bucket must be packed before anything can be sent.
+    """
     return min(max(256 << 20, total // 16), 1 << 30)
 
 
 def by_bucket(layout: Layout) -> list[list[int]]:
-    """The indices of the tensors in each bucket."""
+    """Return the indices of the tensors in each bucket."""
     found: list[list[int]] = [[] for _ in layout.sizes]
     for index, place in enumerate(layout.places):
         found[place.bucket].append(index)
@@ -164,7 +183,7 @@ def by_bucket(layout: Layout) -> list[list[int]]:
 
 
 def differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
-    """What differs between two sets of settings, by name; what is unset counts as ""."""
+    """Describe each difference between two sets of settings. An unset setting counts as ""."""
     names = sorted({*ours, *theirs})
     return [
         f"{name} is {ours.get(name, '')!r} here and {theirs.get(name, '')!r} there"

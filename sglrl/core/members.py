@@ -1,4 +1,4 @@
-"""The life of one worker as the driver sees it, and who has room for the next call.
+"""The life of one worker as the driver sees it, and an index of the workers that have room.
 
 ::
 
@@ -6,12 +6,16 @@
        │ ╲       ▲   ╲        │           ▲
        │  ▶ SYNCING ◀─▶ STALE │           │
        ▼        ▼        ▼    ▼           │
-      LOST (a replacement is to come) ────┘
+      LOST (a replacement follows) ───────┘
 
-SYNCING: it is up and gets the current weights. STALE: nobody could give them to it, so it waits for
-the next update. A replacement is a new member of the same index. A member's ``load`` is the number
-of calls it holds; it is reserved when a call is sent and released when the call ends there or the
-worker is lost, so nothing can strand it.
+* SYNCING: the worker has started and receives the current weights.
+* STALE: no peer could send the worker the current weights. It waits for the next update.
+
+A replacement is a new member with the same index.
+
+A member's ``load`` is the number of calls that it holds. A place is reserved when a call is sent.
+The place is released when the call ends on the worker or when the worker is lost, so no reservation
+can leak.
 """
 
 from __future__ import annotations
@@ -43,7 +47,7 @@ GONE: Final = (LOST, RETIRED)
 
 
 class Member:
-    """One worker: its state, its window, and the calls it holds by id."""
+    """One worker: its state, its window, and the calls that it holds, by id."""
 
     __slots__ = (
         "alone",
@@ -64,21 +68,22 @@ class Member:
     def __init__(self, index: int) -> None:
         self.index = index
         self.alone: tuple[Member, ...] = (self,)
-        """In a ``PrefixIndex``, where it is known by its identity."""
+        """The entry of a ``PrefixIndex`` for a prefix that only this member holds; compared by
+        identity."""
         self.state = STARTING
         self.window = 0
         self.load = 0
         self.bucket = -1
-        """Of the ``LoadIndex``, in which it is; -1: in none."""
+        """Its bucket in the ``LoadIndex``; -1 if it is in no bucket."""
         self.served = 0
         self.kv_usage = -1.0
         self.waiting = self.preempted = 0
         self.calls: dict[int, Call] = {}
         self.pinned = FairQueue()
-        """Calls that wait for this member and no other."""
+        """Calls that only this member may take."""
         self.returning = FairQueue()
-        """Calls that wait for any member and had best go to this one, which holds what they go on
-        from."""
+        """Waiting calls that any member may take. They prefer this member because it holds their
+        prefix."""
 
     @property
     def has_room(self) -> bool:
@@ -94,25 +99,26 @@ class Member:
 
 
 class LoadIndex:
-    """READY members by load: who of those with room has the least is known in O(1), also with 1,000
-    members.
+    """The READY members by load. It finds the least loaded member with room in O(1), also with
+    1,000 members.
 
-    ``buckets[n]`` holds members with room that hold n calls, in the order in which they came to.
-    Taking from the front makes equally loaded members take turns. Members whose load has changed
-    change their bucket when somebody asks who has the least, which not every call does.
+    ``buckets[n]`` contains the members with room that hold n calls, in the order in which they
+    reached that load. ``least`` takes from the front, so equally loaded members take turns. A
+    member whose load has changed moves to its new bucket in the next ``least``, which not every
+    call needs.
     """
 
     def __init__(self) -> None:
         self.buckets: list[dict[Member, None]] = []
         self.lowest = 0
-        """No bucket below holds a member."""
+        """All buckets below this one are empty."""
         self.changed: dict[Member, None] = {}
         self.with_room = 0
         self.members = 0
         self.total = 0
 
     def join(self, member: Member) -> None:
-        """A member became READY with its window set."""
+        """Add a member that became READY. Its window is set."""
         self.members += 1
         self.total += member.load
         if member.load < member.window:
@@ -120,7 +126,7 @@ class LoadIndex:
         self.changed[member] = None
 
     def leave(self, member: Member) -> None:
-        """A READY member stops taking calls."""
+        """Remove a READY member that stops accepting calls."""
         self.members -= 1
         self.total -= member.load
         if member.load < member.window:
@@ -131,7 +137,7 @@ class LoadIndex:
             member.bucket = -1
 
     def reserve(self, member: Member) -> None:
-        """One more call for a READY member; beyond its window, if the call is urgent."""
+        """Count one more call of a READY member. An urgent call may exceed the window."""
         member.load = load = member.load + 1
         self.total += 1
         if load == member.window:
@@ -139,7 +145,7 @@ class LoadIndex:
         self.changed[member] = None
 
     def release(self, member: Member, count: int = 1) -> None:
-        """``count`` calls less for a READY member."""
+        """Count ``count`` fewer calls of a READY member."""
         before = member.load
         member.load = load = before - count
         self.total -= count
@@ -148,7 +154,7 @@ class LoadIndex:
         self.changed[member] = None
 
     def least(self) -> Member | None:
-        """The member with room that holds the fewest calls."""
+        """Return the member with room that holds the fewest calls, if any."""
         if not self.with_room:
             return None
         buckets, lowest = self.buckets, self.lowest

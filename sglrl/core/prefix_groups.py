@@ -1,8 +1,8 @@
-"""Requests that wait for one engine and begin alike: who should let another go before it.
+"""Find waiting requests of one engine that should wait for another request's prefill.
 
-An engine computes what a prompt shares with others once, and then has it in its prefix cache. But
-those that it prefills in the same step find nothing there yet, and n samples of one prompt compute
-it n times. If one of them goes first, the others need little more than their last token.
+An engine computes a shared prompt prefix once, and then finds it in its prefix cache. Requests that
+it prefills in the same step do not find the prefix yet, so n samples of one prompt compute it n
+times. If one of them is prefilled first, the others compute little more than their last token.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Final
 from .prefixes import BEGINNINGS
 
 LEAST: Final = 64
-"""Tokens that a request must save if it is to wait for another's prefill."""
+"""Minimum number of tokens that a request must save to wait for another request's prefill."""
 
 
 class Prompt:
-    """The tokens of one request, as far as they may come from the prefix cache.
+    """The prefixes of one request that may come from the prefix cache.
 
     Args:
-        tokens: of a prompt, and what was sampled behind it if it is prefilled too.
-        width: bytes of a token.
-        most: tokens that may come from the cache, from the beginning on.
-        kind: requests of different kinds share nothing, or do not wait for each other.
+        tokens: the tokens of the prompt, and the sampled tokens after it if they are prefilled too.
+        width: bytes per token.
+        most: maximum number of tokens that may come from the cache, counted from the first token.
+        kind: requests of different kinds share no prefix, or do not wait for each other.
     """
 
     __slots__ = ("ends", "keys", "most")
@@ -31,9 +31,10 @@ class Prompt:
     def __init__(self, tokens: bytes, width: int, most: int, kind: Hashable) -> None:
         self.most = most
         self.ends: list[int] = []
-        """Lengths in tokens of the beginnings that are looked at; of the last one: all."""
+        """Lengths in tokens of the compared prefixes. The last prefix is the whole request."""
         self.keys: list[int] = []
-        """Of each, from all of its tokens. A collision costs one step's wait."""
+        """One key per prefix, computed from all of its tokens. A collision costs a wait of one
+        step."""
         size = len(tokens) // width
         key, n, begin = hash(kind), 0, 0
         while (end := BEGINNINGS[n + 1] * LEAST) <= size:
@@ -53,18 +54,19 @@ class Prompt:
 def followers(
     begun: Sequence[Prompt], waiting: Sequence[Prompt], cached: Callable[[int], int]
 ) -> set[int]:
-    """Which of the waiting requests should let another be prefilled before them.
+    """Return the waiting requests that should wait for the prefill of another request.
 
     Args:
-        begun: those that are being prefilled.
-        waiting: in the order in which they are to be.
-        cached: how many tokens of a request the cache has now. 0 is the first one that has begun,
-            and those that wait are counted on behind them. Asked once at most, and only of one
-            that another may wait for.
+        begun: the requests that are being prefilled.
+        waiting: the waiting requests, in the order of their prefill.
+        cached: returns how many tokens of a request are in the cache now. Its argument is an index
+            into ``[*begun, *waiting]``. It is called at most once per request, and only for
+            requests for which another request may wait.
 
     Returns:
-        indices into ``waiting``. Each shares ``LEAST`` tokens or more that are not in the cache yet
-        with one that has begun, or comes before it and is not among them.
+        indices into ``waiting``. Each of these requests shares at least ``LEAST`` tokens that are
+        not in the cache yet with another request. The other request is in ``begun``, or is earlier
+        in ``waiting`` and not returned.
     """
     leaders: dict[int, int] = {}
     there: dict[int, int] = {}
@@ -79,7 +81,8 @@ def followers(
             if index >= len(begun) and min(end, prompt.most) - there[leader] >= LEAST:
                 later.add(index - len(begun))
             break
-        # Who goes on from one that waits shares as much with whom that waits for.
+        # This request may itself have to wait for a leader. A later request that shares a longer
+        # prefix with it shares as many tokens with that leader.
         for key in prompt.keys:
             leaders.setdefault(key, index)
     return later

@@ -1,4 +1,4 @@
-"""The prefixes of prompts, and the workers that hold them in their prefix caches."""
+"""The prefixes of prompts, and the workers that hold these prefixes in their prefix caches."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 
 
 class Holder(Protocol):
-    """A worker, as calls and prefixes know it: a ``Member``."""
+    """The part of a ``Member`` that calls and prefixes use: one worker."""
 
     index: int
     alone: Any
-    """A tuple of the worker itself."""
+    """A tuple that contains only the worker."""
 
 
 H = TypeVar("H", bound=Holder)
 Holders = tuple[H, ...] | dict[H, None]
 
 _NO_KEYS: Final[list[int]] = []
-"""Never changed."""
+"""An empty list that is never mutated."""
 
 
 def _beginnings(most: int) -> tuple[int, ...]:
@@ -28,29 +28,36 @@ def _beginnings(most: int) -> tuple[int, ...]:
 
 
 BEGINNINGS: Final = _beginnings(1 << 32)
-"""Which beginnings of a prompt are looked at, in blocks, behind none at all: every one up to 16,
-then eight on the way to twice as many. Of a prefix that two prompts share at most an eighth, or a
-block, goes unnoticed, and a prompt of 512 blocks has 56 beginnings."""
+"""Lengths in blocks of the prompt prefixes that are compared. The first length is 0.
+
+Every length up to 16 is included, and eight lengths in each doubling after that. Two prompts that
+share a prefix thus miss at most an eighth of it, or one block. A prompt of 512 blocks has 56
+prefixes.
+"""
 
 
 class Route:
-    """What routing may know of a call; shared by the n samples of one prompt, and by the calls of
-    one conversation, which go where the one before went (``extend``).
+    """The properties of a call that routing uses.
+
+    The n samples of one prompt share a route. The calls of one conversation also share a route
+    (``extend``): each call goes to the worker of the previous call.
 
     Attributes:
         tokens: the prompt as int32 bytes.
-        version: policy version; KV of different versions is never shared, so neither are prefixes.
-        session: name of the session that the call is a turn of.
-        sticky: it is a conversation.
-        number: of the conversation, where it has one: in a process that has no pool of its own.
-        member: who got the call before; it gets the next one of a conversation.
-        recorded: how many beginnings there were when ``member`` got the call before. (The whole
-            prompt is none of them.)
-        waiting: its calls that wait. They share its prompt.
-        queued_bytes: size of the prompt when the first of these began to wait.
-        _latest: the key of the last of these.
-        _keys: of the prompt as it is, if ``_hashed`` says so: of so many bytes.
-        _beginnings: how many of the keys are of beginnings.
+        version: policy version. Versions never share KV, so they never share prefixes.
+        session: name of the session to which the call belongs as a turn.
+        sticky: whether the route is a conversation.
+        number: number of the conversation; -1 if it has none. Only conversations in a process
+            without a pool of its own have numbers.
+        member: the worker of the previous call. It gets the next call of a conversation.
+        recorded: number of prefixes when ``member`` got the previous call. The whole prompt does
+            not count as a prefix.
+        waiting: number of waiting calls of this route. They share the prompt.
+        queued_bytes: size of the prompt when the first of the waiting calls began to wait.
+        _latest: key of the last recorded prefix.
+        _keys: keys of the prompt when it had ``_hashed`` bytes. They are valid only while the
+            prompt still has this size.
+        _beginnings: how many of the keys are keys of prefixes.
     """
 
     __slots__ = (
@@ -85,7 +92,7 @@ class Route:
         self._hashed = 0
 
     def extend(self, tokens: bytes, version: int) -> None:
-        """The next call of a conversation: its tokens begin with those of the one before."""
+        """Set the next call of a conversation. Its tokens begin with the previous call's tokens."""
         self.tokens = tokens
         self.sticky = True
         if version != self.version:
@@ -93,11 +100,12 @@ class Route:
             self.recorded = self._hashed = 0
 
     def prefix_keys(self, block: int) -> list[int]:
-        """One key for each of some beginnings of the prompt, each depending on all tokens before
-        it, then, unless it is a conversation that has a worker, one for the whole prompt. A
-        collision costs a cache miss, never a wrong result.
+        """Return one key for each compared prefix, then one key for the whole prompt.
 
-        Beginnings are so many blocks of ``block`` tokens long as ``BEGINNINGS`` says."""
+        The prefixes have the lengths of ``BEGINNINGS``, in blocks of ``block`` tokens. Each key
+        depends on all tokens of its prefix. A conversation that already has a worker has no key
+        for the whole prompt. A collision costs a cache miss, never a wrong result.
+        """
         tokens, size = self.tokens, len(self.tokens)
         if self._hashed != size:
             keys: list[int] = []
@@ -116,8 +124,11 @@ class Route:
         return self._keys
 
     def record(self, index: PrefixIndex[H], member: H, block: int) -> None:
-        """The member gets the call. Of a conversation that stays with it the longest beginning is
-        put down, which is what another that goes on from here will have, too."""
+        """Record that the member gets the call.
+
+        If a conversation stays with its member, only its longest prefix is recorded. Another
+        conversation that continues from this point has the same prefix.
+        """
         n = self.recorded
         if self.sticky and n and member is self.member:
             tokens, size, width = self.tokens, len(self.tokens), block * 4
@@ -139,21 +150,21 @@ class Route:
             index.record(keys, member)
         self.recorded = n = self._beginnings
         if self.sticky and n:
-            # The next turn goes on from the last one; the others are not asked for again.
+            # The next turn extends the last key. The other keys are not needed again.
             self._latest = keys[n - 1]
             self._keys = _NO_KEYS
             self._hashed = 0
 
 
 class PrefixIndex(Generic[H]):
-    """Which members have seen which prompt prefix: bounded, approximately least recently used.
+    """A bounded map of prompt prefixes to the members that hold them, approximately LRU.
 
-    Two generations: entries are read from both and written to the younger; when it holds half of
-    ``entries`` the older one is dropped. So an entry is forgotten only after at least
-    ``entries / 2`` others were used since its last use.
+    The map has two generations. Entries are read from both and written to the younger generation.
+    When the younger generation holds half of ``entries``, the older one is dropped. An entry is
+    thus forgotten only after at least ``entries / 2`` other entries were used since its last use.
 
-    An entry of one member, as most are, is the member's own tuple; one of several a dict, in which
-    who got the prefix last is last.
+    Most entries have one member: the entry is then the member's own tuple ``alone``. An entry of
+    several members is a dict. The member that got the prefix last is the last key.
     """
 
     def __init__(self, entries: int) -> None:
@@ -162,11 +173,11 @@ class PrefixIndex(Generic[H]):
         self.old: dict[int, Holders[H]] = {}
 
     def holders(self, keys: list[int]) -> Holders[H]:
-        """The members known to hold the longest prefix that any member holds."""
+        """Return the members that are known to hold the longest prefix that any member holds."""
         if not keys:
             return ()
         young, old = self.young, self.old
-        # Whoever holds more holds the shortest, too. The others need not all be known.
+        # A member that holds any prefix also holds the shortest. The index may lack the others.
         shortest = young.get(keys[0]) or old.get(keys[0]) or ()
         if shortest and len(keys) > 1:
             for key in reversed(keys):
@@ -176,7 +187,7 @@ class PrefixIndex(Generic[H]):
         return shortest
 
     def forget(self, member: H) -> None:
-        """The member takes no calls any more: what only it held is nobody's. O(entries), once."""
+        """Remove a member that accepts no more calls from all entries. Costs O(entries), once."""
         for generation in (self.young, self.old):
             for key, entry in generation.items():
                 if entry is member.alone:

@@ -1,22 +1,23 @@
-"""Which samples run, which groups are handed out, and which are not.
+"""The plan of a run: the samples to run, and the groups to return or drop.
 
-The samples of one item of the data set are a group. One group's life::
+The samples of one item of the data set are a group. The life of one group::
 
     item ──begin──▶ RUNNING ──every sample done or lost──▶ READY ──take──▶ TAKEN
       ▲                │                                     │  ╲
       │                │ too few samples are left            │   ▶ FILTERED
       └──once more─────┴──▶ DROPPED ◀───── too old ──────────┘
 
-One sample's: WAITING ──▶ RUNNING ──▶ DONE or LOST; a failed one may go back to WAITING.
+The life of one sample: WAITING ──▶ RUNNING ──▶ DONE or LOST. A failed sample may return to WAITING.
 
-A sample of an item is run at most ``1 + retries`` times in all its groups: a group that is begun
-again has the samples of the one before, less those that have no run left. (A run whose process was
-lost is not counted, at most ``MOST_LOSSES`` times.)
+A sample of an item runs at most ``1 + retries`` times in all groups of the item. A group that is
+begun again has the samples of the previous group, except samples without a remaining run. A run
+whose process was lost does not count, at most ``MOST_LOSSES`` times.
 
-Staleness is bounded as in AReaL (https://arxiv.org/abs/2505.24298, eq. 3): with policy version v,
+Staleness is bounded as in AReaL (https://arxiv.org/abs/2505.24298, eq. 3). With policy version v,
 batches of B groups and a bound of η versions, at most ``(v + η + 1) B`` groups have been begun and
-not given up. That alone bounds it only if groups finish in order; so samples whose oldest token is
-more than η versions old are lost too, running or done, when new weights come.
+not given up. This limit is sufficient only if groups finish in order. Therefore, when new weights
+arrive, samples whose oldest token is more than η versions old are lost too, whether they run or are
+done.
 
 Pure: no clock, no I/O. Results are opaque, versions are integers.
 """
@@ -37,22 +38,24 @@ FILTERED: Final = "filtered"
 DROPPED: Final = "dropped"
 
 STALE: Final = "stale"
-"""Why a sample was lost: its oldest token is too old."""
+"""A reason for the loss of a sample: its oldest token is too old."""
 MOST_LOSSES: Final = 3
-"""Of one sample."""
+"""Maximum number of lost processes per sample that do not count as a run."""
 SUSPECT: Final = 2
-"""After so many it is run where no other such sample is: then it is clear whose fault the next one
-is."""
+"""Number of losses after which a sample is a suspect. A suspect runs apart from other suspects, so
+that the cause of the next loss is clear."""
 GIVEN_UP: Final = "given up"
-"""Its group was given up. Other reasons are the caller's words."""
+"""A reason for the loss of a sample: its group was given up. The caller passes other reasons."""
 
 
 class Sample:
     """One rollout of an item.
 
-    ``tries``: how often it was run before, in all groups of the item. ``losses``: how often what
-    ran it was lost. ``final``: it has failed in a way that no other run would change. ``oldest``:
-    the policy version of its oldest token, when it is DONE.
+    Attributes:
+        tries: number of earlier runs, in all groups of the item.
+        losses: how often the process that ran the sample was lost.
+        final: the sample has failed, and another run would fail in the same way.
+        oldest: the policy version of its oldest token, if it is DONE.
     """
 
     __slots__ = ("final", "group", "index", "losses", "oldest", "result", "state", "tries")
@@ -72,9 +75,16 @@ class Sample:
 
 
 class Group:
-    """The samples of an item. ``index``: its number in the data set. ``tries``: how often it was
-    begun before. ``before``: index, tries and losses of each sample. ``oldest``: the policy version
-    of the oldest token, while it is READY."""
+    """The samples of an item.
+
+    Args:
+        index: number of the item in the data set.
+        tries: how often a group of the item was begun before.
+        before: index, tries and losses of each sample.
+
+    Attributes:
+        oldest: the policy version of the oldest token, while the group is READY.
+    """
 
     __slots__ = ("index", "item", "oldest", "open", "samples", "state", "tries")
 
@@ -88,7 +98,7 @@ class Group:
         self.samples = [Sample(self, i, tried, losses) for i, tried, losses in before]
         self.oldest = 0
         self.open = len(before)
-        """Samples that are neither DONE nor LOST."""
+        """Number of samples that are neither DONE nor LOST."""
 
     @property
     def done(self) -> list[Sample]:
@@ -99,13 +109,14 @@ class Plan:
     """The state of one run.
 
     Args:
-        group_size: samples of each item.
-        min_group: a group with fewer samples left is given up.
-        retries: how often a sample is run again, in all. A group that was given up is begun again
-            at most so often, while enough of its samples may be run again.
-        batch_size, max_staleness: B and η above; None: no bound.
-        ahead: groups that may be READY before no further one is begun.
-        version: the policy's, now.
+        group_size: number of samples per item.
+        min_group: a group with fewer remaining samples is given up.
+        retries: how often a sample is run again, in all groups. This is also how often a group that
+            was given up is begun again, as long as enough of its samples may be run again.
+        batch_size: B in the docstring of the module.
+        max_staleness: η in the docstring of the module; None for no bound.
+        ahead: no further group is begun while at least this many groups are READY.
+        version: the current policy version.
     """
 
     def __init__(
@@ -130,34 +141,35 @@ class Plan:
         """Groups that are RUNNING or READY."""
         self.ready: dict[Group, None] = {}
         self.by_age: dict[int, OrderedDict[Group, None]] = {}
-        """Those that are READY by the version of their oldest token, in order of completion. (Taken
-        from the front: the first of a dict is found behind all that stood before it.)"""
+        """READY groups by the version of their oldest token, in order of completion. Groups are
+        taken from the front. An ``OrderedDict`` finds its first key at once, but a plain dict first
+        passes over all removed keys."""
         self.lessened: dict[Group, None] = {}
-        """Those that are READY with fewer samples than they once were."""
+        """READY groups that have lost samples since they became READY."""
         self.waiting: deque[Sample] = deque()
         self.suspects: deque[Sample] = deque()
-        """Those that wait and have been lost ``SUSPECT`` times."""
+        """Waiting samples with at least ``SUSPECT`` losses."""
         self.again: deque[tuple[int, Any, int, list[tuple[int, int, int]]]] = deque()
-        """Items of groups that were given up: number, item, how often it was begun, and index,
-        tries and losses of each sample that may be run again."""
+        """Items of groups that were given up. Each entry has the number, the item, how often the
+        item was begun, and the index, tries and losses of each sample that may be run again."""
         self.running = 0
         self.next_index = 0
         self.exhausted = False
-        """The data set has no further item."""
+        """Whether the data set has no further item."""
         self.taken = self.filtered = self.dropped = 0
         self.samples_done = self.retried = 0
         self.lost: Counter[str] = Counter()
-        """Samples, by reason."""
+        """Number of lost samples, by reason."""
 
     # --- groups -----------------------------------------------------------------------------------
 
     @property
     def over(self) -> bool:
-        """Nothing is left to run or to take."""
+        """Whether no sample is left to run and no group is left to take."""
         return self.exhausted and not self.live and not self.again
 
     def may_begin(self) -> bool:
-        """Whether one more group may be begun now."""
+        """Return True if one more group may be begun now."""
         if len(self.ready) >= self.ahead:
             return False
         if self.max_staleness is None:
@@ -168,12 +180,12 @@ class Plan:
         return self.taken + len(self.live) < allowed
 
     def begin(self, index: int, item: Any) -> Group:
-        """An item of the data set, by its number."""
+        """Begin the group of an item. ``index`` is the number of the item in the data set."""
         self.next_index = max(self.next_index, index + 1)
         return self._begin(index, item, 0, [(i, 0, 0) for i in range(self.group_size)])
 
     def begin_again(self) -> Group | None:
-        """An item whose group was given up, if there is one."""
+        """Begin a new group for the next item whose group was given up, if there is one."""
         return self._begin(*self.again.popleft()) if self.again else None
 
     def _begin(
@@ -186,19 +198,19 @@ class Plan:
         return group
 
     def advance(self, version: int) -> None:
-        """There are new weights. What is done and too old by now is lost."""
+        """Set the version of new weights. Lose the done samples that are now too old."""
         self.version = version
         if self.max_staleness is None:
             return
         for group in list(self.live):
             for sample in group.done:
-                # Unless its group was given up with the one before.
+                # The loss of an earlier sample may have dropped the group, and with it this sample.
                 if sample.state is DONE and self._too_old(sample.oldest):
                     self.samples_done -= 1
                     self._lose(sample, STALE)
 
     def take(self) -> Group | None:
-        """The READY group with the oldest tokens; among equals the one that was ready first."""
+        """Take the READY group with the oldest tokens. Among equals, take the first completed."""
         if not self.ready:
             return None
         group = next(iter(self.by_age[min(self.by_age)]))
@@ -207,26 +219,26 @@ class Plan:
         return group
 
     def next_lessened(self) -> Group | None:
-        """One that is READY with fewer samples than before, until it is filtered or kept."""
+        """Return a READY group that has lost samples and is not yet filtered or kept, if any."""
         return next(iter(self.lessened), None)
 
     def keep(self, group: Group) -> None:
-        """It is wanted with the samples that it has left."""
+        """Keep a group that has lost samples, with its remaining samples."""
         del self.lessened[group]
 
     def filter(self, group: Group) -> None:
-        """A READY group is not wanted; another may take its place."""
+        """Discard a READY group. Another group may replace it."""
         self._leave(group, FILTERED)
         self.filtered += 1
 
     def unfinished(self) -> list[int]:
-        """Items that were begun and neither taken, filtered nor dropped for good, by number."""
+        """Return the numbers of begun items that are not taken, filtered or finally dropped."""
         return sorted({g.index for g in self.live} | {index for index, _, _, _ in self.again})
 
     # --- samples ----------------------------------------------------------------------------------
 
     def start(self, *, suspect: bool = False) -> Sample | None:
-        """The next sample to run; ``suspect``: it may be one."""
+        """Start and return the next sample, if any. It may be a suspect only with ``suspect``."""
         if suspect and self.suspects:
             sample = self.suspects.popleft()
         elif self.waiting:
@@ -238,7 +250,7 @@ class Plan:
         return sample
 
     def done(self, sample: Sample, result: Any, oldest: int) -> Group | None:
-        """A running sample has ended well. Its group, if that is READY now."""
+        """Record the result of a running sample. Return its group if the group is READY now."""
         assert sample.state is RUNNING, sample
         self.running -= 1
         sample.result, sample.oldest = result, oldest
@@ -256,11 +268,14 @@ class Plan:
     def failed(
         self, sample: Sample, reason: str, *, retry: bool, final: bool = False
     ) -> Group | None:
-        """A running sample has failed, or is given up. Its group, if that is READY now.
+        """Record that a running sample failed or was given up.
 
         Args:
-            retry: run it again in its group.
-            final: do not run it again if the group is begun again, either.
+            retry: run the sample again in its group.
+            final: do not run the sample again, even if the group is begun again.
+
+        Returns:
+            the group of the sample if the group is READY now; otherwise None.
         """
         assert sample.state is RUNNING, sample
         self.running -= 1
@@ -269,16 +284,21 @@ class Plan:
             sample.tries += 1
             sample.state = WAITING
             self.retried += 1
-            # At once: the others of the group wait for it.
+            # Run it next, because the rest of its group waits for it.
             self._queue_of(sample).appendleft(sample)
             return None
         self._lose(sample, reason)
         return sample.group if sample.group.state is READY else None
 
     def interrupted(self, sample: Sample) -> bool:
-        """What a running sample ran in is gone, which may not be its fault: it is run again, and
-        that is no try. False: it has happened too often, or its group was given up; then its item
-        is ``condemned``."""
+        """Requeue a running sample whose process was lost.
+
+        The sample may not be the cause, so the lost run does not count as a try.
+
+        Returns:
+            False if the sample has lost its process too often, or if its group was given up. The
+            caller then calls ``condemned``.
+        """
         assert sample.state is RUNNING, sample
         if sample.losses >= MOST_LOSSES or sample.group.state is not RUNNING:
             return False
@@ -290,8 +310,10 @@ class Plan:
         return True
 
     def condemned(self, sample: Sample, reason: str) -> None:
-        """A running sample has ended what it ran in too often. Its group is given up, and not begun
-        again: the others of it would do the same."""
+        """Give up the group of a running sample that has lost its process too often.
+
+        The group is not begun again, because its other samples would fail in the same way.
+        """
         assert sample.state is RUNNING, sample
         group = sample.group
         self.running -= 1
@@ -303,8 +325,13 @@ class Plan:
         return self.suspects if sample.losses >= SUSPECT else self.waiting
 
     def is_stale(self, sample: Sample, oldest: int | None) -> bool:
-        """Whether a running sample whose oldest token so far is of this version can still be of
-        use; and if its group was given up, it cannot."""
+        """Return True if a running sample is no longer useful.
+
+        This is the case if its group was given up, or if its oldest token is too old.
+
+        Args:
+            oldest: the policy version of its oldest token so far; None if it has no token.
+        """
         return sample.group.state is not RUNNING or (oldest is not None and self._too_old(oldest))
 
     # --- inside -----------------------------------------------------------------------------------
@@ -324,13 +351,13 @@ class Plan:
             self._settle(group)
 
     def _settle(self, group: Group) -> None:
-        """READY when nothing is open; given up when too few can still be done."""
+        """Make a group READY if it has no open samples. Drop it if too few samples are left."""
         left = sum(s.state is not LOST for s in group.samples)
         if left < self.min_group:
             self._drop(group)
         elif not group.open:
             if group.state is READY:
-                # It has lost its oldest.
+                # The group has lost its oldest sample.
                 self._unready(group)
                 self.lessened[group] = None
             group.state = READY
@@ -342,8 +369,12 @@ class Plan:
             peers[group] = None
 
     def _drop(self, group: Group, again: bool = True) -> None:
-        """What runs of it goes on, and is of no use. It is begun again, if it was not too often and
-        enough of its samples may be run again."""
+        """Drop a group. Its running samples continue, but their results are not used.
+
+        Args:
+            again: begin the group again, if it still has a retry and enough samples that may be run
+                again.
+        """
         self._leave(group, DROPPED)
         left = []
         for sample in group.samples:
@@ -377,7 +408,7 @@ class Plan:
         del self.live[group]
 
     def validate(self) -> None:
-        """For tests: raises ``AssertionError`` if something does not add up."""
+        """Raise ``AssertionError`` if the state is inconsistent. For tests."""
         assert set(self.ready) == {g for g in self.live if g.state is READY}
         by_age = [(age, g) for age, groups in self.by_age.items() for g in groups]
         assert set(by_age) == {(g.oldest, g) for g in self.ready}

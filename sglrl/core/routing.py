@@ -1,13 +1,14 @@
-"""Which worker gets a call: a chain of strategies, each of which names a member or passes.
+"""Choose the worker for a call with a chain of strategies. Each strategy names a member or passes.
 
 * ``prefix-aware``: the member that holds the longest cached prefix of the prompt, per weight
-  version; among equals the least loaded; passes when that member is overloaded.
+  version. Among equals it names the least loaded member. It passes if that member is overloaded.
 * ``requests``: the member with the fewest calls.
-* ``kv-cache``: the member with the lowest KV-cache usage, as its engine reports it.
-* ``round-robin``: members in turn.
+* ``kv-cache``: the member with the lowest KV-cache usage that its engine reported.
+* ``round-robin``: the members in turn.
 
-Session affinity comes before the chain: the turns of one session go to the worker of the turn
-before, unless it is overloaded. Samples of one prompt share a worker because they share a prefix.
+Session affinity is applied before the chain: a turn of a session goes to the worker of the previous
+turn, unless that worker is overloaded. Samples of one prompt share a worker because they share a
+prefix.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _HOLDERS: Final = 8
 
 
 class Router:
-    """Chooses among the members of a ``LoadIndex``; remembers prefixes, sessions and the turn."""
+    """Chooses among the members of a ``LoadIndex``. Stores prefixes, sessions and the turn."""
 
     def __init__(self, config: FabricConfig, loads: LoadIndex) -> None:
         self.config = config
@@ -55,7 +56,7 @@ class Router:
             del self.sessions[session]
 
     def choose(self, call: Call) -> Member | None:
-        """A member with room for the call, or None when nobody has room."""
+        """Return a member with room for the call, or None if no member has room."""
         loads = self.loads
         if not loads.with_room:
             return None
@@ -64,7 +65,7 @@ class Router:
         route = call.route
         member: Member | None = None
         if loads.with_room == 1:
-            # There is nothing to choose.
+            # Only one member can take the call.
             member = loads.least()
         elif route is not None and (route.sticky or route.session is not None):
             member = self._latest(route)
@@ -82,7 +83,7 @@ class Router:
         return member
 
     def given(self, call: Call, member: Member) -> None:
-        """The member gets the call: those that go on from it belong there."""
+        """Record that the member gets the call. Calls that continue it then prefer this member."""
         route = call.route
         if route is None or self.loads.members <= 1:
             return
@@ -94,8 +95,11 @@ class Router:
             self._remember(route.session, member)
 
     def home(self, call: Call) -> Member | None:
-        """The one member that holds what this call goes on from, if there is one: who got the call
-        before of its conversation or session, or who alone holds its longest known prefix."""
+        """Return the one member that holds the prefix of this call, if there is exactly one.
+
+        This is the member that got the previous call of the conversation or session. Without one,
+        it is the only member that holds the longest known prefix.
+        """
         route = call.route
         if route is None or self.loads.members <= 1:
             return None
@@ -107,7 +111,10 @@ class Router:
         return member
 
     def overloaded(self, member: Member) -> bool:
-        """Whether affinity should give way: no room, or far more calls than the mean."""
+        """Return True if the member has no room or far more calls than the mean.
+
+        Affinity does not apply to an overloaded member.
+        """
         load = member.load
         if not load:
             return False
@@ -126,7 +133,7 @@ class Router:
             sessions.popitem(last=False)
 
     def _latest(self, route: Route) -> Member | None:
-        """Who got the call before of this conversation, or of this session, if it serves."""
+        """Return the READY member that got the previous call of this conversation or session."""
         name = route.session
         if name is not None:
             member = self.sessions.get(name)
@@ -142,20 +149,20 @@ class Router:
             return None
         if len(holders) == 1:
             (only,) = holders
-            # Who has the least is looked for where it matters.
+            # Find the least loaded member only if the answer matters.
             return only if not self.overloaded(only) or only is self.loads.least() else None
         least = self.loads.least()
         assert least is not None
         if least in holders:
             return least
         best: Member | None = None
-        # Bounded: a prefix that very many workers hold is no reason to look at all of them. The
-        # first have not got it for longest, so they are the likeliest to have room.
+        # Very many workers may hold a prefix, so consider only a few. The first holders got the
+        # prefix the longest time ago, so they most likely have room.
         for member in islice(holders, _HOLDERS):
             if member.load < member.window and (best is None or member.load < best.load):
                 best = member
                 if best.load == least.load:
-                    # None can be lower.
+                    # No member has a lower load.
                     break
         return None if best is None or self.overloaded(best) else best
 
@@ -165,7 +172,7 @@ class Router:
     def _by_kv_usage(self, call: Call) -> Member | None:
         if all(m.kv_usage < 0 for m in self.ready):
             return None
-        # Who has not said yet how full it is has just come.
+        # A member that has not reported its usage has just started: its usage counts as 0.
         with_room = [m for m in self.ready if m.has_room]
         return min(with_room, key=lambda m: (round(max(m.kv_usage, 0), 2), m.load), default=None)
 

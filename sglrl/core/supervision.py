@@ -1,10 +1,12 @@
-"""Whether and when a lost worker is replaced.
+"""Decide whether and when a lost worker is replaced.
 
-Each worker has a budget of restarts within a period, as OTP's supervisors have
-(https://www.erlang.org/doc/system/sup_princ.html, maximum restart intensity); one that uses it up
-is retired. A worker that had served is replaced at once. One that fails again and again before it
-serves is given more time between the tries, since nothing is gained by failing faster; and as many
-such failures in a row use the budget up too, however long each takes.
+Each worker has a budget of restarts within a period, like the supervisors of OTP
+(https://www.erlang.org/doc/system/sup_princ.html, maximum restart intensity). A worker that exceeds
+its budget is retired.
+
+A worker that had served a call is replaced at once. If a worker fails repeatedly before it serves,
+the delay between restarts grows, because faster failures gain nothing. More of these failures in a
+row than ``restarts`` also exceed the budget, no matter how long each of them takes.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ class Supervision:
     """The losses of one worker index.
 
     Args:
-        restarts: replacements within ``period`` seconds; 0: a lost worker is never replaced.
+        restarts: maximum number of replacements within ``period`` seconds. With 0, a lost worker
+            is never replaced.
     """
 
     def __init__(self, restarts: int, period: float) -> None:
@@ -28,15 +31,15 @@ class Supervision:
         self.period = period
         self.reasons: Counter[str] = Counter()
         self.used_up = ""
-        """What used the budget up, in words; empty while there is one."""
+        """The reason why the budget is exhausted, in words; empty while it is not."""
         self._recent: deque[float] = deque()
         self._failures = 0
 
     def lost(self, reason: str, now: float, *, served: bool) -> float | None:
-        """Seconds until the replacement is to be started; None: retire the worker.
+        """Record a loss. Return the seconds until the replacement starts, or None to retire it.
 
         Args:
-            served: it had ended at least one call since it was started.
+            served: the worker had finished at least one call since its start.
         """
         self.reasons[reason] += 1
         recent = self._recent
@@ -51,14 +54,14 @@ class Supervision:
             self.used_up = f"the last {self._failures} ended before they had served a call"
             return None
         recent.append(now)
-        # Once is no pattern.
+        # A single failure is not a pattern.
         if self._failures < 2:
             return 0.0
         return float(min(MOST_DELAY, FIRST_DELAY * 2.0 ** min(self._failures - 2, 60)))
 
     @property
     def history(self) -> str:
-        """How often it was lost, and of what."""
+        """The number of losses and their reasons, in words."""
         parts = [
             f"{reason} ({n} times)" if n > 1 else reason
             for reason, n in self.reasons.most_common(4)

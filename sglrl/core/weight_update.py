@@ -1,24 +1,29 @@
-"""The life of one weight update: who is asked what, and what an answer, a loss or silence means.
+"""The state machine of one weight update: its requests, and its reactions to answers and losses.
 
 ::
 
     JOIN ──▶ PREPARE ──▶ STAGE ──▶ COMMIT ──▶ DONE
       │         │          │
-      └─────────┴──────────┴──▶ ABORT ──▶ FAILED, or JOIN again without the worker that was lost
+      └─────────┴──────────┴──▶ ABORT ──▶ FAILED, or JOIN again without the lost worker
 
-Two phases: until COMMIT nothing that serves has changed, and COMMIT begins only when every rank of
-every worker has all of the new weights. From then on the update cannot fail: a worker that cannot
-commit is expelled (its process is ended), and the others have the new version.
+The update is a two-phase commit. Before COMMIT the live weights do not change. COMMIT begins only
+when every rank of every worker has all of the new weights. From then on the update cannot fail: a
+worker that cannot commit is expelled (its process is killed), and the other workers have the new
+version.
 
-Invariants: the update ends exactly once. A rank is asked to STAGE only after all said yes to
-PREPARE, and to COMMIT only after all have staged. When it has ended, every worker that was not
-expelled has one and the same version: the new one if it is DONE, else the old one.
+Invariants:
 
-A member is ``(worker, rank)``; the sender of the weights is ``SENDER``. With ``sender=False``
-(weights from files) there is no group, so no JOIN and no sender.
+* The update ends exactly once.
+* A rank gets STAGE only after all ranks have accepted PREPARE. It gets COMMIT only after all ranks
+  have staged.
+* After the end, all workers that were not expelled have the same version. It is the new version if
+  the update is DONE, and the old version otherwise.
 
-An answer says which phase it is of, not which attempt: what still comes of an attempt that was
-given up is for the caller to drop, by the ids of its messages.
+A member is ``(worker, rank)``. The sender of the weights is ``SENDER``. With ``sender=False``
+(weights from files) there is no group, and therefore no JOIN and no sender.
+
+An answer contains its phase, but not its attempt. The caller must drop late answers of an abandoned
+attempt, by the ids of their messages.
 """
 
 from __future__ import annotations
@@ -43,22 +48,28 @@ _NEXT: Final = {JOIN: PREPARE, PREPARE: STAGE, STAGE: COMMIT, COMMIT: DONE}
 
 
 class Ask(NamedTuple):
-    """Send ``phase``'s message to ``member``, which answers once."""
+    """Send the message of ``phase`` to ``member``, which answers once."""
 
     phase: str
     member: Member
 
 
 class Expel(NamedTuple):
-    """End the worker's processes; it is not a member any more."""
+    """Kill the processes of a worker, which is no longer a member."""
 
     worker: int
     reason: str
 
 
 class Ended(NamedTuple):
-    """``state`` is DONE or FAILED. why: "" when DONE, else "refused" (a rank said no to PREPARE),
-    "cancelled", "lost" (no worker is left, or the sender is gone) or "broken"."""
+    """The end of the update.
+
+    Attributes:
+        state: DONE or FAILED.
+        why: "" if DONE. Otherwise "refused" (a rank rejected PREPARE), "cancelled", "lost" (no
+            worker is left, or the sender is lost) or "broken".
+        errors: the errors of the members.
+    """
 
     state: str
     why: str
@@ -69,8 +80,14 @@ Effect = Ask | Expel | Ended
 
 
 class Limits(NamedTuple):
-    """Seconds that any member may take: for JOIN, STAGE and, if ``prepare`` is None, PREPARE; for
-    COMMIT; and for ABORT. PREPARE may await running requests."""
+    """The time limits of each member, in seconds.
+
+    Attributes:
+        phase: limit for JOIN and STAGE, and for PREPARE if ``prepare`` is None.
+        commit: limit for COMMIT.
+        abort: limit for ABORT.
+        prepare: limit for PREPARE, which may wait for running requests.
+    """
 
     phase: float
     commit: float
@@ -79,14 +96,14 @@ class Limits(NamedTuple):
 
 
 class WeightUpdate:
-    """One update's state machine. Methods mutate it and append to ``outbox``.
+    """The state machine of one update. Methods mutate it and append effects to ``outbox``.
 
     Args:
         members: every rank of every worker that takes part.
-        joined: the sender and exactly these members already form a group. Afterwards the attribute
-            says so of the sender and the members that are left.
-        sender: there is one.
-        join_only: form the group ahead of time, and no more.
+        joined: the sender and exactly these members already form a group. The attribute of the same
+            name later states this for the sender and the remaining members.
+        sender: whether the update has a sender.
+        join_only: only form the group, ahead of time.
     """
 
     def __init__(
@@ -133,7 +150,7 @@ class WeightUpdate:
 
     @property
     def leave(self) -> bool:
-        """Whether an abort must take the group down: a collective may be under way in it."""
+        """Whether an abort must destroy the group, because a collective may be running in it."""
         return self.sender and not self.joined
 
     # --- events -----------------------------------------------------------------------------------
@@ -141,7 +158,12 @@ class WeightUpdate:
     def answered(
         self, member: Member, phase: str, error: SglrlError | None, now: float, dirty: bool = False
     ) -> None:
-        """``dirty``: the answer to ABORT of a rank whose live weights are half new."""
+        """Process the answer of a member.
+
+        Args:
+            dirty: the live weights of the rank are partly new. Only an answer to ABORT reports
+                this.
+        """
         if phase != self.state or member not in self.waiting:
             self.late_answers += 1
             return
@@ -153,18 +175,18 @@ class WeightUpdate:
             if member == SENDER and phase == ABORT:
                 self._without_sender()
             elif phase in (COMMIT, ABORT):
-                # What it has now is not known.
+                # The weights of this rank are unknown now.
                 self._expel(member[0], f"it could not {phase}: {error}")
             elif phase == PREPARE:
                 self.refused = True
             elif phase in (JOIN, STAGE):
-                # The others wait in a collective for what will not come.
+                # The other members wait in a collective that cannot complete.
                 self._enter(ABORT, now)
                 return
         self._advance(now)
 
     def lost(self, worker: int, now: float) -> None:
-        """All processes of the worker are gone."""
+        """Remove a worker whose processes have all exited. Before COMMIT, abort the attempt."""
         if self.ended or worker not in self.workers:
             return
         self._remove(worker)
@@ -184,8 +206,11 @@ class WeightUpdate:
             self._enter(ABORT, now)
 
     def cancel(self, now: float) -> bool:
-        """The caller no longer wants it. False when it is too late: it has ended, or will be DONE
-        if a worker is left."""
+        """Cancel the update for the caller.
+
+        Returns:
+            False if it is too late: the update has ended, or will be DONE if a worker is left.
+        """
         if self.state == COMMIT or self.ended:
             return False
         self.cancelled = True
@@ -194,9 +219,13 @@ class WeightUpdate:
         return True
 
     def tick(self, now: float) -> None:
-        """The deadline has passed. Until COMMIT whoever is late may only be waiting for another, in
-        a collective, so all are told to abort, which a live process answers at once: who does
-        not is out."""
+        """Handle a passed deadline.
+
+        Before COMMIT, a late member may only be waiting for another member in a collective. The
+        update therefore sends ABORT to all members. A live process answers ABORT at once. A worker
+        that does not answer ABORT or COMMIT in time is expelled. A sender that does not answer in
+        time counts as lost.
+        """
         if self.ended or now < self.deadline:
             return
         if self.state not in (ABORT, COMMIT):
@@ -228,11 +257,11 @@ class WeightUpdate:
             return
         asked = sorted(self.members)
         if self.sender and not self.sender_lost and state in (JOIN, STAGE, ABORT):
-            # Last: a sender in this process begins at once, and takes the interpreter from whoever
-            # would still ask the others.
+            # The sender is last: a sender in this process begins at once, and then keeps the
+            # interpreter busy while the other members still need their messages.
             asked.append(SENDER)
         if state == STAGE:
-            # Until they have all staged, the group may be in the middle of a collective.
+            # Until all members have staged, a collective may be running in the group.
             self.joined = False
         elif state == COMMIT:
             self.joined = self.sender
@@ -289,7 +318,7 @@ class WeightUpdate:
 
     def _remove(self, worker: int) -> None:
         self._lost_some = True
-        # Its ranks were in the group.
+        # The group contained the ranks of this worker.
         self.joined = False
         gone = {member for member in self.members if member[0] == worker}
         self.members -= gone
