@@ -1,4 +1,4 @@
-"""What a worker process does once it is born: pick the host for its kind and run it."""
+"""The entry point of a worker process: run the host for this kind of worker."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from sglrl.wire.processes import ActorSpec, EngineSpec, WorkerSpec
 
 
 def run(spec: WorkerSpec) -> None:
-    """Serve until told to stop. An exception here ends the process; its traceback is the worker's
-    last output, which the driver shows."""
+    """Serve until ``Shutdown``.
+
+    An exception ends the process. Its traceback is the worker's last output, which the driver
+    shows.
+    """
     match spec.body:
         case ActorSpec():
             from .actor_worker import run_actor

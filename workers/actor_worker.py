@@ -1,8 +1,8 @@
-"""Runs a plain actor on an event loop of its own.
+"""Run a plain actor on its own event loop.
 
-Each call is one task. What tasks produce within one loop tick leaves as one message. A cancelled
-call's task is cancelled; it is answered when the task has ended, so the driver's window counts
-what really runs.
+Each call is one task. All answers of one loop tick are sent as one message. Cancelling a call
+cancels its task. The call is answered when the task has finished, so the driver's window counts the
+tasks that really run.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ from .heartbeat import start_heartbeats
 logger = logging.getLogger("sglrl.worker")
 
 _AT_ONCE = 64
+"""A stream sends its items when this many are collected, even if the stream awaits nothing."""
 _SECONDS = 0.005
-"""Items of a stream are sent when there are so many, or the first waits for so long, also if the
-stream awaits nothing."""
+"""A stream sends its items when the first one is this old, even if the stream awaits nothing."""
 
 
 def load_class(spec: ActorSpec) -> type[Actor]:
-    """The actor class by name, or by value when it has no importable name."""
+    """Import the actor class by name, or unpickle it when it has no importable name."""
     if not spec.target:
         loaded: type[Actor] = cloudpickle.loads(spec.code)
         return loaded
@@ -87,9 +87,10 @@ class Host:
         self._items: list[Item] = []
         self._frames: list[Buffer] = []
         self._first = 0.0
-        """When the first of them was put."""
+        """Time at which the first of ``_items`` was collected."""
 
     async def serve(self, window: int) -> None:
+        """Report that the worker is ready, serve calls until ``Shutdown``, then close the actor."""
         self.transport.start(self._on_message)
         self.transport.send(
             [encode(Ready(PROTOCOL_VERSION, os.getpid(), window, sorted(self.endpoints)))]
@@ -125,7 +126,7 @@ class Host:
                 self.stopped.set()
 
     def _ended(self, id_: int, task: asyncio.Task[None]) -> None:
-        """A task that is cancelled before its first step never runs ``_run``: answer for it."""
+        """Answer a call whose task was cancelled before its first step, so ``_run`` never ran."""
         if self.running.pop(id_, None) is not None:
             self._put(Item(id_, ItemKind.CANCELLED))
 
@@ -137,9 +138,9 @@ class Host:
         except (SystemExit, KeyboardInterrupt):
             raise
         except BaseException as error:
-            # Also what is no Exception, as a panic of an extension is.
+            # Not every error is an Exception, for example a panic in an extension.
             kind = type(error).__name__
-            # What this side of sglrl raises is clear without the way it came.
+            # An error of sglrl itself is clear without a traceback.
             trace = "" if isinstance(error, SglrlError) else traceback.format_exc()
             body = encode(ErrorBody(kind, readable(error), readable(trace)))
             self._put(Item(call.id, ItemKind.ERROR, body))
@@ -156,7 +157,7 @@ class Host:
             async for value in method(**arguments):
                 self._put_value(call.id, ItemKind.CHUNK, spec, value)
                 if len(self._items) >= _AT_ONCE or time.monotonic() - self._first > _SECONDS:
-                    # It may never wait for anything: let go what there is, and hear of its end.
+                    # The stream may never await: let the loop send items and cancel this task.
                     await asyncio.sleep(0)
             self._put(Item(call.id, ItemKind.DONE))
         else:
@@ -187,15 +188,18 @@ class Host:
         if len(body) <= self.max_message_bytes:
             self.transport.send([body, *frames])
             return
-        # Each item fits alone, which was checked when it was put.
+        # ``_put_value`` has checked that each item fits into a message of its own.
         for item in items:
             own, frames = frames[: item.frames], frames[item.frames :]
             self.transport.send([encode(Results([item])), *own])
 
 
 class Turns:
-    """Counts the turns of an event loop that it was asked to look at. However long a call takes,
-    they go on while it awaits; a call that blocks the loop stops them."""
+    """Counts turns of the event loop, one for each heartbeat at most.
+
+    The count grows while calls await, however long they take. A call that blocks the loop stops the
+    count.
+    """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -203,11 +207,11 @@ class Turns:
         self._asked = False
 
     def look(self) -> Heartbeat:
-        """Called from any thread. Requests one more turn, which the next heartbeat reports."""
+        """Return a heartbeat, and request a turn for the next one. Any thread may call this."""
         heartbeat = Heartbeat(self._count)
         if not self._asked:
             self._asked = True
-            with contextlib.suppress(RuntimeError):  # The loop is closed: the process ends.
+            with contextlib.suppress(RuntimeError):  # The loop is closed: the process exits.
                 self._loop.call_soon_threadsafe(self._turn)
         return heartbeat
 
@@ -240,5 +244,5 @@ async def _main(spec: WorkerSpec, body: ActorSpec) -> None:
 
 
 def run_actor(spec: WorkerSpec, body: ActorSpec) -> None:
-    """Serve until told to stop. Raises what the actor's ``__init__`` raises."""
+    """Serve until ``Shutdown``. An error of the actor's ``__init__`` propagates."""
     uvloop.run(_main(spec, body))

@@ -1,4 +1,4 @@
-"""A worker whose connection to the driver breaks must end."""
+"""Exit a worker whose connection to the driver breaks."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import sys
 
 
 def leave() -> None:
-    """End the process, from whatever thread. What was on its way is lost and neither side can tell
-    what it was; a connection made anew would go on behind a gap. The driver hears of the end, and
-    gives the calls to others from what it has received."""
+    """Exit the process. Any thread may call this.
+
+    The messages in transit are lost, and neither side knows which ones. A new connection would
+    continue after a gap. The driver notices the exit, and other workers resume the calls from the
+    tokens that the driver has received.
+    """
     sys.stderr.write("the connection to the driver broke; this worker ends\n")
     sys.stderr.flush()
     os._exit(1)

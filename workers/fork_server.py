@@ -1,14 +1,19 @@
 """The warm fork server: ``python -m sglrl_workers.fork_server FD PRELOAD DRIVER``.
 
-FD is a listening unix socket that it inherits, DRIVER the process id of its parent. It imports what
-PRELOAD names, then has a worker for every ``Fork`` message: a fork that waits already, because
-forking a process of this size takes a while where others are busy, or one made for it.
-Single-threaded, and it never touches a GPU: that is what makes forking from it safe.
+FD is an inherited unix socket that listens. PRELOAD is a key of ``PRELOADS``. DRIVER is the process
+id of the parent. The fork server imports the modules of PRELOAD, then starts a worker for every
+``Fork`` message. The worker is a spare fork that already waits, because forking a process of this
+size takes long while other processes are busy. Without a spare, the server forks a new process.
+Forking is safe because the server has one thread and never uses a GPU.
 
-Who watches whom: stdin is a pipe from the driver and its end means that the driver is gone, as
-does the end of the driver's process (a pidfd, because a pipe can be inherited by a process that
-outlives the driver); a worker belongs to the connection that asked for it. Workers are told by the
-kernel to die with this process (PR_SET_PDEATHSIG).
+The processes watch each other:
+
+* The fork server exits when stdin, a pipe from the driver, closes, and when the driver's process
+  exits. It also watches a pidfd of the driver, because a process that outlives the driver can
+  inherit the pipe.
+* A worker belongs to the connection that requested it. The server kills the worker when this
+  connection closes.
+* The kernel kills the workers when the fork server exits (PR_SET_PDEATHSIG).
 """
 
 from __future__ import annotations
@@ -58,59 +63,67 @@ _PR_SET_NAME = 15
 _M_ARENA_MAX = -8
 _CLONE_FILES = 0x400
 _SERVER_SCORE = 200
+"""The fork server's ``oom_score_adj`` minus the driver's.
+
+When memory runs out, the kernel kills a worker first, because a worker can be replaced. Next is the
+fork server, whose exit ends all workers. The driver is last.
+"""
 _WORKER_SCORE = 300
-"""What is added to ``oom_score_adj``: by the fork server to the driver's, by a worker to the fork
-server's. Where memory runs out, the kernel kills a worker first, which can be replaced, then the
-fork server, with which all workers end, and the driver last."""
+"""A worker's ``oom_score_adj`` minus the fork server's."""
 _QUIET = 1.0
-"""Seconds without work, after which the next fork is made: then it takes no time from a worker that
-starts. To answer a ``Ping`` is not work."""
+"""Seconds without work before the server makes the next spare fork.
+
+The fork then takes no time from a worker that starts. Answering a ``Ping`` is not work.
+"""
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """Ask the kernel for a signal to this process when its parent ends."""
+    """Request a signal from the kernel when this process's parent exits."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os.kill(os.getpid(), number)
 
 
 def raise_oom_score(by: int) -> None:
-    """Make the kernel prefer this process when it kills one because memory has run out."""
+    """Make the kernel more likely to kill this process when memory runs out."""
     path = Path("/proc/self/oom_score_adj")
     with contextlib.suppress(OSError, ValueError):
         path.write_text(str(min(1000, int(path.read_text()) + by)))
 
 
 def call_this_process(name: str) -> None:
-    """In ``ps`` and the like. At most 15 characters of ASCII."""
+    """Set the process name that ``ps`` shows: at most 15 ASCII characters."""
     ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode())
 
 
 def limit_arenas(most: int) -> None:
-    """The most arenas that malloc makes in this process and its forks, where it is glibc's."""
+    """Limit the malloc arenas of this process and its forks. Only glibc has this setting."""
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, most)
 
 
 def end_with_process(fd: int) -> None:
-    """Close ``fd`` here, but for a thread whose files are its own and which does nothing. When this
-    process is killed, that thread is gone at once, and the other end of a pipe notices; what else
-    the process has is closed after its memory has been taken down, which takes a while."""
+    """Keep ``fd`` open only in an idle thread that has its own file table.
+
+    When this process is killed, the kernel ends the thread at once and closes ``fd``, and the other
+    end of the pipe notices. The kernel closes the other files of the process only after it has
+    freed the memory, which takes a while.
+    """
     kept = threading.Event()
 
     def wait() -> None:
-        # To be killed is all that can happen to it.
+        # Only SIGKILL may end this thread.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         libc = ctypes.CDLL(None)
         try:
             own = libc.unshare(_CLONE_FILES) == 0
             for other in map(int, os.listdir("/proc/thread-self/fd") if own else ()):
                 if other != fd:
-                    # That of the listing is closed already.
+                    # The file descriptor of ``listdir`` itself is already closed.
                     with contextlib.suppress(OSError):
                         os.close(other)
         finally:
-            # Whoever starts must not wait for what failed here.
+            # After an error here, the starting thread must not wait forever.
             kept.set()
         while own:
             libc.pause()
@@ -121,13 +134,21 @@ def end_with_process(fd: int) -> None:
 
 
 def outlive_parent() -> None:
-    """Undo ``die_with_parent``: from now on the parent's end is noticed as an event, which also
-    holds when the *thread* that started this process ends before the parent does."""
+    """Undo ``die_with_parent``: the server now watches the driver's process itself.
+
+    The kernel would also send its signal when the *thread* that started this process exits before
+    the parent does.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0)
 
 
 class Client:
-    """One connection and the workers that belong to it, by pid."""
+    """One connection and its workers.
+
+    Attributes:
+        buffer: bytes received that are not yet a complete message.
+        keys: the key of each worker, by process id.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -141,20 +162,29 @@ class Client:
 
 
 class ForkServer:
+    """Forks workers for its clients and reports when they exit.
+
+    Args:
+        listener: the unix socket that clients connect to.
+        driver: process id of the driver.
+        ahead: keep a spare fork ready.
+    """
+
     def __init__(self, listener: socket.socket, driver: int, *, ahead: bool) -> None:
         self.ahead = ahead
         self.spare: tuple[int, int] | None = None
-        """Process id of a fork that waits for its ``Fork``, and the pipe to write it to."""
+        """Process id of the fork that waits for a ``Fork``, and the pipe that takes the message."""
         self.worked = time.monotonic()
-        """When there was work last."""
+        """Time of the last work."""
         self.ends: dict[int, int] = {}
-        """By process id of a worker: the pipe that ends with it."""
+        """The pipe that closes when a worker is killed, by the worker's process id."""
         self.selector = selectors.DefaultSelector()
         self.clients: dict[int, Client] = {}
         self.decoder: msgspec.msgpack.Decoder[ToForkServer] = msgspec.msgpack.Decoder(ToForkServer)
         self.listener = listener
         listener.setblocking(False)
         self.folder = Path(listener.getsockname()).parent
+        # ``one_more_file`` closes this file to free a descriptor.
         self.reserve = os.open(os.devnull, os.O_RDONLY)
         self.wake_read, self.wake_write = os.pipe()
         os.set_blocking(self.wake_write, False)
@@ -172,31 +202,35 @@ class ForkServer:
         self.selector.register(fd, selectors.EVENT_READ, callback)
 
     def preload(self, name: str) -> None:
+        """Import the modules of ``PRELOADS[name]``. ``warm`` then holds the result."""
         begun = time.monotonic()
         error = ""
         if name == "sglang":
-            # Workers on CPU share its cores with each other and the driver: OpenMP threads that
-            # spin while they wait would take them from whoever has work. Read when torch loads.
+            # Workers on a CPU share its cores with each other and the driver. OpenMP threads that
+            # spin while they wait would take cores from busy processes. torch reads this variable
+            # when it loads.
             os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-            # SGLang compiles a few small functions when they are first used, with a C++ compiler: a
-            # worker would stand still for eight seconds at the first repetition penalty.
+            # SGLang compiles a few small functions with a C++ compiler when it first uses them. The
+            # first repetition penalty would block a worker for eight seconds.
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-            # Each thread of a weight update would otherwise have an arena of its own, which keeps
-            # what was once needed.
+            # Otherwise each thread of a weight update has its own arena, which keeps memory that is
+            # no longer needed.
             limit_arenas(1)
-            # Importing SGLang where it sees a GPU initialises CUDA, after which nothing may fork.
+            # SGLang initialises CUDA at import if it finds a GPU. The process must then not fork.
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         try:
             for module in PRELOADS[name]:
                 importlib.import_module(module)
         except BaseException:
             error = traceback.format_exc()
-        # What is imported stays: keep the collector of every fork from touching these pages.
+        # Imported modules stay in memory. The garbage collector of a fork must not write to their
+        # pages, which would copy them.
         gc.collect()
         gc.freeze()
         self.warm = Warm(time.monotonic() - begun, error)
 
     def serve(self) -> None:
+        """Handle events forever, and make a spare fork when there is no work."""
         while True:
             wanted = self.ahead and self.spare is None and self.clients
             quiet_in = self.worked + _QUIET - time.monotonic()
@@ -204,28 +238,32 @@ class ForkServer:
                 key.data()
             if wanted and self.spare is None and time.monotonic() >= self.worked + _QUIET:
                 self.worked = time.monotonic()
-                # What cannot be had now is tried again when it is asked for.
+                # After a failure, the next ``Fork`` message tries again.
                 with contextlib.suppress(OSError):
                     self.fork_ahead()
 
     @contextlib.contextmanager
     def one_more_file(self) -> Iterator[None]:
-        """What is kept to say that there are no more. What cannot be done even so is left out."""
+        """Free one reserved file descriptor for the block, when no others are left.
+
+        The block is a report of an error. An ``OSError`` in the block is ignored.
+        """
         os.close(self.reserve)
         with contextlib.suppress(OSError):
             yield
         self.reserve = os.open(os.devnull, os.O_RDONLY)
 
     def accept(self) -> None:
+        """Accept a client and send it the result of ``preload``."""
         self.worked = time.monotonic()
         try:
             connection, _ = self.listener.accept()
         except BlockingIOError:
-            # Who came has gone again.
+            # The client has already closed its connection.
             return
         except OSError:
             traceback.print_exc()
-            # Who comes is told so by the end of the connection.
+            # The client notices the error because its connection closes.
             with self.one_more_file():
                 self.listener.accept()[0].close()
             return
@@ -235,6 +273,7 @@ class ForkServer:
         client.send(self.warm)
 
     def read(self, client: Client) -> None:
+        """Read from a client and handle every complete message."""
         try:
             data = client.connection.recv(1 << 16)
         except OSError:
@@ -251,7 +290,7 @@ class ForkServer:
             try:
                 message = self.decoder.decode(bytes(buffer[4 : 4 + size]))
             except msgspec.DecodeError:
-                # Of another version of the program, say: its workers end, and nobody else's.
+                # The client may run another version. Kill only the workers of this client.
                 traceback.print_exc()
                 self.drop(client)
                 return
@@ -274,16 +313,17 @@ class ForkServer:
                                 os.kill(pid, signal.SIGUSR1)
 
     def fork(self, client: Client, request: Fork) -> None:
+        """Start a worker. Report ``Forked``, or ``Exited`` if that failed."""
         try:
             pid = self.use_spare(request)
             if pid is None:
-                # One that could not be written to has ended.
+                # There is no spare fork, or it has exited.
                 self.fork_ahead()
                 pid = self.use_spare(request)
             if pid is None:
                 raise ChildProcessError("a process that has just been forked is gone")
         except OSError as error:
-            # No more files, processes or memory: this worker cannot be, and the others live on.
+            # No files, processes or memory are left. Only this worker fails.
             with self.one_more_file():
                 Path(request.log).write_text(f"the fork server could not fork: {reason(error)}\n")
             client.send(Exited(request.key, error.errno or 1))
@@ -292,6 +332,7 @@ class ForkServer:
         client.send(Forked(request.key, pid))
 
     def fork_ahead(self) -> None:
+        """Make the spare fork. Raises ``OSError`` if there are no resources for it."""
         parent = os.getpid()
         request, pipe = os.pipe()
         try:
@@ -325,19 +366,24 @@ class ForkServer:
         self._watch(end, lambda: self.hurry(pid))
 
     def hurry(self, pid: int) -> None:
-        """A worker is being killed. On a CPU it has let others go first; now all wait for its end,
-        and that takes three times as long as need be."""
+        """Give a dying worker normal priority.
+
+        A worker on a CPU has lowered its priority. Its exit would take three times as long, and
+        other processes wait for the exit.
+        """
         self.forget_end(pid)
         with contextlib.suppress(OSError):
             Path(f"/proc/{pid}/autogroup").write_text("0")
 
     def forget_end(self, pid: int) -> None:
+        """Close the pipe that reports the death of this worker, if it is open."""
         end = self.ends.pop(pid, None)
         if end is not None:
             self.selector.unregister(end)
             os.close(end)
 
     def use_spare(self, request: Fork) -> int | None:
+        """Turn the spare fork into a worker and return its process id. None without a spare."""
         if self.spare is None:
             return None
         (pid, pipe), self.spare = self.spare, None
@@ -349,7 +395,7 @@ class ForkServer:
         return pid
 
     def forget(self, parent: int) -> None:
-        """In the child: everything of the fork server."""
+        """In the child: detach from the fork server, and close its files."""
         die_with_parent(parent)
         raise_oom_score(_WORKER_SCORE)
         call_this_process("sglrl spare")
@@ -368,7 +414,10 @@ class ForkServer:
             client.connection.close()
 
     def become_worker(self, pipe: int, kept: int) -> None:
-        """In the child: be the worker that is asked for through the pipe, if there is one."""
+        """In the child: wait for a ``Fork`` on ``pipe`` and run its worker.
+
+        Return if ``pipe`` closes without a message. ``kept`` closes when the worker is killed.
+        """
         with open(pipe, "rb") as file:
             body = file.read()
         if not body:
@@ -380,11 +429,11 @@ class ForkServer:
         os.dup2(log, 2)
         os.close(log)
         end_with_process(kept)
-        # In C, so that it also works while no Python can run.
+        # faulthandler is written in C, so it also works while no Python code can run.
         faulthandler.register(signal.SIGUSR1, file=2, all_threads=True, chain=False)
         os.environ.update(request.env)
         with contextlib.suppress(OSError):
-            # It may have been removed.
+            # The folder may have been removed.
             os.chdir(request.cwd)
         sys.path[:] = request.sys_path
         sys.argv[:] = ["sglrl-worker"]
@@ -393,6 +442,7 @@ class ForkServer:
         run(request.spec)
 
     def reap(self) -> None:
+        """Report every worker that has exited to its client."""
         self.worked = time.monotonic()
         with contextlib.suppress(BlockingIOError):
             os.read(self.wake_read, 4096)
@@ -410,20 +460,21 @@ class ForkServer:
             for client in self.clients.values():
                 key = client.keys.pop(pid, None)
                 if key is not None:
-                    # Whatever the worker started itself goes with it.
+                    # Kill the processes that the worker has started, too.
                     kill_group(pid)
                     client.send(Exited(key, os.waitstatus_to_exitcode(status)))
 
     def drop(self, client: Client) -> None:
+        """Close a client's connection and kill its workers."""
         self.selector.unregister(client.connection.fileno())
         del self.clients[client.connection.fileno()]
         client.connection.close()
         for pid in client.keys:
             kill_group(pid)
-        # They are reaped when SIGCHLD comes; nobody is left to tell.
+        # SIGCHLD reaps the workers. There is no client to report to.
 
     def leave(self) -> None:
-        """The driver is gone."""
+        """Kill all workers and exit, because the driver has exited."""
         for client in self.clients.values():
             for pid in client.keys:
                 kill_group(pid)
@@ -432,13 +483,15 @@ class ForkServer:
 
 
 def kill_group(pid: int) -> None:
-    # The worker may not have called setsid yet.
+    """Kill a worker and the processes of its group."""
+    # The worker may not have called setsid yet, so kill the process itself as well.
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(pid, signal.SIGKILL)
 
 
 def main() -> None:
+    """Preload, then serve until the driver exits."""
     listener, preload, driver = socket.socket(fileno=int(sys.argv[1])), *sys.argv[2:]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     folder = Path(listener.getsockname()).parent
@@ -447,11 +500,11 @@ def main() -> None:
         shutil.rmtree(folder, ignore_errors=True)
         os._exit(0)
 
-    # Importing takes a while, in which nothing is watched.
+    # Importing takes a while. The server does not watch the driver meanwhile.
     signal.signal(signal.SIGTERM, orphaned)
     die_with_parent(int(driver), signal.SIGTERM)
     raise_oom_score(_SERVER_SCORE)
-    # Plain actors are forked from a small process.
+    # Plain actors are forked from a small process, so a spare fork saves no time.
     server = ForkServer(listener, int(driver), ahead=preload != "plain")
     server.preload(preload)
     outlive_parent()

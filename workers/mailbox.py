@@ -1,8 +1,9 @@
-"""The DEALER shell of an engine worker: drained inside the scheduler loop, no thread, no queue.
+"""The connection of an engine worker to the driver, through a DEALER socket.
 
-``receive`` hands what arrived to the engine; ``put`` collects answers; ``flush`` sends everything
-that one scheduler step produced as one message. When the engine is idle it blocks in ``wait``, so
-an idle worker costs no CPU.
+The scheduler loop reads and writes the socket itself. There is no other thread and no queue.
+``receive`` passes new messages to the engine. ``put`` collects answers. ``flush`` sends all answers
+of one scheduler step as one message. While the engine is idle, the loop blocks in ``wait``, so an
+idle worker uses no CPU.
 """
 
 from __future__ import annotations
@@ -50,8 +51,11 @@ from .exit_on_disconnect import leave
 logger = logging.getLogger("sglrl.worker")
 
 ROWS = 16
-"""In one message. It arrives as a whole, and half a megabyte a row takes its time: the driver
-handles the first ones while the others are under way."""
+"""Maximum rows of logprobs in one message.
+
+A row has about half a megabyte, and a message arrives as a whole. With small messages the driver
+handles the first rows while the others are in transit.
+"""
 
 _REPORT_SECONDS = 0.1
 
@@ -68,15 +72,22 @@ ENDPOINTS = [
 
 
 class Mailbox:
-    """One engine worker's connection to the driver. Belongs to the scheduler's thread."""
+    """One engine worker's connection to the driver. Only the scheduler's thread may use it.
+
+    Attributes:
+        stopped: the driver has sent ``Shutdown``.
+        progress: counts the turns of the loop that had a reason to run. The engine may add its own
+            work to this count.
+        rows: memory shared with the driver, for whole rows of logprobs. None until the driver has
+            opened it.
+    """
 
     def __init__(self, spec: WorkerSpec) -> None:
         self.stopped = False
         self.progress = 0
-        """Turns of the loop that it had a reason for; the engine may count what else it does."""
         self._waited = False
         self._reported = 0.0
-        """When the driver was last told how full the engine is."""
+        """Time of the last report of the engine's load to the driver."""
         self._dealer = ZmqPolledDealer(
             spec.address,
             spec.identity,
@@ -88,17 +99,16 @@ class Mailbox:
         self._most_bytes = spec.max_message_bytes
         self._drop = Dropped(logger)
         self._held: set[int] = set()
-        """Calls that have not been answered."""
+        """Ids of calls without a final answer."""
         self._unsendable: list[int] = []
-        """Calls that go on, and have had a part that was too large."""
+        """Ids of calls to abort: a part of their answer was too large, and they still run."""
         self._items: list[Item] = []
         self._frames: list[Buffer] = []
-        """Raw frames of the items, in their order."""
+        """Raw frames of ``_items``, in the same order."""
         self._slots: list[int] = []
-        """Where these are instead, in memory that the driver sees."""
+        """Slots of ``rows`` that replace ``_frames``, in the order of ``_items``."""
         self._offered: RowsWriter | None = None
         self.rows: RowsWriter | None = None
-        """That memory, once the driver has opened it."""
         self._generate = msgspec.msgpack.Decoder(GenerateArgs)
         self._score = msgspec.msgpack.Decoder(ScoreArgs)
         self._pause = msgspec.msgpack.Decoder(PauseArgs)
@@ -106,10 +116,11 @@ class Mailbox:
         self._encode = msgspec.msgpack.Encoder().encode
 
     def starting(self, stage: str) -> None:
-        """Tell the user what takes so long."""
+        """Report the stage of the worker's start, for the user."""
         self._dealer.send([encode(Starting(stage))])
 
     def ready(self, window: int, info: EngineInfo) -> None:
+        """Report that the worker accepts calls, and offer memory for rows to the driver."""
         self._offered = writer_for(4 * info.vocab_size)
         offer = None if self._offered is None else self._offered.offer
         pid, device = os.getpid(), info.device
@@ -117,7 +128,11 @@ class Mailbox:
         self._dealer.send([encode(ready)])
 
     def receive(self, engine: Engine) -> bool:
-        """Hand what has arrived to the engine, without waiting; True if there was anything."""
+        """Pass all new messages to the engine, without waiting.
+
+        Returns:
+            True if there was a message.
+        """
         any_ = False
         while self._unsendable:
             engine.abort(self._unsendable.pop())
@@ -139,25 +154,25 @@ class Mailbox:
                     self.rows = self._offered
                 case Shutdown():
                     self.stopped = True
-        # That a wait has ended is no reason. A worker that waits while the driver counts calls
-        # there has lost them, and is found as one that hangs.
+        # The end of a wait alone is not progress. A worker that waits while the driver counts calls
+        # as pending there has lost them. The hang detector must find this worker.
         if any_ or not self._waited:
             self.progress += 1
         self._waited = False
         return any_
 
     def wait(self, seconds: float) -> None:
-        """Block until something arrives, at most so long."""
+        """Block until a message arrives, for at most ``seconds``."""
         if not self.stopped:
             self._waited = True
             self._dealer.wait(seconds)
 
     def wake(self) -> None:
-        """End the wait under way. The one method for other threads."""
+        """End the current ``wait``. Other threads may call this method, and no other one."""
         self._dealer.wake()
 
     def put(self, id_: int, kind: int, chunk: TokenChunk | None = None) -> None:
-        """An answer, or a part of one; leaves with the next ``flush``."""
+        """Collect an answer, or a part of one. The next ``flush`` sends it."""
         if kind != ItemKind.CHUNK:
             self._held.discard(id_)
         if chunk is None:
@@ -166,8 +181,13 @@ class Mailbox:
             self._items.append(Item(id_, kind, self._encode(chunk)))
 
     def put_row(self, id_: int, chunk: TokenChunk, row: Buffer) -> None:
-        """The answer to ``next_token_logprobs`` for the whole vocabulary. ``row`` is sent as it is:
-        it must not change any more. Leaves with the next ``flush``, or before."""
+        """Collect an answer to ``next_token_logprobs`` for the whole vocabulary.
+
+        The next ``flush`` sends it. This method may call ``flush`` itself.
+
+        Args:
+            row: float32 logprobs. ``row`` may be sent without a copy, so it must not change.
+        """
         rows = self.rows
         if rows is not None and len(row) == rows.offer.row_bytes and (slots := rows.take(1)):
             rows[slots[0]][:] = np.frombuffer(row, "<f4")
@@ -191,8 +211,7 @@ class Mailbox:
             self.flush()
 
     def put_slot(self, id_: int, chunk: TokenChunk, slot: int) -> None:
-        """The same, of a row that lies in this slot of ``rows``. Leaves with the next ``flush``, or
-        before."""
+        """Collect an answer like ``put_row``. The row is already in this slot of ``rows``."""
         if self._frames:
             self.flush()
         self._held.discard(id_)
@@ -200,23 +219,28 @@ class Mailbox:
         self._slots.append(slot)
 
     def put_value(self, id_: int, value: object) -> None:
-        """The answer of a control endpoint; leaves with the next ``flush``."""
+        """Collect the answer of a control endpoint. The next ``flush`` sends it."""
         self._held.discard(id_)
         self._items.append(Item(id_, ItemKind.DONE, encode(value)))
 
     def put_error(self, id_: int, kind: str, message: str, trace: str = "") -> None:
+        """Collect an error as the answer. The next ``flush`` sends it."""
         self._held.discard(id_)
         body = encode(ErrorBody(kind, readable(message), readable(trace)))
         self._items.append(Item(id_, ItemKind.ERROR, body))
 
     @property
     def report_is_due(self) -> bool:
+        """True if the last report of the engine's load is at least ``_REPORT_SECONDS`` old."""
         return time.monotonic() - self._reported >= _REPORT_SECONDS
 
     def flush(self, kv_usage: float = -1.0, waiting: int = 0, preempted: int = 0) -> None:
-        """Send what was put since the last flush, if anything, as one message. How full the engine
-        is goes with it (see ``Results``), and now and then by itself: with long answers nothing
-        else would say so."""
+        """Send all collected answers as one message.
+
+        The message also reports the engine's load (see ``Results`` for the arguments). Without
+        answers, ``flush`` sends the load alone every ``_REPORT_SECONDS``, because long answers
+        would delay the report. A negative ``kv_usage`` means no report.
+        """
         report = kv_usage >= 0
         if self._items or (report and self.report_is_due):
             if report:
@@ -241,7 +265,7 @@ class Mailbox:
         elif len(items) > 1:
             half = len(items) // 2
             raw = sum(item.frames for item in items[:half])
-            # Of one message all raw frames are in it, or all in memory.
+            # A message has raw frames or slots, never both: one of the two lists is empty.
             for part, own, there in (
                 (items[:half], frames[:raw], slots[:raw]),
                 (items[half:], frames[raw:], slots[raw:]),
@@ -250,7 +274,7 @@ class Mailbox:
         else:
             (item,) = items
             if item.kind == ItemKind.CHUNK:
-                # For the driver the call ends with this.
+                # The error below is final for the driver, but the engine still runs the call.
                 self._held.discard(item.id)
                 self._unsendable.append(item.id)
             what = (
@@ -293,5 +317,5 @@ class Mailbox:
         except SglrlError as error:
             self.put_error(call.id, type(error).__name__, error.message)
         except Exception as error:
-            # The engine lives on: a request it cannot take is that request's failure alone.
+            # The engine keeps running: only this request fails.
             self.put_error(call.id, type(error).__name__, str(error), traceback.format_exc())

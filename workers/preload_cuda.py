@@ -1,8 +1,8 @@
-"""What the fork server imports before it forks workers that will use a GPU.
+"""Import modules in the fork server before it forks workers that will use a GPU.
 
-Importing SGLang on a machine with a GPU initialises CUDA (it asks for the compute capability at
-import), and a process that has done so must not fork. So only what SGLang itself imports is warmed
-here, which is most of the time; SGLang's own modules are imported in each worker.
+Importing SGLang on a machine with a GPU initialises CUDA, because SGLang reads the compute
+capability at import. A process that has initialised CUDA must not fork. So this module imports only
+SGLang's dependencies, which take most of the import time. Each worker imports SGLang's own modules.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import importlib
 import warnings
 
-# Checked one by one on a GPU: none of these initialises CUDA. transformers' processing_auto does.
+# Each of these was checked on a GPU: none initialises CUDA. transformers' processing_auto does.
 MODULES = (
     "torch",
     "torch._dynamo",
@@ -28,7 +28,7 @@ MODULES = (
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     for _name in MODULES:
-        # Whichever of them this SGLang version does without need not be installed.
+        # A module that this SGLang version does not use may be missing.
         with contextlib.suppress(ImportError):
             importlib.import_module(_name)
 

@@ -1,2 +1,5 @@
-"""Engines that produce tokens: ``protocol`` says what one is, ``fake`` is deterministic and needs
-no torch, ``sglang`` is the real one."""
+"""Engines that produce tokens.
+
+``protocol`` defines the interface. ``fake`` is deterministic and needs no torch. ``sglang`` runs
+models with SGLang.
+"""

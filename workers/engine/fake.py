@@ -1,17 +1,17 @@
-"""A deterministic engine without torch, for tests and benchmarks of the fabric.
+"""A deterministic engine without torch, for tests and benchmarks.
 
-It answers with the prompt repeated to ``max_new_tokens``; the logprob of output position i is
-``-(i + 1) / 1024``. Of the next token it says that the last one of the prompt is the likeliest, and
-that each further id, round and round, is less likely by a factor of e. Options, given as engine
-arguments:
+The output is the prompt, repeated up to ``max_new_tokens``. The logprob of output position i is
+``-(i + 1) / 1024``. In the distribution of the next token, the last token of the prompt is the
+likeliest. Each following id is less likely by a factor of e; after the largest id comes 0.
 
-* ``tokens_per_step`` (default: all at once): new tokens of each running request a step;
-* ``step_seconds`` (default 0): how long a step takes;
-* ``max_running_requests`` (default: no limit): further ones wait for one to finish, in the order in
-  which they came;
-* ``vocab_size``, ``context_length``: the limits it reports;
-* ``fail_start``: raise while starting, with this text;
-* ``hang_file``: a path. The worker that finds a file there in a step removes it and hangs.
+Engine arguments:
+
+* ``tokens_per_step`` (default: all at once): new tokens of each running request per step.
+* ``step_seconds`` (default 0): duration of a step.
+* ``max_running_requests`` (default: no limit): further requests wait, in the order of arrival.
+* ``vocab_size``, ``context_length``: the limits that the engine reports.
+* ``fail_start``: the start raises ``RuntimeError`` with this text.
+* ``hang_file``: a path. A worker that finds a file there in a step removes the file and hangs.
 """
 
 from __future__ import annotations
@@ -47,6 +47,15 @@ _SAMPLINGS = 1024
 
 
 class _Running(msgspec.Struct):
+    """One request.
+
+    Attributes:
+        prompt: int32 token ids.
+        limit: the number of new tokens.
+        done: the number of new tokens so far.
+        sent: how many of them the engine has reported.
+    """
+
     prompt: bytes
     limit: int
     logprobs: bool
@@ -56,7 +65,7 @@ class _Running(msgspec.Struct):
 
 
 class FakeEngine:
-    """See the module's docstring. Implements ``SteppingEngine``."""
+    """Implements ``SteppingEngine`` as the module's docstring describes."""
 
     mailbox: Mailbox
     paused: bool
@@ -74,7 +83,7 @@ class FakeEngine:
         self.requests: dict[int, _Running] = {}
         self.paused = False
         self.later: dict[int, Callable[[], None]] = {}
-        """What came while it was paused, and takes no step."""
+        """Answers to requests that arrived while the engine was paused and that need no step."""
         self.generated = 0
         self.prompted = 0
         self.begun = time.monotonic()

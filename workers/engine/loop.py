@@ -1,4 +1,4 @@
-"""The scheduler loop of engines that have none of their own."""
+"""The scheduler loop for engines without their own loop."""
 
 from __future__ import annotations
 
@@ -13,20 +13,27 @@ from ..mailbox import Mailbox
 from .protocol import Engine
 
 IDLE_WAIT = 10.0
-"""Seconds an idle loop blocks before it looks around; a message ends the wait at once."""
+"""Maximum seconds that an idle loop blocks. A message ends the wait at once."""
 
 
 class SteppingEngine(Engine, Protocol):
-    """An engine that is driven step by step."""
+    """An engine whose steps the loop calls.
+
+    Attributes:
+        mailbox: the engine's answers go there.
+        paused: the engine makes no steps until ``resume``.
+    """
 
     mailbox: Mailbox
     paused: bool
 
     @property
-    def busy(self) -> bool: ...
+    def busy(self) -> bool:
+        """True if the engine has requests to compute and is not paused."""
+        ...
 
     def step(self) -> None:
-        """Advance all running requests; blocks at most for the time of one step."""
+        """Advance all running requests. This blocks for one step at most."""
         ...
 
 

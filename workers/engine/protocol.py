@@ -1,5 +1,8 @@
-"""What an engine offers to the fabric. The mailbox calls these between two scheduler steps, on the
-scheduler's own thread; an engine answers later, through ``Mailbox.put``."""
+"""The interface of an engine.
+
+The mailbox calls the methods between two scheduler steps, on the scheduler's thread. The engine
+answers later, through ``Mailbox.put``.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from sglrl.wire.engine import EngineInfo, EngineStats, GenerateArgs, NextTokenAr
 
 
 def check_top(wanted: int, vocab_size: int) -> None:
-    """Raises ``InvalidRequest`` unless a vocabulary has so many likeliest tokens."""
+    """Raise ``InvalidRequest`` unless ``wanted`` is between 0 and the vocabulary's size."""
     if not 0 <= wanted <= vocab_size:
         raise InvalidRequest(f"there are no {wanted} likeliest of {vocab_size} tokens")
 
@@ -19,50 +22,70 @@ PAUSE_MODES = ("in_place", "retract", "abort")
 
 
 def check_mode(mode: str) -> None:
-    """Raises ``InvalidRequest`` unless it is a mode of pausing."""
+    """Raise ``InvalidRequest`` unless ``mode`` is one of ``PAUSE_MODES``."""
     if mode not in PAUSE_MODES:
         raise InvalidRequest(f"there is no mode {mode!r} of pausing: {', '.join(PAUSE_MODES)}")
 
 
 class Engine(Protocol):
-    """Invariant: every id taken by ``generate``, ``score`` or ``next_token_logprobs`` is answered
-    exactly once with a final item, also after ``abort``."""
+    """An engine that produces tokens.
+
+    Invariant: the engine answers every id that ``generate``, ``score`` or ``next_token_logprobs``
+    accepts exactly once with a final item, also after ``abort``.
+    """
 
     def generate(self, id_: int, args: GenerateArgs) -> None:
-        """Take a request in. May raise ``InvalidRequest``: then nothing was taken."""
+        """Accept a request. After an ``InvalidRequest``, the engine holds no request ``id_``."""
         ...
 
     def score(self, id_: int, args: ScoreArgs) -> None:
-        """Take a scoring request in. May raise ``InvalidRequest``."""
+        """Accept a scoring request. May raise ``InvalidRequest``."""
         ...
 
     def next_token_logprobs(self, id_: int, args: NextTokenArgs) -> None:
-        """Take a request for the next token's distribution in. May raise ``InvalidRequest``."""
+        """Accept a request for the next token's distribution. May raise ``InvalidRequest``."""
         ...
 
     def abort(self, id_: int) -> None:
-        """Stop a request soon; unknown ids are ignored."""
+        """Stop a request soon. Unknown ids are ignored."""
         ...
 
     def abort_all(self) -> int:
-        """Stop all requests taken by ``generate`` soon; they are answered with what they have, and
-        the finish reason "abort". How many they are."""
+        """Stop all requests of ``generate`` soon.
+
+        Each request is answered with its tokens so far and the finish reason "abort".
+
+        Returns:
+            The number of these requests.
+        """
         ...
 
     def pause(self, id_: int, mode: str) -> None:
-        """Make no further step; answered through ``Mailbox.put_value`` when that is so. ``mode`` as
-        in ``PauseArgs``. May raise ``InvalidRequest``."""
+        """Stop making steps, then answer through ``Mailbox.put_value``.
+
+        Args:
+            mode: see ``PauseArgs``.
+
+        Raises:
+            InvalidRequest: the mode is unknown.
+        """
         ...
 
     def resume(self, id_: int) -> None:
-        """Go on after ``pause``. Answered as that is."""
+        """Make steps again after ``pause``, then answer through ``Mailbox.put_value``."""
         ...
 
     def flush_cache(self, id_: int) -> None:
-        """Empty the prefix cache and answer True; False when requests are running, and nothing was
-        done. Answered through ``Mailbox.put_value``."""
+        """Empty the prefix cache, then answer True through ``Mailbox.put_value``.
+
+        While requests run, the engine keeps the cache and answers False.
+        """
         ...
 
-    def stats(self) -> EngineStats: ...
+    def stats(self) -> EngineStats:
+        """Return the engine's load and counters."""
+        ...
 
-    def info(self) -> EngineInfo: ...
+    def info(self) -> EngineInfo:
+        """Return the engine's model and limits."""
+        ...

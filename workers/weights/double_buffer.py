@@ -1,12 +1,13 @@
-"""Memory of which there are two, and addresses behind which either of them can be.
+"""Two physical memories that can exchange their addresses.
 
-New weights come into the spare memory while the live one is read. Then the two change places: the
-addresses stay, which CUDA graphs and everything else that has been told of them need, and no byte
-is copied. On an H200 that takes a millisecond for 16 GB, and a copy takes eight.
+New weights are written to the spare memory while the engine reads the live memory. Then the two
+memories exchange their addresses, and no byte is copied. The live address never changes, because
+CUDA graphs and other code hold pointers to it. On an H200 the exchange takes one millisecond for
+16 GB, and a copy takes eight.
 
-On CUDA it is done with the driver's virtual memory management
-(https://docs.nvidia.com/cuda/cuda-c-programming-guide/#virtual-memory-management), on a CPU with
-two files in memory that ``mmap`` puts at the same place.
+On CUDA the exchange uses the driver's virtual memory management
+(https://docs.nvidia.com/cuda/cuda-c-programming-guide/#virtual-memory-management). On a CPU it uses
+``mmap`` with two files in memory.
 """
 
 from __future__ import annotations
@@ -23,14 +24,18 @@ from typing import Any
 import torch
 
 SPARE_BYTES = 1 << 30
-"""Of a GPU's free memory, which staging leaves to the engine."""
+"""Free GPU memory, in bytes, that staging leaves to the engine."""
 _LEFT_FREE = 4 << 30
-"""Bytes. With less left for the engine the spare memory is given back after each update."""
+"""With fewer free bytes on the GPU, the spare memory is freed after each update."""
 
 
 class Pages(ABC):
-    """``live``: uint8, (size,), the memory that is in use. ``fresh``: the spare one has never been
-    live."""
+    """A live memory and a spare one that can replace it.
+
+    Attributes:
+        live: the memory in use: uint8, shape (size,).
+        fresh: the spare memory has never been live.
+    """
 
     live: torch.Tensor
 
@@ -41,8 +46,10 @@ class Pages(ABC):
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """For who reads ``live`` on another thread than the one that makes the spare memory live:
-        as long as it takes, and several at a time."""
+        """Hold this context to read ``live`` on another thread than ``make_live``.
+
+        Several threads may read at the same time, for any duration.
+        """
         with self._lock:
             self._readers += 1
         try:
@@ -52,14 +59,20 @@ class Pages(ABC):
                 self._readers -= 1
 
     def spare(self) -> torch.Tensor | None:
-        """The other memory, (size,), made if there is none. None if there is no room for it."""
+        """Return the spare memory, uint8, shape (size,), and create it if necessary.
+
+        None if there is no room for it.
+        """
         with self._lock:
             return self._make_spare()
 
     def make_live(self) -> None:
-        """What the spare memory holds is live when this returns, or as far as CUDA's current stream
-        is concerned: then it was copied, because someone reads, who may take long. Neither memory
-        may be in use in any other way, but for what a GPU was given to do before."""
+        """Make the contents of the spare memory live.
+
+        This exchanges the two memories. While a thread is ``reading``, which may take long, this
+        copies instead. A copy on CUDA is live for work on the current stream. Nothing else may use
+        either memory, except GPU work that was already launched.
+        """
         with self._lock:
             if not self._readers:
                 self._exchange()
@@ -70,8 +83,10 @@ class Pages(ABC):
         self.live.copy_(spare)
 
     def settle(self) -> None:
-        """After ``make_live``, when there is time: what was live becomes the spare memory, or is
-        given back where memory is short."""
+        """Make the memory that was live the spare one, or free it if memory is short.
+
+        Call this after ``make_live``, when time is available.
+        """
         with self._lock:
             self._settle()
 
@@ -86,7 +101,7 @@ class Pages(ABC):
 
 
 class _FilePages(Pages):
-    """On a CPU."""
+    """Pages on a CPU."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -105,7 +120,7 @@ class _FilePages(Pages):
         return file
 
     def _map(self, place: int | None, file: int) -> int:
-        fixed = 0 if place is None else 0x10  # MAP_FIXED, which Python's mmap does not know
+        fixed = 0 if place is None else 0x10  # MAP_FIXED, which Python's mmap lacks
         access = mmap.PROT_READ | mmap.PROT_WRITE
         found = self._mmap(place, self._size, access, mmap.MAP_SHARED | fixed, file, 0)
         if found in (None, ctypes.c_void_p(-1).value):
@@ -133,7 +148,7 @@ class _FilePages(Pages):
 
 
 class _CudaMemory:
-    """What an address range of CUDA's can be made of."""
+    """CUDA's physical memory and address ranges on one device."""
 
     def __init__(self, device: torch.device) -> None:
         from cuda.bindings import driver
@@ -159,7 +174,7 @@ class _CudaMemory:
         return found[0] if found else None
 
     def create(self, size: int) -> Any:
-        # One handle for everything: what exchanging takes grows with their number.
+        # One handle for everything: the time of an exchange grows with the number of handles.
         return self._ask("cuMemCreate", size, self._properties, 0)
 
     def release(self, handle: Any) -> None:
@@ -180,7 +195,10 @@ class _CudaMemory:
 
 
 class _Range:
-    """https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html"""
+    """An address range that ``torch.as_tensor`` accepts.
+
+    See https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html.
+    """
 
     def __init__(self, place: int, size: int) -> None:
         self.__cuda_array_interface__ = {
@@ -192,6 +210,8 @@ class _Range:
 
 
 class _CudaPages(Pages):
+    """Pages on a GPU."""
+
     def __init__(self, size: int, device: torch.device) -> None:
         super().__init__()
         self._device = device
@@ -202,8 +222,9 @@ class _CudaPages(Pages):
         memory.map(self._live_at, self._size, self._live)
         self.live = memory.tensor(self._live_at, self._size)
         self._other: Any = None
-        """The spare memory's handle, and where it is, unless that is not ``_settled``."""
+        """The spare memory's handle."""
         self._other_at: Any = None
+        """The address of the spare memory. It maps ``_other`` only if ``_settled``."""
         self._settled = True
         self._spare: torch.Tensor | None = None
 
@@ -224,7 +245,7 @@ class _CudaPages(Pages):
 
     def _exchange(self) -> None:
         torch.cuda.synchronize(self._device)
-        # Memory may be in two places at once: for where the spare one is there is time later.
+        # Memory may be mapped at two addresses, so ``_settle`` can map the spare one later.
         self._memory.unmap(self._live_at, self._size)
         self._memory.map(self._live_at, self._size, self._other)
         self._live, self._other = self._other, self._live
@@ -243,7 +264,7 @@ class _CudaPages(Pages):
 
 
 def _make_room(device: torch.device, size: int) -> bool:
-    """Whether so many bytes are free, or what torch keeps for later has been given back for it."""
+    """Return True if ``size`` bytes are free. Empty torch's cache if that is necessary."""
     free: int = torch.cuda.mem_get_info(device)[0]
     if free >= size:
         return True
@@ -255,10 +276,14 @@ def _make_room(device: torch.device, size: int) -> bool:
 
 
 def make_pages(size: int, device: torch.device) -> Pages | None:
-    """``size`` bytes of live memory on the device; None where it has no such memory to give.
+    """Allocate ``size`` bytes of live memory on the device.
+
+    Returns:
+        None if the system does not support this, or the GPU has no room for the memory.
 
     Raises:
-        RuntimeError, OSError: the system did not do what it should.
+        RuntimeError: a call of the CUDA driver failed.
+        OSError: a system call failed.
     """
     if device.type == "cuda":
         try:

@@ -1,7 +1,10 @@
 """One rank's end of the weight channel: its socket, its thread, and the buckets it receives.
 
-The socket's thread only listens and answers; what takes time or waits for others runs on the link's
-thread; what touches live weights runs on the scheduler's, between two steps (``WeightEngine``).
+Work runs on three threads:
+
+* The socket's thread only receives messages and answers them.
+* The link's thread runs work that takes time or waits for other processes.
+* The scheduler's thread changes live weights, between two steps (see ``WeightEngine``).
 """
 
 from __future__ import annotations
@@ -64,11 +67,14 @@ from .weight_engine import WeightEngine
 logger = logging.getLogger("sglrl.worker")
 
 RING_BYTES = 6 << 30
-"""Of the buckets of a worker that takes no second copy of everything: what arrives until the engine
-has come to rest. Where there is little room less does, but not less than ``LEAST_RING`` buckets."""
+"""Bytes of the ring of a bucketed update, which has no memory for a second copy of all weights.
+
+The ring holds the buckets that arrive before the engine is held. With little free memory the ring
+is smaller, but has at least ``LEAST_RING`` slots.
+"""
 LEAST_RING = 2
 IN_FLIGHT = 3
-"""Buckets that are received at a time and unpacked to where they belong."""
+"""Maximum buckets being received and unpacked at the same time."""
 
 
 class RankWeights:
@@ -82,20 +88,25 @@ class RankWeights:
         self._link = Link()
         self._questions = Link()
         self._last = Prepare(0, 0, [], 0, "", "", False, "")
-        """Whose tensors the next one may have."""
+        """The last ``Prepare``. The next one may refer to its tensors."""
         self._update: Update | None = None
+        """The current update."""
         self._kept: Update | None = None
+        """The last update, if the next one may use its memory."""
         self._spent: Update | None = None
+        """The last update, until ``_free`` frees its memory."""
         self._timeout = 60.0
         self._dirty = False
+        """Some live weights are new and some are old."""
         self._given_up = 0
+        """Id of the last update that was aborted."""
         self._writing = threading.Lock()
-        """Held while live weights are written from here, and to decide that they no longer are."""
+        """Held while this class writes live weights, and to stop writing them after an abort."""
         self._manifest: tuple[tuple[Any, ...], Layout] | None = None
         self._had = 0
-        """Bytes that the last update staged, which torch still holds."""
+        """Bytes of the last update's staging memory, which torch still caches."""
         self._rate = 0.0
-        """Bytes a second, of the last update that came to spare memory."""
+        """Bytes per second of the last update that was received into spare memory."""
         self._description: ModelDescription | None = None
         self._describing = threading.Lock()
         self._answers: collections.deque[RankAnswer] = collections.deque()
@@ -103,8 +114,8 @@ class RankWeights:
         self._peer_copy = PeerCopy(engine, self._on_stream, self._answer)
         self._closed = False
         self._drop = Dropped(logger)
-        # The scheduler computes in Python for milliseconds at a time; the default would let it keep
-        # an update's messages waiting for five.
+        # The scheduler runs Python code for milliseconds at a time. With the default interval, an
+        # update's messages could wait for five milliseconds.
         sys.setswitchinterval(5e-4)
         self._hello = encode(RankHello(settings(self._device)))
         self._dealer: ZmqPolledDealer | None = None
@@ -114,12 +125,18 @@ class RankWeights:
         self._thread.start()
 
     def close(self) -> None:
+        """Stop serving. Does not wait for the thread."""
         self._closed = True
         self._wake()
 
     def committed(self, update: int, pause: Callable[[], float], error: str = "") -> None:
-        """From the engine: the update is live, or could not be made so. ``pause`` waits until it
-        is, and returns for how many milliseconds no step could run."""
+        """Report that the update is live, or that the commit failed. The engine calls this.
+
+        Args:
+            pause: waits until the update is live, and returns for how many milliseconds no step
+                could run.
+            error: why the commit failed, or "".
+        """
 
         def finish() -> Committed:
             if error:
@@ -138,15 +155,16 @@ class RankWeights:
             return Committed(pause_ms)
 
         if threading.current_thread() is self._thread:
-            # The scheduler goes on at this moment, and another thread would wait for its turn.
+            # The scheduler continues now. Another thread would have to wait for the GIL.
             assert self._dealer is not None
             self._dealer.send([encode(perform(update, COMMIT, finish))])
         else:
             self._run(update, COMMIT, finish)
-        # Thousands of views take a while to free: not before the answer.
+        # Freeing thousands of views takes a while, so answer first.
         self._link.submit(self._free)
 
     def _free(self) -> None:
+        """Free the last update's memory, and prepare the engine for the next update."""
         self._spent = None
         self._engine.settle()
 
@@ -217,10 +235,11 @@ class RankWeights:
                 self._peer_copy.cancel()
 
     def _run(self, id_: int, phase: str, work: Callable[[], Any]) -> None:
+        """Run a phase of an update on the link's thread, and answer with its result."""
         self._link.submit(lambda: self._answer(perform(id_, phase, work)))
 
     def _ask(self, id_: int, phase: str, work: Callable[[], Any]) -> None:
-        """A question is no part of an update, and is not given up with one."""
+        """Answer a question. Questions are not part of an update: an abort does not affect them."""
         self._questions.submit(lambda: self._answer(perform(id_, phase, work)))
 
     def _commit(self, id_: int) -> None:
@@ -239,7 +258,7 @@ class RankWeights:
             self._engine.commit(id_, update.message.version, update.message.inflight)
 
     def _abort(self, message: Abort) -> None:
-        """Answered at once, whatever the link's thread waits in."""
+        """Discard the update and answer at once, even while the link's thread waits."""
         if message.leave:
             with self._writing:
                 self._link.abandon()
@@ -252,7 +271,8 @@ class RankWeights:
         held = update is not None and (update.mode == "bucketed" or update.drained)
         if update is not None and held and not self._dirty:
             self._engine.release(update.id, None)
-        # While half of the weights are new the engine stays held: for another try, or its end.
+        # While only some weights are new, the engine stays held: until another update succeeds or
+        # the worker is killed.
         self._answer(RankAnswer(message.id, ABORT, None, msgspec.Raw(encode(self._dirty))))
 
     # --- the link's thread ------------------------------------------------------------------------
@@ -280,6 +300,7 @@ class RankWeights:
         link.check()
 
     def _prepare(self, message: Prepare) -> Prepared:
+        """Check the manifest, get memory for the update, and hold the engine if it must drain."""
         if message.like:
             raise WeightUpdateError("the manifest is one that this rank does not have")
         kept, self._kept = self._kept, None
@@ -287,10 +308,10 @@ class RankWeights:
         if kept is not None and kept.serves(message):
             update = kept.again(message)
             if update.spare is not None and self._spare(message) is None:
-                # There was room for it the last time.
+                # There is no longer room for the spare memory.
                 update = None
         if update is None:
-            # Its memory may be what the next one needs.
+            # Free the kept memory, because the new update may need the room.
             kept = None
             update = self._first(message)
         with self._writing:
@@ -298,8 +319,8 @@ class RankWeights:
                 raise WeightUpdateError("the update was given up")
             self._update = update
         if update.drained and not self._dirty:
-            # Now, because what is awaited has more time than a collective has, and because it can
-            # still be given up.
+            # Drain now: this wait can be longer than a collective's timeout, and the update can
+            # still be aborted.
             self._engine.hold(message.id, message.inflight)
             while not self._engine.held(message.id, 0.1):
                 if message.id <= self._given_up:
@@ -307,9 +328,9 @@ class RankWeights:
         return Prepared(update.mode, update.room)
 
     def _first(self, message: Prepare) -> Update:
-        """Check the manifest, and make room."""
+        """Check the manifest, and allocate the memory of an update."""
         layout = self._checked(message)
-        # Live weights that are half new are overwritten again: the engine is held for that.
+        # If only some live weights are new, overwrite them in place: the engine is still held.
         in_place = message.mode == "bucketed" or self._dirty
         if not in_place:
             update = Update(message, layout, "full", layout.total)
@@ -325,12 +346,12 @@ class RankWeights:
         return update
 
     def _spare(self, message: Prepare) -> Staged | None:
-        """The engine's own memory for new weights."""
+        """Return the engine's own memory for new weights. None if the engine has none."""
         with self._on_stream():
             return self._engine.spare([spec.name for spec in message.tensors])
 
     def _has_room_to_unpack(self, update: Update) -> bool:
-        """For what comes in one piece and goes on to ``spare``."""
+        """Return True if the buckets that arrive as one piece have memory outside ``spare``."""
         layout = update.layout
         if all(map(update.in_pieces, range(len(layout.sizes)))):
             return True
@@ -338,12 +359,16 @@ class RankWeights:
         return self._room(wanted) >= wanted
 
     def _checked(self, message: Prepare) -> Layout:
-        """The layout of a manifest that fits the model. A trainer sends the same one each time, and
-        checking a few hundred names takes a millisecond."""
+        """Check that the manifest fits the model, and return its layout.
+
+        The last manifest is cached: a trainer sends the same manifest each time, and checking a few
+        hundred names takes a millisecond.
+        """
         manifest = (message.tensors, message.bucket_bytes, message.partial, message.source)
         if self._manifest is None or self._manifest[0] != manifest:
             description = self._describe()
-            # Experts that other ranks have: the driver has asked all of them, and checked these.
+            # Ignored names may be experts of other ranks. The driver has asked all ranks for their
+            # tensors, and has checked these names.
             elsewhere = set(description.ignored)
             mine = [spec for spec in message.tensors if spec.name not in elsewhere]
             if not message.source and (mine or not message.partial):
@@ -356,8 +381,10 @@ class RankWeights:
 
     @staticmethod
     def _ring(layout: Layout, room: int) -> list[int]:
-        """Sizes of the slots that a bucketed update goes through, and of one for the buckets that
-        are larger than a slot."""
+        """Return the sizes of a bucketed update's slots.
+
+        The last slot is a large one, if some buckets are larger than a slot.
+        """
         slot = layout.ring_slot
         large = max((size for size in layout.sizes if size > slot), default=0)
         wanted = -(-RING_BYTES // slot)
@@ -365,7 +392,14 @@ class RankWeights:
         return [slot] * ring + ([large] if large else [])
 
     def _choose(self, wanted: str, layout: Layout, room: int) -> tuple[str, list[int]]:
-        """The mode, and the sizes of the memory it takes: of every bucket, or of a ring's slots."""
+        """Choose the mode of an update.
+
+        Returns:
+            The mode and the sizes of its memory: of every bucket, or of the slots of a ring.
+
+        Raises:
+            InvalidWeights: there is no room for the mode that was requested.
+        """
         if wanted in ("auto", "full") and layout.total <= room:
             return "full", layout.sizes
         ring = self._ring(layout, room)
@@ -378,18 +412,19 @@ class RankWeights:
         )
 
     def _room(self, wanted: int) -> int:
-        """Bytes that staging may take, or that there are at least ``wanted``."""
+        """Return the bytes that staging may use, or any number of at least ``wanted``."""
         if self._device.type == "cpu":
             meminfo = Path("/proc/meminfo").read_text()
             (line,) = [text for text in meminfo.splitlines() if text.startswith("MemAvailable")]
             return int(line.split()[1]) * 1024
-        # Not memory_reserved() and the like: they take a millisecond to make a dict of everything.
+        # memory_reserved() and similar functions build a dict of all statistics, which takes a
+        # millisecond.
         stats = torch._C._cuda_memoryStats(self._device.index)
         cached: int = (
             stats["reserved_bytes"]["all"]["current"] - stats["allocated_bytes"]["all"]["current"]
         )
         if cached >= wanted and wanted <= self._had:
-            # As for the last update. Asking the driver can take a millisecond.
+            # The last update's memory is enough. Asking the CUDA driver can take a millisecond.
             return cached
         free: int = torch.cuda.mem_get_info(self._device)[0]
         return max(0, free + cached - SPARE_BYTES)
@@ -400,7 +435,7 @@ class RankWeights:
             raise WeightUpdateError("there is no such update")
         with self._on_stream():
             if message.mode == "bucketed" and update.mode == "full":
-                # Another rank of this replica has less room, and one pauses for all.
+                # Another rank of this replica has less room, and all ranks pause together.
                 update.mode, update.memory, update.bound = "bucketed", [], None
                 update.staged, update.spare = [], None
                 update.memory = self._memory(self._ring(update.layout, update.layout.total))
@@ -415,12 +450,12 @@ class RankWeights:
         link.check()
         if update.mode == "full":
             with self._writing:
-                # An abort forgets what was staged before it, and nothing is staged after it.
+                # An abort drops staged tensors. After an abort, do not stage this update.
                 self._check_wanted(update)
                 self._engine.staged(message.id, update.bound)
 
     def _stage_spare(self, link: Link, update: Update) -> None:
-        """Everything to where it will be live, while the scheduler goes on."""
+        """Receive all buckets into the spare memory, while the scheduler continues."""
         group, buckets = link.group, range(len(update.layout.sizes))
         if group is None:
             assert link.reader is not None
@@ -474,10 +509,16 @@ class RankWeights:
             self._rate = sum(update.layout.sizes[1:]) / max(1e-6, took)
 
     def _expect(self, update: Update) -> bool:
-        """Tell the engine at once of an update that will take less than two steps, if it goes like
-        the one before: on the way it may be too late, another step launched."""
+        """Announce the update to the engine at once, if it will take less than two steps.
+
+        The estimate is the rate of the last update. A later announcement could be too late, after
+        the launch of another step.
+
+        Returns:
+            True if no later announcement is needed.
+        """
         if update.drained:
-            # It waits already.
+            # The engine is already held.
             return True
         seconds = update.layout.total / self._rate if self._rate else float("inf")
         if seconds > 2 * self._engine.step_seconds():
@@ -488,19 +529,22 @@ class RankWeights:
     def _put(
         self, link: Link, update: Update, write: Callable[[torch.Tensor], Any], data: torch.Tensor
     ) -> None:
-        """Into memory that the next update will have, too: not once this one was given up."""
+        """Write to memory that the next update uses, too. Raise if this update was aborted."""
         with self._writing:
             link.check()
             self._check_wanted(update)
             write(data)
 
     def _check_wanted(self, update: Update) -> None:
-        """Raise ``WeightUpdateError`` once the update was given up."""
+        """Raise ``WeightUpdateError`` if the update was aborted."""
         if update.id <= self._given_up:
             raise WeightUpdateError("the update was given up")
 
     def _stage_full(self, link: Link, update: Update) -> None:
-        """Everything into memory from which the engine copies it, while the scheduler goes on."""
+        """Receive all buckets into staging memory, while the scheduler continues.
+
+        The engine copies the weights from there when they become live.
+        """
         group = link.group
         staged = update.staged
         if group is not None:
@@ -532,7 +576,7 @@ class RankWeights:
         return group.broadcast(list(views.values()) if pieces else [data])
 
     def _bind(self, update: Update) -> None:
-        """All that was staged."""
+        """Bind all staged tensors, unless they are in the spare memory."""
         if update.bound is None and update.spare is None:
             staged = update.staged
             for bucket in range(len(staged), len(update.memory)):
@@ -540,7 +584,7 @@ class RankWeights:
             update.bound = self._engine.bind({k: v for views in staged for k, v in views.items()})
 
     def _arrivals(self, works: list[Any]) -> list[torch.cuda.Event]:
-        """One event for each bucket of a broadcast between GPUs."""
+        """Record one event for each bucket of a broadcast between GPUs. No events on a CPU."""
         events = []
         for work in works if self._device.type == "cuda" else []:
             work.wait()
@@ -549,11 +593,11 @@ class RankWeights:
         return events
 
     def _watch(self, link: Link, update: Update, arrivals: list[torch.cuda.Event]) -> None:
-        """Tell the engine when about a step's time is left until everything is here."""
+        """Announce the update to the engine about one step before all buckets have arrived."""
         sizes = update.layout.sizes
         middle = len(arrivals) // 2
         arrivals[middle].synchronize()
-        # The GPU's own clock: this thread may have come here late.
+        # Use the GPU's clock, because this thread may be late.
         took = arrivals[0].elapsed_time(arrivals[middle]) / 1e3
         rate = sum(sizes[1 : middle + 1]) / max(1e-6, took)
         ahead = self._engine.step_seconds() * rate
@@ -562,13 +606,16 @@ class RankWeights:
             near += 1
         arrivals[near].synchronize()
         link.check()
-        # Of a single bucket there is no rate, and nothing left.
+        # With a single bucket there is no rate, and no bucket is left.
         left = sum(sizes[near + 1 :]) / rate if rate else 0.0
         self._engine.nearly_staged(left, update.spare is not None)
 
     def _stage_bucketed(self, link: Link, update: Update) -> None:
-        """Into the live weights, with the scheduler held: until it is, and what does not lie there
-        as it comes, through a ring."""
+        """Receive into the live weights while the scheduler is held.
+
+        Buckets go through a ring of slots until the scheduler is held, and if they do not have the
+        layout of the live tensors.
+        """
         engine, group, layout = self._engine, link.group, update.layout
         if not self._dirty and update.message.inflight != "drain":
             engine.hold(update.id, update.message.inflight)
@@ -610,14 +657,14 @@ class RankWeights:
                     link.reader.receive(update.id, bucket, data.copy_)
                 waiting.append((bucket, work, views))
                 if group is not None and not bucket:
-                    # Nothing live is overwritten before the sender has checked the weights, after
-                    # which it sends the first bucket.
+                    # The sender checks the weights, then sends the first bucket. Overwrite no live
+                    # weights before that.
                     work.wait()
                     group.synchronize()
                 if self._dirty or engine.held(update.id, 0):
-                    # It rests already: nothing need wait.
+                    # The scheduler is already held, so copy at once.
                     apply_oldest()
-            # Behind the broadcasts, which would wait for these copies.
+            # Copy after all broadcasts are launched, because they would wait for these copies.
             while waiting:
                 apply_oldest()
             for work in straight:
@@ -628,7 +675,7 @@ class RankWeights:
             self._stream.synchronize()
 
     def _read_files(self, link: Link, update: Update) -> None:
-        """From a folder of safetensors files, cast to what the engine keeps."""
+        """Read the weights from a folder of safetensors files, cast to the engine's dtypes."""
         from safetensors import safe_open
 
         if update.mode != "full":
@@ -662,6 +709,7 @@ class RankWeights:
 
     @contextlib.contextmanager
     def _on_stream(self) -> Iterator[None]:
+        """Run the block without gradients and, on a GPU, on this class's stream."""
         with torch.no_grad():
             if self._stream is None:
                 yield

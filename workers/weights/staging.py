@@ -1,4 +1,4 @@
-"""What a rank receives an update into, until it is live."""
+"""The memory into which a rank receives an update, before the update is live."""
 
 from __future__ import annotations
 
@@ -11,14 +11,32 @@ from sglrl.core.manifest import Layout, by_bucket, in_pieces
 from sglrl.wire.weights import Prepare
 
 KEPT_BYTES = 2 << 30
-"""Staging memory up to this size is kept from one update to the next, with all that was made to
-copy it: for a small model that takes longer than its weights do."""
+"""A rank keeps up to this much staging memory for the next update.
+
+The rank also keeps the objects that copy the memory: for a small model, making them takes longer
+than receiving the weights.
+"""
 
 Staged = dict[str, torch.Tensor]
 
 
 class Update:
-    """What a rank knows of the update under way."""
+    """The state of the current update on one rank.
+
+    Args:
+        message: the driver's ``Prepare``, with the manifest.
+        layout: the place of each tensor in the buckets.
+        mode: "full" stages all weights before they become live; "bucketed" writes bucket after
+            bucket into the live weights while the engine is held.
+        room: bytes that staging may use.
+
+    Attributes:
+        memory: one tensor of bytes for each bucket, or for each slot of a ring.
+        staged: the tensors of each bucket, as views of ``memory``.
+        bound: the result of ``WeightEngine.bind``.
+        spare: the engine's spare memory, which replaces ``memory`` if the engine has it. A bucket
+            that arrives as one piece is received into ``memory`` and then unpacked.
+    """
 
     def __init__(self, message: Prepare, layout: Layout, mode: str, room: int) -> None:
         self.id = message.id
@@ -28,40 +46,41 @@ class Update:
         self.room = room
         self.memory: list[torch.Tensor] = []
         self.staged: list[Staged] = []
-        """The buckets in ``memory`` as their tensors."""
         self.bound: Any = None
-        """What the engine needs to copy them."""
         self.spare: Staged | None = None
-        """Where they go instead, if the engine has such memory: a bucket that comes in one piece
-        comes into ``memory`` first."""
         self._unpacking: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self._within = by_bucket(layout)
 
     @property
     def drained(self) -> bool:
-        """The engine is held from ``Prepare`` on, when what ran has ended."""
+        """True if the engine is held from ``Prepare`` on, after its running requests finish."""
         return self.message.inflight == "drain"
 
     @property
     def worth_keeping(self) -> bool:
-        """For the next update: what it holds costs no memory, or little."""
+        """True if the next update may use this memory: keeping it costs little memory or none."""
         little = self.layout.total <= KEPT_BYTES
         return self.mode == "full" and (little or self.spare is not None)
 
     def in_pieces(self, bucket: int) -> bool:
+        """Return True if the bucket's tensors may arrive separately."""
         return in_pieces(self.layout, self._within[bucket])
 
     def spare_views(self, bucket: int) -> Staged:
-        """The bucket's tensors in ``spare``."""
+        """Return the bucket's tensors in ``spare``, by name."""
         assert self.spare is not None
         return {name: self.spare[name] for name in self.names(bucket)}
 
     def names(self, bucket: int) -> list[str]:
+        """Return the names of the bucket's tensors."""
         return [self.message.tensors[index].name for index in self._within[bucket]]
 
     def unpack(self, bucket: int, data: torch.Tensor, *, again: bool = False) -> None:
-        """The bucket's bytes to ``spare``. ``again``: so will the next update's be, from the same
-        memory."""
+        """Copy the bucket's bytes to ``spare``.
+
+        Args:
+            again: keep the views of ``data``, because the next update uses the same memory.
+        """
         copies = self._unpacking.get(bucket)
         if copies is None:
             to, views = self.spare_views(bucket).values(), self.views(bucket, data).values()
@@ -71,11 +90,12 @@ class Update:
         torch._foreach_copy_(*copies)
 
     def forget_memory(self) -> None:
+        """Free ``memory`` and all views of it that ``unpack`` keeps."""
         self.memory = []
         self._unpacking.clear()
 
     def views(self, bucket: int, memory: torch.Tensor) -> Staged:
-        """The bucket's memory as its tensors."""
+        """Return the bucket's tensors as views of ``memory``, by name."""
         found: Staged = {}
         for index in self._within[bucket]:
             place, spec = self.layout.places[index], self.message.tensors[index]
@@ -84,7 +104,7 @@ class Update:
         return found
 
     def serves(self, message: Prepare) -> bool:
-        """The next update wants what this one has."""
+        """Return True if the next update can use the memory of this one."""
         mine = self.message
         return (
             message.mode in ("auto", self.mode)
@@ -95,14 +115,14 @@ class Update:
         )
 
     def again(self, message: Prepare) -> Update:
-        """For the next update, with the memory of this one."""
+        """Return the next update, which shares the memory of this one."""
         update = copy.copy(self)
         update.id, update.message = message.id, message
         return update
 
 
 class Nothing:
-    """Stands for a broadcast that is over."""
+    """Replaces a broadcast that has finished."""
 
     @staticmethod
     def wait() -> None:
@@ -110,8 +130,10 @@ class Nothing:
 
 
 class Slots:
-    """Memory of a bucketed update: slots in turn, and one for what is larger than a slot. A slot is
-    taken again only behind what its bucket's copies put on the stream."""
+    """The memory of a bucketed update: a ring of slots, and a large one for larger buckets.
+
+    A slot is used again only after the copies of its bucket are on the stream.
+    """
 
     def __init__(self, update: Update) -> None:
         self._layout = update.layout
@@ -125,14 +147,17 @@ class Slots:
         return self._large if large else self._small
 
     def has_room(self, bucket: int) -> bool:
+        """Return True if ``take`` would find memory."""
         return bool(self._pool(bucket))
 
     def take(self, bucket: int) -> torch.Tensor:
+        """Return free memory for a bucket, until ``free``."""
         pool = self._pool(bucket)
         memory = pool.pop(0)
         self._used[bucket] = (pool, memory)
         return memory
 
     def free(self, bucket: int) -> None:
+        """Make the bucket's memory available for another bucket."""
         pool, memory = self._used.pop(bucket)
         pool.append(memory)

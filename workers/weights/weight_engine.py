@@ -1,4 +1,4 @@
-"""What ``weights`` asks of an engine."""
+"""The interface of an engine for weight updates."""
 
 from __future__ import annotations
 
@@ -14,85 +14,121 @@ from .staging import Staged
 
 
 class WeightEngine(Protocol):
-    """What an engine does for weight updates. ``commit`` and ``hold`` are asked for from the
-    channel's threads and done on the scheduler's, on all ranks between the same two steps."""
+    """The operations of an engine that a rank's weight channel needs.
+
+    The channel's threads call ``commit`` and ``hold``. The scheduler's thread then performs them,
+    on all ranks between the same two steps.
+    """
 
     device: torch.device
 
     def describe(self) -> ModelDescription:
-        """May take seconds; called on the link's thread."""
+        """Return the names, shapes and dtypes of the weights.
+
+        Called on the link's thread. This may take seconds.
+        """
         ...
 
-    def checksums(self, names: Sequence[str]) -> list[Shard]: ...
+    def checksums(self, names: Sequence[str]) -> list[Shard]:
+        """Return the checksums of the shards of these weights on this rank."""
+        ...
 
     def live(self) -> dict[str, torch.Tensor]:
-        """All that makes up the weights, as the engine keeps them, each storage once."""
+        """Return all tensors of the weights as the engine stores them, each storage once."""
         ...
 
     def targets(self, names: Sequence[str]) -> list[torch.Tensor] | None:
-        """The live tensors, contiguous and of the same sizes as those named, if they are such."""
+        """Return the live tensors of these weights, to receive into without a copy.
+
+        None unless all of them are contiguous and have the sizes of the named weights.
+        """
         ...
 
     def reading(self) -> AbstractContextManager[Any]:
-        """For who reads ``live`` on another thread than the engine's; several may."""
+        """Return a context for reading ``live`` on another thread than the engine's.
+
+        Several threads may read at the same time.
+        """
         ...
 
     def spare(self, names: Sequence[str]) -> Staged | None:
-        """Memory for these tensors that becomes the live one without a copy, and is kept until it
-        does: to be filled, then ``staged`` with None. What of the weights is in no such tensor is
-        there already. None if the engine has none, or none for these."""
+        """Return memory for these tensors that becomes live without a copy.
+
+        The caller fills the memory, then calls ``staged`` with None. The engine keeps the memory
+        until it becomes live. Weights in no tensor of ``names`` already have their live values
+        there.
+
+        Returns:
+            The tensors by name. None if the engine has no such memory, or none for these tensors.
+        """
         ...
 
     def settle(self) -> None:
-        """Get ready for the next ``spare``, now that there is time."""
+        """Prepare for the next ``spare``. Call this when time is available."""
         ...
 
     def bind(self, staged: Staged) -> Any:
-        """Where every part of these tensors goes: for ``copy`` and ``commit``."""
+        """Find the target of every part of these tensors, for ``copy`` and ``staged``."""
         ...
 
     def copy(self, bound: Any) -> None:
-        """Into the live weights, now. Only while the engine is held."""
+        """Copy into the live weights now. The engine must be held."""
         ...
 
     def staged(self, update: int, bound: Any) -> None:
-        """All tensors of this update are here. Keep them until ``commit`` or ``release`` of the
-        same update, or ``forget``. ``bound``: None if they are in ``spare``."""
+        """Take all tensors of this update, which have arrived.
+
+        The engine keeps them until ``commit`` or ``release`` of the same update, or ``forget``.
+
+        Args:
+            bound: the result of ``bind``. None if the tensors are in ``spare``.
+        """
         ...
 
     def nearly_staged(self, seconds: float, exchanged: bool) -> None:
-        """All of it will be here in about so many seconds, which is about a step. ``exchanged``:
-        in ``spare``."""
+        """Announce that all tensors will have arrived in about ``seconds``, about one step.
+
+        Args:
+            exchanged: the tensors arrive in ``spare``.
+        """
         ...
 
     def step_seconds(self) -> float:
-        """What a step takes at present."""
+        """Return the current duration of a step, in seconds."""
         ...
 
     def forget(self) -> None:
-        """What was staged, or nearly, is not wanted any more."""
+        """Drop the staged update, and the announcement of ``nearly_staged``."""
         ...
 
     def commit(self, update: int, version: int, inflight: str) -> None:
-        """Make it live between two steps, then call ``RankWeights.committed``. Where a replica has
-        several ranks, the first one's call is for all of them."""
+        """Make the staged update live between two steps, then call ``RankWeights.committed``.
+
+        If a replica has several ranks, the first rank's call acts on all of them.
+        """
         ...
 
     def hold(self, update: int, inflight: str) -> None:
-        """Stop between two steps, and stay there until ``release``."""
+        """Stop between two steps until ``release``."""
         ...
 
     def held(self, update: int, timeout: float) -> bool:
-        """Wait until the engine is held for this update. False after ``timeout`` seconds, and at
-        once if that hold was released."""
+        """Wait until the engine is held for this update.
+
+        Returns:
+            False after ``timeout`` seconds, and at once if this hold was released.
+        """
         ...
 
     def release(self, update: int, version: int | None, *, staged: bool = False) -> float:
-        """Go on, with ``version`` from now on (None: as before); a hold of this update or of an
-        earlier one that has not begun will not. Milliseconds that it was held.
+        """End the hold of this update, and cancel pending holds of this and earlier updates.
 
         Args:
-            staged: make what was ``staged`` for this update live first, then call
-                ``RankWeights.committed``. What was staged for another update stays staged.
+            version: the version of the weights from now on. None keeps the version.
+            staged: make the tensors ``staged`` for this update live first, then call
+                ``RankWeights.committed``. Tensors staged for another update stay staged.
+
+        Returns:
+            Milliseconds for which the engine was held.
         """
         ...

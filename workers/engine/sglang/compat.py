@@ -1,4 +1,4 @@
-"""What differs between the supported SGLang versions (0.5.17 to 0.5.23), and nothing else."""
+"""The differences between the supported SGLang versions (0.5.17 to 0.5.23)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ _RANKS_FROM_CONTEXT = _RELEASE >= (0, 5, 21)
 
 
 def publish_arguments(server_args: ServerArgs, rank: int, gpu_id: int) -> None:
-    """Make the arguments visible to SGLang's modules, which read them from a process-wide
-    context. From 0.5.21 on that context also holds the rank."""
+    """Publish the arguments in the process-wide context that SGLang's modules read.
+
+    From 0.5.21 on that context also holds the rank.
+    """
     try:
         from sglang.srt.runtime_context import SpawnRanks
     except ImportError:
@@ -36,7 +38,7 @@ def publish_arguments(server_args: ServerArgs, rank: int, gpu_id: int) -> None:
 def scheduler_arguments(
     server_args: ServerArgs, port_args: PortArgs, rank: int, gpu_id: int
 ) -> tuple[Any, ...]:
-    """Positional arguments of ``Scheduler.__init__``."""
+    """Return the positional arguments of ``Scheduler.__init__``."""
     try:
         from sglang.srt.runtime_context import SpawnRanks  # noqa: F401
     except ImportError:
@@ -46,14 +48,16 @@ def scheduler_arguments(
 
 
 def no_ports() -> PortArgs:
-    """For a scheduler whose channels are ours. ``PortArgs.init_new`` would make files that nobody
-    removes."""
+    """Return empty ``PortArgs``, for a scheduler that uses our channels.
+
+    ``PortArgs.init_new`` would make files that are never removed.
+    """
     given: dict[str, Any] = {f.name: None for f in fields(PortArgs) if f.default is MISSING}
     return PortArgs(**given | {"nccl_port": 0})
 
 
 def channels(sink: Any, control: Any) -> SchedulerIpcChannels:
-    """``SchedulerIpcChannels`` whose only live ends are our two sinks."""
+    """Return ``SchedulerIpcChannels`` in which only our two sinks are set."""
     known = {
         "send_to_tokenizer": control,
         "send_to_detokenizer": sink,
@@ -62,13 +66,21 @@ def channels(sink: Any, control: Any) -> SchedulerIpcChannels:
 
 
 def field_values(instance: Any) -> dict[str, Any]:
-    """The fields of a slots dataclass, to build a subclass with."""
+    """Return the fields of a slots dataclass by name, to build a subclass from."""
     return {f.name: getattr(instance, f.name) for f in fields(instance)}
 
 
 def digest(*owners: tuple[type, Sequence[str]]) -> str:
-    """Of the texts of some of SGLang's methods, each class with their names: what stands in for its
-    own code must know what that says. "" if one of them is not there."""
+    """Return a SHA-256 digest of the source of some of SGLang's methods.
+
+    Code that replaces SGLang's own code depends on the exact source that it replaces.
+
+    Args:
+        owners: classes, each with the names of its methods.
+
+    Returns:
+        The digest in hexadecimal. "" if a method or its source is missing.
+    """
     try:
         texts = [inspect.getsource(getattr(o, name)) for o, names in owners for name in names]
     except (AttributeError, OSError):
@@ -77,20 +89,23 @@ def digest(*owners: tuple[type, Sequence[str]]) -> str:
 
 
 def matched(match: Any) -> int:
-    """Tokens on the device that ``match_prefix`` has found; 0.5.23 no longer gives their slots."""
+    """Return how many tokens on the device ``match_prefix`` has found.
+
+    Version 0.5.23 no longer returns their slots.
+    """
     found = getattr(match, "device_prefix_len", None)
     return len(match.device_indices) if found is None else int(found)
 
 
 def begin_weight_update(runner: Any) -> None:
-    """From 0.5.21 on, what quantized layers want before their weights are written."""
+    """Prepare quantized layers for new weights. Only SGLang 0.5.21 and later need this."""
     updater: Any = getattr(runner, "weight_updater", None)
     if hasattr(updater, "begin_weight_update"):
         updater.begin_weight_update()
 
 
 def end_weight_update(runner: Any) -> None:
-    """From 0.5.21 on, what layers want after it."""
+    """Finish the layers after new weights. Only SGLang 0.5.21 and later need this."""
     updater: Any = getattr(runner, "weight_updater", None)
     if hasattr(updater, "end_weight_update"):
         updater.end_weight_update(run_post_load=False)

@@ -1,4 +1,4 @@
-"""Between our messages and SGLang's requests and outputs."""
+"""Convert our messages to SGLang's requests, and SGLang's outputs to our messages."""
 
 from __future__ import annotations
 
@@ -23,30 +23,37 @@ from .no_tokenizer import NoTokenizer
 _sampling = msgspec.msgpack.Decoder(Sampling)
 _SAMPLINGS = 256
 _MOST_BYTES = 4
-"""Of a character."""
+"""Maximum bytes of a character in UTF-8."""
 PROGRESS_TOKENS = 64
-"""A call that is not streamed still reports so often, in tokens: what a lost worker's call loses at
-most. Each report costs the scheduler's thread as much as several tokens."""
+"""Tokens between two reports of a call that is not streamed.
+
+A call of a lost worker loses at most this many tokens. Each report costs the scheduler's thread as
+much time as several tokens.
+"""
 
 
 def request_id(id_: int) -> str:
-    """Ends in a dot because SGLang aborts by prefix: "1" would also abort "12"."""
+    """Return SGLang's id of a call.
+
+    The id ends in a dot because SGLang aborts by prefix: "1" would also abort "12".
+    """
     return f"{id_}."
 
 
 def call_id(rid: str) -> int:
+    """Return the call of one of SGLang's request ids."""
     return int(rid[:-1])
 
 
 def token_array(ids: bytes) -> array[int]:
-    """int32 bytes as the int64 array that SGLang keeps."""
+    """Convert int32 bytes to the int64 array that SGLang stores."""
     tokens = array("q")
     tokens.frombytes(np.frombuffer(ids, dtype="<i4").astype(np.int64).tobytes())
     return tokens
 
 
 class Samplings:
-    """SGLang's sampling parameters, made once of each distinct value."""
+    """A cache of SGLang's sampling parameters, with one entry for each distinct value."""
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self._tokenizer = tokenizer
@@ -54,19 +61,27 @@ class Samplings:
         self._known: dict[tuple[bytes, bool], SamplingParams] = {}
 
     def get(self, raw: bytes, stream: bool) -> SamplingParams:
-        """A request's own. Raises ``InvalidRequest`` when SGLang rejects the values."""
+        """Return the parameters of one request.
+
+        Raises:
+            InvalidRequest: SGLang rejects the values.
+        """
         found = self._known.get((raw, stream))
         if found is None:
             found = sampling_params(raw, stream, self._tokenizer, self._vocab_size)
             if len(self._known) >= _SAMPLINGS:
                 self._known.clear()
             self._known[raw, stream] = found
-        # SGLang changes some of them for one request.
+        # Copy, because SGLang changes some parameters for one request.
         return copy.copy(found)
 
 
 def sampling_params(raw: bytes, stream: bool, tokenizer: Any, vocab_size: int) -> SamplingParams:
-    """Raises ``InvalidRequest`` when SGLang rejects the values."""
+    """Convert an encoded ``Sampling`` to SGLang's parameters.
+
+    Raises:
+        InvalidRequest: SGLang rejects the values, or they need a tokenizer and the model has none.
+    """
     s = _sampling.decode(raw)
     if isinstance(tokenizer, NoTokenizer):
         if s.stop or s.stop_regex:
@@ -101,9 +116,9 @@ def sampling_params(raw: bytes, stream: bool, tokenizer: Any, vocab_size: int) -
     try:
         params.normalize(tokenizer)
         params.verify(vocab_size)
-        # How many of the last tokens SGLang looks at. It takes as many as the tokenizer makes of
-        # the text, and one for each character of an expression; but a model may write the same
-        # text in as many tokens as it has bytes.
+        # These are the numbers of last tokens in which SGLang searches. SGLang takes the number of
+        # tokens that the tokenizer makes of the text, and one for each character of a regular
+        # expression. But a model may write the same text with one token for each byte.
         params.stop_str_max_len = max((len(text.encode()) for text in s.stop), default=0)
         params.stop_regex_max_len *= _MOST_BYTES
     except (ValueError, re.error, OverflowError, RecursionError) as error:
@@ -112,7 +127,7 @@ def sampling_params(raw: bytes, stream: bool, tokenizer: Any, vocab_size: int) -
 
 
 def score_params() -> SamplingParams:
-    """A request for no new token: prefill only."""
+    """Return the parameters of a request for no new token: prefill only."""
     params = SamplingParams(max_new_tokens=0, temperature=1.0)
     params.normalize(None)
     return params
@@ -121,6 +136,7 @@ def score_params() -> SamplingParams:
 def generate_request(
     id_: int, args: GenerateArgs, params: SamplingParams, priority: int | None
 ) -> TokenizedGenerateReqInput:
+    """Return a request for new tokens."""
     return _request(
         id_,
         args,
@@ -128,7 +144,7 @@ def generate_request(
         return_logprob=args.logprobs or args.top_logprobs > 0,
         logprob_start_len=-1,
         top_logprobs_num=args.top_logprobs,
-        # Always: SGLang then reports every ``stream_interval`` tokens.
+        # With stream=True SGLang reports every ``stream_interval`` tokens.
         stream=True,
         priority=priority,
     )
@@ -137,13 +153,13 @@ def generate_request(
 def score_request(
     id_: int, args: ScoreArgs, params: SamplingParams, priority: int | None = None
 ) -> TokenizedGenerateReqInput:
-    """A prefill that returns the logprobs of the prompt's own tokens."""
+    """Return a prefill request for the logprobs of the prompt's own tokens."""
     return _request(
         id_,
         args,
         params,
         return_logprob=True,
-        # SGLang leaves out the first one: it would come from the token before.
+        # SGLang omits the logprob at this position, which depends on the token before it.
         logprob_start_len=max(0, args.start - 1),
         top_logprobs_num=args.top_logprobs,
         stream=False,
@@ -154,7 +170,7 @@ def score_request(
 def next_token_request(
     id_: int, args: NextTokenArgs, params: SamplingParams, priority: int | None = None
 ) -> TokenizedGenerateReqInput:
-    """A prefill whose logits are read where they are computed (``next_token.py``)."""
+    """Return a prefill request. ``next_token.py`` reads its logits after the forward pass."""
     return _request(
         id_,
         args,
@@ -187,20 +203,31 @@ def _request(
 
 
 def _matrix(rows: list[Any], k: int, dtype: str) -> bytes:
-    """[t][<=k] as a dense [t, k] array."""
+    """Cut t rows to their first k values, and return the bytes of a dense [t, k] array."""
     return np.array([row[:k] for row in rows], dtype=dtype).tobytes()
 
 
 def cached_tokens(output: BatchTokenIDOutput | SimpleNamespace, i: int) -> int:
-    """Of the prompt of request ``i``. What it goes on from may be in the cache, too."""
+    """Return how many prompt tokens of request ``i`` were cached.
+
+    SGLang's count may include cached output tokens from which the request resumes.
+    """
     return min(int(output.cached_tokens[i]), int(output.prompt_tokens[i]))
 
 
 def token_chunks(
     output: BatchTokenIDOutput | SimpleNamespace, i: int, top: int, parts: list[tuple[int, int]]
 ) -> list[TokenChunk]:
-    """Request ``i`` of one step's output. ``top``: how many top logprobs it asked for. ``parts``:
-    (number of tokens, version) in order, one chunk each; the last takes what remains."""
+    """Convert the output of request ``i`` in one step.
+
+    Args:
+        top: the number of top logprobs that the request wants.
+        parts: (number of tokens, version) of each part of the output, in order. The last part takes
+            all remaining tokens.
+
+    Returns:
+        One chunk for each part.
+    """
     finished = output.finished_reasons[i]
     ids = np.asarray(output.output_ids[i], dtype="<i4")
     logprobs = output.output_token_logprobs_val
@@ -233,10 +260,15 @@ def token_chunks(
 def score_chunk(
     output: BatchTokenIDOutput, i: int, start: int, top: int, prefills: list[tuple[int, int]]
 ) -> TokenChunk:
-    """The prompt's logprobs from position ``start`` on. Position 0 has none: its logprobs are NaN,
-    and the ids of its likeliest tokens -1. ``prefills``: (first position, version) of each part of
-    the prompt that one version computed; the logits of a position are of the next token."""
-    # SGLang's first position is the one before ``start``, if there is one.
+    """Convert the prompt's logprobs of request ``i``, from position ``start`` on.
+
+    Position 0 has no logprobs. Its logprobs are NaN, and the ids of its likeliest tokens are -1.
+
+    Args:
+        prefills: (first position, version) of each part of the prompt that one version computed.
+            The logits at a position belong to the next token.
+    """
+    # SGLang's first position is ``start - 1``, unless ``start`` is 0.
     skip = 1 if start else 0
     values = [float("nan") if v is None else v for v in output.input_token_logprobs_val[i][skip:]]
     top_ids = top_values = b""
@@ -268,8 +300,10 @@ def score_chunk(
 
 
 def rest_of(request: Any, sent: int) -> SimpleNamespace:
-    """What SGLang's request has beyond its first ``sent`` tokens, as an output that ends with
-    "abort". For a request that was returned while it waited: then SGLang makes none."""
+    """Return the output of SGLang's request after its first ``sent`` tokens, with reason "abort".
+
+    Use this for a request that is aborted while it waits, because SGLang then makes no output.
+    """
     logprob = request.logprob if request.return_logprob else None
 
     def rest(name: str) -> list[Any] | None:
@@ -288,7 +322,7 @@ def rest_of(request: Any, sent: int) -> SimpleNamespace:
 
 
 def end_of(finished: dict[str, Any] | None) -> tuple[int, str, str]:
-    """How a finish reason ends a call: kind of item, error name, message."""
+    """Convert a finish reason to the kind of the call's item, its error name and its message."""
     if finished is None:
         return ItemKind.CHUNK, "", ""
     if finished["type"] != "abort":

@@ -1,4 +1,4 @@
-"""What SGLang's published wheels need to run a model on a CPU-only machine."""
+"""Changes to SGLang's published wheels that let them run a model on a CPU-only machine."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ from torch.overrides import TorchFunctionMode
 from sglrl.errors import EngineError
 
 _NICENESS = 5
-"""A worker that starts gets three times the time of one that serves."""
+"""With this niceness, a serving worker gets a third of the CPU time of a starting one."""
 
 _LARGE = 1 << 20
+"""``UntouchedZeros`` handles tensors of at least this many bytes."""
 _ALIGNMENT = 64
-"""Bytes. PyTorch's own tensors have it."""
+"""Alignment in bytes, the same as for PyTorch's own tensors."""
 
 
 def engine_arguments(memory_share: float) -> dict[str, Any]:
-    """Defaults for ``device="cpu"``; what the user passes wins."""
+    """Return defaults for ``device="cpu"``. The user's arguments override them."""
     return {
-        # SGLang would take most of the host's memory for the KV cache, once per replica.
+        # Each replica's KV cache would otherwise take most of the host's memory.
         "mem_fraction_static": 0.6 * memory_share,
         "max_total_tokens": 1 << 17,
         "attention_backend": "torch_native",
@@ -43,27 +44,31 @@ def engine_arguments(memory_share: float) -> dict[str, Any]:
 
 
 def prepare(threads: int) -> None:
-    """Call in the worker before the model is built."""
-    # The wheel takes itself for a CPU build only when told so at build time; its rotary layer
-    # otherwise asks for vllm's CUDA kernel.
+    """Patch SGLang for a CPU. The worker calls this before it builds the model.
+
+    Args:
+        threads: the number of torch's threads.
+    """
+    # The wheel is a CPU build only if a build option says so. Otherwise its rotary layer imports
+    # vllm's CUDA kernel.
     rotary._is_cpu = True
-    # On a CPU it makes MLPs and experts a multiple of 32 wide, for kernels that the wheel has not;
-    # and nobody clears what no weight is loaded into.
+    # On a CPU SGLang pads MLPs and experts to a multiple of 32, for kernels that the wheel does not
+    # contain. No weight is loaded into the padding, and SGLang does not set it to zero.
     update_config.DEFAULT_MOE_PADDING_SIZE = 1
-    # Ten times while a worker starts it runs lscpu and waits for it, for what never changes.
+    # While a worker starts, SGLang runs lscpu ten times and waits for it. The result never changes.
     common.parse_lscpu_topology = cache(common.parse_lscpu_topology)
     torch.set_num_threads(threads)
-    # Its xgrammar backend asks for pinned memory, which needs a CUDA driver, and masks logits with
-    # a Triton kernel; xgrammar itself has a CPU kernel for the same bitmask.
+    # SGLang's xgrammar backend allocates pinned memory, which needs a CUDA driver, and masks logits
+    # with a Triton kernel. xgrammar itself has a CPU kernel for the same bitmask.
     xgrammar_backend._allocate_token_bitmask = _allocate_token_bitmask
     xgrammar_backend.XGrammarGrammar.apply_vocab_mask = _apply_vocab_mask
-    # These are Triton kernels too.
+    # These functions are Triton kernels, too.
     logits_processor.fused_softcap = _cap
     qwen2_moe.fused_gate_sigmoid_mul_add = _add_gated
 
 
 def check(model: torch.nn.Module) -> None:
-    """Raise ``EngineError`` for a model of which a CPU would compute something else."""
+    """Raise ``EngineError`` for a model with different results on a CPU than on a GPU."""
     if any(getattr(part, "logit_cap", 0) > 0 for part in model.modules()):
         raise EngineError(
             f"{type(model).__name__} caps the logits of its attention, which SGLang does on GPUs "
@@ -82,9 +87,11 @@ def _add_gated(
 
 
 class UntouchedZeros(TorchFunctionMode):  # type: ignore[misc]
-    """Large tensors of zeros on the CPU are memory that the kernel has yet to give: PyTorch writes
-    the zeros, so a KV cache for many tokens would take all its memory, and the time to fill it,
-    when the worker starts."""
+    """Makes large CPU tensors of zeros from pages that the kernel allocates on first use.
+
+    PyTorch writes the zeros itself. A KV cache for many tokens would then take all of its memory,
+    and the time to fill it, when the worker starts.
+    """
 
     def __torch_function__(
         self,
@@ -106,14 +113,17 @@ class UntouchedZeros(TorchFunctionMode):  # type: ignore[misc]
 
 
 def give_way() -> None:
-    """From now on whatever else wants a core goes first: the driver, a trainer, a worker that
-    starts in place of a lost one. Call when the first request runs."""
-    # A thread has a niceness of its own, which those that it starts inherit.
+    """Lower the priority of this worker, so that other processes get a core first.
+
+    Examples are the driver, a trainer and a worker that replaces a lost one. Call this when the
+    first request runs.
+    """
+    # Every thread has its own niceness. New threads inherit it from the thread that starts them.
     for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(ProcessLookupError):
             os.setpriority(os.PRIO_PROCESS, int(thread), _NICENESS)
-    # It counts within a session only, where the kernel groups tasks by session (sched(7)), and a
-    # worker is one of its own.
+    # If the kernel groups tasks by session (sched(7)), niceness counts only within a session. Each
+    # worker has its own session, so set the niceness of the session's group, too.
     with contextlib.suppress(OSError):
         Path("/proc/self/autogroup").write_text(str(_NICENESS))
 

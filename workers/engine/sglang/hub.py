@@ -1,5 +1,7 @@
-"""A model that cannot be fetched from the hub: said in a few lines, not in a traceback through the
-libraries that tried."""
+"""Explain in a few lines why a model could not be fetched from the hub.
+
+The traceback through the libraries that tried would be long.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def explained(model: str) -> Iterator[None]:
-    """End the process with an explanation, its last output, if ``model`` is a name on the hub and
-    something of it could not be had from there. Other errors go on as they are."""
+    """Exit with an explanation if a file of ``model`` could not be fetched from the hub.
+
+    The explanation is the last output of the process. Other errors propagate unchanged.
+    """
     try:
         yield
     except Exception as error:
@@ -25,14 +29,14 @@ def explained(model: str) -> Iterator[None]:
 
 
 def unfetched(model: str, error: BaseException) -> str | None:
-    """What to tell the user, or None if it is not the hub that ``error`` comes from."""
+    """Return an explanation for the user, or None if the hub did not cause ``error``."""
     causes = [error]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) and cause not in causes:
         causes.append(cause)
     of_hub = any(type(cause).__module__.startswith("huggingface_hub") for cause in causes)
     if os.path.isdir(model) or not of_hub:
         return None
-    # What one library says for another is said once.
+    # Libraries repeat the message of the error that caused theirs: show each message once.
     said: dict[str, str] = {}
     for cause in causes:
         said.setdefault(str(cause).strip().partition("\n")[0], type(cause).__name__)

@@ -1,8 +1,9 @@
-"""The next token's distribution, read where the model has just computed its logits.
+"""Read the next token's distribution from the logits, right after the forward pass.
 
-SGLang would pass a whole vocabulary of logprobs on as Python lists. Here the rows of the requests
-that asked for them are normalized on the device in float32, before sampling changes the logits in
-place, copied to the host beside whatever runs next, and sent from where they land.
+SGLang would return the logprobs of a whole vocabulary as Python lists. This module takes the rows
+of the requests that want them. It normalizes the rows on the device in float32, before sampling
+changes the logits in place. It copies them to the host while the GPU runs the next work. The answer
+is sent directly from the host memory.
 """
 
 from __future__ import annotations
@@ -23,20 +24,28 @@ from . import convert
 
 
 class NextTokens:
-    """What rank 0 of a replica is asked for. ``wanted``: by request id, how many of the likeliest
-    tokens; 0: all. ``mailbox``: that the rows leave by."""
+    """The requests for a next token's distribution on rank 0 of a replica.
+
+    Args:
+        mailbox: sends the rows.
+
+    Attributes:
+        wanted: how many of the likeliest tokens each request wants, by request id. 0 means all
+            tokens.
+        params: the sampling parameters of every request.
+    """
 
     def __init__(self, mailbox: Mailbox) -> None:
         self._mailbox = mailbox
         self.wanted: dict[str, int] = {}
-        # Shared by all: nothing in it is about one request.
+        # All requests share these parameters, which contain nothing about one request.
         self.params = convert.score_params()
         self._expected: list[tuple[int, str, int]] = []
         self._rows: Rows | None = None
         self._stream: Any = None
 
     def install(self, runner: Any) -> None:
-        """Look at what this model runner's forward pass returns. Call once it is built."""
+        """Wrap this model runner's forward pass. Call this once the runner is built."""
         forward = runner.forward
 
         def with_rows(*args: Any, **kwargs: Any) -> Any:
@@ -49,7 +58,11 @@ class NextTokens:
         runner.forward = with_rows
 
     def expect(self, requests: Sequence[Any], unfinished: Any) -> None:
-        """The next forward pass is of these requests; of ``unfinished`` it is not the last."""
+        """Set the requests of the next forward pass.
+
+        Args:
+            unfinished: a request whose prefill continues after this pass. It has no row yet.
+        """
         if self.wanted:
             self._expected = [
                 (i, request.rid, self.wanted[request.rid])
@@ -58,7 +71,7 @@ class NextTokens:
             ]
 
     def rows(self, logits: torch.Tensor, expected: list[tuple[int, str, int]]) -> Rows:
-        """These of these logits, on their way: see ``Rows``."""
+        """Start to copy the expected rows of these logits to the host. See ``Rows``."""
         if logits.is_cuda and self._stream is None:
             self._stream = torch.cuda.Stream(logits.device)
         shared = self._mailbox.rows
@@ -67,15 +80,20 @@ class NextTokens:
         return Rows(logits, expected, self._stream, shared)
 
     def take(self) -> Rows | None:
-        """Of the forward pass that has been launched."""
+        """Return the rows of the last forward pass, once. None if there are none."""
         rows, self._rows = self._rows, None
         return rows
 
 
 class Rows:
-    """Rows of one forward pass, on their way to the host. ``logits``: [requests, vocabulary].
-    ``expected``: (row, request id, how many of the likeliest; 0: all). ``stream``: that copies;
-    None on CPU. ``shared``: where whole rows go, if there is room."""
+    """Rows of one forward pass, being copied to the host.
+
+    Args:
+        logits: shape [requests, vocabulary].
+        expected: (row, request id, number of likeliest tokens) of each row. 0 means all tokens.
+        stream: the CUDA stream that copies. None on a CPU.
+        shared: memory for whole rows, if it has room.
+    """
 
     def __init__(
         self,
@@ -128,7 +146,7 @@ class Rows:
             self._full_rows = found[0]
 
     def _targets(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Rows, and the shared memory where they go."""
+        """Yield slices of the rows, each with its target in shared memory."""
         begin = 0
         for slots in _runs(self._slots):
             assert self._shared is not None
@@ -141,7 +159,7 @@ class Rows:
             begin = end
 
     def __del__(self) -> None:
-        # Of calls that were cancelled.
+        # Return the slots of cancelled calls.
         left = [slot for slot in self._slots if slot >= 0]
         if left and self._shared is not None:
             if self._done is not None:
@@ -149,7 +167,7 @@ class Rows:
             self._shared.give_back(left)
 
     def put(self, mailbox: Mailbox, id_: int, rid: str, cached_tokens: int, version: int) -> None:
-        """Answer the call."""
+        """Answer the call, once its row is on the host."""
         if self._done is not None:
             self._done.synchronize()
             self._done = None
@@ -170,7 +188,7 @@ class Rows:
 
 
 def _runs(slots: Sequence[int]) -> list[list[int]]:
-    """Cut into runs of neighbours in one piece of memory."""
+    """Group the slots into runs of neighbours in one piece of memory."""
     found: list[list[int]] = []
     for slot in slots:
         if found and found[-1][-1] + 1 == slot and slot % TOGETHER:
@@ -181,20 +199,23 @@ def _runs(slots: Sequence[int]) -> list[list[int]]:
 
 
 def _pin(piece: NDArray[np.float32]) -> None:
-    """So that GPUs copy into it without the CPU."""
+    """Pin this memory, so that GPUs copy into it without the CPU."""
     register = torch.cuda.cudart().cudaHostRegister
     torch.cuda.check_error(register(piece.ctypes.data, piece.nbytes, 0))
 
 
 def _to_host(tensor: torch.Tensor, stream: Any) -> list[torch.Tensor]:
-    """Its rows. As many as are sent together lie in a piece of memory, and all pieces are of one
-    size: torch keeps them for the next ones, and a new one of this kind takes milliseconds."""
+    """Start to copy a tensor to pinned memory, and return its rows there.
+
+    Each piece of memory holds ``ROWS`` rows, which are sent in one message. All pieces have the
+    same size, so torch reuses them. Allocating new pinned memory takes milliseconds.
+    """
     rows: list[torch.Tensor] = []
     for part in tensor.split(ROWS):
         target = torch.empty((ROWS, *tensor.shape[1:]), dtype=tensor.dtype, pin_memory=True)
         target = target[: len(part)]
         target.copy_(part, non_blocking=True)
         rows += target
-    # The memory must not be used again before the copy has been made.
+    # Prevent torch from reusing the tensor's memory before the copy is done.
     tensor.record_stream(stream)
     return rows

@@ -1,4 +1,4 @@
-"""Models that have no tokenizer: token ids go in and come out."""
+"""Models without a tokenizer: the input and the output are token ids."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ _ENDINGS = (".tiktoken", ".model")
 
 
 def has_tokenizer(model: str) -> bool:
-    """False for a folder in which there is nothing to make one of. Of some architectures
-    transformers (5.12) makes one all the same, which knows its end-of-sequence token only: an id
-    that is another token of the model. Of others it makes none, and SGLang does not start."""
+    """Return False for a folder without the files of a tokenizer.
+
+    For some architectures transformers (5.12) makes a tokenizer without these files. It has only
+    an end-of-sequence token, with the id of a different token of the model. For other architectures
+    transformers makes none, and SGLang does not start.
+    """
     folder = Path(model)
     return not folder.is_dir() or any(
         file.name.startswith(_STEMS) or file.name.endswith(_ENDINGS) for file in folder.iterdir()
@@ -20,8 +23,11 @@ def has_tokenizer(model: str) -> bool:
 
 
 class NoTokenizer:
-    """What SGLang's scheduler asks of a tokenizer where there is no text: which tokens end an
-    output. ``eos_token_ids``: the model's own."""
+    """The part of a tokenizer that SGLang's scheduler needs without text: the end tokens.
+
+    Args:
+        eos_token_ids: the model's own end-of-sequence tokens.
+    """
 
     eos_token_id = None
 

@@ -1,4 +1,4 @@
-"""A model's parameters, moved into memory that can be exchanged as a whole (see ``pages``)."""
+"""Move a model's parameters into memory that can be exchanged (see ``double_buffer.py``)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from ...weights.double_buffer import Pages, make_pages
 logger = logging.getLogger("sglrl.worker")
 
 _ALIGNMENT = 512
-"""Bytes, as of what CUDA's allocator gives out."""
+"""Alignment in bytes, the same as for memory from CUDA's allocator."""
 
 
 def install() -> None:
-    """Every model that is loaded from now on has its parameters moved, before anything else can
-    have been told where they are: attention backends, CUDA graphs."""
+    """Patch SGLang to move the parameters of every model that it loads.
+
+    They move before other code has their addresses, for example attention backends and CUDA graphs.
+    The runner's ``sglrl_pages`` is the result of ``move``, or None.
+    """
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     load = ModelRunner.load_model
@@ -27,7 +30,7 @@ def install() -> None:
     def load_model(runner: Any, *args: Any, **kwargs: Any) -> Any:
         result = load(runner, *args, **kwargs)
         runner.sglrl_pages = None
-        # Quantized weights are never updated, and their kernels may know by now where they are.
+        # Quantized weights are never updated, and their kernels may already hold their addresses.
         plain = runner.model_config.quantization is None
         if plain and not (runner.is_draft_worker or runner.server_args.enable_memory_saver):
             runner.sglrl_pages = move(runner.model)
@@ -38,8 +41,12 @@ def install() -> None:
 
 
 def move(model: torch.nn.Module) -> Pages | None:
-    """Move the parameters that nothing else shares memory with. None if there are none, or no room
-    for another copy, without which there is nothing to exchange."""
+    """Move the parameters that share their memory with no other tensor.
+
+    Returns:
+        The memory. None if there are no such parameters, if they are on several devices, or if the
+        device has no room or no support for such memory.
+    """
     movable = [p for p in model.parameters() if p.is_contiguous() and p.numel() and _alone(p)]
     devices = {p.device for p in movable}
     if len(devices) != 1:
@@ -69,10 +76,11 @@ def move(model: torch.nn.Module) -> Pages | None:
 
 
 def _alone(parameter: torch.nn.Parameter) -> bool:
-    """No other tensor would go on with the memory that it has now."""
+    """Return True if no other tensor uses the parameter's memory."""
     whole = parameter.untyped_storage().nbytes() == parameter.nbytes
     return whole and _uses(parameter) == _uses(torch.empty(1))
 
 
 def _uses(tensor: torch.Tensor) -> int:
+    """Return the reference count of a tensor's storage."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))

@@ -1,4 +1,4 @@
-"""What the fork server imports before it forks: everything slow, nothing that touches a GPU."""
+"""Import slow modules in the fork server before it forks. None of them uses a GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import warnings
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    # The registry imports every model that SGLang knows: as slow as all the rest together.
+    # The registry imports all of SGLang's models, which takes as long as all other imports.
     import sglang.srt.models.registry as registry  # noqa: F401
 
     from . import cpu as cpu
@@ -28,19 +28,21 @@ _LATER = (
     "sglang.srt.dllm.algorithm",
     "sglang.srt.managers.tp_worker",
 )
-"""What SGLang imports while it starts a scheduler. A version that has no such module imports
-another one then."""
+"""Modules that SGLang imports while it starts a scheduler.
+
+Some versions import other modules instead.
+"""
 
 
 def warm() -> None:
-    """Do here what every worker would do again."""
+    """Do the work that every worker would otherwise repeat."""
     from sglang.srt.arg_groups import arg_utils
     from sglang.srt.server_args import ServerArgs
 
     for name in _LATER:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    # Four hundred annotations, evaluated one by one; SGLang keeps what it finds.
+    # SGLang evaluates four hundred annotations one by one, and caches the results.
     for look_up in ("namespace_of", "resolvable_fields"):
         getattr(arg_utils, look_up, lambda cls: None)(ServerArgs)
 

@@ -1,8 +1,8 @@
 """A copy of a model whose tensors have no data, for a loader that must not change the model.
 
-``plan`` runs the model's loader on the copy. The copy shares no memory with the model, so nothing
-that the loader does to its tensors can change a weight: no operator of PyTorch or of an extension,
-no assignment to ``.data``, no write through a storage or a NumPy array.
+``plan`` runs the model's loader on the copy. The copy shares no memory with the model, so the
+loader cannot change a weight with any operator of PyTorch or of an extension, any assignment to
+``.data``, or any write through a storage or a NumPy array.
 """
 
 from __future__ import annotations
@@ -18,34 +18,41 @@ import torch
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Identifies the storage of a tensor as long as the storage exists."""
+    """Return an id of the tensor's storage. The id is unique while the storage exists."""
     return int(tensor.untyped_storage()._cdata)
 
 
 class StandIn:
-    """``model``: a copy of the model, with the same modules, parameters, buffers and attributes.
+    """Makes a copy of a model with the same modules, parameters, buffers and attributes.
 
-    Every tensor is replaced by one on the meta device with the same type, shape, strides and place
-    in its storage. Tensors that share a storage share one in the copy. Containers and bound methods
-    that refer to the model refer to the copy; any other object is the model's own.
+    A tensor on the meta device replaces every tensor, with the same type, shape, strides and offset
+    in its storage. Tensors that share a storage also share a storage in the copy. Containers and
+    bound methods that refer to the model refer to the copy. All other objects are shared with the
+    model.
+
+    Attributes:
+        model: the copy.
     """
 
     def __init__(self, model: Any) -> None:
         self._copies: dict[int, tuple[Any, Any]] = {}
-        """By the original's id: the original, which keeps that id, and its copy."""
+        """Each original and its copy, by ``id`` of the original.
+
+        The reference to the original keeps its id from being reused.
+        """
         self._storages: dict[int, Any] = {}
-        """Meta storages, by the id of the live one."""
+        """The meta storage of each live storage, by id of the live storage."""
         self._live: dict[int, torch.Tensor] = {}
-        """A live tensor, by the id of the meta storage that replaces its storage."""
+        """A live tensor of each meta storage, by id of the meta storage."""
         self.model = self._copy(model)
 
     @property
     def storages(self) -> set[int]:
-        """Ids of all storages in the copy."""
+        """The ids of all storages in the copy."""
         return set(self._live)
 
     def live(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The model's memory at the place of a tensor of the copy, or of a view of one."""
+        """Return the model's own tensor for a tensor of the copy, or for a view of one."""
         owner = self._live[storage_id(tensor)]
         found = torch.empty(0, dtype=tensor.dtype, device=owner.device)
         return found.set_(
@@ -53,7 +60,7 @@ class StandIn:
         )
 
     def changes(self) -> Iterator[str]:
-        """What a loader has done to the copy besides writing into its tensors."""
+        """Yield a description of each change to the copy other than a write into a tensor."""
         for original, copy in list(self._copies.values()):
             if isinstance(original, torch.Tensor):
                 own = storage_id(copy) in self._live
@@ -90,7 +97,7 @@ class StandIn:
         elif kind is MethodType and isinstance(value.__self__, (torch.nn.Module, torch.Tensor)):
             copy = MethodType(value.__func__, self._copy(value.__self__))
         elif isinstance(value, np.ndarray):
-            # It may be a view of a tensor. A loader that writes to it gets an error.
+            # The array may be a view of a tensor. Make the copy read-only, so a write raises.
             copy = value.view()
             copy.flags.writeable = False
         elif kind is partial:
@@ -121,7 +128,7 @@ def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _held(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters, buffers and other tensors that are attributes of the module itself."""
+    """Yield the parameters, buffers and other tensors of the module itself, by name."""
     for values in (module._parameters, module._buffers, module.__dict__):
         for name, value in list(values.items()):
             if isinstance(value, torch.Tensor):
