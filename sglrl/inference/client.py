@@ -1,8 +1,11 @@
-"""The engine client: ``await client.generate(...)`` and what goes with it.
+"""The engine client: ``await client.generate(...)`` and its other methods.
 
-One call's way: ``generate`` checks what it is given and encodes the prompt (``prompts.py``),
-``Requests.sample`` (``requests.py``) makes it a ``Call``, ``Driver.submit`` gives it a worker, and
-``replies.GenerationReply`` collects its chunks and makes the ``Completion``.
+A call takes these steps:
+
+1. ``generate`` checks its arguments and encodes the prompt (``prompts.py``).
+2. ``Requests.sample`` (``requests.py``) makes a ``Call``.
+3. ``Driver.submit`` assigns the call to a worker.
+4. ``replies.GenerationReply`` collects the chunks and makes the ``Completion``.
 """
 
 from __future__ import annotations
@@ -50,15 +53,16 @@ class RemoteServer(Protocol):
     """Serves clients in other processes."""
 
     address: str
-    """For ``sglrl.connect``. It holds a secret."""
+    """The address to pass to ``sglrl.connect``. It contains a secret."""
 
     async def close(self) -> None: ...
 
 
 class Client(WeightMethods, ControlMethods, ScoreMethods):
-    """Generates with a pool of engine workers. Made by ``sglrl.launch``; an async context manager.
+    """Generates with a pool of engine workers. ``sglrl.launch`` returns one.
 
-    All methods may be called from any number of tasks of one event loop at a time.
+    A client is an async context manager. Any number of tasks of one event loop may call its methods
+    at the same time.
     """
 
     def __init__(
@@ -76,7 +80,7 @@ class Client(WeightMethods, ControlMethods, ScoreMethods):
         self._weight_device = weight_device
         self._timeout = timeout
         self.model = model
-        """Its folder, or its name on the hub."""
+        """The model's folder, or its name on the Hugging Face hub."""
         self._tokenizer_box = TokenizerBox(model)
         self._driver: Driver | None = None
         self._requests: Requests | None = None
@@ -133,11 +137,12 @@ class Client(WeightMethods, ControlMethods, ScoreMethods):
         )
 
     async def close(self, *, drain: bool = False, timeout: float = 600.0) -> None:
-        """End every call with ``Closed`` and every worker; safe to call again.
+        """Fail every pending call with ``Closed`` and stop every worker. Safe to call again.
 
         Args:
-            drain: first wait for the calls that there are, at most ``timeout`` seconds; new ones
-                are refused with ``Closed``.
+            drain: first wait for the pending calls, at most ``timeout`` seconds. New calls raise
+                ``Closed`` meanwhile.
+            timeout: seconds that ``drain`` may take.
         """
         if self._driver is not None and self._driver.is_copied:
             return
@@ -146,7 +151,7 @@ class Client(WeightMethods, ControlMethods, ScoreMethods):
         if self._server is not None:
             await self._server.close()
 
-    # --- what there is ----------------------------------------------------------------------------
+    # --- state ------------------------------------------------------------------------------------
 
     @property
     def info(self) -> EngineInfo:
@@ -155,23 +160,26 @@ class Client(WeightMethods, ControlMethods, ScoreMethods):
 
     @property
     def workers(self) -> list[WorkerInfo]:
-        """``id``, ``pid``, ``state``, ``weight_version``, ``device``, load of every worker."""
+        """The ``id``, ``pid``, ``state``, ``weight_version``, ``device``, load of every worker."""
         return self._pool.workers
 
     @property
     def queue(self) -> QueueInfo:
-        """The calls of all clients that wait at the driver: ``calls``, ``bytes``, ``clients``. In a
-        client of ``sglrl.connect``: as the pool last said, at most every 0.1 s."""
+        """The calls of all clients that wait at the driver: ``calls``, ``bytes``, ``clients``.
+
+        A client of ``sglrl.connect`` returns the last report of the pool. The pool sends one at
+        most every 0.1 s.
+        """
         return self._pool.queue
 
     @property
     def tokenizer(self) -> Any:
-        """The model's Hugging Face tokenizer, loaded when first asked for."""
+        """The model's Hugging Face tokenizer, loaded on first use."""
         return self._tokenizer_box.tokenizer
 
     @property
     def address(self) -> str:
-        """For ``sglrl.connect`` in other processes. It holds a secret."""
+        """The address for ``sglrl.connect`` in other processes. It contains a secret."""
         if self._server is None:
             raise _not_started()
         return self._server.address
@@ -237,36 +245,39 @@ class Client(WeightMethods, ControlMethods, ScoreMethods):
         sampling: SamplingParams | None = None,
         **values: Any,
     ) -> Any:
-        """Sample continuations.
+        """Sample continuations of one prompt or of several.
 
-        Exactly one of ``prompt`` (text), ``input_ids`` (ints, or an integer array [length]) and
-        ``messages`` (the model's chat template is applied) is given: one of it, or a list. A
-        message's content is text or a list of OpenAI's text parts, which are joined without a
-        separator; any other part (an image, audio, ...) is an ``InvalidRequest``.
+        Give exactly one of ``prompt``, ``input_ids`` and ``messages``: a single prompt, or a list
+        of prompts.
 
         Args:
-            n: samples per prompt. They share the prompt's prefix cache on one worker. All samples
-                of all prompts are submitted at once, or none: at most as many as the workers'
-                windows hold and may wait at the driver (``max_queue``); more is an
-                ``InvalidRequest``.
+            prompt: text.
+            input_ids: token ids: ints, or an integer array [length].
+            messages: a conversation, rendered with the model's chat template. The content of a
+                message is text or a list of OpenAI's text parts, which are joined without a
+                separator. Any other part (an image, audio, ...) raises ``InvalidRequest``.
+            n: samples per prompt. They share the prompt's prefix cache on one worker. Either all
+                samples of all prompts are submitted at once, or none. The limit is the number of
+                calls in the workers' windows plus ``max_queue``, the calls that may wait at the
+                driver. More samples raise ``InvalidRequest``.
             logprobs: return the logprob of every output token.
-            top_logprobs: also return so many likeliest tokens at each position.
+            top_logprobs: also return this many most likely tokens at each position.
             session: turns with the same name go to the worker that holds their prefix.
-            priority: calls that wait at the driver go out highest first.
-            timeout: seconds; then ``DeadlineExceeded`` and the engine stops. None: the client's.
-                Less than 0 is a ``UsageError``.
-            worker: only this worker.
-            sampling: a ``SamplingParams``; the keyword arguments below override its fields.
-            **values: the fields of ``SamplingParams`` (``max_new_tokens``, ``temperature``, ...);
-                vLLM's and OpenAI's names (``max_tokens``, ...) are understood.
+            priority: of the calls that wait at the driver, the highest priority is sent first.
+            timeout: seconds until the call raises ``DeadlineExceeded`` and the engine stops its
+                request. None: the client's timeout. A negative value raises ``UsageError``.
+            worker: use only this worker.
+            sampling: a ``SamplingParams``. The keyword arguments below override its fields.
+            **values: the fields of ``SamplingParams`` (``max_new_tokens``, ``temperature``, ...).
+                The names of vLLM and OpenAI (``max_tokens``, ...) are accepted too.
 
         Returns:
-            A ``Completion`` for one prompt (a list of n if n > 1); for a list of prompts a list of
-            that, in order.
+            For one prompt: a ``Completion``, or a list of ``n`` if ``n > 1``. For a list of
+            prompts: a list of these, in the order of the prompts.
 
         Raises:
-            UsageError: something above is wrong, and nothing was sent: ``InvalidRequest`` for a
-                prompt or a sampling value.
+            UsageError: an argument is wrong, and nothing was sent. ``InvalidRequest`` for a prompt
+                or a sampling value.
             Overloaded, DeadlineExceeded, WorkerLost, EngineError, Closed: see ``sglrl.errors``.
         """
         requests = self._started()
@@ -283,7 +294,7 @@ class Client(WeightMethods, ControlMethods, ScoreMethods):
         if worker is not None or session is not None or priority or type(priority) is not int:
             priority, worker, session = check_target(priority, worker, session)
         if n > 1:
-            # Before the prompts are encoded, which may take long.
+            # Check before the prompts are encoded, because encoding may take long.
             requests.check_count(n, 1, worker)
         prompts: Sequence[bytes]
         if prompt is not None or messages is not None or input_ids is None:
@@ -294,19 +305,19 @@ class Client(WeightMethods, ControlMethods, ScoreMethods):
             several, prompts = check_given_ids(input_ids, requests.vocab_size)
         logprobs = logprobs or top_logprobs > 0
         if n == 1 and len(prompts) == 1:
-            # The path of almost every call: no lists, no gather.
+            # Almost every call takes this path, so it makes no lists and no gather.
             (ids,) = prompts
             max_new = requests.max_new_tokens(prepared, len(ids) // 4)
             route = Route(ids, self._pool.weights.version, session)
             call, future = requests.sample(
                 ids, prepared, max_new, logprobs, top_logprobs, route, deadline, priority, worker
             )
-            # A call that waits holds its prompt once, as bytes.
+            # While the call waits, keep one copy of the prompt: the bytes.
             del prompt, input_ids, messages, prompts, values
             try:
                 completion = await future
             except BaseException:
-                # If it has not ended: an answer that was malformed may have more to come.
+                # After a malformed answer the worker may still send more, so cancel the call.
                 requests.driver.cancel(call)
                 raise
             return [completion] if several else completion
@@ -331,10 +342,10 @@ class Client(WeightMethods, ControlMethods, ScoreMethods):
         sampling: SamplingParams | None = None,
         **values: Any,
     ) -> Stream:
-        """``async for chunk in client.stream(...)``: tokens as they are sampled, one prompt.
+        """Stream the tokens of one prompt: ``async for chunk in client.stream(...)``.
 
-        Takes what ``generate`` takes, and raises what it raises, when iteration begins. The chunks'
-        ids, logprobs and texts, joined, equal those of ``generate``.
+        The arguments and the errors are those of ``generate``. Errors are raised when the iteration
+        begins. The joined ids, logprobs and texts of the chunks equal those of ``generate``.
         """
         return Stream(
             self._started,
@@ -365,23 +376,24 @@ class Client(WeightMethods, ControlMethods, ScoreMethods):
         sampling: SamplingParams | None = None,
         **values: Any,
     ) -> Session:
-        """A conversation of several turns: ``async with client.session(messages=...) as s``.
+        """Return a conversation of several turns: ``async with client.session(...) as s``.
 
-        Exactly one of ``prompt``, ``input_ids`` and ``messages`` is given, as for ``generate``.
+        Give exactly one of ``prompt``, ``input_ids`` and ``messages``, as for ``generate``.
 
         Args:
             tools: descriptions of tools, for the chat template.
-            template: what else the chat template is given (``enable_thinking``, ...).
-            allow_rewrite: some templates render earlier turns otherwise once the conversation goes
-                on (they leave reasoning out, say). A session appends only, so such a template is
-                refused; True: append what it puts behind the answer, and keep the turns as sampled.
-            timeout: seconds for each turn; None: the client's.
-            priority: of its turns, as for ``generate``.
-            metadata: goes into the trajectory.
-            sampling, **values: how its turns are sampled, unless a turn says otherwise.
+            template: further arguments for the chat template (``enable_thinking``, ...).
+            allow_rewrite: some templates change earlier turns when the conversation continues (for
+                example, they remove reasoning). A session only appends, so by default such a
+                template is refused. True: append the text that the template puts after the answer,
+                and keep the turns as sampled.
+            timeout: seconds for each turn. None: the client's timeout.
+            priority: priority of each turn, as for ``generate``.
+            metadata: values to store in the trajectory.
+            sampling, **values: default sampling parameters of the turns. A turn can override them.
 
         Raises:
-            InvalidRequest: something above is wrong.
+            InvalidRequest: an argument is wrong.
         """
         from ..sessions.session import Session
         from ..sessions.session_spec import SessionSpec
@@ -403,12 +415,15 @@ class Client(WeightMethods, ControlMethods, ScoreMethods):
             )
         )
 
-    # --- inside -----------------------------------------------------------------------------------
+    # --- internal ---------------------------------------------------------------------------------
 
     @property
     def _way_in(self) -> tuple[str, ClientKeys | None, bool, float | None]:
-        """For processes of this machine: address, keys, insecure and heartbeat_timeout of
-        ``sglrl.connect``."""
+        """The arguments of ``sglrl.connect`` for processes of this machine.
+
+        Returns:
+            ``(address, keys, insecure, heartbeat_timeout)``.
+        """
         if self._server is None:
             raise _not_started()
         _, _, token = self._server.address.partition("#")
@@ -423,11 +438,11 @@ class Client(WeightMethods, ControlMethods, ScoreMethods):
 
     @property
     def _is_alive(self) -> bool:
-        """Whether a worker is there, or is to come."""
+        """Whether the client is open and a worker serves or will serve."""
         return self._is_connected and any(w.state != "retired" for w in self.workers)
 
     def _loads(self) -> tuple[list[Load], int]:
-        """How full each engine says it is, and how many calls wait here for one with room."""
+        """Return the load that each ready engine reports, and the number of calls waiting here."""
         assert self._driver is not None
         fabric = self._driver.fabric
         loads = [

@@ -1,4 +1,4 @@
-"""Results of calls to an engine: immutable, with arrays as views of what came in."""
+"""Results of calls to an engine. They are immutable; their arrays are views of received bytes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ Decode = Callable[[Sequence[int], bool], str]
 
 
 class VersionSpan(NamedTuple):
-    """Tokens ``start`` to ``stop`` (exclusive) are of policy ``version``: the forward pass which
-    computed their logits was launched with these weights."""
+    """The policy version of the tokens ``start`` to ``stop`` (exclusive).
+
+    The forward pass that computed their logits was launched with the weights of ``version``.
+    """
 
     start: int
     stop: int
@@ -27,8 +29,14 @@ class VersionSpan(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """Seconds from submission: until sent to a worker, until the first token arrived here, until
-    the end. ``first_token`` equals ``total`` when all tokens came in one message."""
+    """Durations in seconds, each counted from the submission of the call.
+
+    Attributes:
+        queued: until the call was sent to a worker.
+        first_token: until the first token arrived here. Equals ``total`` when all tokens came in
+            one message.
+        total: until the end.
+    """
 
     queued: float
     first_token: float
@@ -36,8 +44,12 @@ class Timing(NamedTuple):
 
 
 class TopLogprobs(NamedTuple):
-    """The k likeliest tokens at each output position. ids: int32 [t, k]; logprobs: float32 [t, k],
-    in falling order."""
+    """The k most likely tokens at each output position, most likely first.
+
+    Attributes:
+        ids: int32 [t, k].
+        logprobs: float32 [t, k], in descending order.
+    """
 
     ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
@@ -47,12 +59,12 @@ class TopLogprobs(NamedTuple):
 
 
 class ScoreLogprobs(np.ndarray[Any, np.dtype[np.float32]]):
-    """Logprobs of given tokens: what ``score`` returns. A numpy array, float32 [n].
+    """Logprobs of given tokens, the result of ``score``. A numpy array, float32 [n].
 
-    What is computed from it, slices and copies included, is an array without versions.
+    Arrays computed from it, including slices and copies, have no versions.
 
     Attributes:
-        versions: which policy version computed which positions, in order.
+        versions: spans of the policy version that computed the positions, in order.
     """
 
     versions: tuple[VersionSpan, ...]
@@ -66,12 +78,14 @@ class ScoreLogprobs(np.ndarray[Any, np.dtype[np.float32]]):
 
     @property
     def version(self) -> int:
-        """Version of the weights that the forward pass for the last position was launched with. It
-        is the version of all positions unless ``versions`` has several spans."""
+        """Weight version with which the forward pass for the last position was launched.
+
+        It is the version of all positions unless ``versions`` has several spans.
+        """
         return self.versions[-1].version
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # numpy's own would lose the versions.
+        # numpy's own __reduce__ would lose the versions.
         array, versions = np.array(self), self.__dict__.get("versions")
         if versions is None:
             return np.array, (array,)
@@ -85,25 +99,26 @@ class _Scores(NamedTuple):
 
 
 class Scores(_Scores):
-    """Of given tokens, at n positions: what ``score(..., top_logprobs=k)`` returns.
+    """Logprobs of n given tokens, the result of ``score(..., top_logprobs=k)``.
+
+    Position 0 of a text has no context: its ids are -1 and its logprobs NaN.
 
     Attributes:
-        logprobs: float32 [n], of the given tokens.
-        top_ids: int32 [n, k]: the likeliest tokens at each position, likeliest first.
-        top_logprobs: float32 [n, k]: their logprobs. Position 0 of a text has no context: ids -1,
-            logprobs NaN.
+        logprobs: float32 [n], logprobs of the given tokens.
+        top_ids: int32 [n, k], the most likely tokens at each position, most likely first.
+        top_logprobs: float32 [n, k], the logprobs of ``top_ids``.
     """
 
     __slots__ = ()
 
     @property
     def version(self) -> int:
-        """As ``ScoreLogprobs.version``."""
+        """See ``ScoreLogprobs.version``."""
         return self.logprobs.version
 
     @property
     def versions(self) -> tuple[VersionSpan, ...]:
-        """Which policy version computed which positions, in order."""
+        """Spans of the policy version that computed the positions, in order."""
         return self.logprobs.versions
 
     def __repr__(self) -> str:
@@ -111,14 +126,15 @@ class Scores(_Scores):
 
 
 class NextTokenLogprobs(NamedTuple):
-    """The distribution of the token behind a prompt, at temperature 1.
+    """The distribution of the next token after a prompt, at temperature 1.
 
     Attributes:
-        logprobs: float32 [v], by token id; with ``top_k`` float32 [k], likeliest first. Read-only.
-        token_ids: int32 [k], which tokens these are; None: all.
-        version: of the weights that the forward pass which computed the distribution was launched
-            with.
-        cached_tokens: prompt tokens that were served from the prefix cache.
+        logprobs: float32 [v], by token id. With ``top_k``: float32 [k], most likely first.
+            Read-only.
+        token_ids: int32 [k], the tokens of ``logprobs``. None: all tokens.
+        version: weight version with which the forward pass that computed the distribution was
+            launched.
+        cached_tokens: prompt tokens that came from the prefix cache.
         worker: index of the worker that computed it.
     """
 
@@ -137,28 +153,33 @@ class NextTokenLogprobs(NamedTuple):
 
 
 class Conversation(msgspec.Struct, gc=False, eq=False):
-    """The tokens of one so far, int32. Only appended to, so the prompt of every turn is a beginning
-    of it: a copy for each would be quadratic in the number of turns."""
+    """The tokens of a conversation so far, int32.
+
+    Tokens are only appended, so the prompt of every turn is a prefix of ``tokens``. A copy for each
+    turn would take memory quadratic in the number of turns.
+    """
 
     tokens: bytes = b""
 
 
 class Beginning(msgspec.Struct, gc=False, frozen=True, eq=False):
-    """The first ``nbytes`` of a conversation."""
+    """A prefix of a conversation: its first ``nbytes`` bytes."""
 
     conversation: Conversation
     nbytes: int
 
 
 class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False):
-    """One sampled continuation of one prompt. Made from what came in; everything else, the arrays
-    and the text included, is worked out when it is first asked for.
+    """One sampled continuation of one prompt.
+
+    It holds the received chunks. Arrays, text and other values are computed on first use.
 
     Attributes:
-        worker: index of the worker that finished it; -1: ``abort`` found it waiting for one.
-        resumed: how many workers were lost while they held it.
-        resumed_at: output positions at which another worker went on; it computed the KV cache of
-            everything before anew, with the weights that it had.
+        worker: index of the worker that finished it. -1: the call was aborted while it waited for a
+            worker.
+        resumed: number of workers that were lost while they held the call.
+        resumed_at: output positions at which another worker continued. That worker recomputed the
+            KV cache of all earlier tokens with its own weights.
     """
 
     worker: int
@@ -177,14 +198,16 @@ class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False)
 
     @property
     def finish_reason(self) -> str:
-        """ "stop" (end-of-sequence, a stop token or a stop string), "length", or "abort"
-        (``Client.abort``, ``pause(mode="abort")`` or a weight update with inflight="abort" returned
-        it)."""
+        """The reason why the output ended: "stop", "length" or "abort".
+
+        "stop" means an end-of-sequence token, a stop token or a stop string. "abort" means
+        ``Client.abort``, ``pause(mode="abort")`` or a weight update with inflight="abort".
+        """
         return self._chunks[-1].finish
 
     @property
     def stop_match(self) -> str | int | None:
-        """The stop string or token id that ended it, if one did."""
+        """The stop string or token id that ended the output, if any."""
         return self._chunks[-1].stop_match
 
     @property
@@ -194,7 +217,7 @@ class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False)
 
     @property
     def prompt_tokens(self) -> int:
-        """How many the prompt has."""
+        """Number of tokens in the prompt."""
         prompt = self._prompt
         return (prompt.nbytes if isinstance(prompt, Beginning) else len(prompt)) // 4
 
@@ -205,7 +228,7 @@ class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False)
 
     @cached_property
     def timing(self) -> Timing:
-        """See ``Timing``."""
+        """Durations of the call. See ``Timing``."""
         return Timing(
             self._sent - self._submitted,
             (self._first or self._finished) - self._submitted,
@@ -214,7 +237,7 @@ class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False)
 
     @cached_property
     def prompt_ids(self) -> NDArray[np.int32]:
-        """int32 [prompt length], read-only."""
+        """The tokens of the prompt, int32 [prompt length], read-only."""
         prompt = self._prompt
         if isinstance(prompt, Beginning):
             return np.frombuffer(prompt.conversation.tokens, "<i4", prompt.nbytes // 4)
@@ -222,21 +245,24 @@ class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False)
 
     @cached_property
     def output_ids(self) -> NDArray[np.int32]:
-        """int32 [t], read-only; includes the token or the string that ended it."""
+        """The output tokens, int32 [t], read-only. Includes the stop token or stop string."""
         return np.frombuffer(b"".join([c.ids for c in self._chunks]), dtype="<i4")
 
     @cached_property
     def logprobs(self) -> NDArray[np.float32] | None:
-        """float32 [t], read-only: natural log of the probability that the model gave each output
-        token. Temperature, penalties and grammar are applied, top-p, top-k and min-p are not; with
-        temperature 0 they are those of temperature 1. None unless asked for."""
+        """Logprobs of the output tokens, float32 [t], read-only. None unless requested.
+
+        A logprob is the natural log of the probability that the model gave the token. Temperature,
+        penalties and grammar are applied; top-p, top-k and min-p are not. With temperature 0, the
+        values are those of temperature 1.
+        """
         if not self._wants_logprobs:
             return None
         return np.frombuffer(b"".join([c.logprobs for c in self._chunks]), dtype="<f4")
 
     @cached_property
     def top_logprobs(self) -> TopLogprobs | None:
-        """None unless asked for."""
+        """The most likely tokens at each output position. None unless requested."""
         k = self._top_logprobs
         if not k:
             return None
@@ -247,8 +273,10 @@ class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False)
 
     @cached_property
     def text(self) -> str:
-        """The output as text, without the stop token or stop string that ended it (unless
-        ``no_stop_trim``). Decoded when first asked for."""
+        """The output as text, decoded on first use.
+
+        The stop token or stop string at its end is removed, unless ``no_stop_trim`` is set.
+        """
         return cut_text(
             self.output_ids,
             self.finish_reason,
@@ -273,8 +301,10 @@ def cut_text(
     decode: Decode,
     params: SamplingParams,
 ) -> str:
-    """Text of output ids without the stop token or stop string that ended them, or with no more
-    than that (``no_stop_trim``)."""
+    """Decode output ids and cut the text at the stop token or stop string.
+
+    The stop itself is removed too, unless ``no_stop_trim`` is set.
+    """
     tokens = ids.tolist()
     skip = params.skip_special_tokens
     if finish_reason != "stop" or not tokens:
@@ -283,8 +313,9 @@ def cut_text(
         return decode(tokens if params.no_stop_trim else tokens[:-1], skip)
     text = decode(tokens, skip)
     if isinstance(stop_match, str) and stop_match in params.stop_strings:
-        # The last token completed it, so it ends after the text of the others; what that text has
-        # of an incomplete character does not count. An earlier occurrence was passed over.
+        # The last token completed the stop string, so the string ends after the text of the other
+        # tokens. An incomplete character at the end of that text does not count. The engine did not
+        # stop at an earlier occurrence, so it is skipped here too.
         before = decode(tokens[:-1], skip).rstrip("\ufffd")
         at = text.find(stop_match, max(0, len(before) - len(stop_match) + 1))
         if at >= 0:
@@ -293,11 +324,11 @@ def cut_text(
 
 
 class Chunk(msgspec.Struct, frozen=True, dict=True, eq=False):
-    """New tokens of a stream since the chunk before.
+    """New tokens of a stream since the previous chunk.
 
     Attributes:
         finish_reason: None until the last chunk, then as in ``Completion``.
-        version: policy version of these tokens.
+        version: policy version of the tokens.
     """
 
     finish_reason: str | None
@@ -308,19 +339,21 @@ class Chunk(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @cached_property
     def output_ids(self) -> NDArray[np.int32]:
-        """int32 [t], read-only."""
+        """The new tokens, int32 [t], read-only."""
         return np.frombuffer(self._ids, dtype="<i4")
 
     @cached_property
     def logprobs(self) -> NDArray[np.float32] | None:
-        """float32 [t], read-only; None unless asked for."""
+        """Logprobs of the new tokens, float32 [t], read-only. None unless requested."""
         return None if self._logprobs is None else np.frombuffer(self._logprobs, dtype="<f4")
 
     @property
     def text(self) -> str:
-        """The text these tokens add. Characters that are not complete yet, or that may turn out to
-        be the beginning of a stop string, come with a later chunk: the texts of all chunks joined
-        are ``Completion.text``."""
+        """The text that these tokens add.
+
+        Incomplete characters, and characters that may begin a stop string, come with a later chunk.
+        The joined texts of all chunks equal ``Completion.text``.
+        """
         return self._text()
 
     def __repr__(self) -> str:
@@ -328,10 +361,10 @@ class Chunk(msgspec.Struct, frozen=True, dict=True, eq=False):
 
 
 class StreamText:
-    """Splits the text of a growing token list into what each chunk adds.
+    """Computes the text that each chunk adds to a growing list of tokens.
 
-    Only the tail is decoded again: text is final up to the last position where the decoder had no
-    incomplete character, which is how SGLang's and vLLM's detokenizers bound the work.
+    Only the tail is decoded again. The text is final up to the last position where the decoder had
+    no incomplete character. The detokenizers of SGLang and vLLM bound their work in the same way.
     """
 
     def __init__(self, decode: Decode, params: SamplingParams) -> None:
@@ -348,7 +381,7 @@ class StreamText:
         self._pending = ""
 
     def add(self, chunk: TokenChunk) -> Callable[[], str]:
-        """Note a chunk; its text is worked out when the returned function is first called."""
+        """Add a chunk. Return a function that computes its text on the first call."""
         index = len(self._chunks)
         self._chunks.append((chunk.ids, chunk.finish, chunk.stop_match))
         return lambda: self._text_of(index)
@@ -368,8 +401,8 @@ class StreamText:
             return whole[self._emitted :]
         before = self._decode(self._ids[self._prefix : self._read], self._skip)
         whole = self._decode(self._ids[self._prefix :], self._skip)
-        # The window moves on only over text, never to stand empty or on skipped special tokens:
-        # some decoders drop the space in front of the first word they see.
+        # Move the window only when new text appears, so that it never contains only skipped special
+        # tokens or no tokens: some decoders drop the space before the first word they decode.
         if len(whole) > len(before) and not whole.endswith("\ufffd"):
             self._pending += whole[len(before) :]
             self._prefix, self._read = self._read, len(self._ids)
@@ -380,7 +413,7 @@ class StreamText:
         return text
 
     def _held_back(self) -> int:
-        """Characters at the end that could be the beginning of a stop string."""
+        """Return how many characters at the end could begin a stop string."""
         longest = 0
         for stop in self._stops:
             for size in range(min(len(stop), len(self._pending)), longest, -1):
@@ -391,7 +424,10 @@ class StreamText:
 
 
 def version_spans(chunks: Sequence[TokenChunk]) -> tuple[VersionSpan, ...]:
-    """The policy versions over the tokens of a call's chunks, equal neighbours joined."""
+    """Return the policy versions over the tokens of a call's chunks.
+
+    Adjacent spans of the same version are joined.
+    """
     spans: list[VersionSpan] = []
     at = 0
     for chunk in chunks:

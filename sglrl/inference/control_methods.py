@@ -12,7 +12,7 @@ from .engine_controls import Controls, WorkerStats
 
 
 class ControlMethods:
-    """See ``Client``, which sets these attributes."""
+    """The control methods of ``Client``, which sets these attributes."""
 
     _controls: Controls
     _pool: Pool
@@ -22,23 +22,31 @@ class ControlMethods:
         raise NotImplementedError
 
     async def stats(self) -> list[WorkerStats]:
-        """What every live engine reports of itself, in worker order."""
+        """Return the statistics of every live engine, in worker order."""
         self._running(urgent=True)
         return await self._controls.stats()
 
     async def flush_cache(self) -> bool:
-        """Empty every worker's prefix cache. False if some worker had requests and kept it."""
+        """Empty every worker's prefix cache.
+
+        Returns:
+            False if a worker kept its cache because it had requests.
+        """
         self._running(urgent=True)
         return await self._controls.flush_cache()
 
     async def broadcast(
         self, endpoint: str, *args: Any, timeout: float | None = None, **kwargs: Any
     ) -> list[Any]:
-        """Call one of the engines' control endpoints (``stats``, ``flush_cache``, ...) on every
-        worker that serves; the results in worker order.
+        """Call a control endpoint of the engines (``stats``, ``flush_cache``, ...) on every worker.
+
+        Only workers that serve are called.
+
+        Returns:
+            The results in worker order.
 
         Raises:
-            UnknownEndpoint: there is none of that name.
+            UnknownEndpoint: no endpoint has this name.
         """
         self._running(urgent=True)
         return await self._controls.broadcast(endpoint, args, kwargs, timeout)
@@ -49,82 +57,95 @@ class ControlMethods:
         *,
         timeout: float | None = 60.0,
     ) -> None:
-        """Stop all engines between two steps. Calls may still be made, and wait; deadlines go on
-        counting, and weights may be updated (with inflight="drain" when ``resume`` was called, as
-        nothing ends before). A worker that comes later is paused too. Pausing twice is harmless.
-        It stays so until ``resume``, also if the client was in another process that is gone.
+        """Stop all engines between two steps.
+
+        New calls are accepted and wait. Deadlines keep running. Weights may be updated; an update
+        with inflight="drain" waits for ``resume``, because no call finishes before. A worker that
+        starts later is paused too. Pausing twice is harmless. The engines stay paused until
+        ``resume``, even if the client was in another process that has exited.
 
         Args:
-            mode: what becomes of running ``generate`` calls. "in_place": they keep their KV cache,
-                and go on with it after ``resume``; "retract": they give it back, and it is computed
-                again after ``resume``; "abort": they return what they have, with finish_reason
-                "abort", and other calls are computed again after ``resume``.
+            mode: the treatment of running ``generate`` calls.
+                "in_place": they keep their KV cache and continue with it after ``resume``.
+                "retract": they free their KV cache, and it is recomputed after ``resume``.
+                "abort": they return their tokens so far, with finish_reason "abort". Other calls
+                are recomputed after ``resume``.
             timeout: seconds that an engine may take.
 
         Raises:
-            DeadlineExceeded: an engine was not paused in time; call ``resume``, or pause again.
+            DeadlineExceeded: an engine was not paused in time. Call ``resume``, or pause again.
         """
         self._running(urgent=True)
         await self._controls.pause(mode, timeout)
 
     async def resume(self, *, timeout: float | None = 60.0) -> None:
-        """Let the engines go on after ``pause``. Without one: nothing.
+        """Resume the engines after ``pause``. Do nothing if they are not paused.
+
+        Args:
+            timeout: seconds that an engine may take to confirm.
 
         Raises:
-            DeadlineExceeded: an engine did not say within ``timeout`` seconds that it does.
+            DeadlineExceeded: an engine did not confirm within ``timeout`` seconds.
         """
         self._running(urgent=True)
         await self._controls.resume(timeout)
 
     async def abort(self, *, worker: int | None = None, timeout: float | None = 60.0) -> int:
-        """End all ``generate`` calls and streams that have been made, also those that wait: each
-        returns what it has, with finish_reason "abort"; a session's turn then goes on. To be rid of
-        one call, cancel its task.
+        """Abort all pending ``generate`` calls and streams, including the waiting ones.
+
+        Each returns its tokens so far, with finish_reason "abort". A session continues its turn
+        afterwards. To cancel a single call, cancel its task.
 
         Args:
-            worker: only what this worker holds, or is pinned to it.
-            timeout: seconds that an engine may take to say how many they are.
+            worker: abort only the calls that this worker holds or that are pinned to it.
+            timeout: seconds that an engine may take to report its number of aborted calls.
 
         Returns:
-            how many they were.
+            The number of aborted calls.
 
         Raises:
             UsageError: there is no such worker.
-            WorkerLost: that worker is lost.
+            WorkerLost: the worker is lost.
         """
         self._running(urgent=True)
         check_target(0, worker, None)
         return await self._controls.abort(worker, timeout)
 
     async def add_workers(self, n: int = 1) -> list[int]:
-        """Start ``n`` more workers, with the same arguments; returns their ids when they serve,
-        with the current weights.
+        """Start ``n`` more workers with the same arguments.
+
+        Returns:
+            The ids of the new workers, once they serve with the current weights.
 
         Raises:
-            NotEnoughDevices: no GPUs are left for them.
-            WorkerStartError: one failed; none of the new ones is left.
+            NotEnoughDevices: not enough GPUs are free.
+            WorkerStartError: a worker failed to start. None of the new workers remains.
         """
         self._running()
         assert self._more is not None
         return await self._pool.add(self._more(positive("n", n), self._pool.births))
 
     async def wait_until_full(self, timeout: float | None = 60.0) -> None:
-        """Wait until all workers serve that have not been removed or retired: after a loss, until
-        the replacement does.
+        """Wait until all workers serve, except removed and retired ones.
+
+        After the loss of a worker, this waits until its replacement serves.
 
         Raises:
-            DeadlineExceeded: some do not within ``timeout`` seconds; says which.
-            WorkerLost: none is left.
+            DeadlineExceeded: a worker does not serve within ``timeout`` seconds. The error names
+                the workers.
+            WorkerLost: no worker is left.
         """
         self._running()
         await self._pool.full(timeout)
 
     async def remove_worker(self, worker: int, *, timeout: float | None = 600.0) -> None:
-        """Let a worker finish the calls it has, then end it; it gets no new ones. What it has not
-        finished after ``timeout`` seconds goes on at others, from the tokens that it had.
+        """Wait until a worker has finished its calls, then stop it. It receives no new calls.
+
+        Calls that are unfinished after ``timeout`` seconds continue on other workers, from the
+        tokens sampled so far.
 
         Raises:
-            UsageError: there is no such worker, or it is the last one.
+            UsageError: there is no such worker, or it is the last worker.
         """
         self._running()
         await self._pool.remove(worker, timeout)

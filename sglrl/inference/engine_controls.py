@@ -1,5 +1,4 @@
-"""What is asked of the engines beside tokens: what they report of themselves, and that they stand
-still, go on, or let go of what they have."""
+"""Control the engines: read their statistics, flush caches, pause, resume and abort."""
 
 from __future__ import annotations
 
@@ -23,18 +22,18 @@ from ..wire.codec import encode
 from ..wire.engine import EngineStats, TokenChunk
 
 _FIRST: Final = 1 << 62
-"""Priority of what a worker must be told before it gets anything else."""
+"""Priority of control calls, which are sent to a worker before all other calls."""
 
 
 class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker's ``EngineStats`` with its index."""
+    """The ``EngineStats`` of one worker, with the index of the worker."""
 
     worker: int
     engine: EngineStats
 
 
 class _Engine(_Actor):
-    """The unary control endpoints of an engine worker, as the workers' mailbox serves them."""
+    """The unary control endpoints of an engine worker, which the worker's mailbox serves."""
 
     @endpoint(idempotent=True)
     async def stats(self) -> EngineStats:
@@ -46,8 +45,11 @@ class _Engine(_Actor):
 
 
 class _Pausing(_Actor):
-    """More of them, which the client must know of. Not to be repeated: a replacement is told when
-    it serves."""
+    """Control endpoints that callers cannot use by name, because ``Controls`` tracks the state.
+
+    They are not idempotent, so calls are not retried on a replacement worker. ``before_serving``
+    pauses a replacement when it starts to serve.
+    """
 
     @endpoint
     async def pause(self, mode: str) -> None:
@@ -63,13 +65,16 @@ class _Pausing(_Actor):
 
 
 ENDPOINTS: Final[dict[str, EndpointSpec]] = endpoints_of(_Engine)
-"""That may be called on all engines by name."""
+"""The endpoints that ``Client.broadcast`` may call by name."""
 _PAUSING: Final[dict[str, EndpointSpec]] = endpoints_of(_Pausing)
 
 
 class Controls(DriverListener):
-    """Of one client, whose methods of the same names say what these do. ``timeout``: of calls that
-    have none, in seconds."""
+    """Sends the control calls of one client. ``Client`` documents methods of the same names.
+
+    Args:
+        timeout: default timeout of a control call, in seconds.
+    """
 
     def __init__(self, pool: Pool, timeout: float | None) -> None:
         self._pool = pool
@@ -110,13 +115,13 @@ class Controls(DriverListener):
     async def abort(self, worker: int | None, timeout: float | None) -> int:
         check_timeout(timeout)
         body = encode(TokenChunk(b"", finish="abort", version=self._pool.weights.version))
-        # First: they would get the places of those that end.
+        # Answer waiting calls first. Otherwise they would be sent when aborted calls free a place.
         waiting = self._pool.driver.answer_waiting("generate", body, worker)
         ended = await self._ask_all(_PAUSING["abort"], timeout=timeout, worker=worker)
         return waiting + sum(map(int, ended.values()))
 
     def before_serving(self, worker: int) -> None:
-        """A worker that comes while the engines are paused is paused, too."""
+        """Pause a worker that starts while the engines are paused."""
         if self._paused:
             tell(self._pool.driver, _PAUSING["pause"], ("in_place",), worker)
 
@@ -128,8 +133,7 @@ class Controls(DriverListener):
         timeout: float | None = None,
         worker: int | None = None,
     ) -> dict[int, Any]:
-        """Call a control endpoint of the engines that serve, or of this one. The answers by worker,
-        in order; one that is lost meanwhile has none."""
+        """Call a control endpoint with the client's timeout as the default. See ``ask_all``."""
         if timeout is None:
             timeout = self._timeout
         return await ask_all(self._pool.driver, spec, args, kwargs, timeout, worker)
@@ -143,8 +147,15 @@ async def ask_all(
     timeout: float | None = None,
     worker: int | None = None,
 ) -> dict[int, Any]:
-    """Ask the workers that serve, or this one, at once. The answers by worker, in order; one that
-    is lost meanwhile has none."""
+    """Call a control endpoint on all workers that serve, or on one worker, concurrently.
+
+    Args:
+        worker: call only this worker. None: all workers that serve.
+
+    Returns:
+        The answers by worker index, in worker order. With ``worker=None``, a worker that is lost
+        meanwhile has no answer.
+    """
     workers = driver.ready if worker is None else [worker]
     calls, futures = [], []
     for index in workers:
@@ -162,8 +173,10 @@ async def ask_all(
 
 
 def tell(driver: Driver, spec: EndpointSpec, args: tuple[Any, ...], worker: int) -> None:
-    """Ask a worker, and do not wait for what it answers. Should it be lost first, so be it: its
-    replacement is told when it comes."""
+    """Call a control endpoint on a worker without waiting for the answer.
+
+    A lost worker is ignored, because its replacement receives the call when it starts to serve.
+    """
     future = driver.loop.create_future()
     future.add_done_callback(lambda done: done.cancelled() or done.exception())
     with contextlib.suppress(Closed, WorkerLost):
@@ -178,7 +191,7 @@ def _control(
     future: asyncio.Future[Any],
     timeout: float | None,
 ) -> Call:
-    """A call to one worker that goes out at once: it may be about the calls that the worker has."""
+    """Make an urgent call to one worker. It may concern the calls that the worker holds."""
     body, _ = spec.arguments.encode(args, kwargs)
     return Call(
         spec.name,

@@ -1,5 +1,7 @@
-"""Prompts on their way in: one or several, as token ids, texts or messages. They leave as checked
-ids, int32."""
+"""Convert prompts to checked token ids, int32.
+
+The caller gives one prompt or several, as token ids, texts or messages.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,17 @@ async def encode_prompts(
     messages: Any,
     template: Mapping[str, Any] | None = None,
 ) -> tuple[bool, list[bytes]]:
-    """Whether several are given, and the ids of each. ``template``: see ``TokenizerBox.render``.
+    """Encode one prompt or a list of prompts.
+
+    Args:
+        template: see ``TokenizerBox.render``.
+
+    Returns:
+        Whether a list was given, and the ids of each prompt.
 
     Raises:
-        InvalidRequest: not exactly one of the three is given, or it is wrong.
+        InvalidRequest: not exactly one of ``prompt``, ``input_ids`` and ``messages`` is given, or
+            the given one is wrong.
     """
     given = [
         name
@@ -53,16 +62,16 @@ async def encode_prompts(
         if not inputs:
             raise InvalidRequest("the list of prompts is empty")
         work = box.encode_texts
-    # The tokenizer is native code: off the event loop, which goes on meanwhile.
+    # Run the tokenizer, which is native code, in a thread: it must not block the event loop.
     encoded = await asyncio.get_running_loop().run_in_executor(None, work, inputs)
     return several, [check_ids(ids, vocab_size) for ids in encoded]
 
 
 def check_given_ids(input_ids: Any, vocab_size: int) -> tuple[bool, list[bytes]]:
-    """As ``encode_prompts``, of token ids."""
+    """Check token ids. Return whether a list was given, and the ids of each prompt."""
     if isinstance(input_ids, (list, tuple)):
         first: Any = input_ids[0] if input_ids else 0
-        # Arrays and tensors have __index__, too; and a float is one of wrong ids.
+        # Arrays and tensors have __index__ too, so also test ndim. A float counts as a (wrong) id.
         one = hasattr(first, "__index__") or isinstance(first, Real)
         if getattr(first, "ndim", 0) or not one:
             return True, [check_ids(ids, vocab_size) for ids in input_ids]
@@ -72,12 +81,14 @@ def check_given_ids(input_ids: Any, vocab_size: int) -> tuple[bool, list[bytes]]
 
 
 def check_messages(messages: Any) -> tuple[bool, list[Any]]:
-    """Whether several conversations are given, and each of them as ``check_conversation`` returns
-    it.
+    """Check one conversation or a list of conversations.
+
+    Returns:
+        Whether a list was given, and each conversation as returned by ``check_conversation``.
 
     Raises:
-        InvalidRequest: it is neither a conversation nor a list of some; says which message is
-            wrong.
+        InvalidRequest: ``messages`` is neither a conversation nor a list of conversations. The
+            error names the wrong message.
     """
     if isinstance(messages, Sequence) and messages and not isinstance(messages, str):
         if not all(isinstance(one, (list, tuple)) for one in messages):
@@ -92,18 +103,18 @@ def check_messages(messages: Any) -> tuple[bool, list[Any]]:
 
 
 def check_conversation(messages: Sequence[Any], name: str = "messages") -> list[Message]:
-    """The messages of one conversation, with text as their content.
+    """Return the messages of one conversation, with text as their content.
 
-    A message is a mapping with a "role" and a "content": text, or a list of OpenAI's content parts
-    of type "text", whose texts are joined (``_text_of``). The content may be missing or None in a
-    message with "tool_calls". Templates render any other content as nothing, or as Python's
-    ``repr`` of it, without an error. The given messages are not changed.
+    A message is a mapping with a "role" and a "content". The content is text, or a list of OpenAI's
+    content parts of type "text", which are joined (``_text_of``). In a message with "tool_calls"
+    the content may be missing or None. Other content is rejected here, because templates render it
+    as nothing or as its Python ``repr``, without an error. The given messages are not changed.
 
     Args:
         name: the caller's name for ``messages``, for errors.
 
     Raises:
-        InvalidRequest: a message or a content part is wrong; states its place.
+        InvalidRequest: a message or a content part is wrong. The error states its position.
     """
     checked: list[Message] = []
     for i, message in enumerate(messages):
@@ -132,14 +143,14 @@ def check_conversation(messages: Sequence[Any], name: str = "messages") -> list[
 def _text_of(parts: Sequence[Any], name: str) -> str:
     """The texts of OpenAI's content parts, joined without a separator.
 
-    Servers differ here. For a template that takes text alone, SGLang 0.5.17 joins with a space
-    (``srt/parser/jinja_template_utils.py``) and vLLM with a line end
+    Servers differ in the separator. For a template that takes only text, SGLang 0.5.17 joins with a
+    space (``srt/parser/jinja_template_utils.py``) and vLLM with a newline
     (``entrypoints/chat_utils.py``). Templates that iterate over the parts (Llama 4, Qwen2.5-VL)
-    write them one after another, and so do mlx-lm and this function: the prompt has the caller's
-    characters and no others.
+    write them one after another without a separator. mlx-lm and this function do the same, so the
+    prompt contains the caller's characters and no others.
 
     Raises:
-        InvalidRequest: a part is not text; states its type and place.
+        InvalidRequest: a part is not text. The error states its type and position.
     """
     texts = []
     for i, part in enumerate(parts):

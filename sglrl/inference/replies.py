@@ -1,6 +1,7 @@
-"""Where the events of an engine call go: chunks in, a ``Completion``, scores or a stream out.
+"""Turn the events of an engine call into a ``Completion``, scores or a stream.
 
-Each class is a ``driver.Reply``: called on the event loop, it neither blocks nor raises.
+Each class is a ``driver.Reply``. The driver calls it on the event loop, so it neither blocks nor
+raises.
 """
 
 from __future__ import annotations
@@ -36,7 +37,11 @@ _DONE: Final = ItemKind.DONE
 
 
 def resume(call: Call, chunks: Sequence[TokenChunk]) -> int:
-    """The next worker goes on behind these chunks: after how many tokens."""
+    """Make the call continue after these chunks on the next worker.
+
+    Returns:
+        The number of tokens in the chunks.
+    """
     ids = b"".join(chunk.ids for chunk in chunks)
     assert isinstance(call.args, GenerateArgs)
     call.args = msgspec.structs.replace(call.args, resume=ids)
@@ -44,7 +49,7 @@ def resume(call: Call, chunks: Sequence[TokenChunk]) -> int:
 
 
 def chunk_of(item: Item) -> TokenChunk:
-    """Raises ``ProtocolError`` when the worker sent something that is no part of an answer."""
+    """Decode a chunk. Raise ``ProtocolError`` when the worker sent a malformed one."""
     try:
         chunk = _decode_chunk(item.body)
     except MALFORMED as error:
@@ -59,8 +64,11 @@ def _malformed(how: object) -> ProtocolError:
 
 
 class GenerationReply:
-    """Collects one call's chunks and resolves its future with a ``Completion``. ``begun``: what was
-    returned unfinished, and goes on with this call."""
+    """Collects one call's chunks and resolves its future with a ``Completion``.
+
+    Attributes:
+        begun: the unfinished completion that this call continues, if any.
+    """
 
     __slots__ = (
         "begun",
@@ -106,7 +114,11 @@ class GenerationReply:
         self.chunks.append(chunk)
 
     def checked(self, item: Item) -> TokenChunk:
-        """The chunk. ``ProtocolError`` unless it has what was asked for, for each of its tokens."""
+        """Decode a chunk and check its contents.
+
+        Raises:
+            ProtocolError: the chunk is malformed, or lacks requested logprobs of a token.
+        """
         try:
             chunk = _decode_chunk(item.body)
         except MALFORMED as error:
@@ -149,7 +161,7 @@ class GenerationReply:
             resumed += begun.resumed
             submitted = begun._submitted
             if begun.worker >= 0:
-                # It was not returned while it waited here.
+                # A worker had the begun completion, so its time in the queue is known.
                 sent = begun._sent
             if len(begun.output_ids):
                 first = begun._first or begun._finished
@@ -171,7 +183,7 @@ class GenerationReply:
 
 
 class _WholeReply:
-    """Resolves a future with what one item makes."""
+    """Resolves a future with the result of an answer that is a single item."""
 
     __slots__ = ("future",)
 
@@ -179,15 +191,19 @@ class _WholeReply:
         self.future = future
 
     def made(self, call: Call, chunk: TokenChunk, frames: Sequence[Buffer]) -> Any:
-        """Raises ``ProtocolError`` unless it is what was asked for, and ``EngineError`` if logits
-        were no numbers."""
+        """Return the result.
+
+        Raises:
+            ProtocolError: the answer does not match the request.
+            EngineError: logits were NaN.
+        """
         raise NotImplementedError
 
     def chunk(self, item: Item, frames: Sequence[Buffer]) -> None:
-        """The answer comes whole."""
+        """Ignore chunks: the whole answer arrives in ``end``."""
 
     def restart(self, call: Call) -> None:
-        """Nothing was received yet."""
+        """Do nothing: no part of the answer has arrived yet."""
 
     def end(self, call: Call, outcome: Item | SglrlError, frames: Sequence[Buffer]) -> None:
         if self.future.done():
@@ -206,7 +222,7 @@ class _WholeReply:
 
 
 class ScoreReply(_WholeReply):
-    """``ScoreLogprobs`` of ``count`` tokens; with ``top``, ``Scores``."""
+    """Resolves a future with ``ScoreLogprobs`` of ``count`` tokens, or ``Scores`` with ``top``."""
 
     __slots__ = ("count", "top")
 
@@ -226,7 +242,7 @@ class ScoreReply(_WholeReply):
         array = np.frombuffer(chunk.logprobs, dtype="<f4")
         logprobs = ScoreLogprobs(array, _spans(chunk, count))
         if count > 1:
-            # What is NaN in the model's memory is NaN in all that comes behind it.
+            # A NaN in the KV cache makes all later positions NaN, so the last one is enough.
             _check_number(array[-1], chunk.version)
         if not top:
             return logprobs
@@ -234,7 +250,12 @@ class ScoreReply(_WholeReply):
 
 
 class NextTokenReply(_WholeReply):
-    """``NextTokenLogprobs`` of the ``top_k`` likeliest tokens, or (0) of all ``vocab_size``."""
+    """Resolves a future with ``NextTokenLogprobs``.
+
+    Attributes:
+        top_k: number of most likely tokens; 0: all.
+        vocab_size: number of all tokens.
+    """
 
     __slots__ = ("top_k", "vocab_size")
 
@@ -253,7 +274,7 @@ class NextTokenReply(_WholeReply):
             raise ProtocolError(
                 f"the worker sent no logprobs of the {self.vocab_size} tokens that there are"
             )
-        # One logit that is none makes all logprobs NaN.
+        # A single NaN logit makes all logprobs NaN, so the first one is enough.
         _check_number(logprobs[0], chunk.version)
         return NextTokenLogprobs(
             logprobs,
@@ -265,7 +286,11 @@ class NextTokenReply(_WholeReply):
 
 
 def _spans(chunk: TokenChunk, count: int) -> tuple[VersionSpan, ...]:
-    """Of a score of ``count`` tokens. ``ProtocolError`` unless its parts are as many tokens."""
+    """Return the version spans of a score of ``count`` tokens.
+
+    Raises:
+        ProtocolError: the parts of the score do not add up to ``count`` tokens.
+    """
     if not chunk.parts:
         return (VersionSpan(0, count, chunk.version),)
     spans: list[VersionSpan] = []
@@ -287,7 +312,7 @@ def _check_number(logprob: np.float32, version: int) -> None:
 def _top_of(
     chunk: TokenChunk, shape: tuple[int, ...]
 ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """The ids and logprobs of the likeliest tokens."""
+    """Return the ids and logprobs of the most likely tokens."""
     if not len(chunk.top_ids) == len(chunk.top_logprobs) == 4 * math.prod(shape):
         raise ProtocolError("the worker did not send the likeliest tokens as asked")
     ids = np.frombuffer(chunk.top_ids, dtype="<i4").reshape(shape)
@@ -295,7 +320,7 @@ def _top_of(
 
 
 class ChunkReply:
-    """Hands chunks to the one coroutine that reads them."""
+    """Queues chunks for the single coroutine that reads them."""
 
     __slots__ = ("generation", "items", "outcome", "received", "waiter")
 

@@ -1,4 +1,4 @@
-"""Calls that take tokens: from checked arguments to a ``Call``, and to what comes of it."""
+"""Make the calls that take tokens: a ``Call`` from checked arguments, and its reply."""
 
 from __future__ import annotations
 
@@ -23,14 +23,22 @@ from .sampling import DEFAULT_MAX_NEW_TOKENS, Prepared, SamplingCache, most_top_
 from .tokens import TokenizerBox
 
 _BESIDE_IDS: Final = 256
-"""More than the arguments of a call take beside their byte strings; beyond, they are measured."""
+"""Upper bound of the bytes that the arguments of a call take in addition to their byte strings.
+
+Only arguments that could exceed the message limit with this bound are encoded and measured.
+"""
 
 
 class Requests:
-    """Of one client, made when its pool has started. ``ids`` are checked ones, int32.
+    """Makes the calls of one client. The client creates it when its pool has started.
 
-    Every method that makes a call raises ``InvalidRequest`` for a prompt that does not fit the
-    context, and ``MessageTooLarge``. Arguments that are not checked yet are typed ``Any``.
+    Arguments named ``ids`` are checked token ids, int32. Arguments of type ``Any`` are not checked
+    yet.
+
+    Raises:
+        InvalidRequest: in every method that makes a call: the prompt does not fit the context.
+        MessageTooLarge: in every method that makes a call: the request exceeds
+            ``max_message_bytes``.
     """
 
     def __init__(
@@ -45,7 +53,7 @@ class Requests:
         self.info = info
         self.box = box
         self.samplings = SamplingCache(info.vocab_size)
-        # Of the info, because every call reads them.
+        # Every call reads these values, so keep them as attributes.
         self.vocab_size = info.vocab_size
         self._most_prompt_tokens = info.max_prompt_tokens
         self._most_tokens = info.max_total_tokens
@@ -53,17 +61,17 @@ class Requests:
         self._max_ids = self._max_body - _BESIDE_IDS
         self._weights = weights
         self._timeout = timeout
-        # Once, and not a bound method for every call that waits.
+        # Bind the method once: every waiting call would hold a bound method of its own.
         self.decode: Decode = box.decode
 
     def check_top(self, top_logprobs: Any) -> None:
-        """Raises ``InvalidRequest`` unless so many of the likeliest tokens can be asked for."""
+        """Raise ``InvalidRequest`` unless ``top_logprobs`` is an allowed number of tokens."""
         most = most_top_logprobs(self.vocab_size)
         if type(top_logprobs) is not int or not 0 <= top_logprobs <= most:
             raise InvalidRequest(f"top_logprobs must be in 0..{most}, got {top_logprobs!r}")
 
     def check_logprobs(self, logprobs: Any) -> None:
-        """Raises ``InvalidRequest`` unless it is a bool."""
+        """Raise ``InvalidRequest`` unless ``logprobs`` is a bool."""
         if not isinstance(logprobs, bool):
             raise InvalidRequest(
                 f"logprobs must be True or False, got {logprobs!r}; for the "
@@ -71,8 +79,16 @@ class Requests:
             )
 
     def check_count(self, n: int, prompts: int, worker: int | None) -> None:
-        """Raises ``InvalidRequest`` if n calls for each of so many prompts are more than the pool
-        can take at a time, however idle it is. Called before anything is made for them."""
+        """Raise ``InvalidRequest`` if ``n`` calls for each prompt exceed the pool's capacity.
+
+        The capacity is the number of calls that an idle pool accepts at a time. Check it before
+        any of the calls is made.
+
+        Args:
+            n: calls per prompt.
+            prompts: number of prompts.
+            worker: the worker to which the calls are pinned, if any.
+        """
         windows = self.driver.windows(worker)
         most = self.driver.max_queue + windows
         if n * prompts > most:
@@ -84,7 +100,11 @@ class Requests:
             )
 
     def deadline(self, timeout: Any) -> float | None:
-        """See ``deadline_from``, which checks it. None: the client's own time-out."""
+        """Return the deadline of a call. ``deadline_from`` checks the timeout.
+
+        Args:
+            timeout: seconds. None: the client's timeout.
+        """
         if timeout is None:
             timeout = self._timeout
         return None if timeout is None else deadline_from(timeout)
@@ -96,7 +116,7 @@ class Requests:
         messages: Any,
         template: Mapping[str, Any] | None = None,
     ) -> Awaitable[tuple[bool, list[bytes]]]:
-        """See ``prompts.encode_prompts``."""
+        """Encode prompts. See ``prompts.encode_prompts``."""
         return encode_prompts(self.box, self.vocab_size, prompt, input_ids, messages, template)
 
     # --- calls ------------------------------------------------------------------------------------
@@ -114,9 +134,15 @@ class Requests:
         worker: int | None = None,
         begun: Completion | None = None,
     ) -> tuple[Call, asyncio.Future[Completion]]:
-        """Ask for one continuation; of ``begun``, which was returned unfinished, if it is given:
-        then limits, stop strings, penalties and seeds count from its beginning. Who stops waiting
-        for the future cancels the call. No coroutine: a waiting call would take 400 bytes more."""
+        """Submit a call for one continuation.
+
+        A caller that stops waiting for the future must cancel the call. This is not a coroutine,
+        because a coroutine would take 400 more bytes per waiting call.
+
+        Args:
+            begun: an unfinished completion to continue. Limits, stop strings, penalties and seeds
+                then count from its first token.
+        """
         wire = prepared.wire(max_new_tokens, prepared.seed)
         resume = b"" if begun is None else begun.output_ids.tobytes()
         args = GenerateArgs(ids, wire, logprobs, top, False, priority, resume)
@@ -155,8 +181,14 @@ class Requests:
         priority: int,
         worker: int | None,
     ) -> tuple[list[Call], list[asyncio.Future[Completion]]]:
-        """Calls that are still to be submitted, n for each prompt, and where their answers will
-        be. ``InvalidRequest`` if they are too many."""
+        """Make ``n`` calls for each prompt, without submitting them.
+
+        Returns:
+            The calls and the futures of their answers.
+
+        Raises:
+            InvalidRequest: there are too many calls.
+        """
         self.check_count(n, len(prompts), worker)
         loop = asyncio.get_running_loop()
         calls: list[Call] = []
@@ -197,7 +229,11 @@ class Requests:
         priority: int,
         worker: int | None,
     ) -> tuple[Call, ChunkReply]:
-        """A call that is still to be submitted, and where its chunks will be."""
+        """Make a streaming call, without submitting it.
+
+        Returns:
+            The call and the reply that receives its chunks.
+        """
         max_new = self.max_new_tokens(prepared, len(ids) // 4)
         wire = prepared.wire(max_new, prepared.seed)
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
@@ -225,8 +261,14 @@ class Requests:
         priority: int,
         worker: int | None,
     ) -> tuple[list[Call], list[asyncio.Future[Any]]]:
-        """Calls that are still to be submitted, one for each prompt, and where their answers will
-        be. ``InvalidRequest`` if they are too many."""
+        """Make one call for each prompt, without submitting them.
+
+        Returns:
+            The calls and the futures of their answers.
+
+        Raises:
+            InvalidRequest: there are too many calls, or ``start`` is beyond the tokens.
+        """
         self.check_count(1, len(prompts), worker)
         loop = asyncio.get_running_loop()
         calls: list[Call] = []
@@ -275,7 +317,7 @@ class Requests:
         worker: int | None = None,
         priority: int = 0,
     ) -> Call:
-        """A call that is still to be submitted. ``top_k`` and ``timeout`` are checked here."""
+        """Make a call without submitting it. This checks ``top_k`` and ``timeout``."""
         if len(ids) // 4 > self._most_prompt_tokens:
             self._check_length(len(ids) // 4)
         if top_k is not None and (type(top_k) is not int or not 1 <= top_k <= self.vocab_size):
@@ -298,7 +340,11 @@ class Requests:
     # --- limits -----------------------------------------------------------------------------------
 
     def max_new_tokens(self, prepared: Prepared, prompt_tokens: int) -> int:
-        """How many tokens behind so many. ``InvalidRequest`` if those wanted do not fit."""
+        """Return the token budget left after a prompt of this length.
+
+        Raises:
+            InvalidRequest: the prompt is too long, or the requested ``max_new_tokens`` do not fit.
+        """
         if prompt_tokens > self._most_prompt_tokens:
             self._check_length(prompt_tokens)
         room = self._most_tokens - prompt_tokens

@@ -1,4 +1,4 @@
-"""Sampling values, checked once: a wrong one raises before anything is sent."""
+"""Check sampling parameters once. A wrong value raises before anything is sent."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .tokens import check_text
 DEFAULT_MAX_NEW_TOKENS: Final = 128
 TOP_K_ALL: Final = 1 << 30
 MOST_BIAS: Final = 1e6
-"""Of a logit: beyond it nothing is left of the logits that it is added to."""
+"""Largest bias of a logit. With a larger bias, rounding would erase the logit itself."""
 GRAMMARS: Final = ("json_schema", "regex", "ebnf", "structural_tag")
 
 ALIASES: Final = {
@@ -33,36 +33,40 @@ ALIASES: Final = {
     "guided_grammar": "ebnf",
     "include_stop_str_in_output": "no_stop_trim",
 }
-"""vLLM's and OpenAI's names for the same thing."""
+"""Names of vLLM and OpenAI for the same parameters."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How tokens are drawn. Every value is checked when it is made.
+    """Sampling parameters of a request. The constructor checks every value.
 
     Attributes:
-        max_new_tokens: most tokens to generate; None means 128, or what fits if that is less.
+        max_new_tokens: maximum number of tokens to generate. None: 128, or the context that is left
+            if that is less.
         temperature: 0 is greedy.
-        top_p: smallest set of tokens whose probability reaches this, in (0, 1].
-        top_k: only the k likeliest tokens; -1 for all.
-        min_p: only tokens at least this likely relative to the likeliest, in [0, 1].
-        stop: strings that end the text; they are part of ``output_ids`` but not of ``text``. One
-            with special tokens in it is left out whole only with ``skip_special_tokens=False``.
-        stop_token_ids: tokens that end the output, beside the model's own.
-        stop_regex: regular expressions that end the output where one of them matches; what they
-            match is part of ``text``. One that takes half a second of CPU time to see whether it
-            does is an ``InvalidRequest``.
-        no_stop_trim: leave the stop string or stop token that ended it in ``text``.
-        min_new_tokens: no end of sequence or stop token before so many tokens.
+        top_p: sample from the smallest set of tokens whose probability reaches this, in (0, 1].
+        top_k: sample from the k most likely tokens. -1: from all.
+        min_p: sample from tokens with at least this probability, relative to the most likely token,
+            in [0, 1].
+        stop: strings that end the output. They are part of ``output_ids`` but not of ``text``. A
+            stop string that contains special tokens is removed completely only with
+            ``skip_special_tokens=False``.
+        stop_token_ids: tokens that end the output, in addition to the model's own.
+        stop_regex: regular expressions. The output ends where one of them matches, and the match is
+            part of ``text``. An expression that takes half a second of CPU time to match raises
+            ``InvalidRequest``.
+        no_stop_trim: keep the stop string or stop token at the end of ``text``.
+        min_new_tokens: number of tokens before which no end-of-sequence or stop token is sampled.
         frequency_penalty, presence_penalty: in [-2, 2], as OpenAI defines them.
         repetition_penalty: in (0, 2], 1 for none (https://arxiv.org/abs/1909.05858).
-        logit_bias: by token id, what is added to the token's logit before temperature and softmax,
-            so it is part of the logprobs. -inf and anything below -1e6 means -1e6: never.
-        ignore_eos: go on after the model's end-of-sequence token; not after one with which a
-            grammar ends.
-        seed: makes this request's draws repeatable; sample i of n uses ``seed + i``.
-        json_schema, regex, ebnf, structural_tag: a grammar the text must follow; at most one of
-            them. A schema or a tag (XGrammar's, https://xgrammar.mlc.ai) may be a dict or JSON
-            text.
+        logit_bias: by token id, a bias that is added to the token's logit before temperature and
+            softmax. The logprobs therefore include it. -inf and any value below -1e6 mean -1e6: the
+            token is never sampled.
+        ignore_eos: continue after the model's end-of-sequence token, except where it ends a
+            grammar.
+        seed: makes the sampling of this request repeatable. Sample i of n uses ``seed + i``.
+        json_schema, regex, ebnf, structural_tag: a grammar that the text must follow. At most one
+            of them may be given. A schema or a tag (see XGrammar, https://xgrammar.mlc.ai) may be a
+            dict or JSON text.
         skip_special_tokens: leave special tokens out of ``text``.
 
     Raises:
@@ -110,7 +114,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 f"{self.max_new_tokens}"
             )
         if self.seed is not None:
-            # Room for the n samples' own seeds in an int64.
+            # seed + i of n samples must fit an int64.
             _integer("seed", self.seed, 0, (1 << 62) - 1)
         for text in _texts("stop", self.stop):
             if not text:
@@ -131,7 +135,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         try:
             tokens = [*self.stop_token_ids]
         except TypeError:
-            # An array of no dimension.
+            # A zero-dimensional array.
             raise InvalidRequest(
                 f"stop_token_ids must be a list of token ids, got {self.stop_token_ids!r}"
             ) from None
@@ -151,7 +155,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 f"logit_bias must be a dict of token id and bias, got {self.logit_bias!r}"
             )
         for token, bias in self.logit_bias.items():
-            # JSON's objects have text as keys, and so have SGLang's and OpenAI's.
+            # Keys may be text, as in JSON objects and in the APIs of SGLang and OpenAI.
             decimal = isinstance(token, str) and token.isdecimal() and len(token) < 20
             _integer("logit_bias", int(token) if decimal else token, 0)
             if not (isinstance(bias, (float, np.floating)) and bias == -math.inf):
@@ -182,7 +186,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def _grammars(self) -> list[str]:
-        """Which are given. An empty schema is one: any JSON."""
+        """The names of the given grammars. An empty schema (a dict) counts: it allows any JSON."""
         return [name for name in GRAMMARS if getattr(self, name) not in (None, "")]
 
     @property
@@ -194,7 +198,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return (self.stop_regex,) if isinstance(self.stop_regex, str) else tuple(self.stop_regex)
 
     def to_wire(self, max_new_tokens: int, seed: int | None) -> Sampling:
-        """The values as they are sent, with what was left open filled in."""
+        """Return the values to send, with defaults filled in."""
         biases = self.logit_bias or {}
         return Sampling(
             max_new_tokens=max_new_tokens,
@@ -208,7 +212,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             frequency_penalty=float(self.frequency_penalty),
             presence_penalty=float(self.presence_penalty),
             repetition_penalty=float(self.repetition_penalty),
-            # SGLang would see only with the token after it that a grammar has ended.
+            # With ignore_eos, SGLang would notice the end of a grammar one token too late.
             ignore_eos=self.ignore_eos and not self._grammars,
             seed=seed,
             json_schema=_sent(self.json_schema),
@@ -222,14 +226,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def most_top_logprobs(vocab_size: int) -> int:
-    """How many of the likeliest tokens a request may ask for at each position."""
+    """Return the largest allowed ``top_logprobs``."""
     return min(1000, vocab_size)
 
 
 def check_grammar(name: str, text: str) -> None:
-    """Raises ``InvalidRequest`` for what an engine would not survive: what XGrammar reads as JSON
-    and is none, or so deep that it overflows its stack; and a NUL in a regular expression. The rest
-    the engine checks itself."""
+    """Raise ``InvalidRequest`` for a grammar that would crash an engine.
+
+    XGrammar crashes on some text that is not JSON, on JSON so deep that it overflows the stack, and
+    on a NUL in a regular expression. The engine itself checks everything else.
+    """
     if name in ("regex", "ebnf"):
         check_text(name, text)
         _check_nul(name, text)
@@ -244,7 +250,7 @@ def check_grammar(name: str, text: str) -> None:
 
 
 def _patterns(value: Any) -> Iterator[str]:
-    """The regular expressions in a schema or structural tag."""
+    """Yield the regular expressions in a schema or structural tag."""
     if isinstance(value, dict):
         pattern = value.get("pattern")
         if isinstance(pattern, str):
@@ -259,8 +265,11 @@ def _patterns(value: Any) -> Iterator[str]:
 
 
 def _check_nul(name: str, pattern: str) -> None:
-    """XGrammar (0.2.1, 0.2.7) drops what is behind a NUL, and with nothing before it reads memory
-    that is not its own, which ends the worker."""
+    """Raise ``InvalidRequest`` if a pattern contains a NUL.
+
+    XGrammar (0.2.1, 0.2.7) ignores the text after a NUL. If no text is before the NUL, XGrammar
+    reads invalid memory, which crashes the worker.
+    """
     if "\0" in pattern:
         raise InvalidRequest(f"{name} holds a NUL character; write it as \\x00: {pattern!r:.200}")
 
@@ -272,7 +281,7 @@ def _json(value: Mapping[str, Any]) -> str:
 def _sent(value: str | Mapping[str, Any] | None) -> str | None:
     if isinstance(value, Mapping):
         return _json(value)
-    # Text of numpy's is text, but is not encoded.
+    # numpy's str is a str, but msgspec does not encode it.
     return str(value) if value else None
 
 
@@ -287,7 +296,7 @@ def _texts(name: str, value: Any) -> Sequence[str]:
 
 def _integer(name: str, value: Any, low: int, high: float = (1 << 31) - 1) -> None:
     try:
-        # Arrays and tensors have __index__ too, but only those of one integer can use it.
+        # Arrays and tensors have __index__ too, but it works only for a single integer.
         number = index(value)
     except TypeError:
         number = None
@@ -308,7 +317,7 @@ def _number(name: str, value: Any, low: float, high: float, open_low: bool = Fal
         number = math.inf
     except (TypeError, ValueError):
         raise InvalidRequest(f"{name} must be a number, got {value!r}") from None
-    # As engines have it: 1e39 is too large for them, and 1e-46 is 0.
+    # Engines compute in float32, where 1e39 is infinite and 1e-46 is 0.
     with np.errstate(over="ignore", under="ignore"):
         narrow = float(np.float32(number))
     finite = math.isfinite(number) and narrow < math.inf
@@ -319,7 +328,7 @@ def _number(name: str, value: Any, low: float, high: float, open_low: bool = Fal
 
 
 class Prepared:
-    """A checked ``SamplingParams`` with its wire forms, which are encoded once each."""
+    """A checked ``SamplingParams`` with its wire forms. Each form is encoded once."""
 
     __slots__ = ("_latest", "_latest_tokens", "_wire", "max_new_tokens", "params", "seed")
 
@@ -330,7 +339,7 @@ class Prepared:
         self._wire: dict[tuple[int, int | None], msgspec.Raw] = {}
         self._latest = msgspec.Raw()
         self._latest_tokens = -1
-        """Of what was asked for last with the params' own seed."""
+        """``max_new_tokens`` of ``_latest``, the last wire form with the seed of ``params``."""
 
     def wire(self, max_new_tokens: int, seed: int | None) -> msgspec.Raw:
         own = seed == self.seed
@@ -351,13 +360,16 @@ _CONSTANT: Final = (int, float, str, bytes, type(None), np.generic, tuple, list,
 
 
 def _constant(value: Any) -> bool:
-    """It is none of what can change, as a tensor can, and is equal to nothing but itself. (Lists
-    and dicts are taken for what they were when they were given.)"""
+    """Return whether the check of this value may be cached.
+
+    This excludes mutable objects that compare by identity, such as tensors. Lists and dicts are
+    assumed not to change after they were given.
+    """
     return isinstance(value, _CONSTANT)
 
 
 class SamplingCache:
-    """Checks the keyword arguments of a call; what was checked before costs one look-up."""
+    """Checks the keyword arguments of calls. Arguments checked before cost one look-up."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -367,15 +379,19 @@ class SamplingCache:
         self._latest_kwargs: dict[str, Any] = {}
 
     def prepare(self, params: SamplingParams | None, kwargs: dict[str, Any]) -> Prepared:
-        """Raises ``InvalidRequest`` for an unknown name (suggesting the near one) or a bad value.
-        Keyword arguments override the fields of ``params``."""
+        """Check sampling arguments. Keyword arguments override the fields of ``params``.
+
+        Raises:
+            InvalidRequest: a name is unknown (the error suggests a similar one), or a value is
+                wrong.
+        """
         latest = self._latest_kwargs
         if params is None and self._latest is not None and len(kwargs) == len(latest):
             for name, value in kwargs.items():
                 if latest.get(name, self) is not value:
                     break
             else:
-                # The very objects of the call before, as in a loop of calls.
+                # The same objects as in the previous call, which is common in a loop of calls.
                 return self._latest
         if params is not None:
             if not isinstance(params, SamplingParams):
@@ -391,11 +407,11 @@ class SamplingCache:
                 self._bound(self._by_params)[id(params)] = found
             return found
         try:
-            # The types too: True == 1 and hash(True) == hash(1), but True is no token count.
+            # Include the types: True == 1 and hash(True) == hash(1), but True is not a token count.
             key = (*kwargs.items(), *map(type, kwargs.values()))
             found = self._by_kwargs.get(key)
         except TypeError:
-            # A list or a dict among the values, which may be another one in the next call.
+            # A value is unhashable (a list or a dict), so the result cannot be cached.
             return self._check(from_kwargs(kwargs))
         if found is None:
             found = self._check(from_kwargs(kwargs))
@@ -426,8 +442,11 @@ class SamplingCache:
 
 
 def own_names(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The same with our own names in the place of others for the same thing, so that these
-    arguments can be laid over others. Raises ``InvalidRequest`` if something is given twice."""
+    """Replace aliases by our own names, so that the arguments can override other arguments.
+
+    Raises:
+        InvalidRequest: a parameter is given twice, under two names.
+    """
     found: dict[str, Any] = {}
     for name, value in kwargs.items():
         target = ALIASES.get(name, name)
@@ -448,17 +467,17 @@ def _canonical(kwargs: dict[str, Any]) -> dict[str, Any]:
             raise InvalidRequest(f"unknown sampling argument {name!r}{hint}")
         if target in found:
             raise InvalidRequest(f"{name!r} and another name for {target!r} were both given")
-        # None means "not given", as in OpenAI's and SGLang's own interfaces.
+        # None means "not given", as in the APIs of OpenAI and SGLang.
         if value is not None:
             found[target] = value
     return found
 
 
 def from_kwargs(kwargs: dict[str, Any]) -> SamplingParams:
-    """Of names as they are understood everywhere, aliases included."""
+    """Make ``SamplingParams`` from keyword arguments, which may be aliases."""
     return SamplingParams(**_canonical(kwargs))
 
 
 def _merge(params: SamplingParams, kwargs: dict[str, Any]) -> SamplingParams:
-    # Not msgspec.structs.replace, which leaves out __post_init__ before msgspec 0.21.
+    # Before msgspec 0.21, msgspec.structs.replace does not call __post_init__.
     return SamplingParams(**{**msgspec.structs.asdict(params), **_canonical(kwargs)})

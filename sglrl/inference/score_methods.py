@@ -16,7 +16,7 @@ from .tokens import TokenIds, check_ids
 
 
 class ScoreMethods:
-    """See ``Client``, which defines ``_started``."""
+    """The logprob methods of ``Client``, which defines ``_started``."""
 
     def _started(self) -> Requests:
         raise NotImplementedError
@@ -31,25 +31,28 @@ class ScoreMethods:
         worker: int | None = None,
         priority: int = 0,
     ) -> Any:
-        """Logprobs that the model gives to given tokens, without generating.
+        """Return the model's logprobs of given tokens, without generating.
 
         Args:
-            input_ids: tokens [length], or a list of such, of the same length at most as for
+            input_ids: tokens [length], or a list of token sequences. The maximum length is that of
                 ``generate``.
-            start: first position of interest; earlier ones are context only.
-            top_logprobs: also return so many likeliest tokens at each position.
+            start: first position to return. Earlier positions are context only.
+            top_logprobs: also return this many most likely tokens at each position.
+            timeout, worker, priority: as for ``generate``.
 
         Returns:
             ``ScoreLogprobs``, an array float32 [length - start]: ``log p(token i | tokens before
             i)`` at temperature 1. Position 0 has no context and is NaN. With ``top_logprobs``:
-            ``Scores``. A list of that for a list.
+            ``Scores``. For a list of sequences: a list of these.
 
-            ``.version`` of either is the version of the weights that the forward pass which
-            computed the score was launched with. It may be older than ``weight_version`` when the
-            score arrives. A score that is submitted after ``update_weights`` has returned has the
-            new version. Where a text is prefilled in several parts and a weight update with
-            inflight="continue" comes in between, each part is of the weights that it met, which
-            ``.versions`` tells; with "retract", "abort" or "drain" all is of one version.
+            Both have ``.version``: the weight version with which the forward pass that computed
+            the score was launched. It may be older than ``weight_version`` when the score arrives.
+            A score that is submitted after ``update_weights`` has returned has the new version.
+
+            The engine may prefill a text in several parts, and a weight update may happen in
+            between. With inflight="continue", each part then has the version of its own forward
+            pass; ``.versions`` lists them. With "retract", "abort" or "drain", all positions have
+            one version.
         """
         requests = self._started()
         deadline = requests.deadline(timeout)
@@ -71,25 +74,26 @@ class ScoreMethods:
         priority: int = 0,
         timeout: float | None = None,
     ) -> NextTokenLogprobs:
-        """The distribution of the token behind ``ids``: float32 log-softmax of the model's logits.
+        """Return the distribution of the next token after ``ids``.
 
-        Calls that are made at the same time are computed together, also with what ``generate``
-        prefills; what ``ids`` share with earlier calls comes from the prefix cache.
+        The values are the float32 log-softmax of the model's logits. The engine batches concurrent
+        calls with each other and with the prefills of ``generate``. A prefix that ``ids`` share
+        with earlier calls comes from the prefix cache.
 
         Args:
             ids: tokens [length].
-            top_k: only the so many likeliest tokens; None: all of them, in one raw frame.
+            top_k: return only the ``top_k`` most likely tokens. None: all tokens, in one raw frame.
             worker, priority, timeout: as for ``generate``.
 
         Returns:
-            ``NextTokenLogprobs``, whose ``version`` is the version of the weights that the forward
-            pass which computed the distribution was launched with. It may be older than
-            ``weight_version`` when the result arrives. A call that is submitted after
-            ``update_weights`` has returned has the new version.
+            ``NextTokenLogprobs``. Its ``version`` is the weight version with which the forward pass
+            that computed the distribution was launched. It may be older than ``weight_version``
+            when the result arrives. A call that is submitted after ``update_weights`` has returned
+            has the new version.
 
         Raises:
-            UsageError: something above is wrong, and nothing was sent: ``InvalidRequest`` for a
-                prompt or a sampling value.
+            UsageError: an argument is wrong, and nothing was sent. ``InvalidRequest`` for a prompt
+                or ``top_k``.
             Overloaded, DeadlineExceeded, WorkerLost, EngineError, Closed: see ``sglrl.errors``.
         """
         requests = self._started()

@@ -1,4 +1,4 @@
-"""Streams: the chunks of one continuation, as they are sampled."""
+"""Stream the chunks of one continuation as they are sampled."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .requests import Requests
 
 
 class Stream:
-    """An async iterator of ``Chunk``; ``completion`` is the whole once it has ended.
+    """An async iterator of ``Chunk``. ``completion`` has the whole result after the last chunk.
 
-    Leaving the loop early stops the engine's work on it (at the latest when the iterator is
-    collected; ``await stream.aclose()`` does it at once).
+    If a caller exits the loop early, the engine stops the request: at the latest when the iterator
+    is garbage-collected, or at once with ``await stream.aclose()``.
     """
 
     def __init__(self, started: Callable[[], Requests], **arguments: Any) -> None:
@@ -27,7 +27,7 @@ class Stream:
 
     @property
     def completion(self) -> Completion:
-        """Raises ``Closed`` while the stream has not ended."""
+        """The whole result. Raises ``Closed`` before the stream has ended."""
         if self._completion is None:
             raise Closed("the stream has not ended; iterate over it first")
         return self._completion
@@ -56,7 +56,10 @@ class Stream:
         sampling: Any,
         values: dict[str, Any],
     ) -> AsyncGenerator[Chunk, None]:
-        """Nothing of this happens before the first chunk is asked for."""
+        """Check the arguments, submit the call and yield its chunks.
+
+        This is a generator, so it does nothing before the first chunk is requested.
+        """
         requests = started()
         deadline = requests.deadline(timeout)
         prepared = requests.samplings.prepare(sampling, values)
@@ -94,5 +97,5 @@ class Stream:
                 reply.waiter = asyncio.get_running_loop().create_future()
                 await reply.waiter
         finally:
-            # If it has not ended.
+            # This has no effect if the call has ended.
             requests.driver.cancel(call)

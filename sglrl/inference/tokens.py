@@ -1,4 +1,4 @@
-"""Token ids on their way in, and the model's tokenizer, loaded when first needed."""
+"""Check token ids of callers, and load the model's tokenizer on first use."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def in_range(ids: bytes, vocab_size: int) -> bool:
     """Return whether ``ids`` are int32 token ids, all of them in ``[0, vocab_size)``."""
     if len(ids) % 4:
         return False
-    # A negative id is a large number here.
+    # As an unsigned integer, a negative id is a large number.
     tokens = np.frombuffer(ids, "<u4")
     return not len(tokens) or int(tokens.max()) < vocab_size
 
 
 def check_ids(ids: Any, vocab_size: int) -> bytes:
-    """Token ids as int32 little-endian bytes.
+    """Check token ids and return them as int32 little-endian bytes.
 
     Raises:
         InvalidRequest: empty, not one-dimensional, not integers, or outside ``[0, vocab_size)``.
@@ -44,7 +44,7 @@ def check_ids(ids: Any, vocab_size: int) -> bytes:
 def _pack(ids: Sequence[Any], vocab_size: int) -> bytes | None:
     """Pack a list of valid Python integers; return None for any other list.
 
-    Three times as fast as ``_check_list``, which finds out what is wrong.
+    This is three times as fast as ``_check_list``, which finds the error in a list.
     """
     try:
         msgspec.convert((ids,), _prompt_type(vocab_size))
@@ -55,7 +55,7 @@ def _pack(ids: Sequence[Any], vocab_size: int) -> bytes | None:
 
 @lru_cache
 def _prompt_type(vocab_size: int) -> type[msgspec.Struct]:
-    # msgspec prepares the type of a struct's field once, and that of a bare list at every call.
+    # msgspec prepares the type of a struct field once, but the type of a bare list at every call.
     ids = list[Annotated[int, msgspec.Meta(ge=0, lt=vocab_size)]]
     return msgspec.defstruct("_Prompt", [("ids", ids)], array_like=True)
 
@@ -69,7 +69,7 @@ def _check_list(ids: Sequence[Any], vocab_size: int) -> bytes:
     """Pack a list that may hold numpy integers.
 
     Raises:
-        InvalidRequest: says what is wrong with it.
+        InvalidRequest: the list is wrong. The error states the reason.
     """
     if not ids:
         raise InvalidRequest("the prompt is empty; at least one token is needed")
@@ -92,7 +92,7 @@ def _check_array(ids: Any, vocab_size: int) -> bytes:
         raise InvalidRequest("input_ids must be token ids; for text use prompt")
     try:
         if hasattr(ids, "detach"):
-            # A torch tensor, on any device. Some of its dtypes are none of numpy's.
+            # A torch tensor, on any device. numpy lacks some torch dtypes, hence the except below.
             ids = ids.detach().cpu().numpy()
         values = np.asarray(ids)
     except (ValueError, TypeError) as error:
@@ -115,7 +115,7 @@ def _out_of_range(token: int, vocab_size: int) -> InvalidRequest:
 
 
 def check_text(name: str, text: str) -> None:
-    """Raises ``InvalidRequest`` for what cannot be encoded."""
+    """Raise ``InvalidRequest`` for text that cannot be encoded."""
     if not is_text(text):
         raise InvalidRequest(
             f"{name} holds a lone surrogate, which is no Unicode text: {text!a:.200}"
@@ -123,23 +123,29 @@ def check_text(name: str, text: str) -> None:
 
 
 def has_words(tokenizer: Any) -> bool:
-    """False for what transformers (5.12) makes of a folder in which there is no tokenizer."""
+    """Return whether the tokenizer has tokens other than special tokens.
+
+    For a folder without a tokenizer, transformers (5.12) returns one that has special tokens only.
+    """
     return len(tokenizer) > len(tokenizer.all_special_tokens)
 
 
 class TokenizerBox:
-    """The model's Hugging Face tokenizer. Loading takes seconds, so it waits until it is needed;
-    encoding may run in several threads."""
+    """Holds the model's Hugging Face tokenizer.
+
+    Loading takes seconds, so the tokenizer is loaded on first use. Several threads may encode at
+    the same time.
+    """
 
     def __init__(self, model: str) -> None:
         self.model = model
         self.fake = False
-        """The engine is: its model may be no more than a name."""
+        """Whether the engine is the fake engine. Its model may be a name without a tokenizer."""
         self._tokenizer: Any = None
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[type[TokenizerBox], tuple[str]]:
-        # Completions refer to it, and may be sent to other processes.
+        # Completions refer to the box, and may be sent to other processes.
         return TokenizerBox, (self.model,)
 
     def __deepcopy__(self, memo: Any) -> TokenizerBox:
@@ -147,7 +153,7 @@ class TokenizerBox:
 
     @property
     def tokenizer(self) -> Any:
-        """Raises ``InvalidRequest`` when the model has none."""
+        """The tokenizer. Raises ``InvalidRequest`` when the model has no usable one."""
         if self._tokenizer is None:
             with self._lock:
                 if self._tokenizer is None:
@@ -156,7 +162,7 @@ class TokenizerBox:
 
     def _load(self) -> Any:
         if self.fake and not os.path.isdir(self.model) and self.model.count("/") != 1:
-            # Not to be asked of the hub.
+            # This is not a name on the hub, so do not send a request to the hub.
             raise InvalidRequest(
                 f"{self.model!r} is neither a folder nor 'owner/name' on the hub, so the fake "
                 "engine has no tokenizer; use input_ids"
@@ -188,8 +194,14 @@ class TokenizerBox:
         return encoded
 
     def render(self, messages: Any, template: Mapping[str, Any] | None = None) -> str:
-        """The chat template applied, ready for the assistant's turn. ``template``: what it is given
-        beside the messages (``tools``, ``enable_thinking``, ...)."""
+        """Apply the chat template and return the text up to the assistant's turn.
+
+        Args:
+            template: further arguments of the template (``tools``, ``enable_thinking``, ...).
+
+        Raises:
+            InvalidRequest: there is no chat template, or it rejects the messages.
+        """
         tokenizer = self.tokenizer
         if not getattr(tokenizer, "chat_template", None):
             raise InvalidRequest(f"{self.model} has no chat template; use prompt or input_ids")
@@ -198,22 +210,22 @@ class TokenizerBox:
                 messages, add_generation_prompt=True, tokenize=False, **(template or {})
             )
         except Exception as error:
-            # A template is the model's own program and may raise anything.
+            # A template is a program of the model and may raise any exception.
             raise InvalidRequest(f"the chat template rejects these messages: {error}") from None
         return text
 
     def encode_messages(
         self, conversations: Sequence[Any], template: Mapping[str, Any] | None = None
     ) -> list[list[int]]:
-        """The ids of what ``render`` gives."""
+        """Render each conversation and return its token ids."""
         return self.encode_rendered([self.render(c, template) for c in conversations])
 
     def encode_rendered(self, texts: Sequence[str]) -> list[list[int]]:
-        """Of texts that hold their special tokens already, or are to have none."""
+        """Return the token ids of texts, without adding special tokens."""
         for text in texts:
             check_text("the text", text)
         encoded = self.tokenizer(list(texts), add_special_tokens=False)
-        # Some give arrays, or tuples.
+        # Some tokenizers return arrays or tuples.
         return [list(ids) for ids in encoded["input_ids"]]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:

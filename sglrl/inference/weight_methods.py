@@ -13,7 +13,7 @@ from ..weights.update_request import UpdateRequest
 
 
 class WeightMethods:
-    """See ``Client``, which sets these attributes."""
+    """The weight methods of ``Client``, which sets these attributes."""
 
     _pool: Pool
     _weights: LocalSender
@@ -23,12 +23,12 @@ class WeightMethods:
 
     @property
     def weight_version(self) -> int:
-        """Policy version of the workers' weights: 0 as loaded, then that of the last update."""
+        """Policy version of the workers' weights: 0 after loading, then that of the last update."""
         return self._pool.weights.version
 
     @property
     def weights_address(self) -> str:
-        """For ``sglrl.weights.Sender.connect`` in a trainer's process. It holds a secret."""
+        """The address for ``sglrl.weights.Sender.connect`` in a trainer. It contains a secret."""
         self._running()
         return self._pool.weights.address
 
@@ -48,54 +48,57 @@ class WeightMethods:
         device: Any = None,
         host: str = "127.0.0.1",
     ) -> UpdateReport:
-        """Give all workers new weights, while they go on generating.
+        """Update the weights of all workers while they continue to generate.
 
-        Either every worker has all of them when this returns, or it raises and every worker that
-        serves has what it had. Tokens sampled before and after are told apart by
-        ``Completion.versions``; KV cache is not shared between versions.
+        When this returns, every worker has all new weights. When it raises, every worker that
+        serves keeps its old weights. ``Completion.versions`` separates tokens sampled before the
+        update from tokens sampled after it. Versions do not share KV cache.
 
         Args:
             weights: a ``torch.nn.Module``, a mapping or TensorDict, or an iterable of (name,
-                tensor), with Hugging Face names: those of the model's checkpoint, or of its module
-                where transformers merges all experts of a layer into one tensor; on any device, in
-                any float dtype. They are cast to the engine's dtype and DTensors are gathered here,
-                on the sender. They must not change until this returns.
-            version: a larger number than ``weight_version``; None: one more.
-            inflight: what happens to running requests when the new weights become live:
-                "continue": they go on, on the KV cache they have; "retract": they go on, and their
-                KV cache is computed again with the new weights; "abort": they return what they
-                have, with finish_reason "abort" (other calls, as with "retract", are computed again
-                with the new weights); "drain": they are awaited first, and new ones
-                wait from then on until the update has ended.
-            mode: "full": staged beside the live weights, which takes as much GPU memory again (kept
-                for the next update while 4 GiB are free);
-                "bucketed": received piece by piece with the engine paused, into the live weights,
-                so a worker that does not get all of it is ended; "auto": "full" where there is
-                room.
-            partial: tensors that are not given keep their values.
-            bucket_bytes: tensors are sent in buckets of so many bytes, of which the sender holds
-                two; None: 256 MB to 1 GB, by the size of the model.
-            timeout: seconds from this call until the update must have begun. Another update, or the
-                copy of the weights to a new worker, may be running until then. Afterwards a worker
-                has as many seconds for each phase before the update is given up. (At least one for
-                the commit, in which a worker that is late is killed.)
-            drain_timeout: seconds that "drain" may take; then the update is given up.
-            wait: wait for another update or copy that is running; False: raise
-                ``UpdateInProgress`` at once.
-            check_finite: refuse weights that hold NaN or infinite values, or values that overflow
-                the engine's dtype. False: commit them as they are.
-            device: the GPU (or "cpu") that sends; None: where the tensors are, else the current
-                one.
-            host: address of this process that the workers can reach.
+                tensor). The names are Hugging Face names: those of the model's checkpoint, or of
+                its module where transformers merges all experts of a layer into one tensor. The
+                tensors may be on any device and in any float dtype. The sender, this process, casts
+                them to the engine's dtype and gathers DTensors. They must not change until this
+                returns.
+            version: a number larger than ``weight_version``. None: ``weight_version`` plus one.
+            inflight: the treatment of running requests when the new weights become live.
+                "continue": requests continue on their present KV cache.
+                "retract": requests continue, and their KV cache is recomputed with the new weights.
+                "abort": ``generate`` calls return their tokens so far, with finish_reason "abort".
+                Other calls are recomputed with the new weights, as with "retract".
+                "drain": the update waits until running requests have finished. New requests wait
+                meanwhile, until the update has finished.
+            mode: "full": workers stage the new weights beside the live weights. This takes the same
+                amount of GPU memory again, which is kept for the next update while 4 GiB are free.
+                "bucketed": workers pause the engine and receive the weights piece by piece into the
+                live weights. A worker that does not receive all of them is killed.
+                "auto": "full" if there is room, else "bucketed".
+            partial: allow missing tensors. They keep their values.
+            bucket_bytes: bytes per bucket in which tensors are sent. The sender holds two buckets.
+                None: 256 MB to 1 GB, depending on the size of the model.
+            timeout: seconds from this call until the update must have begun. Until then another
+                update, or the copy of the weights to a new worker, may be running. After that, each
+                worker has ``timeout`` seconds for each phase, then the update fails. The commit has
+                at least one second, and a worker that is late in the commit is killed.
+            drain_timeout: seconds that "drain" may take, then the update fails.
+            wait: wait for another running update or copy. False: raise ``UpdateInProgress`` at
+                once.
+            check_finite: reject weights that contain NaN or infinite values, or values that
+                overflow the engine's dtype. False: commit the weights unchecked.
+            device: the GPU (or "cpu") that sends. None: the device of the tensors, else the current
+                device.
+            host: an address of this process that the workers can reach.
 
         Raises:
-            InvalidWeights: names, shapes or dtypes do not fit the model, there is no room, or some
+            InvalidWeights: names, shapes or dtypes do not fit the model, there is no room, or a
                 value is not finite. Every worker keeps its weights, with one exception: in mode
-                "bucketed", a DTensor is gathered and checked after tensors before it were written.
-            UpdateInProgress: another update or copy was still running when ``timeout`` had passed;
-                nothing has begun.
+                "bucketed" a DTensor is gathered and checked after the tensors before it were
+                written.
+            UpdateInProgress: another update or copy was still running after ``timeout`` seconds.
+                This update has not begun.
             SettingsMismatch, UsageError: see ``sglrl.errors``.
-            WeightUpdateError: it was given up.
+            WeightUpdateError: the update failed.
             WorkerLost: no worker is left.
         """
         self._running()
@@ -125,12 +128,14 @@ class WeightMethods:
         wait: bool = True,
         check_finite: bool = True,
     ) -> UpdateReport:
-        """As ``update_weights``, from a folder of safetensors files that every worker reads itself:
-        those that ``model.safetensors.index.json`` names, if there is one, else all. A worker that
-        comes later reads them again, while they are what they were.
+        """Update the weights from a folder of safetensors files, as ``update_weights`` does.
+
+        Every worker reads the files itself: the files named by ``model.safetensors.index.json`` if
+        it exists, else all files. A worker that starts later reads the files again if they have not
+        changed.
 
         Raises:
-            ModelError: there are no such files.
+            ModelError: the folder has no such files.
         """
         self._running()
         request = UpdateRequest(
@@ -148,22 +153,28 @@ class WeightMethods:
     async def connect_weights(
         self, *, device: Any = None, host: str = "127.0.0.1", timeout: float = 60.0
     ) -> float:
-        """Form the group of this process and the workers now, so that the first update does not pay
-        for it. Milliseconds that it took. ``launch(weight_device=...)`` does it at the start.
+        """Connect this process with the workers now, so that the first update is faster.
+
+        This forms the process group of the sender and the workers.
+        ``launch(weight_device=...)`` does it at the start.
 
         Args:
-            timeout: seconds from this call.
+            timeout: seconds from this call until the connection must be made.
+
+        Returns:
+            The milliseconds that it took.
 
         Raises:
-            UpdateInProgress: another update or copy was still running when ``timeout`` had passed.
+            UpdateInProgress: another update or copy was still running after ``timeout`` seconds.
             SettingsMismatch, WeightUpdateError, WorkerLost: as for ``update_weights``.
         """
         self._running()
         return await self._weights.connect(device, host, timeout)
 
     async def model_metadata(self, *, timeout: float = 60.0) -> dict[str, TensorMetadata]:
-        """dtype and shape of every tensor that the loaded model takes, by Hugging Face name. The
-        dtype is the one that the engine keeps it in.
+        """Return dtype and shape of every tensor of the loaded model, by Hugging Face name.
+
+        The dtype is the engine's dtype of the tensor.
 
         Args:
             timeout: seconds from this call until a worker must have answered.
@@ -173,16 +184,20 @@ class WeightMethods:
         return {spec.name: TensorMetadata(spec.dtype, spec.shape) for spec in found.tensors}
 
     async def verify_weights(self, weights: Any, *, timeout: float = 300.0) -> list[str]:
-        """Names of those of the given tensors whose live values differ, on whatever worker, in any
-        bit after the cast to the engine's dtype: [] when all is well. Compares checksums; no
-        weights are sent.
+        """Compare the given tensors with the live weights of every worker.
+
+        The tensors are cast to the engine's dtype, then compared by checksum. No weights are sent.
 
         Args:
-            timeout: seconds from this call until the workers must have answered. An update that is
-                running is awaited.
+            weights: as for ``update_weights``.
+            timeout: seconds from this call until the workers must have answered. A running update
+                is awaited first.
+
+        Returns:
+            The names of the tensors that differ in any bit on any worker. Empty if all are equal.
 
         Raises:
-            UpdateInProgress: another update or copy was still running when ``timeout`` had passed.
+            UpdateInProgress: another update or copy was still running after ``timeout`` seconds.
             InvalidWeights: names or shapes do not fit the model.
         """
         self._running()

@@ -1,4 +1,4 @@
-"""Where turns wait while a run is paused."""
+"""A gate at which turns wait while a run is paused."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import asyncio
 
 
 class Gate:
-    """Open or closed; knows how many turns are ``inside``."""
+    """A gate that is open or closed, and counts the turns ``inside``."""
 
     def __init__(self) -> None:
         self.inside = 0
         self.opening: asyncio.Future[None] | None = None
-        """Of a closed one: done when it is opened, to be waited for and not cancelled. Who then
-        goes inside adds to ``inside`` at once."""
+        """While the gate is closed: a future that is done when the gate opens; otherwise None.
+
+        Wait for it without cancelling it. A turn that enters afterwards increments ``inside`` at
+        once.
+        """
         self._empty: asyncio.Future[None] | None = None
 
     def leave(self) -> None:
@@ -22,7 +25,7 @@ class Gate:
             self._empty = None
 
     def close(self) -> None:
-        """Turns that have begun go on; no other begins."""
+        """Close the gate. Turns inside continue; no new turn begins."""
         if self.opening is None:
             self.opening = asyncio.get_running_loop().create_future()
 
@@ -35,7 +38,11 @@ class Gate:
             self._empty = None
 
     async def empty(self) -> bool:
-        """Wait until no turn is inside. False: it was opened before that."""
+        """Wait until no turn is inside.
+
+        Returns:
+            False if the gate was opened before that.
+        """
         while self.inside and self.opening is not None:
             if self._empty is None:
                 self._empty = asyncio.get_running_loop().create_future()

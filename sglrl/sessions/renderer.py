@@ -1,10 +1,10 @@
-"""What a chat template puts behind the model's own tokens when a conversation goes on.
+"""Find the text that a chat template puts after the assistant's answer.
 
-A template renders whole conversations, and rendering one again gives text, whose tokens need not
-be those that were sampled. So a session keeps the tokens that it has and appends only what the
-template writes behind the assistant's turn: its end, the new messages, and the beginning of the
-next turn. That is the same conversation only if the template leaves what is before as it was, which
-is checked.
+A template renders whole conversations. Rendering a conversation again gives text, and the tokens of
+that text may differ from the sampled tokens. A session therefore keeps its tokens and appends only
+the text that the template writes after the assistant's answer: the end of the turn, the new
+messages, and the beginning of the next turn. The result is the same conversation only if the
+template does not change the earlier text. This module checks that.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from ..errors import InvalidRequest
 from ..inference.prompts import Message
 
 Render = Callable[[Sequence[Message]], str]
-"""Applies the template, ready for the assistant's turn."""
+"""Applies the template to messages and returns the text up to the assistant's turn."""
 
 _MARK = "\u2063\u2062answer\u2062\u2063"
-"""Invisible operators: in no conversation, and no template trims them."""
+"""Marks the answer with invisible operators, which no conversation has and no template trims."""
 
 
 def behind_answer(
@@ -29,16 +29,17 @@ def behind_answer(
     *,
     allow_rewrite: bool,
 ) -> str:
-    """The text between the assistant's ``answer`` to ``history`` and its next turn.
+    """Return the text between the assistant's ``answer`` and its next turn.
 
     Args:
-        answer: as sampled, without what ended it.
-        new: the messages that follow it.
-        allow_rewrite: take that text also from a template that renders ``history`` or ``answer``
-            otherwise once ``new`` follows.
+        history: the messages before the answer.
+        answer: the sampled text, without the stop token.
+        new: the messages that follow the answer.
+        allow_rewrite: accept a template that renders ``history`` or ``answer`` differently when
+            ``new`` follows.
 
     Raises:
-        InvalidRequest: the template rewrites what is before, or leaves the answer out.
+        InvalidRequest: the template rewrites earlier text, or omits the answer.
     """
     if allow_rewrite:
         whole = render([*history, {"role": "assistant", "content": _MARK}, *new])

@@ -1,5 +1,8 @@
-"""One conversation, token in and token out: the engine sees every turn the very tokens that it
-sampled and was given before, and the new ones behind them."""
+"""One conversation of several turns, exact to the token.
+
+In every turn the engine receives exactly the tokens of the earlier turns, sampled and observed,
+followed by the new tokens.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from .trajectory import Trajectory
 
 
 class TimeLimit(Protocol):
-    """The time limit of a task, as ``asyncio.timeout``. A paused run stops its clock."""
+    """The time limit of a task, as ``asyncio.timeout``. Its clock stops while a run is paused."""
 
     def when(self) -> float | None: ...
 
@@ -30,11 +33,11 @@ class TimeLimit(Protocol):
 
 
 class Session:
-    """Made by ``Client.session``; an async context manager. Turns are sampled one at a time.
+    """A conversation of several turns. ``Client.session`` returns one; an async context manager.
 
-    The prompt of each turn is exactly the tokens of the turns before and what was observed behind
-    them; nothing that was sampled is tokenized again. Turns go to the worker that holds their
-    prefix, unless it is overloaded.
+    Turns are sampled one at a time. The prompt of each turn consists of the exact tokens of the
+    earlier turns and observations. Sampled tokens are never tokenized again. Each turn is sent to
+    the worker that holds its prefix, unless that worker is overloaded.
     """
 
     def __init__(
@@ -49,9 +52,9 @@ class Session:
         self._state = SessionState(spec, on_turn, seed)
         self._at_gate: asyncio.Future[None] | None = None
         self._limit: TimeLimit | None = None
-        """How long all of it may take, not counting what is spent at the gate."""
+        """Time limit of the whole session. Time spent waiting at the gate does not count."""
         self.metadata: dict[str, Any] = dict(spec.metadata)
-        """Goes into the trajectory: anything msgpack can hold."""
+        """Metadata of the trajectory: values that msgpack can encode."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -60,12 +63,11 @@ class Session:
         self.close()
 
     def __reduce__(self) -> NoReturn:
-        # It stays where its client is, which says so.
+        # A session cannot be pickled because its client cannot; raise the client's error.
         self._spec.client.__reduce__()
 
     def close(self) -> None:
-        """No further turn is sampled, and one that is being sampled is given up: ``generate``
-        raises ``Closed``."""
+        """Close the session. A running ``generate`` and every later one raise ``Closed``."""
         if self._at_gate is not None and not self._at_gate.done():
             self._at_gate.set_result(None)
         self._state.close()
@@ -75,20 +77,20 @@ class Session:
     async def generate(self, **values: Any) -> Completion:
         """Sample the next turn, with logprobs.
 
-        Args:
-            **values: the fields of ``SamplingParams``; they override the session's.
-                ``max_new_tokens`` is lowered to what fits.
+        A weight update with ``inflight="abort"`` interrupts a turn. The turn then continues with
+        the new weights from its last token; ``Completion.versions`` states the position. A turn
+        that ``Client.abort`` or ``Client.pause`` interrupts continues in the same way.
 
-        A turn that a weight update with ``inflight="abort"`` returned goes on with the new weights
-        from where it was: ``Completion.versions`` says where. So does one that ``Client.abort`` or
-        ``Client.pause`` returned.
+        Args:
+            **values: the fields of ``SamplingParams``. They override those of the session.
+                ``max_new_tokens`` is reduced to the room that is left in the context.
 
         Raises:
             InvalidRequest: a value is wrong, or the context is full (``room`` is 0).
             UsageError: a turn is being sampled already.
             Closed: the session is closed.
-            Overloaded, DeadlineExceeded, WorkerLost, EngineError: as ``Client.generate``; then the
-                session is as it was before, and the turn may be tried again.
+            Overloaded, DeadlineExceeded, WorkerLost, EngineError: as for ``Client.generate``. The
+                session is then unchanged, and the turn may be tried again.
         """
         state, gate = self._state, self._gate
         prepared = state.begin(values)
@@ -102,7 +104,7 @@ class Session:
             ids = state.prompt(before)
             encoded = None
             if ids is None:
-                # Off the event loop.
+                # Tokenize in a thread, so that the event loop is not blocked.
                 pending = state.pending[: state.taken]
                 loop = asyncio.get_running_loop()
                 encoded = await loop.run_in_executor(None, state.encode, pending)
@@ -151,50 +153,60 @@ class Session:
                 stopped.reschedule(clock() + left)
 
     def observe(self, what: str | TokenIds | Message | Sequence[Message]) -> None:
-        """Append what the policy did not sample: text or token ids as they are, or messages in the
-        chat template's form (only in a session that began with messages).
+        """Append an observation: input that the policy did not sample.
 
-        Text is tokenized by itself. Messages end the assistant's turn and begin its next one. What
-        is observed after the last turn is in no prompt, so it is not in the trajectory either; what
-        is observed while a turn is being sampled comes behind that. A turn that fails leaves what
-        was observed for the next one; see ``unobserve``.
+        Observations become part of the prompt of the next turn. Observations after the last turn
+        are in no prompt, so they are not in the trajectory. Observations made while a turn is
+        being sampled come after that turn. If a turn fails, its observations are kept for the next
+        turn; see ``unobserve``.
+
+        Args:
+            what: text, token ids or messages. Text is tokenized separately, and ids are used
+                unchanged. Messages are rendered with the chat template: they end the assistant's
+                turn and begin its next one. Only a session that began with messages accepts
+                messages.
 
         Raises:
-            InvalidRequest: a token id is wrong, or a message lacks something. For what the template
-                refuses, ``generate`` raises.
-            UsageError: messages before the first turn, or without a template.
+            InvalidRequest: a token id is wrong, or a message lacks a field. If the template rejects
+                the messages, ``generate`` raises.
+            UsageError: messages were given before the first turn, or in a session without messages.
         """
         self._state.observe(what)
 
     def unobserve(self) -> None:
-        """Take back what was observed since the last turn: it did not fit, or the chat template
-        does not take it. What a turn that is being sampled has in its prompt stays."""
+        """Discard the observations since the last turn.
+
+        Use this when observations do not fit, or when the chat template rejects them. Observations
+        in the prompt of a turn that is being sampled are kept.
+        """
         self._state.unobserve()
 
     def reward(self, value: SupportsFloat) -> None:
         """Add to the reward of the last turn.
 
         Raises:
-            UsageError: there is none, or the value is not finite.
+            UsageError: no turn was sampled, or the value is not finite.
         """
         self._state.reward(value)
 
-    # --- what there is ----------------------------------------------------------------------------
+    # --- state ------------------------------------------------------------------------------------
 
     @property
     def ids(self) -> NDArray[np.int32]:
-        """int32: all tokens up to the end of the last turn; empty before the first."""
+        """All tokens up to the end of the last turn, int32. Empty before the first turn."""
         return np.frombuffer(self._state.tokens, "<i4")
 
     @property
     def turns(self) -> list[Completion]:
-        """What was sampled, in order."""
+        """The completions of all turns, in order."""
         return self._state.turns[:]
 
     @property
     def oldest_version(self) -> int | None:
-        """Policy version of the first token, or a lower bound while it is being sampled; None
-        before."""
+        """Policy version of the first sampled token.
+
+        While the first token is being sampled, this is a lower bound. Before that, it is None.
+        """
         return self._state.oldest
 
     @property
@@ -204,13 +216,16 @@ class Session:
 
     @property
     def refused(self) -> bool:
-        """Whether a turn failed because the client takes no calls any more."""
+        """Whether a turn failed because the client no longer accepts calls."""
         return self._state.refused
 
     @property
     def room(self) -> int:
-        """Tokens that fit the context behind those that there are, with those that were observed
-        as ids; of what was observed as text or messages it is not known yet how many they are."""
+        """Number of tokens that still fit the context.
+
+        Observed token ids count as used. Observed text and messages do not count, because their
+        number of tokens is not known yet.
+        """
         state = self._state
         observed = sum([len(item) for item in state.pending if isinstance(item, bytes)])
         used = (len(state.tokens) + observed) // 4
@@ -218,12 +233,15 @@ class Session:
 
     @property
     def text(self) -> str:
-        """All that was sampled and observed behind the prompt, special tokens included."""
+        """The text of all tokens after the prompt, including special tokens."""
         state = self._state
         return state.requests.decode(np.frombuffer(state.response, "<i4").tolist(), False)
 
     def trajectory(self, reward: SupportsFloat | None = None) -> Trajectory:
-        """What a trainer needs of it. ``reward`` is added to the last turn's.
+        """Return the trajectory of the session, for a trainer.
+
+        Args:
+            reward: added to the reward of the last turn.
 
         Raises:
             UsageError: no turn was sampled.
@@ -253,7 +271,10 @@ def session_of_sample(
     item: int,
     sample: int,
 ) -> Session:
-    """Of a run, whose numbers go into the metadata, unless these have such names already."""
+    """Return the session of one sample of a run.
+
+    The numbers ``item`` and ``sample`` are added to the metadata, unless it has these names.
+    """
     session = Session(spec, gate, on_turn, seed)
     session.metadata.setdefault("item", item)
     session.metadata.setdefault("sample", sample)

@@ -1,4 +1,4 @@
-"""How a session starts, and how its turns are sampled."""
+"""The spec of a session: its prompt, and the sampling parameters of its turns."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ class SessionClient(Protocol):
 
 
 class SessionSpec:
-    """The arguments of ``Client.session``, checked. All samples of a group share one spec, so the
-    prompt is encoded once.
+    """The checked arguments of ``Client.session``.
+
+    All samples of a group share one spec, so the prompt is encoded once.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class SessionSpec:
             several, (self.messages, *_) = check_messages(messages)
             if several:
                 raise InvalidRequest("a session has one prompt, got a list")
-            # The caller may change its messages; they are read later.
+            # Copy the messages: they are read later, and the caller may change them before.
             self.messages = [dict(message) for message in self.messages]
         self.template = dict(template or {})
         if tools is not None:
@@ -95,12 +96,14 @@ class SessionSpec:
         """Create the spec of one item of a data set.
 
         Args:
-            found: arguments from the item. They override ``values``, the arguments of the run.
+            found: arguments of the item. They override ``values``.
+            values: arguments of the run.
+            sampling: sampling parameters of the run.
         """
         return cls(client, **{**values, "sampling": sampling, **own_names(found)})
 
     async def ids(self) -> bytes:
-        """Return the prompt, int32 bytes."""
+        """Return the token ids of the prompt, int32 bytes. Encode them on the first call."""
         if self._ids is None:
             if self._lock is None:
                 self._lock = asyncio.Lock()
@@ -115,7 +118,7 @@ class SessionSpec:
         return self._ids
 
     def prepare(self, values: dict[str, Any]) -> Prepared:
-        """Check the sampling values of one turn; they override those of the session."""
+        """Check the sampling values of one turn. They override those of the session."""
         return self.requests.samplings.prepare(self.sampling, {**self.values, **own_names(values)})
 
     def render(self, messages: Sequence[Message]) -> str:

@@ -1,6 +1,6 @@
-"""What a session holds, and what it does with it between two waits.
+"""The state of a session, and the synchronous parts of its methods.
 
-``Session`` itself is what users see, and has the coroutines.
+``Session`` is the public class and has the coroutines.
 """
 
 from __future__ import annotations
@@ -28,19 +28,21 @@ from .trajectory import MOST_REWARD
 
 
 class SessionState:
-    """Of one ``Session``; see there. What comes from others is ``Any`` until it is checked.
+    """The state of one ``Session``. Arguments of type ``Any`` are not checked yet.
 
     Attributes:
-        tokens: all up to the end of the last turn; none before the first.
-        prompt_bytes: how many of them are the prompt's; 0 before it is known.
-        starts: where in the response each turn's tokens begin.
+        tokens: all tokens up to the end of the last turn. Empty before the first turn.
+        prompt_bytes: number of bytes of ``tokens`` that belong to the prompt. 0 before the prompt
+            is known.
+        starts: for each turn, the position in the response at which its tokens begin.
         oldest: see ``Session.oldest_version``.
-        pending: what was observed behind the last turn: text, ids, messages.
-        taken: how much of that is in the prompt of the turn that is being sampled.
-        generating: seconds in which a turn was waited for.
+        pending: observations after the last turn: text, ids, messages.
+        taken: number of items of ``pending`` in the prompt of the turn that is being sampled.
+        generating: total seconds spent waiting for turns.
         rewarded: whether ``reward`` was called.
-        refused: whether a turn failed because the client takes no calls any more.
-        on_turn: told of each: bytes of its prompt, how many of its tokens were cached, new bytes.
+        refused: whether a turn failed because the client no longer accepts calls.
+        on_turn: called after each turn with the bytes of its prompt, the number of cached prompt
+            tokens, and the number of new bytes.
     """
 
     __slots__ = (
@@ -99,10 +101,10 @@ class SessionState:
     def response(self) -> bytes:
         return self.tokens[self.prompt_bytes :]
 
-    # --- a turn, as ``Session.generate`` takes it -------------------------------------------------
+    # --- a turn, in the order of ``Session.generate`` ---------------------------------------------
 
     def begin(self, values: dict[str, Any]) -> Prepared:
-        """With which sampling values.
+        """Begin a turn. Return its checked sampling values.
 
         Raises:
             Closed, UsageError, InvalidRequest: see ``Session.generate``.
@@ -119,12 +121,16 @@ class SessionState:
         return prepared
 
     def take(self) -> float:
-        """What is observed from now on comes behind this turn. The time of now."""
+        """Freeze pending observations for this turn. Return the current time."""
         self.taken = len(self.pending)
         return now()
 
     def prompt(self, before: bytes) -> bytes | None:
-        """The turn's, behind these; None if something observed must be encoded first."""
+        """Return the prompt of the turn: the tokens ``before``, then the observations.
+
+        Returns:
+            None if an observation must be encoded first.
+        """
         if not self.prompt_bytes:
             self.prompt_bytes = len(before)
         if not self.taken:
@@ -137,7 +143,11 @@ class SessionState:
         return b"".join(parts)
 
     def limits(self, ids: bytes, prepared: Prepared) -> tuple[int, float | None]:
-        """New tokens at most, and until when. ``InvalidRequest``: the context is full."""
+        """Return the maximum number of new tokens and the deadline of the turn.
+
+        Raises:
+            InvalidRequest: the context is full.
+        """
         spec = self.spec
         most: int = spec.most_tokens
         room = most - len(ids) // 4
@@ -161,13 +171,17 @@ class SessionState:
         deadline: float | None,
         begun: Completion | None,
     ) -> asyncio.Future[Completion]:
-        """Submit it; or what is left of it, if it was returned unfinished."""
+        """Submit the turn, or the rest of it if it was returned unfinished.
+
+        Args:
+            begun: the unfinished completion to continue, if any.
+        """
         if self.closed:
             raise Closed("the session was closed")
         spec = self.spec
         version: int = spec.weights.version
         if not self.turns and (begun is None or not len(begun.output_ids)):
-            # No token will be older.
+            # No token of the session will have an older version.
             self.oldest = version
         self.route.extend(ids, version)
         priority: int = spec.priority
@@ -177,12 +191,12 @@ class SessionState:
         return future
 
     def give_up(self) -> None:
-        """Nobody waits for it any more."""
+        """Cancel the call of the turn, because its caller no longer waits for it."""
         if self.call is not None:
             self.requests.driver.cancel(self.call)
 
     def close(self) -> None:
-        """See ``Session.close``."""
+        """Close the session. See ``Session.close``."""
         self.closed = True
         call = self.call
         if call is not None:
@@ -192,7 +206,7 @@ class SessionState:
                 future.set_exception(Closed("the session was closed"))
 
     def keep(self, ids: bytes, completion: Completion) -> None:
-        """It has happened, and not before."""
+        """Record a finished turn. A failed turn records nothing."""
         chunks = completion._chunks
         size = len(ids)
         if self.taken:
@@ -218,28 +232,28 @@ class SessionState:
             self.refused = not self.closed
 
     def end(self, begun: float) -> None:
-        """However it has ended."""
+        """End the turn, whether it succeeded or failed."""
         self.busy = False
         self.taken = 0
         self.call = None
         self.generating += now() - begun
 
-    # --- what comes in between --------------------------------------------------------------------
+    # --- between turns ----------------------------------------------------------------------------
 
     def observe(self, what: Any) -> None:
-        """See ``Session.observe``."""
+        """Append an observation. See ``Session.observe``."""
         if isinstance(what, str):
             if what:
                 self.pending.append(what)
             return
         if type(what) is list and what and type(what[0]) is int:
-            # What is cheap to recognize first: the looks at Mapping take longer than the rest.
+            # Test for a list of ints first, because isinstance(..., Mapping) is slow.
             self.pending.append(check_ids(what, self.requests.vocab_size))
             return
         several = isinstance(what, (list, tuple)) and what and isinstance(what[0], Mapping)
         if not isinstance(what, Mapping) and not several:
             if not hasattr(what, "__len__") or len(what):
-                # A tool may have nothing to say.
+                # An empty list is allowed and ignored: the output of a tool may be empty.
                 self.pending.append(check_ids(what, self.requests.vocab_size))
             return
         new: list[Any] = [what] if isinstance(what, Mapping) else list(what)
@@ -258,13 +272,13 @@ class SessionState:
         del self.pending[self.taken :]
 
     def reward(self, value: Any) -> None:
-        """See ``Session.reward``."""
+        """Add to the reward of the last turn. See ``Session.reward``."""
         if not self.turns:
             raise UsageError("no turn was sampled yet that could be rewarded")
         try:
             total = self.rewards[-1] + float(value)
         except (TypeError, ValueError, OverflowError, RuntimeError):
-            # As a tensor of several numbers raises.
+            # A tensor of several numbers raises RuntimeError.
             raise UsageError(f"a reward must be a number, got {value!r:.200}") from None
         if not abs(total) <= MOST_REWARD:
             raise UsageError(f"a reward must be finite, also in float32; got {value}")
@@ -276,8 +290,12 @@ class SessionState:
     def encode(
         self, pending: list[str | bytes | list[Message]]
     ) -> tuple[bytes, list[Message] | None, int]:
-        """The session's response, messages and beginning of the assistant's turn, with these. On a
-        thread of its own."""
+        """Encode observations. Runs in a thread and changes no state.
+
+        Returns:
+            ``(response, messages, answer_at)`` of the session after the observations. ``answer_at``
+            is the byte of the response at which the assistant's turn begins.
+        """
         box, spec = self.requests.box, self.spec
         vocab_size = spec.vocab_size
         response, messages, answer_at = self.response, self.messages, self.answer_at
@@ -297,7 +315,7 @@ class SessionState:
             )
             ids = box.encode_rendered([text])[0]
             if ended is not None and ids[:1] == [ended]:
-                # The model has ended its turn as the template does.
+                # The model sampled the same end token as the template writes, so add it only once.
                 ids = ids[1:]
             response += check_ids(ids, vocab_size)
             messages = [*messages, {"role": "assistant", "content": answer}, *item]
@@ -305,20 +323,27 @@ class SessionState:
         return response, messages, answer_at
 
     def _ended_by(self, size: int) -> int | None:
-        """The token that ended the last turn, if the response of so many bytes ends with it."""
+        """Return the token that ended the last turn, if it is the last token of the response.
+
+        Args:
+            size: bytes of the response.
+        """
         start, completion = self.starts[-1], self.turns[-1]
         ids = completion.output_ids
         if not len(ids) or 4 * (start + len(ids)) != size:
             return None
-        # Also of a turn that went on behind the model's end, or that its text has ended.
+        # Also test the model's end tokens: with ignore_eos or a stop string, stop_match is not one.
         last = int(ids[-1])
         ends = last == completion.stop_match or last in self.requests.info.eos_token_ids
         return last if ends else None
 
 
 def _joined(pending: Sequence[str | bytes | list[Message]]) -> list[str | bytes | list[Message]]:
-    """With messages that come directly behind others in one list with them: no answer is between
-    them. (Some were observed before a turn that failed, and some while it was being sampled.)"""
+    """Join adjacent lists of messages, because no answer is between them.
+
+    Adjacent lists arise when a turn fails: one list was observed before the turn, the other while
+    it was being sampled.
+    """
     found: list[str | bytes | list[Message]] = []
     for item in pending:
         if isinstance(item, list) and found and isinstance(found[-1], list):

@@ -54,42 +54,47 @@ def stack(
     padding_side: PaddingSide = "right",
     metadata: Sequence[str] = (),
 ) -> TensorDict:
-    """One TensorDict of n trajectories, on the CPU, with batch size [n].
+    """Stack n trajectories into a TensorDict on the CPU, with batch size [n].
 
-    Per token, over prompt and response alike, [n, t]. Nothing is shifted: what stands at a token is
-    about this token, whose logits are those of the position before.
+    Keys per token, over prompt and response, have the shape [n, t]. Nothing is shifted: the value
+    at a position describes the token at this position. The logits of that token are those of the
+    previous position.
 
     ================ ======= ======= ============================================================
-    key              dtype   padding what
+    key              dtype   padding meaning
     ================ ======= ======= ============================================================
     input_ids        int64   given   the prompt and the response
-    attention_mask   bool    False   there is a token
-    loss_mask        bool    False   the policy sampled it
+    attention_mask   bool    False   True where there is a token
+    loss_mask        bool    False   True where the policy sampled the token
     logprobs         float32 0       behaviour policy's logprob of a sampled token, otherwise 0
     versions         int64   -1      policy version of a sampled token, otherwise -1
-    turn_ids         int64   -1      index of the turn that it was generated in, otherwise -1
-    rewards          float32 0       at the last token of each turn: the turn's reward (of a turn
+    turn_ids         int64   -1      index of the turn that generated the token, otherwise -1
+    rewards          float32 0       the turn's reward, at the last token of each turn (for a turn
                                      without tokens: at the token before it)
     ================ ======= ======= ============================================================
 
-    Per trajectory, [n]: reward (float32, the sum of rewards), prompt_length, response_length,
-    turn_count (int64), truncated (bool: its last turn did not end by itself: "length" or "abort"),
-    and ("metadata", name) for each name asked for: a tensor if all are numbers, else as they are.
+    Keys per trajectory have the shape [n]:
+
+    * reward: float32, the sum of rewards.
+    * prompt_length, response_length, turn_count: int64.
+    * truncated: bool, whether the last turn was cut off ("length" or "abort").
+    * ("metadata", name) for each requested name: a tensor if all values are numbers, otherwise the
+      values unchanged.
 
     Args:
-        layout: "padded": t is the length of the longest. "jagged": per-token keys are nested
-            tensors in torch's jagged layout, all with the same offsets, so that they can be
-            computed with each other; nothing is padded. Of TorchRL's storages LazyStackStorage
-            takes them, whose samples have ``get(key, as_nested_tensor=True, layout=torch.jagged)``.
+        layout: "padded": t is the length of the longest trajectory. "jagged": per-token keys are
+            nested tensors in torch's jagged layout, without padding. All have the same offsets, so
+            that operations can combine them. Among TorchRL's storages, LazyStackStorage accepts
+            them. Read its samples with ``get(key, as_nested_tensor=True, layout=torch.jagged)``.
         pad_token_id: padding of input_ids.
-        pad_to: t, for batches that must all be as wide.
-        pad_to_multiple_of: t is rounded up to a multiple of it.
-        padding_side: "right", or "left": then every trajectory ends at the last position.
-        metadata: names that every trajectory has in its metadata.
+        pad_to: t, for batches that must all have the same width.
+        pad_to_multiple_of: t is rounded up to a multiple of this.
+        padding_side: "right" or "left". With "left", every trajectory ends at the last position.
+        metadata: names of metadata to include. Every trajectory must have them.
 
     Raises:
-        UsageError: there are no trajectories, one is longer than ``pad_to`` or has no metadata of
-            that name, or padding is asked for in the jagged layout.
+        UsageError: there are no trajectories, a trajectory is longer than ``pad_to`` or lacks a
+            requested metadata name, or padding is requested in the jagged layout.
         ImportError: tensordict is not installed.
     """
     batch = list(trajectories)
@@ -119,7 +124,7 @@ def stack(
         values = {}
         for key, tokens in flat.items():
             padded = np.full(filled.shape, padding[key], tokens.dtype)
-            # Row by row, as the tokens are in ``flat``.
+            # The mask assigns row by row, which is the order of the tokens in ``flat``.
             padded[filled] = tokens
             values[key] = torch.from_numpy(padded)
     elif layout == "jagged":
@@ -144,7 +149,7 @@ def stack(
         ("turn_count", [len(t.turns) for t in batch], torch.int64),
         ("truncated", [t.finish_reason in ("length", "abort") for t in batch], torch.bool),
     ):
-        # On the CPU, whatever the program has made torch's default.
+        # Name the CPU explicitly: the program may have changed torch's default device.
         values[key] = torch.tensor(numbers, dtype=dtype, device="cpu")
     if metadata:
         named = {name: _metadata(batch, name) for name in metadata}
@@ -162,7 +167,7 @@ def _width(longest: int, pad_to: int | None, multiple: int) -> int:
 
 
 def _flat(batch: Sequence[TrajectoryArrays], lengths: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
-    """Each per-token key as one array over the tokens of all, one trajectory after the other."""
+    """Return each per-token key as one array that concatenates all trajectories."""
     size = int(lengths.sum())
     flat: dict[str, NDArray[Any]] = {
         "input_ids": np.empty(size, np.int64),
@@ -183,8 +188,8 @@ def _flat(batch: Sequence[TrajectoryArrays], lengths: NDArray[np.int64]) -> dict
             flat[key][response:end] = getattr(trajectory, key)
         for index, turn in enumerate(trajectory.turns):
             flat["turn_ids"][response + turn.start : response + turn.stop] = index
-            # Two turns without tokens may end at the same one. The prompt is never empty, so there
-            # is always one before.
+            # Add, because a turn without tokens may end at the same token as another turn. The
+            # prompt is never empty, so there is always a token before.
             flat["rewards"][response + turn.stop - 1] += turn.reward
         begin = end
     return flat

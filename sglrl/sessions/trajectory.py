@@ -1,4 +1,4 @@
-"""What an agent loop leaves behind for a trainer: tokens, who made them, and what they earned."""
+"""Trajectories: the tokens of an agent run, with their policy versions, logprobs and rewards."""
 
 from __future__ import annotations
 
@@ -42,14 +42,15 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False)
     """One generation in a trajectory.
 
     Attributes:
-        start, stop: its tokens are ``response_ids[start:stop]``; none if it was aborted at once.
-        reward: what this turn earned.
+        start, stop: the turn's tokens are ``response_ids[start:stop]``. The range is empty if the
+            turn was aborted at once.
+        reward: the reward of this turn.
         finish_reason: "stop", "length" or "abort", as in ``Completion``.
-        worker: index of the worker that finished it; -1 if no worker made it.
-        cached_tokens: tokens of its prompt that came from the prefix cache.
-        prompt_tokens: length of its prompt: everything before ``start``.
-        resumed: how many workers were lost while they held it.
-        seconds: from submission to the end.
+        worker: index of the worker that finished the turn. -1: no worker.
+        cached_tokens: tokens of the turn's prompt that came from the prefix cache.
+        prompt_tokens: length of the turn's prompt: all tokens before ``start``.
+        resumed: number of workers that were lost while they held the turn.
+        seconds: seconds from submission to the end.
     """
 
     start: int
@@ -64,8 +65,13 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False)
 
 
 class TrajectoryTiming(NamedTuple):
-    """started: unix time in seconds; total: seconds from then to the end; generating: seconds of
-    these in which a turn was waited for. The rest are the environment's."""
+    """The durations of a trajectory.
+
+    Attributes:
+        started: Unix time in seconds.
+        total: seconds from ``started`` to the end.
+        generating: seconds of ``total`` spent waiting for turns. The environment used the rest.
+    """
 
     started: float = 0.0
     total: float = 0.0
@@ -73,9 +79,11 @@ class TrajectoryTiming(NamedTuple):
 
 
 class Record(msgspec.Struct, array_like=True, frozen=True):
-    """A ``Trajectory`` as msgpack: its fields, arrays as their bytes (loss_mask: one for each
-    token), little-endian. Files hold it: fields may be added at the end, with defaults; anything
-    else makes a new version of their format."""
+    """A ``Trajectory`` as msgpack. Arrays are little-endian bytes; loss_mask has 1 byte per token.
+
+    Trajectory files contain records. New fields may be added at the end, with defaults. Any other
+    change needs a new version of the file format.
+    """
 
     prompt_ids: bytes
     response_ids: bytes
@@ -88,7 +96,7 @@ class Record(msgspec.Struct, array_like=True, frozen=True):
 
 
 def record_of(trajectory: Trajectory) -> Record:
-    """To be encoded: its arrays are views."""
+    """Return the record of a trajectory, for encoding. Its arrays are views, not copies."""
     arrays: list[Any] = [getattr(trajectory, name).data for name in _DTYPES]
     prompt, response, mask, logprobs, versions = arrays
     return Record(
@@ -104,22 +112,23 @@ def record_of(trajectory: Trajectory) -> Record:
 
 
 class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=True, eq=False):
-    """One agent's run over one prompt: token-exact, with the policy's part marked.
+    """One agent run over one prompt, with exact tokens and a mask of the sampled ones.
 
-    The constructor takes arrays or sequences, checks all that is said here and raises
-    ``UsageError``; ``replace`` makes a changed one. Arrays are read-only.
+    The constructor takes arrays or sequences. It checks all properties listed here and raises
+    ``UsageError`` if one is violated. ``replace`` makes a changed copy. Arrays are read-only.
 
     Attributes:
-        prompt_ids: int32 [p], at least one.
-        response_ids: int32 [r]: everything after the prompt, sampled tokens and observations.
-        loss_mask: bool [r]: True where the policy sampled the token; never outside of a turn.
-        logprobs: float32 [r]: the behaviour policy's logprob of each sampled token (see
-            ``Completion.logprobs``), NaN where they were not asked for; 0 where ``loss_mask`` is
+        prompt_ids: int32 [p], at least one token.
+        response_ids: int32 [r], all tokens after the prompt: sampled tokens and observations.
+        loss_mask: bool [r], True where the policy sampled the token. Always False outside of turns.
+        logprobs: float32 [r], the behaviour policy's logprob of each sampled token (see
+            ``Completion.logprobs``). NaN where logprobs were not requested, and 0 where
+            ``loss_mask`` is False.
+        versions: int32 [r], the policy version that sampled the token. -1 where ``loss_mask`` is
             False.
-        versions: int32 [r]: policy version that sampled the token, -1 where ``loss_mask`` is False.
-        turns: in order, without overlap.
+        turns: the turns in order, without overlap.
         timing: see ``TrajectoryTiming``.
-        metadata: the agent's own; values that msgpack can hold if it is to be saved.
+        metadata: values of the agent. To save the trajectory, msgpack must be able to encode them.
     """
 
     prompt_ids: NDArray[np.int32]
@@ -193,18 +202,18 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
         generating: float,
         metadata: dict[str, Any],
     ) -> Trajectory:
-        """The same from what a session has at its end, without the checks.
+        """Make a trajectory from the state of a session, without checks.
 
         Args:
             prompt, response: int32, little endian.
-            starts: where in the response each turn's tokens begin.
-            turns: what came.
-            rewards: of each turn.
-            total, generating: as in ``TrajectoryTiming``; it began ``total`` seconds ago.
+            starts: for each turn, the position in the response at which its tokens begin.
+            turns: the completion of each turn.
+            rewards: the reward of each turn.
+            total, generating: as in ``TrajectoryTiming``. The session began ``total`` seconds ago.
         """
         size, prompt_tokens = len(response) // 4, len(prompt) // 4
         marked: list[Turn] = []
-        # Pieces of each array, what was sampled and what lies between; joined at the end.
+        # Pieces of each array: sampled tokens and the gaps between them. Joined at the end.
         mask: list[bytes] = []
         logprobs: list[bytes] = []
         versions: list[bytes] = []
@@ -264,8 +273,16 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
 
     @classmethod
     def from_record(cls, record: Record, oldest: int) -> Trajectory:
-        """What another process of this run made, whose constructor has checked it. ``oldest``: its
-        ``oldest_version``. ``ProtocolError`` if the arrays do not belong together."""
+        """Make a trajectory from the record of another process of this run.
+
+        The constructor in that process has checked the values.
+
+        Args:
+            oldest: ``oldest_version`` of the trajectory.
+
+        Raises:
+            ProtocolError: the lengths of the arrays do not match.
+        """
         size = len(record.response_ids)
         sizes = (4 * len(record.loss_mask), len(record.logprobs), len(record.versions))
         if not record.prompt_ids or len(record.prompt_ids) % 4 or sizes != (size, size, size):
@@ -295,7 +312,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
         metadata: dict[str, Any],
         oldest: int,
     ) -> Trajectory:
-        # A copy is not checked again.
+        # Copying a blank instance avoids the checks of the constructor.
         self = copy(_BLANK)
         force_setattr(self, "prompt_ids", np.frombuffer(prompt, _INT32))
         force_setattr(self, "response_ids", np.frombuffer(response, _INT32))
@@ -316,23 +333,23 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
         )
 
     def replace(self, **changes: Any) -> Trajectory:
-        """This one with other values of some fields; checked like any."""
-        # Not msgspec.structs.replace, which leaves out __post_init__ before msgspec 0.21.
+        """Return a copy with changed fields. The copy is checked as in the constructor."""
+        # Before msgspec 0.21, msgspec.structs.replace does not call __post_init__.
         return Trajectory(**{**msgspec.structs.asdict(self), **changes})
 
     @property
     def finish_reason(self) -> str:
-        """Of the last turn; "" without turns."""
+        """The finish reason of the last turn, or "" without turns."""
         return self.turns[-1].finish_reason if self.turns else ""
 
     @property
     def rewards(self) -> NDArray[np.float32]:
-        """float32 [turns]."""
+        """The reward of each turn, float32 [turns]."""
         return np.array([turn.reward for turn in self.turns], np.float32)
 
     @property
     def reward(self) -> float:
-        """The sum over the turns."""
+        """The sum of the rewards of all turns."""
         return sum([turn.reward for turn in self.turns], 0.0)
 
     @cached_property
@@ -348,20 +365,26 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
 
     @cached_property
     def input_ids(self) -> NDArray[np.int32]:
-        """int32 [p + r], read-only: the prompt and the response."""
+        """The tokens of the prompt and the response, int32 [p + r], read-only."""
         ids = np.concatenate([self.prompt_ids, self.response_ids])
         ids.flags.writeable = False
         return ids
 
     def to_tensordict(self, layout: Layout = "padded", **options: Any) -> TensorDict:
-        """This one as ``stack`` gives it, without the batch dimension: tensors of [t] and [].
-        Without ``pad_to`` there is nothing to pad, and both layouts are the same. Options, keys and
-        errors are those of ``stack``."""
+        """Return the trajectory as a TensorDict without a batch dimension: tensors of [t] and [].
+
+        Without ``pad_to`` nothing is padded, and both layouts are the same. Options, keys and
+        errors are those of ``stack``.
+        """
         return stack([self], layout, **options)[0]
 
 
 def _checked(index: int, turn: Any) -> Turn:
-    """The turn, with Python's own numbers. ``UsageError`` if something in it is none."""
+    """Return the turn with its numbers as Python numbers.
+
+    Raises:
+        UsageError: a field has a wrong type.
+    """
     where = f"turns[{index}]"
     if not isinstance(turn, Turn):
         raise UsageError(f"{where} is a {type(turn).__name__}, not a Turn")
@@ -385,7 +408,11 @@ def _checked(index: int, turn: Any) -> Turn:
 
 
 def _number(name: str, value: Any) -> float:
-    """Finite, also as float32, which batches have it as."""
+    """Return the value as a float.
+
+    Raises:
+        UsageError: the value is not a number, or not finite in float32, the dtype of batches.
+    """
     if isinstance(value, (bool, np.bool_, str, bytes)) or not hasattr(value, "__float__"):
         raise UsageError(f"{name} must be a number, got {value!r}")
     try:
@@ -398,7 +425,11 @@ def _number(name: str, value: Any) -> float:
 
 
 def _read_only(name: str, values: Any, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """``values`` as an array of this dtype that nobody can write to: itself, or a copy."""
+    """Return ``values`` as a read-only array of this dtype. Copy them only if necessary.
+
+    Raises:
+        UsageError: the values are not a one-dimensional array, or do not fit the dtype.
+    """
     try:
         array = np.asarray(values)
     except ValueError as error:
@@ -406,7 +437,7 @@ def _read_only(name: str, values: Any, dtype: np.dtype[Any]) -> NDArray[Any]:
     if array.ndim != 1:
         raise UsageError(f"{name} must have one dimension, not {array.ndim}")
     if array.dtype != dtype:
-        # An empty list is an array of floats.
+        # numpy makes a float array of an empty list, so check the kind only if there are values.
         if len(array) and array.dtype.kind not in _KINDS[dtype.kind]:
             raise UsageError(f"{name} must be {dtype.name}, not {array.dtype.name}")
         with np.errstate(over="ignore"):

@@ -1,13 +1,13 @@
-"""Trajectories on disk: msgpack, no pickle, so that reading a file runs no code of it.
+"""Save and load trajectories. The format is msgpack, not pickle, so loading a file runs no code.
 
 ::
 
     8 bytes   "sglrltrj"
-    4 bytes   version of the format, little endian, like all that follows
+    4 bytes   version of the format, little endian, like all later numbers
     8 bytes   number of records
     each record:
-        8 bytes   its length
-        4 bytes   its CRC-32
+        8 bytes   length of the trajectory
+        4 bytes   CRC-32 of the trajectory
         the trajectory as a msgpack array (``Record``)
 """
 
@@ -34,15 +34,17 @@ _FRAME: Final = struct.Struct("<QI")
 
 
 def save(path: str | os.PathLike[str], trajectories: Iterable[Trajectory]) -> None:
-    """Write a file that ``load`` reads. It is written under another name in the same folder and
-    renamed when all of it is on disk, so that ``path`` is never half written.
+    """Write trajectories to a file that ``load`` reads.
 
-    Metadata may hold what msgpack can; tuples and arrays in it come back as lists, numbers of numpy
-    as Python's.
+    The file is written under a temporary name in the same folder. It is renamed when all of it is
+    on disk, so ``path`` is never half written.
+
+    Metadata may contain any values that msgpack can encode. After loading, tuples and arrays in it
+    are lists, and numpy numbers are Python numbers.
 
     Raises:
-        UsageError: an item is no ``Trajectory``, or its metadata cannot be written.
-        OSError: the folder cannot be written to. Nothing has changed.
+        UsageError: an item is not a ``Trajectory``, or its metadata cannot be encoded.
+        OSError: the folder is not writable. Nothing has changed.
     """
     path = Path(path)
     unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
@@ -65,11 +67,11 @@ def save(path: str | os.PathLike[str], trajectories: Iterable[Trajectory]) -> No
 
 
 def load(path: str | os.PathLike[str]) -> list[Trajectory]:
-    """The trajectories of a file that ``save`` wrote, in their order.
+    """Return the trajectories of a file that ``save`` wrote, in order.
 
     Raises:
-        UsageError: it is no such file, of a newer version, cut short or damaged.
-        OSError: it cannot be read.
+        UsageError: the file has another format or version, is truncated, or is damaged.
+        OSError: the file cannot be read.
     """
     with open(path, "rb") as file:
         left = os.fstat(file.fileno()).st_size
@@ -91,8 +93,8 @@ def load(path: str | os.PathLike[str]) -> list[Trajectory]:
             record, left = _next_record(file, left, path, where)
             try:
                 found.append(_decode(record))
-            # All that msgspec (in 0.19 its errors are no ValueErrors) and numpy raise for bytes
-            # that are something else.
+            # The errors that msgspec and numpy raise for malformed bytes. In msgspec 0.19,
+            # MsgspecError is not a ValueError.
             except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
                 raise UsageError(f"{path} is damaged: {where}: {error}") from error
         if left:
@@ -103,7 +105,7 @@ def load(path: str | os.PathLike[str]) -> list[Trajectory]:
 def _next_record(
     file: BinaryIO, left: int, path: str | os.PathLike[str], where: str
 ) -> tuple[bytes, int]:
-    """The next record, and how many bytes are left behind it."""
+    """Return the next record, and the number of bytes after it."""
     left -= _FRAME.size
     if left >= 0:
         length, checksum = _FRAME.unpack(file.read(_FRAME.size))
@@ -132,7 +134,7 @@ def _encode(trajectory: Trajectory, index: int) -> bytes:
     try:
         return _encoder.encode(record_of(trajectory))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        # Of all else the constructor has seen that it is what it should be.
+        # The constructor has checked all other fields, so the metadata caused the error.
         raise UsageError(f"the metadata of trajectory {index} cannot be saved: {error}") from error
 
 
@@ -141,7 +143,7 @@ def _decode(data: bytes) -> Trajectory:
     return Trajectory(
         prompt_ids=np.frombuffer(record.prompt_ids, "<i4"),
         response_ids=np.frombuffer(record.response_ids, "<i4"),
-        # As numbers: only then 2 is noticed, which is no bool.
+        # Read the mask as numbers, so that the constructor rejects bytes other than 0 and 1.
         loss_mask=np.frombuffer(record.loss_mask, np.uint8),
         logprobs=np.frombuffer(record.logprobs, "<f4"),
         versions=np.frombuffer(record.versions, "<i4"),
