@@ -1,4 +1,4 @@
-"""One sample of a run: the agent over its session, in whatever process that is."""
+"""Run the agent for one sample of a run, in any process."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ Agent = Callable[[Session, Any], Awaitable[Any]]
 
 
 class NotAsync(UsageError):
-    """The agent is no coroutine function: no sample can end well."""
+    """The agent is not a coroutine function, so every sample fails."""
 
 
 @asynccontextmanager
 async def made_ready(agent: Agent | type[Any]) -> AsyncGenerator[Agent, None]:
-    """An agent that was given as a class, or as a ``functools.partial`` of one: an instance of it,
-    which is entered if it is a context manager. Any other as it is."""
+    """Provide the agent as a callable.
+
+    For a class, or a ``functools.partial`` of a class, make an instance. Enter the instance if it
+    is a context manager. Any other agent does not change.
+    """
     made_of = agent.func if isinstance(agent, functools.partial) else agent
     async with AsyncExitStack() as stack:
         if not isinstance(made_of, type):
@@ -38,7 +41,7 @@ async def made_ready(agent: Agent | type[Any]) -> AsyncGenerator[Agent, None]:
                 f"functools.partial({made_of.__name__}, ...) for some"
             )
             raise
-        # As with any manager, what it returns is what counts.
+        # As with any context manager, the value that entering returns is used.
         if hasattr(instance, "__aenter__"):
             instance = await stack.enter_async_context(instance)
         elif hasattr(instance, "__enter__"):
@@ -52,13 +55,13 @@ async def made_ready(agent: Agent | type[Any]) -> AsyncGenerator[Agent, None]:
 
 
 async def play(agent: Agent, session: Session, item: Any, limit: Limit | None) -> Trajectory:
-    """What the agent makes of the item. ``limit`` is entered here.
+    """Run the agent on the item and return the trajectory. Enter ``limit`` here.
 
     Raises:
         NotAsync: see there.
-        TimeoutError: it is late, and went on; ``is_late`` says so.
-        UsageError: what it returned is neither a reward nor a trajectory.
-        BaseException: of the agent.
+        TimeoutError: the agent is late but continued; ``is_late`` is then true.
+        UsageError: the agent returned neither a reward nor a trajectory.
+        BaseException: the agent's own exceptions.
     """
     made = agent(session, item)
     if not inspect.isawaitable(made):
@@ -69,13 +72,13 @@ async def play(agent: Agent, session: Session, item: Any, limit: Limit | None) -
         async with limit:
             result = await made
             if is_late(limit):
-                # It has held up the loop, or was told and went on.
+                # The agent blocked the event loop, or ignored its cancellation.
                 raise TimeoutError
     return _trajectory(session, result)
 
 
 def is_late(limit: Limit | None) -> bool:
-    """Whether its time is over, also while nobody could be told so."""
+    """Return whether the time is over, even if the event loop could not cancel the agent yet."""
     if limit is None:
         return False
     at = limit.when()
@@ -83,14 +86,18 @@ def is_late(limit: Limit | None) -> bool:
 
 
 def too_late(timeout: float | None, error: BaseException | None) -> DeadlineExceeded:
-    """For an agent that took longer than ``timeout``, whatever it has made of its cancellation."""
+    """Return the error of an agent that took longer than ``timeout``.
+
+    Args:
+        error: the exception with which the cancelled agent ended, if any.
+    """
     late = DeadlineExceeded(f"the agent took longer than {timeout:g} s (timeout)")
     late.__cause__ = error
     return late
 
 
 def as_failure(error: BaseException) -> Exception:
-    """Of an agent that nobody has cancelled: what its sample has failed with."""
+    """Convert the exception of an agent that was not cancelled to its sample's failure."""
     if isinstance(error, asyncio.CancelledError):
         failure = SglrlError("the agent was cancelled by something that it awaited")
     elif isinstance(error, SystemExit):

@@ -1,5 +1,4 @@
-"""What the processes of a run are told, and what they tell of a sample (``agent_processes.py``,
-``agent_worker.py``)."""
+"""Messages between a run and its processes (``agent_processes.py``, ``agent_worker.py``)."""
 
 from __future__ import annotations
 
@@ -22,13 +21,18 @@ FAILED: Final = "failed"
 LATE: Final = "late"
 STALE: Final = "stale"
 _OWN: Final = "sglrl."
-"""Before the names of its own errors: others may have classes of these names."""
+"""Prefix for the names of sglrl's own errors. Classes of other packages may have equal names."""
 
 
 class Settings(NamedTuple):
-    """All that the processes of one run need; pickled, for their fork server. ``driver``: its
-    process id. ``address``, ``keys``, ``insecure`` and ``heartbeat_timeout`` as in
-    ``sglrl.connect``; the others are those of the run and its client."""
+    """All settings that the processes of one run need. They are pickled for their fork server.
+
+    ``address``, ``keys``, ``insecure`` and ``heartbeat_timeout`` are as in ``sglrl.connect``. The
+    fields without a description are those of the run and its client.
+
+    Attributes:
+        driver: process id of the driver.
+    """
 
     driver: int
     max_message_bytes: int
@@ -50,14 +54,24 @@ class Settings(NamedTuple):
 
 
 class Outcome(msgspec.Struct, array_like=True, frozen=True):
-    """What one sample has come to; and the turns that have ended in its process since the last one
-    had, of whatever sample: how many, and bytes and cached tokens of all.
+    """The result of one sample, and statistics of turns.
 
-    ``how``: DONE (then there is a ``trajectory``, and ``oldest`` is its oldest version), FAILED and
-    LATE (then there is an ``error``), or STALE. ``refused``: it failed because the pool takes no
-    calls any more; ``cut_off``: because this process's connection to it is lost. ``fatal``: the run
-    is to end. ``hangs_at``: the stack of an agent that went on after its cancellation, and that the
-    sample was ended without.
+    The statistics cover all turns that have finished in this process since its previous outcome,
+    of any sample.
+
+    Attributes:
+        how: DONE, FAILED, LATE or STALE. DONE comes with ``trajectory`` and ``oldest``; FAILED and
+            LATE come with ``error``.
+        turns: number of turns.
+        prompt_bytes: bytes of their prompts.
+        cached_tokens: prompt tokens that came from the prefix cache.
+        new_bytes: bytes of their new tokens.
+        oldest: the oldest version in the trajectory.
+        refused: the sample failed because the pool accepts no more calls.
+        cut_off: the sample failed because this process has lost its connection to the pool.
+        fatal: the run must end.
+        hangs_at: stack of an agent that continued after its cancellation. The sample finished
+            without this agent.
     """
 
     how: str
@@ -75,8 +89,10 @@ class Outcome(msgspec.Struct, array_like=True, frozen=True):
 
 
 def body_of(error: Exception) -> ErrorBody:
-    """By the name that the driver knows it by: it tells apart what is to be tried again. Of what is
-    not sglrl's own the traceback says where it comes from."""
+    """Encode an error under a name that the driver knows, so that the driver can decide on retries.
+
+    Errors of other packages get a traceback, which shows their origin.
+    """
     for cls in type(error).__mro__:
         if DRIVER_ERRORS.get(cls.__name__) is cls:
             return ErrorBody(_OWN + cls.__name__, readable(error))
@@ -85,7 +101,7 @@ def body_of(error: Exception) -> ErrorBody:
 
 
 def error_from(body: ErrorBody) -> SglrlError:
-    """As it was in the process, if it is sglrl's own; any other as a ``RemoteError``."""
+    """Decode an error: sglrl's own errors as their class, all others as a ``RemoteError``."""
     known = DRIVER_ERRORS.get(body.kind.removeprefix(_OWN)) if body.kind.startswith(_OWN) else None
     if known is not None:
         return known(body.message)
@@ -94,7 +110,7 @@ def error_from(body: ErrorBody) -> SglrlError:
 
 
 def sampling_to(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of a session, to be sent: ``SamplingParams`` as a mapping of its fields."""
+    """Prepare a session's arguments for a message: replace ``SamplingParams`` by its fields."""
     sampling = arguments.get("sampling")
     if isinstance(sampling, SamplingParams):
         return {**arguments, "sampling": msgspec.structs.asdict(sampling)}

@@ -1,8 +1,8 @@
-"""Agents in processes of their own: the driver's side of ``agent_worker.py``.
+"""Run agents in separate processes: the driver's side of ``agent_worker.py``.
 
 The processes are plain actors (``sglrl.spawn``). A sample is one call to the process with the
-fewest samples. The fabric handles its cancellation, a dead process and the replacement, as for
-every actor call; the driver has no task that waits for the sample.
+fewest samples. The fabric handles cancellation, process deaths and replacements, as for every actor
+call. No task of the driver waits for a sample.
 """
 
 from __future__ import annotations
@@ -27,45 +27,49 @@ from .agent_worker import AgentHost
 from .task_ending import GRACE_SECONDS
 
 _ANY_NUMBER: Final = 1 << 30
-"""How many samples run is said by the run, and not by its processes."""
+"""No limit for the actor's queues: the run limits the number of samples."""
 _HANG_SECONDS: Final = 300.0
 _LEAST_HANG_SECONDS: Final = 10.0
-"""After which a process is ended whose event loop an agent holds up; the samples' own limit, if
-that is in between."""
+"""A process whose event loop an agent blocks for this long is killed.
+
+The time is the timeout of the samples, but at least ``_LEAST_HANG_SECONDS`` and at most
+``_HANG_SECONDS``.
+"""
 _START_SECONDS: Final = 120.0
 _RESTARTS: Final = 12
-"""Of one process in a minute. They are quickly there, and one sample may end some of them."""
+"""Restarts of one process per minute. A start is quick, and one sample may kill several processes.
+"""
 
 OnEnd = Callable[["Away", Outcome | SglrlError], None]
 
 
 class Away:
-    """A sample that is played in another process. It is the ``Reply`` of its call."""
+    """A sample that runs in another process. This object is the ``Reply`` of its call."""
 
     __slots__ = ("alone_in", "call", "processes", "refused", "sample")
 
     oldest_version: int | None = None
-    """It is known where the sample is, and looked at there."""
+    """The sample's process knows this version and checks it."""
 
     def __init__(self, processes: AgentProcesses, sample: Sample) -> None:
         self.processes = processes
         self.sample = sample
         self.call: Call | None = None
         self.alone_in = -1
-        """The process in which no other suspect is, if it is one."""
+        """Index of the process that runs this suspect and no other suspect; -1 if it is none."""
         self.refused = False
 
     def close(self) -> None:
-        """It is cancelled, and nothing more is heard of it."""
+        """Cancel the sample. Its result is dropped."""
         self.processes.suspects.discard(self.alone_in)
         if self.call is not None:
             self.processes.driver.cancel(self.call)
 
     def chunk(self, item: Item, frames: Sequence[Buffer]) -> None:
-        """There are none."""
+        """Ignore chunks: the call has none."""
 
     def restart(self, call: Call) -> None:
-        """An agent may have done anything: it is not begun again by itself."""
+        """Do nothing. An agent may have side effects, so its call does not restart."""
 
     def end(self, call: Call, outcome: Item | SglrlError, frames: Sequence[Buffer]) -> None:
         found: Outcome | SglrlError
@@ -83,13 +87,19 @@ class Away:
 
 
 class AgentProcesses(DriverListener):
-    """Those of one run. ``on_end`` is called with each sample that has ended, and what it has come
-    to; not with those that were closed. ``on_room``: when there is one process more."""
+    """The processes of one run.
+
+    Args:
+        on_end: called with each finished sample and its result. It is not called for samples that
+            were closed.
+        on_room: called when a process is added.
+    """
 
     def __init__(
         self, settings: Settings, count: int, on_end: OnEnd, on_room: Callable[[], None]
     ) -> None:
-        # By value, with what it refers to, over the private socket of their fork server.
+        # The class is sent by value, with all objects that it refers to, over the private socket of
+        # its fork server.
         cls = type("AgentProcess", (AgentHost,), {"settings": settings, "__module__": __name__})
         self.count = count
         self.on_end = on_end
@@ -98,7 +108,7 @@ class AgentProcesses(DriverListener):
         self.run_endpoint = self._specs["run"]
         self._arguments = Body(Any)
         self.suspects: set[int] = set()
-        """Processes that have one: see ``core/rollout_plan.py``."""
+        """Processes that run a suspect: see ``core/rollout_plan.py``."""
         self._paused = False
         hang = _HANG_SECONDS
         if settings.timeout is not None:
@@ -115,13 +125,13 @@ class AgentProcesses(DriverListener):
                 restarts=_RESTARTS,
             )
         except Exception as error:
-            # Whatever it refers to may refuse, in any way.
+            # Objects that the agent refers to may raise any exception.
             raise UsageError(
                 f"this agent cannot be sent to other processes ({type(error).__name__}: {error}); "
                 "what cannot be sent must be made there: give a class, of which each process makes "
                 "an instance"
             ) from error
-        # Agents that were cancelled have their time to end, and what was entered to be left.
+        # Cancelled agents get their grace period, and context managers get time to exit.
         pool = self._handle._pool
         shutdown = pool._config.shutdown_timeout + GRACE_SECONDS
         pool._config = msgspec.structs.replace(pool._config, shutdown_timeout=shutdown)
@@ -137,11 +147,16 @@ class AgentProcesses(DriverListener):
 
     @property
     def alive(self) -> bool:
-        """Whether a process is there, or is to come."""
+        """Whether a process is running or will start."""
         return bool(self.driver.fabric.alive)
 
     async def start(self) -> None:
-        """Raises ``WorkerStartError``, with what the agent's class has raised."""
+        """Start the processes.
+
+        Raises:
+            WorkerStartError: a process did not start. The error includes the exception that the
+                agent's class raised.
+        """
         await self._handle.__aenter__()
         self.driver.add_listener(self)
         if self._paused:
@@ -156,7 +171,7 @@ class AgentProcesses(DriverListener):
         return len(self.suspects) < len(self.driver.ready)
 
     def expel(self, away: Away, reason: str) -> None:
-        """End the process that had it; what else it has is lost with it."""
+        """Kill the process of a sample. Its other samples are lost, too."""
         worker = None if away.call is None else away.call.worker
         if worker is not None:
             self._handle._pool.expel(worker.index, reason)
@@ -168,15 +183,15 @@ class AgentProcesses(DriverListener):
         version: int,
         arguments: Mapping[str, Any] | None,
     ) -> Away:
-        """Play it. See ``AgentHost.run``.
+        """Run a sample in a process. See ``AgentHost.run``.
 
         Raises:
-            UsageError: its item cannot be sent.
+            UsageError: the item cannot be sent.
             WorkerLost: no process is left.
         """
         away = Away(self, sample)
         group = sample.group
-        # As the arguments of ``AgentHost.run`` are encoded.
+        # The arguments of ``AgentHost.run`` are encoded like this.
         call_arguments = (
             group.index,
             group.tries,
@@ -189,7 +204,7 @@ class AgentProcesses(DriverListener):
         try:
             body, frames = self._arguments.encode(call_arguments)
         except Exception as error:
-            # Whatever is in it may raise anything.
+            # Objects in the item may raise any exception.
             reason = str(error).partition(";")[0]
             raise UsageError(
                 f"item {group.index} of the data set cannot be sent to the agents' processes: "
@@ -216,11 +231,11 @@ class AgentProcesses(DriverListener):
         return away
 
     async def pause(self) -> bool:
-        """Wait until no turn runs. False: resumed before that."""
+        """Wait until no turn runs. Return False if the run was resumed before that."""
         self._paused = True
         if not self._runs:
             return True
-        # What runs in a process that is lost runs no more.
+        # Turns of a lost process do not run any more.
         found = await ask_all(self.driver, self._specs["pause"])
         return self._paused and all(found.values())
 
@@ -231,8 +246,8 @@ class AgentProcesses(DriverListener):
                 tell(self.driver, self._specs["resume"], (), index)
 
     def before_serving(self, worker: int) -> None:
-        """A process that comes while the run is paused is paused, too."""
+        """Pause a process that starts while the run is paused."""
         if self._paused:
             tell(self.driver, self._specs["pause"], (), worker)
-        # When it serves, which is at once.
+        # The process serves immediately after this method.
         self.driver.loop.call_soon(self._on_room)

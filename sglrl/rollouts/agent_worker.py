@@ -1,8 +1,8 @@
-"""A process in which agents of a run play: the actor that ``agent_processes.py`` spawns.
+"""Run agents of a run in this process: the actor that ``agent_processes.py`` spawns.
 
-It is a client of the run's pool, as any other process could be one (``sglrl.connect``), so turns
-are routed with those of all other clients. What is decided of a run is decided by its driver; here
-a sample is played, and ended if it is late or stale.
+The process is a client of the run's pool, like any other process that calls ``sglrl.connect``. So
+its turns are routed together with the turns of all other clients. The driver makes all decisions
+about the run. This process runs samples, and ends late and stale ones.
 """
 
 from __future__ import annotations
@@ -36,12 +36,15 @@ logger = logging.getLogger("sglrl.rollout")
 
 _metadata: Final = Body(dict[Any, Any])
 _KEPT: Final = 1024
-"""Groups whose prompt is kept, for samples of them that come later."""
+"""Maximum groups whose prompt is kept for later samples."""
 
 
 class _Sample:
-    """One that is being played. ``outcome`` is set when the agent has ended, or is not waited for
-    any more."""
+    """A sample that is running.
+
+    Attributes:
+        outcome: set when the agent has ended, or when this process stops waiting for the agent.
+    """
 
     __slots__ = ("index", "item", "limit", "outcome", "session", "stale", "task")
 
@@ -57,7 +60,7 @@ class _Sample:
 
 
 class AgentHost(Actor):
-    """Subclassed for each run, with its ``settings``."""
+    """The actor. Each run has a subclass with its ``settings``."""
 
     settings: ClassVar[Settings]
 
@@ -69,11 +72,13 @@ class AgentHost(Actor):
         self._specs: OrderedDict[tuple[int, int], SessionSpec] = OrderedDict()
         self._samples: set[_Sample] = set()
         self._count = [0, 0, 0, 0]
-        """Since the driver was last told: turns, bytes of their prompts, tokens of these that were
-        cached, new bytes."""
+        """Counts since the last report to the driver.
+
+        These are turns, bytes of their prompts, cached prompt tokens, and new bytes.
+        """
 
     async def open(self) -> None:
-        # Not above: a client has sessions, which are of this package.
+        # Imported here because a client has sessions, and these are part of this package.
         from ..remote.client import reconnect
 
         settings = self.settings
@@ -88,7 +93,7 @@ class AgentHost(Actor):
         )
         self._client = await self._stack.enter_async_context(client)
         self._client._pool.weights.on_version.add(self._on_version)
-        # What ``rollout`` advises a program to do, which this process can do by itself.
+        # ``rollout`` recommends these settings for any program. This process applies them itself.
         gc.freeze()
         gc.set_threshold(50_000, 20, 100)
         self._agent = await self._stack.enter_async_context(made_ready(settings.agent))
@@ -108,14 +113,15 @@ class AgentHost(Actor):
         item: Any,
         arguments: dict[str, Any] | None,
     ) -> Outcome:
-        """One sample.
+        """Run one sample.
 
         Args:
-            number: of the item in the data set.
-            tries: how often its group was begun before.
-            index: of the sample.
-            version: of the weights, as the driver has counted with.
-            arguments: of the session; None: what they are for the item by themselves.
+            number: number of the item in the data set.
+            tries: number of earlier attempts of its group.
+            index: index of the sample.
+            seed: seed of the sample's draws, or None.
+            version: version of the weights that the driver has used for its plan.
+            arguments: arguments of the session. None: derive them from the item.
         """
         sample = _Sample(number, index)
         self._samples.add(sample)
@@ -125,7 +131,7 @@ class AgentHost(Actor):
         try:
             await asyncio.wait([sample.outcome])
         except asyncio.CancelledError:
-            # By the driver, which does not wait for an answer.
+            # The driver has cancelled the call and does not wait for an answer.
             self._cancel(sample)
             await asyncio.wait([sample.outcome])
             raise
@@ -142,10 +148,10 @@ class AgentHost(Actor):
     ) -> Outcome:
         timeout = self.settings.timeout
         try:
-            # What the pool itself says of it may come later than this.
+            # The pool's own message about this version may arrive later.
             self._client._pool.heard_of(version)
             spec = self._spec_of(sample.item, tries, item, arguments)
-            # A tokenizer that must be loaded first takes nobody's time.
+            # Load the tokenizer before the time limit starts.
             await spec.ids()
             session = sample.session = session_of_sample(
                 spec, self._gate, self._on_turn, seed, sample.item, sample.index
@@ -159,7 +165,7 @@ class AgentHost(Actor):
         except GeneratorExit:
             raise
         except BaseException as error:
-            # One that the driver has cancelled is not waited for, whatever it comes to.
+            # The driver does not wait for a sample that it has cancelled, whatever its result.
             if sample.stale:
                 return self._outcome(STALE)
             if is_late(sample.limit):
@@ -171,7 +177,10 @@ class AgentHost(Actor):
 
     @endpoint
     async def pause(self) -> bool:
-        """Begin no further turn, and wait until none runs; False if it was resumed before that."""
+        """Begin no further turn, and wait until none runs.
+
+        Return False if the run was resumed before that.
+        """
         self._gate.close()
         return await self._gate.empty()
 
@@ -179,12 +188,12 @@ class AgentHost(Actor):
     async def resume(self) -> None:
         self._gate.open()
 
-    # --- inside -----------------------------------------------------------------------------------
+    # --- internals --------------------------------------------------------------------------------
 
     def _spec_of(
         self, number: int, tries: int, item: Any, arguments: dict[str, Any] | None
     ) -> SessionSpec:
-        """One for all samples of a group that are played here at about the same time."""
+        """Return the spec that is shared by samples of a group that run here at similar times."""
         spec = self._specs.get((number, tries))
         if spec is None:
             settings = self.settings
@@ -204,14 +213,14 @@ class AgentHost(Actor):
 
     def _ended(self, sample: _Sample, task: asyncio.Task[Outcome]) -> None:
         if sample.outcome.done():
-            # It was not waited for any more.
+            # This process has stopped waiting for the sample.
             return
         self._samples.discard(sample)
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         if error is None:
             sample.outcome.set_result(task.result())
         else:
-            # It was cancelled before its first step.
+            # The task was cancelled before its first step.
             sample.outcome.set_result(self._failure(sample, error))
 
     def _cancel(self, sample: _Sample) -> None:
@@ -219,7 +228,7 @@ class AgentHost(Actor):
         Grace(sample.task, functools.partial(self._go_on_without, sample))
 
     def _go_on_without(self, sample: _Sample) -> None:
-        """It was cancelled and has not ended in time."""
+        """Finish a cancelled sample whose agent has not ended in time."""
         if sample.task.done() or sample.outcome.done():
             return
         self._samples.discard(sample)
@@ -232,7 +241,7 @@ class AgentHost(Actor):
             error = body_of(too_late(self.settings.timeout, None))
             outcome = self._outcome(LATE, error=error, hangs_at=stack)
         else:
-            # The driver has cancelled it, and waits for no answer.
+            # The driver has cancelled the sample and waits for no answer.
             logger.error(
                 "agent %s with sample %d of item %d was cancelled by the run and did not end "
                 "within %g s; it is closed where it waits:\n%s",
@@ -247,7 +256,7 @@ class AgentHost(Actor):
         end_without(sample.task)
 
     def _on_version(self) -> None:
-        """Of what is too old by now, no token will be handed out."""
+        """Cancel the samples that are now too old. The run delivers none of their tokens."""
         most = self.settings.max_staleness
         if most is None:
             return
@@ -263,8 +272,10 @@ class AgentHost(Actor):
         return Outcome(how, turns, prompt, cached, new, **more)
 
     def _unheard(self, error: Exception) -> Outcome:
-        """Of a sample that was cancelled: the driver may not listen any more, and hears of its
-        turns with the next one."""
+        """Return the outcome of a cancelled sample, without counts.
+
+        The driver may ignore this outcome. The next outcome reports the counts.
+        """
         return Outcome(FAILED, 0, 0, 0, 0, error=body_of(error))
 
     def _failure(self, sample: _Sample, error: BaseException) -> Outcome:
@@ -276,7 +287,7 @@ class AgentHost(Actor):
             error=body_of(as_failure(error)),
             refused=not cut_off and sample.session is not None and sample.session.refused,
             cut_off=cut_off,
-            # In the driver's process it would end the run, too.
+            # The same exceptions end the run if the agent runs in the driver's process.
             fatal=isinstance(error, NotAsync) or not isinstance(error, (Exception, SystemExit)),
         )
 
@@ -285,7 +296,7 @@ def _check_metadata(trajectory: Trajectory) -> None:
     try:
         _metadata.encode(trajectory.metadata)
     except Exception as error:
-        # Whatever is in it may raise anything.
+        # Objects in the metadata may raise any exception.
         reason = str(error).partition(";")[0]
         raise UsageError(
             f"the metadata of this trajectory cannot be sent to the driver: {reason}; it may hold "
@@ -294,8 +305,10 @@ def _check_metadata(trajectory: Trajectory) -> None:
 
 
 def _say_it_there(driver: int) -> None:
-    """What agents print and log goes to the driver's standard files, as if they ran there. (What
-    came before is in this process's own log, which is shown if it does not start.)"""
+    """Write this process's output and logs to the driver's standard files from now on.
+
+    Earlier output is in this process's own log, which is shown if the process does not start.
+    """
     for fd in (1, 2):
         with contextlib.suppress(OSError):
             theirs = os.open(f"/proc/{driver}/fd/{fd}", os.O_WRONLY | os.O_APPEND)

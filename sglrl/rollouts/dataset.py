@@ -1,5 +1,7 @@
-"""A data set, item by item: one is read ahead at most, and never in anybody's way; and what a
-session begins with for an item."""
+"""Read a data set item by item, and make the arguments of a session for an item.
+
+At most one item is read ahead. Reading never delays a sample.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +23,17 @@ StartTask = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 
 
 class Items:
-    """The items of ``dataset`` that are to be run, with their numbers in it.
+    """The items of ``dataset`` that must be run, with their numbers in it.
 
     Args:
-        wanted: whether the item of this number is to be run.
-        on_read: called when an item has come that was not there when it was asked for, or when it
-            turns out that there is none.
+        wanted: returns whether the item of this number must be run.
+        on_read: called when an item arrives later than it was requested, or when the data set
+            turns out to be exhausted.
 
-    ``exhausted``: there are no more. ``error``: why, if the data set raised. ``read``: how many
-    items were read.
+    Attributes:
+        exhausted: there are no more items.
+        error: the exception, if the data set raised one.
+        read: number of items read so far.
     """
 
     def __init__(
@@ -46,7 +50,7 @@ class Items:
 
     @property
     def read_ahead(self) -> int | None:
-        """The number of the item that is here and was not taken."""
+        """The number of the item that was read and not taken."""
         return None if self._next is None else self._next[0]
 
     @property
@@ -54,8 +58,11 @@ class Items:
         return self._ended and self._next is None
 
     def take(self, start: StartTask) -> tuple[int, Any] | None:
-        """The next item, if it is here; else it is being read now, by a task that ``start`` begins,
-        or there is none."""
+        """Return the next item, or None.
+
+        None means that the data set is exhausted, or that a task started by ``start`` now reads the
+        item.
+        """
         self.look(start)
         found, self._next = self._next, None
         return found
@@ -101,7 +108,11 @@ class Items:
 
 
 def session_arguments(item: Any) -> Mapping[str, Any]:
-    """What a session for an item of a data set begins with. ``UsageError`` if that is unclear."""
+    """Return the arguments of a session for an item of a data set.
+
+    Raises:
+        UsageError: the item does not determine the arguments.
+    """
     if isinstance(item, str):
         return {"prompt": item}
     if isinstance(item, list) and item and all(isinstance(m, Mapping) for m in item):
@@ -118,11 +129,11 @@ def session_arguments(item: Any) -> Mapping[str, Any]:
 
 
 def length(dataset: Any) -> int | None:
-    """How many items there are, if the data set knows."""
+    """Return the number of items, or None if the data set does not know this number."""
     try:
         return len(dataset)
     except (TypeError, NotImplementedError):
-        # Some have the method and not the answer, as torch's loaders of endless data sets.
+        # Some data sets have the method but no length, like torch's loaders of endless data sets.
         return None
 
 
@@ -135,6 +146,6 @@ def _iterator(dataset: Any) -> Iterator[Any] | AsyncIterator[Any]:
         return iter(dataset)
     count = length(dataset)
     if count is not None and hasattr(dataset, "__getitem__"):
-        # As torch.utils.data.Dataset is, which may never say that there is no such item.
+        # torch.utils.data.Dataset is of this kind. It may never raise an error for a missing item.
         return (dataset[i] for i in range(count))
     raise UsageError(f"dataset must be an iterable of items, got {type(dataset).__name__}")

@@ -1,5 +1,4 @@
-"""The log of a run's failures: each kind of error once in full, then now and then how many there
-are."""
+"""Log the failures of a run: each kind of error once in full, and later its count now and then."""
 
 from __future__ import annotations
 
@@ -16,7 +15,11 @@ _REMOTE_FRAME = re.compile(r'^  File "(.*)", line (\d+)', re.MULTILINE)
 
 
 class FailureLog:
-    """Counts the failed attempts of a run and logs them. ``max_rate``: see ``rollout``."""
+    """Counts the failed attempts of a run and logs them.
+
+    Args:
+        max_rate: see ``rollout``.
+    """
 
     def __init__(self, max_rate: float | None) -> None:
         self._failures = Failures(max_rate)
@@ -25,10 +28,10 @@ class FailureLog:
         self._failures.attempt(False, concurrency)
 
     def count(self, error: Exception, concurrency: int) -> Kind:
-        """An attempt has failed.
+        """Count a failed attempt.
 
         Raises:
-            RolloutFailed: too many of the latest have.
+            RolloutFailed: too many of the latest attempts have failed.
         """
         failures = self._failures
         message = error.message if isinstance(error, SglrlError) else readable(error)
@@ -48,7 +51,7 @@ class FailureLog:
         return kind
 
     def log(self, kind: Kind, error: Exception, sample: int, item: int) -> None:
-        """The first of its kind in full; later ones as a count."""
+        """Log the first error of a kind in full, and later ones as a count."""
         if not kind.is_due():
             return
         if kind.count == 1:
@@ -58,7 +61,7 @@ class FailureLog:
                 item,
                 type(error).__name__,
                 error,
-                # A RemoteError's text has its traceback, and others of sglrl need none.
+                # The text of a RemoteError contains its traceback. Other errors of sglrl need none.
                 exc_info=None if isinstance(error, SglrlError) else error,
             )
         else:
@@ -71,7 +74,7 @@ class FailureLog:
             )
 
     def log_totals(self) -> None:
-        """At the end of the run: of each kind that has come again since it was logged."""
+        """Log at the end of the run each kind whose count has grown since its last log entry."""
         for kind in self._failures.kinds.values():
             if 0 < kind.logged < kind.count:
                 kind.logged = kind.count
@@ -79,7 +82,7 @@ class FailureLog:
 
 
 def place_of(error: Exception) -> str:
-    """File and line that raised it; "" if that is not known."""
+    """Return the file and line that raised the error, or "" if they are not known."""
     if isinstance(error, RemoteError):
         frames = _REMOTE_FRAME.findall(error.traceback)
         return ":".join(frames[-1]) if frames else ""

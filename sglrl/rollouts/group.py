@@ -1,4 +1,4 @@
-"""What a run hands out, and what it says of itself."""
+"""The results of a run: groups of trajectories, and metrics."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     Attributes:
         index: number of the item in the data set.
         item: the item itself.
-        trajectories: of the samples that ended well, in the order of the samples.
-        failed: how many did not.
-        version: the policy's when the group was handed out.
+        trajectories: those of the successful samples, in the order of the samples.
+        failed: number of failed samples.
+        version: version of the policy when the group was delivered.
     """
 
     index: int
@@ -36,7 +36,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def rewards(self) -> NDArray[np.float32]:
-        """float32 [n]: each trajectory's reward."""
+        """The reward of each trajectory, float32 [n]."""
         return np.array([t.reward for t in self.trajectories], np.float32)
 
     @property
@@ -46,30 +46,32 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def staleness(self) -> int:
-        """How many versions older than ``version`` the oldest token is."""
+        """The age of the oldest token in versions, relative to ``version``."""
         return self.version - self.oldest_version
 
     @property
     def tokens(self) -> int:
-        """Tokens that the policy sampled."""
+        """The number of tokens that the policy sampled."""
         return int(sum(t.loss_mask.sum() for t in self.trajectories))
 
 
 class RolloutMetrics(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run has done so far. Counts are totals, times are in seconds.
+    """The progress of a run. Counts are totals, and times are in seconds.
 
     Attributes:
-        groups_taken, groups_filtered, groups_dropped: handed out; not kept by ``keep``; given up
-            for good.
-        groups_ready, groups_running: now.
-        samples_done: ended well, of groups that were not given up.
-        samples_running, samples_retried: now; in all.
+        groups_taken: groups that were delivered.
+        groups_filtered: groups that ``keep`` rejected.
+        groups_dropped: groups that were given up for good.
+        groups_ready, groups_running: current numbers of groups.
+        samples_done: successful samples, without those of groups that were given up.
+        samples_running: current number of samples.
+        samples_retried: retried samples in total.
         samples_lost: by reason: "error", "timeout", "stale", "given up" (with its group).
-        concurrency: how many samples may run at a time, now.
-        turns, generated_tokens, prompt_tokens, cached_tokens: of all turns; cached are those prompt
-            tokens that came from the prefix cache.
+        concurrency: current maximum of samples that run at a time.
+        turns, generated_tokens, prompt_tokens, cached_tokens: of all turns. Cached tokens are
+            prompt tokens that came from the prefix cache.
         mean_reward: over the last 256 samples; NaN without any.
-        mean_staleness: of the groups that were handed out, in policy versions.
+        mean_staleness: of the delivered groups, in policy versions.
         seconds: since the run began.
     """
 

@@ -1,8 +1,9 @@
 """Run an agent over a data set: keep the engines full, deliver groups as they finish.
 
-``Plan`` (``core/rollout_plan.py``) decides what runs and what is delivered; this module has the
-tasks. One task starts samples. Each agent is a task of its own, which the run cancels when it
-ends; the run goes on without an agent that does not end (``task_ending.py``).
+``Plan`` (``core/rollout_plan.py``) decides which samples run and which groups are delivered. This
+module owns the tasks. One task starts samples. Each agent runs in a task of its own. The run
+cancels these tasks when it ends. If an agent does not end, the run continues without it
+(``task_ending.py``).
 """
 
 from __future__ import annotations
@@ -62,20 +63,23 @@ logger = logging.getLogger("sglrl.rollout")
 OnError = Literal["retry", "drop", "raise"]
 
 _SUSPECT = 32
-"""When so many samples have ended and none of them well, the agent is what is wrong."""
+"""The run ends if this many samples have finished and none was successful: the agent is faulty."""
 _SUSPECT_DEATHS = 4
-"""Or so many of each process, and as many more, have died one after another and nothing else was
-heard. (One item ends each of them so often, at most: see ``core/rollout_plan.py``.)"""
+"""The run ends after too many deaths of processes in a row without any outcome of a sample.
+
+The limit is this number for each process, and once more. One item kills each process at most this
+often: see ``core/rollout_plan.py``.
+"""
 _MOST_SAMPLES = 100_000
-"""Of an item. All of them are made when its group begins."""
+"""Maximum samples of an item. All samples of a group are created when the group begins."""
 _RECENT = 256
-"""Samples over which the mean reward is taken."""
+"""Number of samples for the mean reward."""
 _HINT_SECONDS = 10.0
-"""After which a taker is told that only new weights will help."""
+"""Wait of a consumer before the log says that only new weights will help."""
 _LOOK_SECONDS = 0.05
-"""Between two looks at the engines' load."""
+"""Minimum interval between two polls of the engines' load."""
 _ENDED = "the run has ended"
-"""Why a task was cancelled, beside the reasons for which samples are lost."""
+"""The reason for cancelling a task at the end. Other reasons are those for losing samples."""
 
 
 def rollout(
@@ -102,7 +106,7 @@ def rollout(
     sampling: SamplingParams | None = None,
     **values: Any,
 ) -> Rollout:
-    """Run ``agent`` over a data set and hand out groups of trajectories as they finish.
+    """Run ``agent`` over a data set and deliver groups of trajectories as they finish.
 
     ::
 
@@ -113,57 +117,73 @@ def rollout(
         async for group in sglrl.rollout(client, agent, items, group_size=8):
             train(group)
 
-    With thousands of samples at a time Python's cyclic garbage collector takes as long as all of
-    this: ``gc.freeze(); gc.set_threshold(50_000, 20, 100)`` once, at the start of the program,
-    makes that a fraction (``python -m bench.rollout``: 142 to 98 us a turn).
+    With thousands of samples at a time, Python's cyclic garbage collector takes as long as all
+    other work of the run. Call ``gc.freeze(); gc.set_threshold(50_000, 20, 100)`` once, at the
+    start of the program. This reduces the collector's time to a fraction (``python -m
+    bench.rollout``: 142 to 98 us a turn).
 
     Args:
-        agent: ``await agent(session, item)`` returns the reward, or a ``Trajectory``; or None, if
-            it has called ``session.reward``. A class: an instance of it is made, and entered if it
-            is an async context manager; with ``processes``, in each of them.
-        dataset: items, one group each. A text is a prompt, a list of messages a conversation; of a
-            mapping, "prompt", "messages" or "input_ids" is. For anything else, or more, give
-            ``open_session``: the arguments of ``Client.session`` for an item.
+        agent: ``await agent(session, item)`` returns the reward or a ``Trajectory``. It may return
+            None if it has called ``session.reward``. If the agent is a class, the run makes an
+            instance, and enters it if it is a context manager. With ``processes``, each process
+            does this.
+        dataset: items; each item becomes one group. A text is a prompt, and a list of messages is a
+            conversation. In a mapping, "prompt", "messages" or "input_ids" is used. For other
+            items, or more arguments, pass ``open_session``.
         group_size: samples of each item.
-        concurrency: samples at a time; None: as many as keep the engines full, found from what
-            they report (KV cache in use, requests waiting, requests preempted).
-        batch_size: groups that one weight update trains on; ``batches`` yields so many.
+        concurrency: samples at a time. None: the number that keeps the engines full, found from
+            their reports (KV cache in use, waiting requests, preempted requests).
+        batch_size: groups that one weight update trains on. ``batches`` yields lists of this
+            length.
         max_staleness: with policy version v at most ``(v + max_staleness + 1) * batch_size`` groups
-            are begun, and no token that is handed out is more versions old than this. 0 is
-            synchronous training: every token is of the current policy. None: no bound.
-        timeout: seconds a sample may take, pauses not counted; then it is cancelled and lost. An
-            agent that has not ended 5 s after it was cancelled, for whatever reason, is closed
-            where it waits and logged with its stack; the run goes on, or ends, without it.
-        on_error: what happens when the agent raises: "retry" the sample, at most ``retries`` times,
-            then drop it; "drop" it at once; "raise" from here. A ``UsageError`` is not retried. A
-            run whose first 32 samples all fail, or all that there are, raises in any case.
-        retries: how often a sample is run again, in all; a group that was given up is begun again
-            with what its samples have left of that, if they are enough for a group. So no sample is
-            run more than ``1 + retries`` times. (Runs that end with their process are not counted:
-            see ``processes``.)
-        max_failure_rate: when more than this share of the latest attempts has failed (the agent
-            raised, or was late), the run raises ``RolloutFailed``, which states the most frequent
-            error. The latest are 4 times ``concurrency``, and at least 64. None: never.
-        min_group: a group with fewer samples left is given up; None: 2, or 1 if ``group_size`` is.
-        keep: False filters a finished group out; another takes its place in the batch. See
-            ``sglrl.rl.has_signal``.
-        ahead: finished groups that may wait to be taken before no further one is begun; None: 64,
-            or two batches if that is more.
-        processes: run the agents in so many processes of their own, and not on this event loop: for
-            agents that compute. (Their turns still go through this process, which a thread that
-            computes in Python holds up: see ``sys.setswitchinterval``.) They get the agent by
-            value, with what it refers to (modules are imported there anew), and items as msgpack
-            holds them (tuples and sets are lists then, dataclasses mappings). What they print goes
-            where this process's output goes; what they raise is a ``RemoteError`` here. Turns are
-            in ``metrics`` when a sample of the same process ends. A process that dies is replaced,
-            and its samples are run again; an item of which one is lost so four times is dropped.
-            One whose event loop is held up for 300 s, or for ``timeout`` if that is less (but at
-            least 10 s), is ended as if it had died. ``seed`` is of the engine's draws, not of the
-            agents' own.
-        progress: show it on a terminal, or in the log (True: always, None: on a terminal only).
-        state: of an earlier run's ``state_dict``: items that it had finished are left out.
-        seed: makes every sample's draws repeatable, each with seeds of its own.
-        sampling, **values: how turns are sampled, unless the agent says otherwise.
+            begin, and no delivered token is more versions old than this. 0 is synchronous
+            training: every token is of the current policy. None: no bound.
+        timeout: seconds that a sample may take, without pauses. After that the sample is cancelled
+            and lost. An agent may fail to end within 5 s after its cancellation, for any reason.
+            Then it is closed where it waits, its stack is logged, and the run continues or ends
+            without it.
+        on_error: the reaction to an exception of the agent. "retry" runs the sample again, at most
+            ``retries`` times, and then drops it. "drop" drops it at once. "raise" raises the
+            exception from this iterator. A ``UsageError`` is not retried. In every mode the run
+            raises if its first 32 samples fail, or all samples if there are fewer.
+        retries: maximum reruns of a sample, in total. A group that was given up begins again with
+            the samples that have reruns left, if these are enough for a group. So no sample runs
+            more than ``1 + retries`` times. Runs that end with their process do not count: see
+            ``processes``.
+        max_failure_rate: the run raises ``RolloutFailed`` when more than this share of the latest
+            attempts has failed, because the agent raised or was late. The error states the most
+            frequent error. The latest attempts are 4 times ``concurrency``, and at least 64. None:
+            no limit.
+        min_group: a group with fewer samples left is given up. None: 2, or 1 if ``group_size`` is
+            1.
+        keep: returns False to filter out a finished group. Another group takes its place in the
+            batch. See ``sglrl.rl.has_signal``.
+        open_session: returns the arguments of ``Client.session`` for an item.
+        ahead: maximum finished groups that wait to be taken; at this number no further group
+            begins. None: 64, or two batches if that is more.
+        processes: run the agents in this many separate processes, and not on this event loop. This
+            is for agents that compute. See below.
+        progress: show the progress on a terminal, or in the log. True: always. None: on a terminal
+            only.
+        state: the ``state_dict`` of an earlier run. Items that this run had finished are skipped.
+        seed: makes every sample's draws repeatable. Each sample has its own seeds.
+        sampling, **values: sampling parameters of turns, unless the agent passes others.
+
+    With ``processes``:
+
+    * Turns still go through this process. A thread that computes in Python delays them: see
+      ``sys.setswitchinterval``.
+    * The processes get the agent by value, with all objects that it refers to. They import modules
+      anew. They get items as msgpack decodes them: tuples and sets become lists, and dataclasses
+      become mappings.
+    * Output of the agents goes to the output of this process. Their exceptions are a
+      ``RemoteError`` here.
+    * ``metrics`` includes a turn when a sample of the same process ends.
+    * A process that dies is replaced, and its samples run again. An item is dropped when one of its
+      samples has lost its process four times.
+    * A process whose event loop is blocked for too long is killed and handled like a crash. The
+      limit is 300 s, or ``timeout`` if that is less, but at least 10 s.
+    * ``seed`` applies to the engine's draws and not to draws of the agents themselves.
 
     Raises:
         UsageError: an argument is wrong.
@@ -204,8 +224,8 @@ class _LoadListener(DriverListener):
 class Rollout:
     """A run of an agent over a data set; see ``rollout``.
 
-    ``async for group in run`` is all that is needed; ``async with run`` ends what is left when the
-    block is left early. Not for several consumers at a time.
+    ``async for group in run`` is sufficient. ``async with run`` also ends the remaining work when
+    the block is left early. A run supports only one consumer at a time.
     """
 
     def __init__(
@@ -272,7 +292,7 @@ class Rollout:
         requests.samplings.prepare(sampling, values)
         most = requests.driver.max_queue + requests.driver.windows(None)
         if concurrency is not None:
-            # They do not all run at a time.
+            # These samples do not all run at the same time.
             most = max(most, _MOST_SAMPLES)
         if group_size > most:
             raise UsageError(
@@ -306,21 +326,24 @@ class Rollout:
         self._wake = asyncio.Event()
         self._specs: dict[core.Group, SessionSpec] = {}
         self._asked: dict[core.Group, Mapping[str, Any] | None] = {}
-        """What sessions of a group begin with that are in other processes; None: what these find by
-        themselves."""
+        """Arguments of a group's sessions in other processes.
+
+        None: these processes derive the arguments from the item.
+        """
         self._running: dict[core.Sample, Session | Away] = {}
         self._tasks: dict[core.Sample, asyncio.Task[None]] = {}
-        """Of samples that run and have taken their first step: one that is cancelled before would
-        end without a word."""
+        """Tasks of running samples that have taken their first step.
+
+        A task that is cancelled before its first step would end without an exception in the agent.
+        """
         self._alive: dict[asyncio.Task[None], core.Sample | None] = {}
-        """All tasks that the run has begun and that have not ended: of samples, and the one that
-        reads the data set."""
+        """All tasks of the run that have not ended: those of samples, and the data set's reader."""
         self._all_ended: asyncio.Future[None] | None = None
         self._given_up: dict[core.Sample, str] = {}
         self._dead: set[Any] = set()
-        """Processes that have died since one told of a sample."""
+        """Processes that have died since the last outcome of a sample."""
         self._hopeless = False
-        """No sample can end well."""
+        """No sample can succeed."""
         self._gate = Gate()
         self._arrival: asyncio.Future[None] | None = None
         self._task: asyncio.Task[None] | None = None
@@ -330,16 +353,16 @@ class Rollout:
         self._rewards: deque[float] = deque(maxlen=_RECENT)
         self._turns = self._cached = 0
         self._generated_bytes = self._prompt_bytes = 0
-        # Once, and not a bound method for every session.
+        # This avoids a new bound method for every session.
         self._count: Callable[[int, int, int], None] = self._on_turn
         self._staleness = 0
         self._failures = self._successes = 0
         self._log = FailureLog(max_failure_rate)
         self._looped = False
-        """Over all of it, and not within ``async with``."""
+        """A loop runs over the run itself, without ``async with``."""
         self._processes: AgentProcesses | None = None
         if processes is not None:
-            # Here, because it brings what trajectories and their files can do without: sockets.
+            # Imported here because it imports sockets. Trajectories and their files need none.
             from .agent_processes import AgentProcesses
 
             settings = Settings(
@@ -357,15 +380,15 @@ class Rollout:
             self._processes = AgentProcesses(settings, processes, self._on_away, self._wake.set)
         self._entered = False
         self._stack = AsyncExitStack()
-        """What the run has entered: its agent, or its processes."""
+        """The contexts that the run has entered: those of its agent or of its processes."""
         self._fatal = False
-        """Something has ended the run, and all its tasks with it."""
+        """An error has ended the run and all its tasks."""
         self._broken: BaseException | None = None
-        """That, when it was no task of the run that raised it."""
+        """This error, if it did not come from the run's main task."""
         self._begun = self._looked = 0.0
         self._ended_at: float | None = None
         self.errors: deque[Exception] = deque(maxlen=100)
-        """What the agent raised lately, and when it was too late."""
+        """The latest exceptions of the agent, and errors for late agents."""
         total = length(dataset)
         if total is not None:
             done, unfinished = self._state
@@ -373,7 +396,7 @@ class Rollout:
         self._progress = RolloutProgress(total, progress)
         self._loads = _LoadListener(self._look)
 
-    # --- its life ---------------------------------------------------------------------------------
+    # --- start and end ----------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
         if self._closed or self._entered:
@@ -416,13 +439,13 @@ class Rollout:
         )
 
     async def close(self) -> None:
-        """Cancel what runs; what is ready can no longer be taken. Safe to call again."""
+        """Cancel running samples. Ready groups can no longer be taken. Safe to call again."""
         self._closed = True
         try:
             if self._task is not None:
                 await self._end(self._task)
             elif self._processes is not None:
-                # It may be starting.
+                # The processes may be starting.
                 await self._processes.close()
         finally:
             if self._task is not None:
@@ -437,7 +460,7 @@ class Rollout:
         driver = self._client._driver
         if self._limit is not None and driver is not None:
             driver.remove_listener(self._loads)
-        # Whatever it ended with has been raised by ``take``, or nobody wants it any more.
+        # ``take`` has raised the task's exception, or no consumer needs it.
         await asyncio.wait([task])
 
     async def _run(self) -> None:
@@ -453,7 +476,7 @@ class Rollout:
                     raise self._broken
             except BaseException:
                 self._fatal = True
-                # Agents that go on after their cancellation get no turn, nor wait for one.
+                # Agents that continue after their cancellation get no turn and wait for none.
                 for session in self._running.values():
                     session.close()
                 self._cancel_all()
@@ -469,7 +492,7 @@ class Rollout:
             self._log.log_totals()
             self._tell_takers()
 
-    # --- its tasks --------------------------------------------------------------------------------
+    # --- tasks ------------------------------------------------------------------------------------
 
     def _begin_task(
         self, work: Coroutine[Any, Any, None], sample: core.Sample | None = None
@@ -481,7 +504,7 @@ class Rollout:
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         if task not in self._alive:
-            # The run went on without it.
+            # The run has continued without this task.
             return
         del self._alive[task]
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -489,7 +512,7 @@ class Rollout:
         self._tell_all_ended()
 
     def _break_off(self, error: BaseException) -> None:
-        """It ends the run."""
+        """End the run with an error."""
         self._fatal = True
         self._broken = self._broken or error
         self._wake.set()
@@ -503,8 +526,10 @@ class Rollout:
             self._cancel(task, _ENDED)
 
     async def _end_tasks(self) -> None:
-        """Wait until all tasks have ended, which takes as long as the grace period at most: they
-        were cancelled, or were about to end."""
+        """Wait until all tasks have ended, at most for the grace period.
+
+        The tasks were cancelled, or were about to end.
+        """
         cancelled: asyncio.CancelledError | None = None
         while self._alive:
             self._all_ended = asyncio.get_running_loop().create_future()
@@ -521,7 +546,7 @@ class Rollout:
             self._all_ended.set_result(None)
 
     def _go_on_without(self, task: asyncio.Task[None], reason: str) -> None:
-        """The task was cancelled and has not ended in time. Its sample is lost for ``reason``."""
+        """Continue without a cancelled task that has not ended. Lose its sample for ``reason``."""
         if task.done() or task not in self._alive:
             return
         sample = self._alive.pop(task)
@@ -558,7 +583,7 @@ class Rollout:
             stack,
         )
 
-    # --- its samples ------------------------------------------------------------------------------
+    # --- samples ----------------------------------------------------------------------------------
 
     def _fill(self) -> None:
         plan, items = self._plan, self._items
@@ -570,7 +595,7 @@ class Rollout:
                 continue
             if not plan.may_begin():
                 if plan.max_staleness is not None:
-                    # Who waits for a group must know whether there will be one.
+                    # A consumer that waits for a group must know whether another group will come.
                     items.look(self._begin_task)
                 break
             if plan.begin_again():
@@ -590,7 +615,7 @@ class Rollout:
         return self._processes is not None and self._processes.room_for_suspect
 
     def _is_wanted(self, index: int) -> bool:
-        """Of an item by its number: it was not finished before."""
+        """Return whether the item of this number was not finished in an earlier run."""
         done, unfinished = self._state
         return index >= done or index in unfinished
 
@@ -622,7 +647,10 @@ class Rollout:
         self._begin_task(self._one(sample, session), sample)
 
     def _ask_for(self, group: core.Group) -> Mapping[str, Any] | None:
-        """See ``_asked``. Raises what is wrong with it, as far as it can be seen here."""
+        """Return the entry of ``_asked`` for a group.
+
+        Raise an exception for wrong arguments, as far as this process can check them.
+        """
         if self._open_session is session_arguments and type(group.item) in (dict, str, list):
             return None
         if group not in self._asked:
@@ -632,7 +660,7 @@ class Rollout:
         return self._asked[group]
 
     async def _one(self, sample: core.Sample, session: Session) -> None:
-        """One sample, to whatever end; nothing but what ends the run gets out."""
+        """Run one sample to its end. Raise only exceptions that end the run."""
         limit: Limit | None = None
         task = asyncio.current_task()
         assert task is not None
@@ -642,13 +670,13 @@ class Rollout:
                 if sample in self._given_up:
                     raise asyncio.CancelledError
                 if self._timeout is not None:
-                    # A tokenizer that must be loaded first takes nobody's time.
+                    # Load the tokenizer before the time limit starts.
                     await session._spec.ids()
                     late = functools.partial(self._go_on_without, task, "timeout")
                     session._limit = limit = Limit(self._timeout, late)
                 trajectory = await play(self._play, session, sample.group.item, limit)
             except (asyncio.CancelledError, SystemExit, Exception) as error:
-                # Unless the run went on without it.
+                # Ignore the sample if the run has continued without it.
                 if self._tasks.get(sample) is task:
                     self._went_wrong(sample, error, limit)
             else:
@@ -665,10 +693,10 @@ class Rollout:
             session.close()
 
     def _went_wrong(self, sample: core.Sample, error: BaseException, limit: Limit | None) -> None:
-        """What came out of the agent. Raises what ends the run."""
+        """Handle an exception of the agent. Raise exceptions that end the run."""
         reason = self._given_up.pop(sample, None)
         if reason is None and self._is_ending and not isinstance(error, asyncio.CancelledError):
-            # What it makes of its cancellation is no failure of its own.
+            # An exception during the cancellation is not a failure of the agent.
             raise asyncio.CancelledError from error
         if reason is not None:
             self._ended(sample, reason)
@@ -691,7 +719,7 @@ class Rollout:
         self._settle(sample.group, self._plan.done(sample, trajectory, trajectory.oldest_version))
 
     def _on_away(self, away: Away, outcome: Outcome | SglrlError) -> None:
-        """A sample that was played in another process has ended."""
+        """Handle the end of a sample that ran in another process."""
         sample = away.sample
         if self._closed or self._running.get(sample) is not away:
             return
@@ -736,7 +764,7 @@ class Rollout:
             self._failed(sample, error or ProtocolError(f"a sample ended {outcome.how!r}"))
 
     def _interrupted(self, sample: core.Sample, error: WorkerLost) -> None:
-        """Its process is gone, and who knows why."""
+        """Handle the loss of a sample's process for an unknown reason."""
         assert self._processes is not None
         if len(self._dead) >= _SUSPECT_DEATHS * (self._processes.count + 1):
             error.add_note(f"and {len(self._dead)} of them died before any told of a sample")
@@ -754,13 +782,17 @@ class Rollout:
 
     @property
     def _is_ending(self) -> bool:
-        """All of it, and not one sample."""
+        """Whether the whole run is ending, and not only one sample."""
         task = self._task
         return self._closed or self._fatal or (task is not None and task.cancelling() > 0)
 
     def _count_failure(self, error: Exception, *, fatal: bool = False) -> Kind:
-        """Raises what ends the run: the error if it is ``fatal``, or if nothing but failures has
-        come so far; ``RolloutFailed`` if too many attempts fail."""
+        """Count a failure.
+
+        Raises:
+            Exception: ``error`` itself, if it is ``fatal``, or if all samples so far have failed.
+            RolloutFailed: too many attempts have failed.
+        """
         self.errors.append(error)
         self._failures += 1
         if self._failures >= _SUSPECT and not self._successes:
@@ -776,7 +808,7 @@ class Rollout:
 
     def _failed(self, sample: core.Sample, error: Exception, *, condemned: bool = False) -> None:
         session = self._running.get(sample)
-        # Nor would any other sample get a turn, whatever the agent has made of it.
+        # No other sample would get a turn either, however the agent handled this error.
         refused = (
             not self._client._is_alive
             or (session is not None and session.refused)
@@ -801,7 +833,7 @@ class Rollout:
         self._settle(sample.group, ready)
 
     def _settle(self, group: core.Group, ready: core.Group | None) -> None:
-        """A sample of the group has ended, and the group with it if it is ``ready``."""
+        """Handle the end of a sample. The group has ended, too, if it is ``ready``."""
         if ready is not None and self._keep is not None and not self._keep(self._made(ready)):
             self._plan.filter(ready)
         elif ready is not None:
@@ -815,7 +847,7 @@ class Rollout:
         self._wake.set()
 
     def _give_up(self, samples: Iterable[core.Sample]) -> None:
-        """Cancel those of them that run and are of no use any more."""
+        """Cancel the running samples that are no longer useful."""
         for sample in samples:
             if sample not in self._running or sample in self._given_up:
                 continue
@@ -830,7 +862,7 @@ class Rollout:
                     self._cancel(self._tasks[sample], self._given_up[sample])
 
     def _cancelled(self, sample: core.Sample) -> None:
-        """It was given up where it was played."""
+        """Handle a sample that was given up in another process."""
         reason = self._given_up.pop(sample, None)
         if reason is not None and sample in self._running:
             self._ended(sample, reason)
@@ -840,14 +872,14 @@ class Rollout:
         plan.advance(self._client.weight_version)
         for kept in (self._specs, self._asked):
             for group in [g for g in kept if g not in plan.live]:
-                # It was dropped, and no sample of it runs that would end.
+                # The group was dropped, and no running sample of it will remove the entry.
                 del kept[group]
         if plan.max_staleness is not None:
             self._give_up(self._running)
         self._wake.set()
         self._tell_takers()
 
-    # --- what comes out ---------------------------------------------------------------------------
+    # --- delivery of groups -----------------------------------------------------------------------
 
     def __aiter__(self) -> AsyncIterator[Group]:
         if self._closed or self._looped:
@@ -870,10 +902,10 @@ class Rollout:
         return found[0]
 
     async def batches(self) -> AsyncGenerator[list[Group], None]:
-        """Lists of ``batch_size`` groups; the last one may be shorter.
+        """Yield lists of ``batch_size`` groups. The last list may be shorter.
 
         Raises:
-            UsageError: the run has no ``batch_size``, or is not entered with ``async with``.
+            UsageError: the run has no ``batch_size``, or was not entered with ``async with``.
         """
         if self.batch_size is None:
             raise UsageError("batches() needs rollout(..., batch_size=)")
@@ -881,15 +913,16 @@ class Rollout:
             yield batch
 
     async def take(self, n: int = 1, *, timeout: float | None = None) -> list[Group]:
-        """The next ``n`` groups; fewer at the end of the data set, none when there are no more.
+        """Return the next ``n`` groups.
 
-        Of those that are ready the one with the oldest tokens comes first. If it is cancelled or
-        too late nothing is lost: the next call gets what this one had.
+        Return fewer groups at the end of the data set, and none when there are no more. The ready
+        group with the oldest tokens comes first. A cancelled or late call loses nothing: the next
+        call returns its groups.
 
         Raises:
-            DeadlineExceeded: there were not so many within ``timeout`` seconds. (With
-                ``max_staleness``, new groups need new weights now and then.)
-            Exception: of the agent, with on_error="raise".
+            DeadlineExceeded: fewer than ``n`` groups were ready within ``timeout`` seconds. With
+                ``max_staleness``, new groups need new weights now and then.
+            Exception: raised by the agent, with on_error="raise".
             UsageError: the run has not begun.
         """
         if type(n) is not int or n < 1:
@@ -911,7 +944,7 @@ class Rollout:
         return found
 
     async def _wait_for(self, n: int, timeout: float | None) -> None:
-        """Until there are ``n``, or all that there will be."""
+        """Wait for ``n`` groups, or for all remaining groups if there are fewer."""
         plan = self._plan
         assert self._task is not None
         loop = asyncio.get_running_loop()
@@ -929,7 +962,7 @@ class Rollout:
                     await self._arrival
         except TimeoutError:
             if not limit.expired():
-                # Somebody else's: an agent's, or the data set's.
+                # The error belongs to an agent or to the data set.
                 raise
             ready = len(self._partial) + len(plan.ready)
             raise DeadlineExceeded(
@@ -939,7 +972,7 @@ class Rollout:
             hint.cancel()
 
     def _check_end(self) -> None:
-        """There is nothing more: raise if something else than the data set's end is the reason."""
+        """Raise an error if the run has ended for another reason than the end of the data set."""
         if self._failures and not self._successes:
             error = self.errors[-1]
             error.add_note(f"and none of the {self._failures} samples ended well")
@@ -948,7 +981,7 @@ class Rollout:
             raise self._items.error
 
     def _hint(self) -> None:
-        """Somebody waits, and if it is for new weights, may not know."""
+        """Warn if a waiting consumer waits for new weights, because it may not know this."""
         plan = self._plan
         states = [worker.state for worker in self._client.workers]
         if "stale" in states and "ready" not in states:
@@ -971,10 +1004,10 @@ class Rollout:
             )
 
     def _take_ready(self, n: int) -> bool:
-        """Whether there are ``n``. They are taken only then, or at the end."""
+        """Return whether there are ``n`` groups. Take them only then, or at the end."""
         plan = self._plan
         while self._keep is not None and (lessened := plan.next_lessened()) is not None:
-            # It was to be kept for samples that it has lost since.
+            # The group was ready to be kept with samples that it has lost since then.
             if self._keep(self._made(lessened)):
                 plan.keep(lessened)
             else:
@@ -982,7 +1015,7 @@ class Rollout:
                 self._wake.set()
         while len(self._partial) < n:
             enough = len(self._partial) + len(plan.ready) >= n
-            # At the end, what there is; groups that run, or are begun again, are waited for.
+            # At the end, take all ready groups. Wait for groups that run or begin again.
             last = plan.exhausted and not plan.again and len(plan.live) == len(plan.ready)
             if not (enough or last):
                 break
@@ -991,7 +1024,7 @@ class Rollout:
                 break
             self._wake.set()
             made = self._made(group)
-            # They refer to each other: without this Python's collector would have to find them.
+            # Samples and group refer to each other. This saves the garbage collector some work.
             group.samples.clear()
             self._staleness += plan.version - group.oldest
             self._partial.append(made)
@@ -1014,13 +1047,14 @@ class Rollout:
     # --- pause, state, metrics --------------------------------------------------------------------
 
     async def pause(self, *, timeout: float | None = None) -> None:
-        """Begin no further turn, and wait until those that run have ended: then the engines have
-        nothing of this run's sessions to do. Agents wait with their next turn; tools go on, and so
-        do calls that agents make without their session.
+        """Begin no further turn, and wait until all running turns have ended.
+
+        Then the engines have no work for this run's sessions. Agents wait at their next turn. Tools
+        continue, and so do calls that agents make without their session.
 
         Raises:
-            DeadlineExceeded: turns still run after ``timeout`` seconds; it stays paused.
-            UsageError: ``resume`` was called before they had ended.
+            DeadlineExceeded: turns still run after ``timeout`` seconds. The run stays paused.
+            UsageError: ``resume`` was called before the turns had ended.
         """
         check_timeout(timeout)
         self._gate.close()
@@ -1036,15 +1070,17 @@ class Rollout:
             raise UsageError("the run was resumed before its turns had ended, so it is not paused")
 
     def resume(self) -> None:
-        """Go on after ``pause``."""
+        """Continue after ``pause``."""
         self._gate.open()
         if self._processes is not None and self._task is not None and not self._closed:
             self._processes.resume()
         self._wake.set()
 
     def state_dict(self) -> dict[str, Any]:
-        """Which items were finished, for ``rollout(..., state=)`` over the same data set. Groups
-        count as finished when they are taken; what runs now is run again."""
+        """Return the finished items, for ``rollout(..., state=)`` over the same data set.
+
+        A group counts as finished when it is taken. Running samples run again.
+        """
         done, skipped = self._state
         unread = {index for index in skipped if index >= self._items.read}
         if (ahead := self._items.read_ahead) is not None and ahead < done:
@@ -1054,14 +1090,14 @@ class Rollout:
 
     @property
     def concurrency(self) -> int:
-        """How many samples may run at a time, now."""
+        """The current maximum of samples that run at a time."""
         return self._fixed if self._limit is None else self._limit.limit  # type: ignore[return-value]
 
     @property
     def metrics(self) -> RolloutMetrics:
-        """A snapshot."""
+        """A snapshot of the run's metrics."""
         plan = self._plan
-        # What runs when the run ends is neither done nor lost.
+        # Samples that run when the run ends are neither done nor lost.
         runs = self._ended_at is None
         until = self._ended_at or time.monotonic()
         return RolloutMetrics(
@@ -1091,7 +1127,7 @@ class Rollout:
         self._generated_bytes += new
 
     def _look(self) -> None:
-        """An engine has said how full it is."""
+        """Adjust the concurrency after an engine has reported its load."""
         now = time.monotonic()
         if self._limit is not None and now - self._looked >= _LOOK_SECONDS:
             self._looked = now
@@ -1101,7 +1137,7 @@ class Rollout:
 
 
 def _seed(seed: int, sample: core.Sample) -> int:
-    """Of a sample's first turn; the next ones count on from it. Another one for each try."""
+    """Return the seed of a sample's first turn. Later turns count up. Each try has another seed."""
     number = ((seed * 1_000_003 + sample.group.index) * 1009 + sample.index) * 1024
     return ((number + sample.tries) * 1024) % (1 << 61)
 

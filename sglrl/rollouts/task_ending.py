@@ -1,7 +1,7 @@
-"""Ends tasks that go on after they were cancelled.
+"""End tasks that continue after their cancellation.
 
-An agent may swallow ``CancelledError``, once or every time. It has ``GRACE_SECONDS`` to end; then
-its coroutine is closed, and nothing waits for its task any more.
+An agent may swallow ``CancelledError``, once or every time. It has ``GRACE_SECONDS`` to end. After
+that its coroutine is closed, and no code waits for its task any more.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ from types import FrameType
 from typing import Any, Final, Self
 
 GRACE_SECONDS: float = 5.0
-"""How long a cancelled agent may take to end."""
+"""Time in which a cancelled agent must end."""
 _STEPS: Final = 5
-"""The grace period is counted in so many steps. So time in which the event loop did not run, and
-in which the agent could not end, counts as one step at most."""
+"""Number of steps of the grace period.
+
+While the event loop does not run, the agent cannot end. This time counts as at most one step.
+"""
 _WITHOUT_AGENT: Final = ("runner.py", "agent_worker.py", "agent.py", "task_ending.py")
-"""Files of this package whose frames come before the agent's."""
+"""Files of this package whose frames come before the agent's frames."""
 
 
 class Grace:
-    """Calls ``on_over`` if a task that was cancelled has not ended after ``GRACE_SECONDS``."""
+    """Calls ``on_over`` if a cancelled task has not ended after ``GRACE_SECONDS``."""
 
     def __init__(self, task: asyncio.Task[Any], on_over: Callable[[], None]) -> None:
         self._on_over = on_over
@@ -48,8 +50,10 @@ class Grace:
 
 
 class Limit:
-    """``asyncio.timeout`` for the current task, with a grace period after it: ``on_over`` is called
-    when the task has not ended by then."""
+    """``asyncio.timeout`` for the current task, followed by a grace period.
+
+    ``on_over`` is called if the task has not ended by the end of the grace period.
+    """
 
     def __init__(self, seconds: float, on_over: Callable[[], None]) -> None:
         task = asyncio.current_task()
@@ -97,14 +101,15 @@ class Limit:
 def end_without(task: asyncio.Task[Any]) -> None:
     """Close the coroutine of a task that does not end, and let nothing wait for the task.
 
-    The coroutine gets ``GeneratorExit`` where it waits, as when it is collected, so its ``finally``
-    blocks run. If it swallows even that, or waits there, it is left alone: ``asyncio.run`` does not
-    wait for it, and nobody logs that it was destroyed.
+    The coroutine gets ``GeneratorExit`` where it waits, as in garbage collection, so its
+    ``finally`` blocks run. If the coroutine swallows this too, or waits in such a block, it is
+    abandoned. ``asyncio.run`` does not wait for the task, and asyncio does not log its
+    destruction.
     """
     coroutine: Any = task.get_coro()
     with contextlib.suppress(Exception):
         coroutine.close()
-    # It wakes up to find its coroutine closed. What comes of that is nobody's.
+    # The task wakes up and finds its coroutine closed. No code needs the result.
     task.add_done_callback(_collect)
     task.cancel()
     asyncio._unregister_task(task)
@@ -117,8 +122,11 @@ def _collect(task: asyncio.Task[Any]) -> None:
 
 
 def stack_of(task: asyncio.Task[Any]) -> str:
-    """Where a task waits: the frames of its coroutine and of those that it awaits, from the agent's
-    on. (``Task.get_stack`` knows the outermost one only.)"""
+    """Return where a task waits, as a formatted stack that starts with the agent's frames.
+
+    The stack includes the coroutines that the task's coroutine awaits. ``Task.get_stack`` returns
+    only the outermost frame.
+    """
     frames = [*_frames(task.get_coro())]
     agents = next((i for i, frame in enumerate(frames) if not _is_ours(frame)), 0)
     stack = traceback.StackSummary.extract((f, f.f_lineno) for f in frames[agents:])
@@ -141,7 +149,7 @@ def _is_ours(frame: FrameType) -> bool:
 
 
 def name_of(agent: Any) -> str:
-    """Of an agent, for a log: of the function or class that it is or is an instance of."""
+    """Return an agent's name for a log: the name of its function or class."""
     while isinstance(agent, functools.partial):
         agent = agent.func
     made_of = agent if hasattr(agent, "__qualname__") else type(agent)

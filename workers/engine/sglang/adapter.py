@@ -1,4 +1,4 @@
-"""Calls of the driver as requests of SGLang's scheduler, and its outputs as results."""
+"""Translate calls of the driver to SGLang requests, and SGLang's outputs to results."""
 
 from __future__ import annotations
 
@@ -43,25 +43,34 @@ from .tracked_request import TrackedRequest
 logger = logging.getLogger("sglrl.worker")
 
 _LAUNCH_SECONDS = 0.0015
-"""More than it takes to put a step on the GPU."""
+"""Upper bound of the time that launching a step on the GPU takes."""
 _REST_SECONDS = 0.006
-"""So long a GPU may have nothing to do rather than begin a step that new weights would wait for."""
+"""Longest time that the GPU may idle instead of starting a step that new weights would wait for."""
 _COMMIT_SECONDS = 0.0015
-"""From weights that are all here to the command to use them, and what it may come later."""
+"""Time from the arrival of the last weights to the command that applies them.
+
+The wait for a late command allows this time once more.
+"""
 
 _DRAIN_WAIT = 0.05
-"""Seconds. Nobody says when an update that waits for a paused engine is given up."""
+"""Seconds. Poll interval while an update waits for a paused engine.
+
+No message reports that the driver has given up this update.
+"""
 
 _REQUESTS = (TokenizedGenerateReqInput, Resume)
 
 
 class Adapter:
-    """Implements ``Engine`` on top of a scheduler. Collects requests for its next pull."""
+    """Implements ``Engine`` on top of a scheduler.
+
+    Collects requests until the scheduler pulls them.
+    """
 
     def __init__(self, mailbox: Mailbox) -> None:
         self.mailbox = mailbox
         self.scheduler: Any
-        """The ``SglrlScheduler``; set once it is built."""
+        """The ``SglrlScheduler``. It is set once the scheduler is built."""
         self.requests: dict[int, TrackedRequest] = {}
         self.incoming: list[Any] = []
         self.begun = time.monotonic()
@@ -75,17 +84,17 @@ class Adapter:
         self.expected = threading.Event()
         self.arrived = threading.Event()
         self.due: float | None = None
-        """When the command that is expected will come."""
+        """Time of ``time.monotonic`` at which the expected command arrives. None if unknown."""
         self.draining: WeightCommand | None = None
-        """That has been asked for, and waits until nothing runs."""
+        """The command that waits until no request runs."""
         self.held_back: list[Any] = []
         self.next_tokens = NextTokens(mailbox)
         self.rows: Rows | None = None
-        """Of the batch whose results are being processed."""
+        """Next-token logprobs of the batch whose results are being processed."""
         self.result_version = 0
-        """Of the weights that it was run with."""
+        """Version of the weights that this batch ran with."""
 
-    # --- from the driver --------------------------------------------------------------------------
+    # --- calls of the driver ----------------------------------------------------------------------
 
     def generate(self, id_: int, args: GenerateArgs) -> None:
         scheduler = self.scheduler
@@ -133,7 +142,7 @@ class Adapter:
             return
         rid = convert.request_id(id_)
         for unsent in (self.incoming, self.held_back):
-            # Ahead of a request that is kept back, SGLang would not know what this is about.
+            # SGLang has not received this request, so it would ignore an abort that names it.
             others = [r for r in unsent if not (isinstance(r, _REQUESTS) and r.rid == rid)]
             if len(others) < len(unsent):
                 unsent[:] = others
@@ -145,7 +154,7 @@ class Adapter:
         self.incoming.append(AbortReq(rid=rid))
 
     def abort_all(self) -> int:
-        # In a paused engine nothing ends that runs: there it is made to wait first.
+        # In a paused engine no running request finishes: "wait" returns them to the queue first.
         return self._abort_all("wait")
 
     def _abort_all(self, before: str) -> int:
@@ -157,7 +166,7 @@ class Adapter:
         return len(ended) + sum(isinstance(request, AbortReq) for request in aborts)
 
     def _return_unsent(self, requests: list[Any], ended: set[str]) -> list[Any]:
-        """Answer those ``generate`` requests that SGLang has not been given yet. The others."""
+        """Answer the ``generate`` requests that SGLang has not received. Return all others."""
         others = []
         for asked in requests:
             if isinstance(asked, _REQUESTS):
@@ -183,17 +192,23 @@ class Adapter:
         self.incoming.append(PauseCommand(id_, ""))
 
     def paused(self, command: PauseCommand) -> None:
-        """It has been executed."""
+        """Answer the call of an executed command."""
         if command.call >= 0:
             self.mailbox.put_value(command.call, None)
-            # The loop may have nothing else to do.
+            # The loop may have no other reason to flush.
             self.mailbox.flush()
 
     def _aborts(self, except_for: set[str], before: str) -> list[Any]:
-        """What makes SGLang return the ``generate`` requests that it has, with what they have:
-        those that wait at once, those that run in the next step that continues requests, which
-        comes when no other waits to be begun. ``before``: the mode of a ``PauseCommand`` that makes
-        them wait."""
+        """Return commands that abort the ``generate`` requests which SGLang holds.
+
+        SGLang then returns each request with its tokens so far. It returns waiting requests at
+        once. It returns running requests in the next step that continues requests, which comes
+        when no other request waits for its prefill.
+
+        Args:
+            except_for: SGLang ids of requests to keep.
+            before: the mode of the ``PauseCommand`` that returns running requests to the queue.
+        """
         aborts: list[Any] = [PauseCommand(-1, before)]
         for id_, request in self.requests.items():
             rid = convert.request_id(id_)
@@ -245,14 +260,14 @@ class Adapter:
             tp_size=scheduler.server_args.tp_size,
         )
 
-    # --- from the scheduler -----------------------------------------------------------------------
+    # --- calls of the scheduler -------------------------------------------------------------------
 
     def pull(self) -> list[Any]:
-        """What arrived since the last scheduler step, as SGLang's requests."""
+        """Return the requests that arrived since the last scheduler step, as SGLang's types."""
         if self.expected.is_set():
             self._linger()
         if self.scheduler.sglrl_paused and not (self.flushes or self.commands):
-            # SGLang's loop would turn as fast as it can.
+            # Without this wait SGLang's loop would spin.
             self.mailbox.flush()
             self.mailbox.wait(IDLE_WAIT if self.draining is None else _DRAIN_WAIT)
         self.mailbox.receive(self)
@@ -275,26 +290,35 @@ class Adapter:
         return incoming
 
     def weight_command(self, command: WeightCommand) -> None:
-        """Between the next two steps, or when what runs has ended. From any thread."""
+        """Execute a command between the next two steps, or when the running requests have finished.
+
+        Called from any thread.
+        """
         self.commands.append(command)
         self.arrived.set()
         self.mailbox.wake()
 
     def expect_command(self, seconds: float | None) -> None:
-        """One will come within about a step. From any thread.
+        """Expect a weight command within about one step. Called from any thread.
 
         Args:
-            seconds: after which the weights are all here, if they are live at once then.
+            seconds: the time until all weights have arrived. None if the weights do not become live
+                at once then.
         """
         self.arrived.clear()
         self.due = None if seconds is None else time.monotonic() + seconds + _COMMIT_SECONDS
         self.expected.set()
 
     def _linger(self) -> None:
-        """With overlap the scheduler launches a step while the GPU is still at the one before, and
-        new weights can only come after what was launched. So while an update is about to come,
-        the next step is launched as late as the GPU allows; or not before the update, once, if it
-        comes so soon after that and costs the GPU no time of its own."""
+        """Delay the next launch while an update is about to come.
+
+        With overlap, the scheduler launches a step while the GPU still runs the step before. New
+        weights can apply only after the launched steps. So the scheduler launches the next step as
+        late as the GPU allows.
+
+        If the update comes soon after that and costs the GPU no time of its own, the scheduler
+        launches the step after the update. This happens once per update.
+        """
         scheduler = self.scheduler
         if scheduler.enable_overlap and scheduler.last_batch is not None:
             self.arrived.wait(max(0.0, scheduler.sglrl_step_seconds - _LAUNCH_SECONDS))
@@ -309,12 +333,15 @@ class Adapter:
 
     @property
     def pending(self) -> bool:
-        """There is something to do also when nothing runs."""
+        """Whether there is work even when no request runs."""
         return bool(self.flushes or self.commands or self.draining is not None)
 
     def _with_commands(self, incoming: list[Any]) -> list[Any]:
-        """Put the next command behind the requests, at once or when what runs has ended: then new
-        requests are kept back until it is done."""
+        """Append the next weight command to the requests.
+
+        A command that drains waits until the running requests have finished. Until then, new
+        requests are held back.
+        """
         if self.draining is not None and self._given_up(self.draining):
             self.draining = None
             back, self.held_back = self.held_back, []
@@ -325,7 +352,7 @@ class Adapter:
                 return incoming
             if command.inflight == "abort":
                 fresh = {r.rid for r in incoming if isinstance(r, TokenizedGenerateReqInput)}
-                # What returns nothing, a score, is computed again: nobody waits for it here.
+                # A score has no partial result. It is computed again; the command does not wait.
                 return [*incoming, *self._aborts(fresh, "back"), command]
             if command.inflight != "drain":
                 return [*incoming, command]
@@ -336,7 +363,7 @@ class Adapter:
             return passed
         command, self.draining = self.draining, None
         back, self.held_back = self.held_back, []
-        # Behind the command they are prefilled with the new weights.
+        # SGLang only queues these requests before the command. Their prefill uses the new weights.
         return [*back, command]
 
     def _given_up(self, command: WeightCommand) -> bool:
@@ -344,14 +371,17 @@ class Adapter:
         return bool(self.scheduler.sglrl_weights.given_up(command))
 
     def _pull_flush(self) -> None:
-        """Like any request, so that every rank does it. A request that has just been answered still
-        stands in SGLang's batch: then the flush waits for the loop's next turn."""
+        """Send a flush to SGLang like a request, so that every rank executes it.
+
+        A request that has just been answered is still in SGLang's batch. The flush then waits for
+        the next turn of the loop.
+        """
         if self.requests:
             self._flushed(False)
         elif self.scheduler.is_fully_idle():
             self.incoming.append(FlushCacheReqInput())
         elif self.scheduler.sglrl_paused:
-            # There is no next turn.
+            # A paused loop has no next turn.
             self._flushed(False)
 
     def _flushed(self, success: bool) -> None:
@@ -360,7 +390,7 @@ class Adapter:
         self.flushes.clear()
 
     def tokens(self, output: BatchTokenIDOutput) -> None:
-        """One scheduler step's output: one message to the driver."""
+        """Send the output of one scheduler step to the driver, in one message."""
         mailbox = self.mailbox
         for i, rid in enumerate(output.rids):
             id_ = convert.call_id(rid)
@@ -401,7 +431,7 @@ class Adapter:
         self._flush()
 
     def launched(self, batch: Any) -> None:
-        """A prefill, with the scheduler's version."""
+        """Record the scheduler's version for the scores in a launched prefill."""
         for request, begin in zip(batch.reqs, batch.prefix_lens, strict=True):
             if request.return_logprob:
                 known = self.requests.get(convert.call_id(request.rid))
@@ -411,7 +441,11 @@ class Adapter:
     def answer(
         self, queries: Sequence[Known], logits: torch.Tensor, at: Sequence[int]
     ) -> Callable[[], None]:
-        """Queries for the next token that SGLang has not been given."""
+        """Prepare the answers to next-token queries that SGLang has not received.
+
+        Returns:
+            A function that sends the answers.
+        """
         expected = [
             (row, query.request.rid, self.next_tokens.wanted.pop(query.request.rid))
             for row, query in zip(at, queries, strict=True)
@@ -443,7 +477,7 @@ class Adapter:
         self.mailbox.flush(usage, waiting, self.scheduler.sglrl_preempted)
 
     def _return(self, id_: int, request: TrackedRequest, output: Any, i: int) -> None:
-        """The last tokens of a request."""
+        """Send the last tokens of a request."""
         parts = request.take(len(output.output_ids[i]))
         *chunks, last = convert.token_chunks(output, i, request.top, parts)
         for chunk in chunks:
@@ -451,15 +485,21 @@ class Adapter:
         self.mailbox.put(id_, ItemKind.DONE, last)
 
     def version_changed(self, version: int, produced: dict[str, int]) -> None:
-        """The next result is the first of ``version``. ``produced``: tokens that each request
-        has."""
+        """Record that the next result is the first one of ``version``.
+
+        Args:
+            produced: the number of output tokens so far, by SGLang's request id.
+        """
         for id_, request in self.requests.items():
             at = produced.get(convert.request_id(id_), 0)
             request.changes.append((at, version))
 
     def control(self, output: Any, about: Any) -> None:
-        """What SGLang tells its tokenizer manager: of interest are requests that it aborted (they
-        are ``about`` themselves), and the answer to a flush."""
+        """Handle a message of SGLang to its tokenizer manager.
+
+        Two kinds of messages matter: the answer to a flush, and a request that SGLang aborted. In
+        the second case ``about`` is the aborted request.
+        """
         if isinstance(output, FlushCacheReqOutput):
             self._flushed(output.success)
             self.mailbox.flush()

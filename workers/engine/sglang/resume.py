@@ -1,12 +1,16 @@
-"""A request that another worker has begun goes on here, as one that SGLang itself has retracted:
-its tokens so far are output, not prompt, so every limit, stop string, penalty and grammar goes on
-from where it was. Prefill covers prompt and output; nothing is sent twice.
+"""Continue a request that another worker has begun.
 
-SGLang forgets the penalties of a retracted request (its penalizers begin anew with each prefill);
-here they are given back, to retracted requests too. And with overlap SGLang (0.5.17 to 0.5.23)
-tells its penalizers of a request's last token once a step, whatever has come since the step before:
-a prefill in between has it leave one token out and count the next one twice, and the first step
-counts the prompt's last token. Here they are told of each token once, when it is there.
+The request continues like a request that SGLang itself has retracted. Its tokens so far are output,
+not prompt, so every limit, stop string, penalty and grammar continues from its previous state. The
+prefill covers prompt and output. No token is sent twice.
+
+SGLang forgets the penalties of a retracted request, because its penalizers start anew with each
+prefill. This module restores the penalties, also for requests that SGLang retracts.
+
+With overlap, SGLang (0.5.17 to 0.5.23) has a second fault. It passes a request's last token to the
+penalizers once per step, however many tokens have arrived since the step before. After a prefill in
+between, it omits one token and counts the next token twice. The first step counts the prompt's last
+token. This module passes each token once, when the token exists.
 """
 
 from __future__ import annotations
@@ -27,7 +31,10 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 
 def begin(request: Any, ids: array[int]) -> None:
-    """Make the request, fresh from SGLang's constructor, one that has already sent ``ids``."""
+    """Mark a request as one that has already sent ``ids``.
+
+    The request comes fresh from SGLang's constructor.
+    """
     count = len(ids)
     request.output_ids = array("q", ids)
     request.send_token_offset = count
@@ -38,16 +45,19 @@ def begin(request: Any, ids: array[int]) -> None:
             "output_top_logprobs",
             "output_token_ids_logprobs",
         ):
-            # Places of what another worker has sent.
+            # Placeholders for the logprobs that another worker has sent.
             getattr(logprob, f"{name}_val").extend([None] * count)
             getattr(logprob, f"{name}_idx").extend([None] * count)
         request.send_output_token_logprobs_offset = count
 
 
 def enter(request: Any) -> None:
-    """When SGLang is about to queue it: bring the grammar, if there is one, to where the output is,
-    and ask for logprobs from there on. One whose output its grammar does not allow ends with an
-    error, as one does whose grammar cannot be compiled."""
+    """Prepare a resumed request that SGLang is about to queue.
+
+    Advance its grammar, if any, to the end of the output. Request logprobs from there on. If the
+    grammar rejects the output, the request ends with an error, like a request whose grammar cannot
+    be compiled.
+    """
     if request.return_logprob:
         request.logprob_start_len = len(request.origin_input_ids) + len(request.output_ids)
     if request.grammar is not None:
@@ -61,7 +71,10 @@ def enter(request: Any) -> None:
 
 
 def install() -> None:
-    """Call in the worker before the scheduler is built, and after what else changes batches."""
+    """Patch SGLang's penalties.
+
+    Call in the worker before the scheduler is built, and after all other patches of batches.
+    """
     before = SamplingBatchInfo.from_schedule_batch.__func__
 
     def with_penalties(cls: Any, batch: Any, vocab_size: int) -> Any:
@@ -82,7 +95,7 @@ _of_last_tokens = ScheduleBatch.cumulate_penalty_output_tokens
 
 @wraps(_of_last_tokens)
 def _cumulate(self: Any) -> None:
-    """Of a batch that is about to decode."""
+    """Update the penalties of a batch that is about to decode."""
     if not self.enable_overlap:
         _of_last_tokens(self)
         return
@@ -102,20 +115,24 @@ def _cumulate(self: Any) -> None:
         if not penalizer.is_prepared():
             continue
         if isinstance(penalizer, BatchedMinNewTokensPenalizer):
-            # Of steps, also of the one whose token is not there yet.
+            # This penalizer counts steps, including the step whose token does not exist yet.
             penalizer.len_output_tokens += 1
         else:
             restore(penalizer, rows)
 
 
 def seen(request: Any) -> list[int]:
-    """Of a request that is prefilled: what penalizers that begin anew are told of."""
+    """Return all output tokens of a prefilled request, for penalizers that start anew."""
     request.sglrl_told = len(request.output_ids)
     return list(request.output_ids)
 
 
 def restore(penalizer: Any, outputs: list[list[int]]) -> None:
-    """What the penalizer would have cumulated over these outputs, a row each."""
+    """Add outputs to the state of the penalizer, as if it had cumulated them.
+
+    Args:
+        outputs: the output tokens of each row.
+    """
     for row, output in enumerate(outputs):
         if not output:
             continue

@@ -1,4 +1,4 @@
-"""Run one rank of an engine worker: build its scheduler and live in its loop."""
+"""Run one rank of an engine worker: build its scheduler and run the scheduler's event loop."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ def _server_args(body: EngineSpec) -> ServerArgs:
         "log_level": "warning",
         "base_gpu_id": body.gpu_id - body.rank,
         "trust_remote_code": False,
-        # SGLang's own watchdog ends the parent process of a scheduler that takes long: here that is
-        # the fork server, and with it every worker. The driver watches, and ends the one.
+        # SGLang's own watchdog kills the parent process of a scheduler that takes too long. Here
+        # the parent is the fork server, whose end would end every worker. The driver detects
+        # hanging workers instead, and kills only these.
         "watchdog_timeout": 1e9,
         "skip_tokenizer_init": not has_tokenizer(body.model),
     }
@@ -49,8 +50,8 @@ def _server_args(body: EngineSpec) -> ServerArgs:
 
         cpu.prepare(body.threads)
         cpu_attention.install()
-        # The thread that gives a replacement its weights waits so long for the one that decodes,
-        # whenever it has waited for anything else.
+        # The thread that sends weights to a replacement waits up to this long for the decoding
+        # thread, each time after it has waited for anything else.
         sys.setswitchinterval(0.0005)
         args |= cpu.engine_arguments(body.memory_share)
     args |= body.args
@@ -66,10 +67,13 @@ def _memory(body: EngineSpec) -> AbstractContextManager[Any]:
 
 
 def install_samplers(server_args: ServerArgs, device: str) -> None:
-    """What stands in for parts of SGLang's sampler. The order matters: ``draw`` reads what SGLang's
-    says, ``finite`` sees what all others make."""
+    """Install the replacements for parts of SGLang's sampler.
+
+    The order matters. ``gpu_sampling`` compares the source of SGLang's own sampler with the known
+    ones. ``undrawable_tokens`` checks the results of all other samplers.
+    """
     if device == "cuda":
-        # Its kernels need Triton.
+        # The kernels of ``gpu_sampling`` need Triton.
         from .accelerations import gpu_sampling
 
         gpu_sampling.install(server_args)
@@ -78,13 +82,13 @@ def install_samplers(server_args: ServerArgs, device: str) -> None:
 
 
 def run_scheduler(spec: WorkerSpec, body: EngineSpec) -> None:
-    """Build the scheduler, say ``Ready``, and live in its event loop until ``Shutdown``."""
+    """Build the scheduler, send ``Ready``, and run the event loop until ``Shutdown``."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     mailbox = Mailbox(spec) if body.rank == 0 else None
     if mailbox is not None:
         mailbox.starting("loading the model")
     server_args = _server_args(body)
-    # Where the ranks meet, in place of a port.
+    # The ranks find each other through this file instead of a port.
     os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{body.rendezvous}"
     port_args = compat.no_ports()
     install_samplers(server_args, body.device)
@@ -125,11 +129,11 @@ def run_scheduler(spec: WorkerSpec, body: EngineSpec) -> None:
         window = body.window or max(64, 2 * int(scheduler.max_running_requests))
         start_heartbeats(spec, scheduler.sglrl_heartbeat)
         mailbox.ready(window, adapter.info())
-    # What the model and SGLang brought stays: Python's garbage collector need not walk it between
-    # two steps.
+    # The objects of the model and of SGLang stay alive. Python's garbage collector need not walk
+    # them between two steps.
     gc.freeze()
     scheduler.run_event_loop()
     if mailbox is not None:
         mailbox.close()
-    # SGLang's threads and CUDA teardown can take seconds and have nothing left to save.
+    # SGLang's threads and CUDA teardown can take seconds and have no state left to save.
     os._exit(0)

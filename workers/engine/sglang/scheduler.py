@@ -1,11 +1,15 @@
-"""A worker that owns an SGLang ``Scheduler``: the fabric's mailbox instead of its ZeroMQ ends.
+"""SGLang's ``Scheduler`` in a worker, with the fabric's mailbox in place of ZeroMQ sockets.
 
-``init_ipc_channels`` and ``init_request_receiver`` are SGLang's own factory methods; overriding
-them leaves its event loop, overlap scheduling included, as it is. Requests come in where SGLang
-would have read its tokenizer's socket (``_pull_raw_reqs``); outputs leave where it would have
-written to its detokenizer's; when it is idle it blocks in ``maybe_sleep_on_idle``, on our socket.
+``init_ipc_channels`` and ``init_request_receiver`` are SGLang's own factory methods. Overriding
+them leaves SGLang's event loop unchanged, including overlap scheduling. The mailbox replaces
+SGLang's sockets in three places:
 
-With ``tp_size > 1`` only rank 0 has a mailbox; SGLang broadcasts what it pulled to the others.
+* ``_pull_raw_reqs`` pulls requests where SGLang would read its tokenizer's socket.
+* Outputs go to the mailbox where SGLang would write to its detokenizer's socket.
+* ``maybe_sleep_on_idle`` blocks on the mailbox's socket while the scheduler is idle.
+
+With ``tp_size > 1`` only rank 0 has a mailbox. SGLang broadcasts the requests that rank 0 pulls to
+the other ranks.
 """
 
 from __future__ import annotations
@@ -40,18 +44,21 @@ from .weights import SglangWeights
 logger = logging.getLogger("sglrl.worker")
 
 _LONGEST_STEP = 0.1
-"""Seconds, as far as waiting for one is concerned: what took longer was an idle time."""
+"""Seconds. Upper limit for a measured step: a longer time between launches was idle time."""
 
 
 def most_tokens(max_req_len: int, kv_cache_tokens: int, page_size: int) -> int:
-    """Of a prompt and what is generated behind it: as many as SGLang generates whatever the
-    prompt's part is (``init_req_max_new_tokens``), and one of that length is still scheduled
-    (``PrefillAdder``: its pages and one more are less than the cache)."""
+    """Return the maximum number of tokens of a prompt and its output together.
+
+    SGLang generates up to this length whatever the prompt's share is
+    (``init_req_max_new_tokens``). ``PrefillAdder`` still schedules a request of this length: the
+    pages of the request and one more are fewer than the pages of the cache.
+    """
     return min(max_req_len - 1, kv_cache_tokens - 2 * page_size)
 
 
 class _Sink:
-    """Stands where SGLang expects a ZeroMQ sender."""
+    """Passes outputs to a function, in the place of SGLang's ZeroMQ sender."""
 
     def __init__(self, handle: Any) -> None:
         self.handle = handle
@@ -62,7 +69,10 @@ class _Sink:
 
 
 class _Receiver(SchedulerRequestReceiver):  # type: ignore[misc]
-    """Pulls from the adapter. ``recv_from_tokenizer`` carries it: the class has frozen slots."""
+    """Pulls requests from the adapter.
+
+    The class has frozen slots, so the existing slot ``recv_from_tokenizer`` holds the adapter.
+    """
 
     __slots__ = ()
 
@@ -71,7 +81,7 @@ class _Receiver(SchedulerRequestReceiver):  # type: ignore[misc]
 
 
 class SglrlScheduler(Scheduler):  # type: ignore[misc]
-    """SGLang's scheduler between our mailbox and our GPU (rank 0), or a follower rank."""
+    """SGLang's scheduler between our mailbox and our GPU (rank 0), or on a follower rank."""
 
     waiting_queue: list[Any]
 
@@ -82,8 +92,11 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
         self.sglrl_queries: Queries | None = None
         self.sglrl_version = 0
         self.sglrl_step_seconds = 0.0
-        """What a decode step takes: the shorter one of the last two, of which one may have been a
-        prefill. Weights that are received make steps half as long again."""
+        """Duration of a decode step: the shorter one of the last two steps.
+
+        One of the two may have been a prefill. While weights are received, steps take 1.5 times as
+        long.
+        """
         self._sglrl_last_step = 0.0
         self._sglrl_launched = 0.0
         self._sglrl_processed = 0
@@ -91,14 +104,17 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
         self._sglrl_launches = 0
         self._sglrl_last_prefill = 0
         self._sglrl_last_ended = 0
-        """Of launches, by number: the last one that prefills, and the last one processed."""
+        """Launch number of the last processed step.
+
+        ``_sglrl_last_prefill`` is the launch number of the last prefill.
+        """
         self._sglrl_updating = False
         self._sglrl_resumes: dict[str, Resume] = {}
         self._sglrl_entering: set[str] = set()
         super().__init__(*args)
         self._sglrl_alike = Alike(self)
-        # Of its own it takes five tokens less than it can generate behind a shorter prompt, and
-        # then nobody could score these; and does not ask whether there are the pages for them.
+        # SGLang's own limit is five tokens less than it can generate after a shorter prompt, so
+        # outputs of full length could not be scored. It also ignores the number of pages.
         self.max_req_input_len = 1 + most_tokens(
             self.max_req_len, self.max_total_num_tokens, self.page_size
         )
@@ -135,7 +151,10 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
             self.sglrl_adapter.tokens(output)
 
     def maybe_sleep_on_idle(self) -> None:
-        """Called when nothing is running or waiting, in every turn of the loop."""
+        """Block on the mailbox.
+
+        SGLang calls this in every turn of its loop in which no request runs or waits.
+        """
         if self.sglrl_adapter is not None and not self.sglrl_adapter.pending:
             self.sglrl_adapter.mailbox.wait(IDLE_WAIT)
 
@@ -177,21 +196,21 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
             self.sglrl_adapter.paused(command)
 
     def sglrl_retract(self) -> None:
-        """Running requests go back to the queue. Paused, or not, the engine stays as it was."""
+        """Return running requests to the queue. The engine stays paused, or running."""
         paused = self._engine_paused
         self.pause_generation(PauseGenerationReqInput(mode="retract"))
         self._engine_paused = paused
 
     @property
     def sglrl_paused(self) -> bool:
-        """Its loop makes no steps."""
+        """Whether the engine is paused, so that its loop makes no steps."""
         return bool(self._engine_paused)
 
     def abort_request(self, recv_req: AbortReq) -> None:
         queue = self.grammar_manager.grammar_queue
         for request in [r for r in queue if r.rid == recv_req.rid]:
-            # It waits for its grammar. SGLang would prefill another prompt in its place, and return
-            # what is sampled behind that.
+            # The request waits for its grammar. SGLang would prefill another prompt in its place,
+            # and return the tokens that it samples after that prompt.
             queue.remove(request)
             request.grammar.cancel()
             self._sglrl_entering.discard(request.rid)
@@ -200,7 +219,7 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
 
     def init_req_max_new_tokens(self, req: Any) -> None:
         super().init_req_max_new_tokens(req)
-        # SGLang calls this for every request that it takes, before anything looks at its output.
+        # SGLang calls this for every request that it accepts, before any code reads the output.
         begun = self._sglrl_resumes.pop(req.rid, None)
         if begun is not None:
             resume.begin(req, begun.ids)
@@ -217,7 +236,7 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
 
     def get_new_batch_prefill(self, running_batch: Any) -> Any:
         if (running_batch.batch_is_full or not self.waiting_queue) and self.chunked_req is None:
-            # SGLang looks no further, but for grammars and whom it might preempt.
+            # SGLang checks only grammars and candidates for preemption in this case.
             return super().get_new_batch_prefill(running_batch)
         waiting: list[Any] = self.waiting_queue
         later = self._sglrl_alike.later(waiting, self._sglrl_last_ended)
@@ -247,7 +266,7 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
             self._sglrl_last_prefill = self._sglrl_launches
             self._sglrl_alike.launched(self._sglrl_launches, batch.reqs)
             if self.sglrl_adapter is not None:
-                # A prompt that is prefilled in parts has its next token after the last one.
+                # A prompt that is prefilled in parts has its next token after the last part.
                 self.sglrl_adapter.next_tokens.expect(batch.reqs, self.chunked_req)
                 self.sglrl_adapter.launched(batch)
         result = super().run_batch(batch, *args, **kwargs)
@@ -274,13 +293,13 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
         end_undrawable(batch, result, version)
         returned = super().process_batch_result(batch, result, *args, **kwargs)
         if self.sglrl_adapter is not None:
-            # First, so that no heartbeat reports the end of a prefill without its progress.
+            # Count progress before the prefill ends, so that no heartbeat reports only its end.
             self.sglrl_adapter.mailbox.progress += 1
         self._sglrl_last_ended = result.sglrl_launch
         return returned
 
     def sglrl_heartbeat(self) -> Heartbeat:
-        """From any thread."""
+        """Return the progress and the phase of the loop. Called from any thread."""
         phase = ""
         if self._sglrl_updating:
             phase = WEIGHTS
@@ -292,12 +311,14 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
         return Heartbeat(self.sglrl_adapter.mailbox.progress, phase)
 
     def sglrl_waiting(self) -> int:
-        """Requests that wait for room, or for their grammar."""
+        """Return the number of requests that wait for room or for their grammar."""
         return len(self.waiting_queue) + len(self.grammar_manager.grammar_queue)
 
     def sglrl_running(self) -> int:
-        """Requests in any batch, also one that is being prefilled, without those that have ended:
-        the last ones stand in the batch until another step is made."""
+        """Return the number of unfinished requests in all batches, including a prefill.
+
+        Finished requests stay in the batch until the next step, so they are not counted.
+        """
         requests = [] if self.chunked_req is None else [self.chunked_req]
         for batch in (self.running_batch, self.last_batch):
             if batch is not None:
@@ -305,7 +326,9 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
         return len({request.rid for request in requests if not request.finished()})
 
     def kv_tokens(self) -> tuple[int, int]:
-        """Tokens of KV cache held by running requests, and capacity. What the prefix cache could
-        give back at once counts as free, as in SGLang's own ``token_usage``."""
+        """Return the tokens of KV cache that running requests hold, and the capacity.
+
+        Tokens that the prefix cache can free at once count as free, as in SGLang's ``token_usage``.
+        """
         stats = self.pool_stats_observer.get_pool_stats()
         return int(stats.get_kv_token_stats()[0]), int(self.max_total_num_tokens)

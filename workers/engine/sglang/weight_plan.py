@@ -1,9 +1,9 @@
-"""Where each tensor of a model goes that it is sent by its Hugging Face name.
+"""Find the place in a model of each tensor that arrives under its Hugging Face name.
 
-The model's own ``load_weights`` knows (fused and sharded parameters, renamed ones). It is run once
-on a copy of the model without data (``stand_in``), with tensors that have none either, and the
-copies that it makes are recorded. So the live weights are never touched, and an update is those
-copies and nothing else.
+The model's own ``load_weights`` knows these places, including fused, sharded and renamed
+parameters. It runs once, on a copy of the model without data (``stand_in``) and with tensors
+without data. A recorder notes the copies that it makes. So the live weights are never touched, and
+an update consists of exactly these copies.
 """
 
 from __future__ import annotations
@@ -31,7 +31,12 @@ from .stand_in import StandIn, storage_id
 
 @dataclass(frozen=True)
 class Copy:
-    """Part of a named tensor, by elements, and the live view that it is copied to."""
+    """Part of a named tensor, and the live view that receives it.
+
+    Attributes:
+        target: the live view.
+        offset, size, stride: the part of the named tensor, in elements.
+    """
 
     target: torch.Tensor
     offset: int
@@ -40,7 +45,13 @@ class Copy:
 
 
 class Plan:
-    """``copies``: of every tensor that the model keeps, by its Hugging Face name."""
+    """The copies that make up an update.
+
+    Attributes:
+        copies: the copies of every tensor that the model keeps, by its Hugging Face name.
+        description: the tensors that an update consists of.
+        straight: live views of the tensors that are copied in one piece, exactly as they arrive.
+    """
 
     def __init__(self, copies: dict[str, list[Copy]], description: ModelDescription) -> None:
         self.copies = copies
@@ -49,7 +60,7 @@ class Plan:
         self.straight = dict(self._straight())
 
     def _straight(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Of the tensors that are copied as they are sent, in one piece, where to."""
+        """Yield the target of each tensor that is copied in one piece, exactly as it arrives."""
         for spec in self.description.tensors:
             copy, *others = self.copies[spec.name]
             target = copy.target
@@ -59,8 +70,10 @@ class Plan:
                 yield spec.name, target
 
     def places(self, memory: torch.Tensor) -> dict[str, tuple[int, int]] | None:
-        """The bytes of ``memory``, first and behind the last, that each tensor lies in. None if
-        not all of them lie there as they are sent."""
+        """Return the byte range of each tensor in ``memory``: first byte, and last byte plus one.
+
+        Return None unless all tensors lie in ``memory`` exactly as they arrive.
+        """
         found = {}
         for name, target in self.straight.items():
             begin = target.data_ptr() - memory.data_ptr()
@@ -71,8 +84,12 @@ class Plan:
 
 
 class Spare:
-    """Memory that becomes the live one: see ``pages``. ``views``: where it takes each tensor.
-    ``gaps``: ranges of bytes between them."""
+    """Memory that can become the live memory (see ``double_buffer``).
+
+    Attributes:
+        views: the place in this memory that receives each tensor.
+        gaps: the byte ranges between these places.
+    """
 
     def __init__(
         self, memory: torch.Tensor, places: dict[str, tuple[int, int]], specs: list[TensorSpec]
@@ -92,8 +109,11 @@ _PADDING = {torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default}
 
 
 class _Sent(torch.Tensor):  # type: ignore[misc]
-    """A tensor of the checkpoint, without data. A recorder belongs to one thread, so a use of the
-    tensor in another thread is an error: the copy would be missing in the plan."""
+    """A tensor of the checkpoint, without data.
+
+    A recorder works in one thread only. Using the tensor in another thread is an error, because the
+    plan would miss the copy.
+    """
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -105,8 +125,8 @@ class _Sent(torch.Tensor):  # type: ignore[misc]
 class _Recorder(TorchDispatchMode):  # type: ignore[misc]
     """Records which parts of the tensors in ``names`` are copied to which parts of the stand-in.
 
-    It runs operators on the stand-in and on tensors that the loader has made, and no others. So a
-    tensor that the loader gets from elsewhere is not changed either.
+    The recorder runs operators on the stand-in and on tensors that the loader has made, and refuses
+    changes to all others. So tensors that the loader gets from elsewhere do not change either.
     """
 
     def __init__(self, stand_in: StandIn, names: dict[int, str], dtype: torch.dtype) -> None:
@@ -121,7 +141,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
         self._made: dict[int, Any] = {}
         """Storages that the loader has made, by id."""
         self._foreign: dict[int, Any] = {}
-        """Storages that the loader has got from elsewhere, by id."""
+        """Storages that the loader got from elsewhere, by id."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -136,14 +156,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
             raise RuntimeError(f"{func} would change a tensor that is not the loader's own")
         if not storages.keys() & self.live:
             if mutable and storages.keys() & self.names.keys():
-                # What is sent is changed before it is copied (Gemma adds 1 to what its norms have).
+                # The loader changes a tensor before the copy. Gemma's adds 1 to norm weights.
                 self.other.add(str(func))
             return self._run(func, args, kwargs)
         if func is torch.ops.aten.copy_.default and storage_id(args[0]) in self.live:
             target, source = args[0], args[1]
             name = self.names.get(storage_id(source))
             if name is None or source.dtype != self.dtype:
-                # Of something that was computed, or of the bytes as numbers of another type.
+                # The source was computed, or its bytes are reinterpreted as another dtype.
                 self.other.add(str(func))
                 return target
             copy = Copy(
@@ -155,11 +175,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
             self.copies.setdefault(name, []).append(copy)
             return target
         if func in _PADDING:
-            # The rest of a padded vocabulary, which an update leaves as it is.
+            # This pads the vocabulary. An update leaves the padding as it is.
             self.padded.append(self.stand_in.live(args[0]))
             return args[0]
         if mutable or not any(r.alias_info is not None for r in func._schema.returns):
-            # Something is computed from a live weight, or written to it by other means.
+            # The loader computes from a live weight, or writes to one by other means.
             self.other.add(str(func))
         return self._run(func, args, kwargs)
 
@@ -183,19 +203,23 @@ def _sent(tensor: torch.Tensor) -> torch.Tensor:
 
 
 Names = list[tuple[str, tuple[int, ...]]]
-"""And shapes, of a checkpoint's tensors."""
+"""Names and shapes of a checkpoint's tensors."""
 
 
 def plan_of(model: Any, folder: Path, config: Any) -> Plan:
-    """For a model that was loaded from ``folder``, ``config`` being transformers'.
+    """Make the plan for a model that was loaded from ``folder``.
+
+    Args:
+        config: the configuration of the model from transformers.
 
     Raises:
-        EngineError: it cannot be updated, or it is not known what its tensors are called.
+        EngineError: the model cannot be updated, or the names of its tensors are not known.
     """
     found = checkpoint_tensors(folder, config)
     if found is not None:
         return make_plan(model, *found)
-    # The weights are made up, say. Nobody says what a checkpoint would have; but it would have all.
+    # There is no checkpoint, for example because the weights are random. So the names are guessed,
+    # and a guess must cover the whole model.
     wrong = ""
     for named, tied in _guesses(config):
         try:
@@ -215,11 +239,16 @@ def make_plan(
     *,
     all_of_it: bool = False,
 ) -> Plan:
-    """Find out where the model's loader puts each tensor. ``skipped``: names that are tied.
+    """Find out where the model's loader puts each tensor.
+
+    Args:
+        named: names and shapes of the tensors.
+        skipped: names that are tied to other tensors.
+        all_of_it: require that the named tensors cover the whole model.
 
     Raises:
-        EngineError: the loader does more than copy, so that an update would not be all of it; or
-            (``all_of_it``) what is named is not.
+        EngineError: the loader does more than copy, so the copies would not be the whole update; or
+            ``all_of_it`` is set and the named tensors do not cover the model.
     """
     dtype = next(model.parameters()).dtype
     sources = {name: _sent(torch.empty(shape, dtype=dtype, device="meta")) for name, shape in named}
@@ -251,7 +280,7 @@ def make_plan(
 
 
 def _left_out(model: Any, recorder: _Recorder) -> list[str]:
-    """Parameters that no copy reaches, or not all of them."""
+    """Return the names of parameters that the copies do not cover completely."""
     reached = [copy.target for copies in recorder.copies.values() for copy in copies]
     reached += recorder.padded
     bytes_at = {(t.data_ptr(), t.shape, t.stride()): t.nbytes for t in reached}
@@ -266,7 +295,7 @@ def _left_out(model: Any, recorder: _Recorder) -> list[str]:
 
 
 def _tied(model: Any, tensors: list[TensorSpec], ignored: list[str]) -> dict[str, str]:
-    """The output layer, if the model has the embedding in its place."""
+    """Map the output layer to the embedding, if the model ties the two."""
     if not getattr(getattr(model, "config", None), "tie_word_embeddings", False):
         return {}
     embeddings = [s.name for s in tensors if s.name.endswith(("embed_tokens.weight", "wte.weight"))]
@@ -280,12 +309,14 @@ def _dtype(tensor: torch.Tensor) -> str:
 
 
 def checkpoint_folder(model: str, revision: str | None, cache: str | None) -> Path:
-    """Where the files of a model lie that SGLang has loaded: a folder, or a name on the hub, whose
-    files are in the cache by now."""
+    """Return the folder with the files of a model that SGLang has loaded.
+
+    A model is a folder, or a name on the hub. The files of a hub model are in the cache by now.
+    """
     if not Path(model).is_dir():
         from huggingface_hub import snapshot_download
 
-        # What is made up was never there.
+        # A model with random weights was never downloaded.
         with contextlib.suppress(OSError, ValueError):
             return Path(
                 snapshot_download(model, revision=revision, cache_dir=cache, local_files_only=True)
@@ -294,8 +325,12 @@ def checkpoint_folder(model: str, revision: str | None, cache: str | None) -> Pa
 
 
 def checkpoint_tensors(folder: Path, config: Any) -> tuple[Names, set[str]] | None:
-    """Names and shapes of the tensors in a model's checkpoint, from the headers of its files, and
-    names that are tied to others. None: it has none."""
+    """Read names and shapes of the tensors in a checkpoint from the headers of its files.
+
+    Returns:
+        The names and shapes, and the names that are tied to others. None if the folder has no
+        safetensors files.
+    """
     if not folder.is_dir() or not any(folder.glob("*.safetensors")):
         return None
     from safetensors import safe_open
@@ -312,8 +347,12 @@ def _tied_names(config: Any) -> set[str]:
 
 
 def _guesses(config: Any) -> Iterator[tuple[Names, set[str]]]:
-    """What a checkpoint may have: what the module of transformers has, built without memory; and
-    where that has all experts of a layer in one tensor, one for each, whatever they are called."""
+    """Yield possible names and shapes of a checkpoint's tensors.
+
+    The first guess is the module of transformers, built without memory. Where this module keeps all
+    experts of a layer in one tensor, the next guesses name one tensor per expert, by each known
+    naming scheme.
+    """
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):

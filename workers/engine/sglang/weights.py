@@ -1,9 +1,11 @@
-"""New weights into a running SGLang model (where each tensor goes: see ``plan``).
+"""Bring new weights into a running SGLang model. ``weight_plan`` finds each tensor's place.
 
-They are put there between two steps, on the scheduler's thread, on every rank of a replica at the
-same place in its loop: rank 0 puts a ``WeightCommand`` among the requests that SGLang hands to all
-ranks. Where the whole model came, into memory that can change places with the live one, it does;
-else it is copied.
+New weights become live between two steps, on the scheduler's thread. Every rank of a replica does
+this at the same place in its loop: rank 0 puts a ``WeightCommand`` among the requests that SGLang
+broadcasts to all ranks.
+
+If the whole model arrived in memory that can change places with the live memory, the two change
+places. Otherwise the weights are copied.
 """
 
 from __future__ import annotations
@@ -34,11 +36,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("sglrl.worker")
 
 _SMALL = 4 << 20
-"""Bytes. Smaller copies are put together into one kernel."""
+"""Bytes. Copies below this size share one kernel."""
 
 
 class _Hold:
-    """The engine at rest for one update."""
+    """An engine that makes no steps during one update."""
 
     def __init__(self, update: int) -> None:
         self.update = update
@@ -46,7 +48,7 @@ class _Hold:
         self.released = threading.Event()
         self.version: int | None = None
         self.staged: int | None = None
-        """The update whose staged weights are to be made live when the hold ends."""
+        """The update whose staged weights become live when the hold ends."""
         self.begun = 0.0
 
 
@@ -65,7 +67,7 @@ class SglangWeights:
         self._over = -1
         self._spare: Spare | None = None
         self._at_rest: Any = None
-        """The CUDA event of the last step's end, while nothing is launched."""
+        """CUDA event of the last step's end, while no step is launched."""
 
     # --- on the channel's threads -----------------------------------------------------------------
 
@@ -125,7 +127,7 @@ class SglangWeights:
             assert places is not None
             self._spare = Spare(memory, places, self._plan.description.tensors)
         if pages.fresh:
-            # What no update brings.
+            # An update brings no data for these gaps.
             for begin, end in self._spare.gaps:
                 memory[begin:end].copy_(pages.live[begin:end])
         return self._spare.views
@@ -143,7 +145,7 @@ class SglangWeights:
                 tensor.as_strided(copy.size, copy.stride, tensor.storage_offset() + copy.offset),
             )
             for name, tensor in staged.items()
-            # Nothing of the experts that other ranks have.
+            # The plan has no copies for experts of other ranks.
             for copy in self._plan.copies.get(name, ())
         ]
 
@@ -201,7 +203,7 @@ class SglangWeights:
             self._over = max(self._over, update)
             hold = self._current
             if hold.update > update or hold.released.is_set():
-                # Another one's, or over.
+                # The current hold belongs to a later update, or is already released.
                 return 0.0
             hold.version = version
             hold.staged = update if staged else None
@@ -209,12 +211,15 @@ class SglangWeights:
         return (time.perf_counter() - hold.begun) * 1e3 if hold.held.is_set() else 0.0
 
     def given_up(self, command: WeightCommand) -> bool:
-        """Nobody waits for this hold any more."""
+        """Return whether the update that asked for this hold is already over."""
         return command.hold and command.update <= self._over
 
     def _hold_of(self, update: int) -> _Hold | None:
-        """None when it is over. Another rank of the replica may be ahead: the scheduler's thread
-        may be told to hold before this rank's channel is."""
+        """Return the hold of an update, or None when the update is over.
+
+        Another rank of the replica may be ahead. The scheduler's thread may then receive the
+        command to hold before this rank's channel does.
+        """
         with self._lock:
             if update <= self._over:
                 return None
@@ -230,20 +235,20 @@ class SglangWeights:
     # --- on the scheduler's thread ----------------------------------------------------------------
 
     def rest(self) -> None:
-        """No step is launched any more until the next update is live, or given up."""
+        """Record that no step is launched until the next update is live or given up."""
         self._at_rest = torch.cuda.Event(enable_timing=True)
         self._at_rest.record(self._stream())
 
     def go_on(self) -> None:
-        """A step is launched."""
+        """Record that a step is launched."""
         self._at_rest = None
 
     def execute(self, command: WeightCommand) -> None:
-        """Between two steps."""
+        """Execute a command between two steps."""
         if self.given_up(command):
             return
         if command.inflight == "retract":
-            # Their KV is computed again with the new weights.
+            # SGLang computes the KV of retracted requests again, with the new weights.
             self._scheduler.sglrl_retract()
         if command.hold:
             self._hold(command)
@@ -287,7 +292,7 @@ class SglangWeights:
                 return took
 
         self._switch(command.version)
-        # The staged memory must outlive the copies: it is dropped after the wait.
+        # The staged memory must outlive the copies. The channel drops it after the wait.
         self.channel.committed(command.update, pause)
 
     def _make_live(self, bound: Any) -> None:
@@ -320,14 +325,17 @@ class SglangWeights:
         self._switch(hold.version)
 
     def _switch(self, version: int) -> None:
-        """From the next step on. What has not been prefilled yet shall not find older KV."""
+        """Use a version from the next step on.
+
+        Requests without a prefill get a new cache key, so that they find no KV of older versions.
+        """
         scheduler = self._scheduler
         scheduler.sglrl_version = version
         for request in (*scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue):
             request.extra_key = str(version)
 
     def _stream(self) -> Any:
-        """The one that the model's kernels run on."""
+        """Return the stream on which the model's kernels run."""
         if self._scheduler.enable_overlap:
             return self._scheduler.forward_stream
         return torch.cuda.current_stream(self.device)

@@ -1,9 +1,9 @@
 """Attention on a CPU for all requests of a step at once.
 
-SGLang's backend for CPUs without AMX takes one request after the other, in Python, in every layer;
-with a small model that is most of a step. Prefills are worse off: it computes what the prefix cache
-holds again, only to drop it. Here requests of about the same length are one call of PyTorch's
-attention (``ragged_attention.py``).
+SGLang's backend for CPUs without AMX handles one request after the other, in Python, in every
+layer. With a small model this takes most of a step. Prefills are slower still: the backend also
+computes the tokens that the prefix cache holds, and then drops the results. Here one call of
+PyTorch's attention handles all requests of about the same length (``ragged_attention.py``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .ragged_attention import Call, attend, plan, token_bytes
 
 
 class BatchedAttention(TorchNativeAttnBackend):  # type: ignore[misc]
-    """In the place of SGLang's "torch_native"; encoders and the like remain as they are there."""
+    """Replaces SGLang's "torch_native" backend. Encoders and sliding window pools still use it."""
 
     def __init__(self, runner: Any) -> None:
         super().__init__(runner)
@@ -26,7 +26,7 @@ class BatchedAttention(TorchNativeAttnBackend):  # type: ignore[misc]
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         super().init_forward_metadata(forward_batch)
-        # All layers of a step share them.
+        # All layers of a step share these calls.
         self._calls = {}
 
     def _run_sdpa_forward_decode(self, *args: Any, **options: Any) -> torch.Tensor:
@@ -56,5 +56,5 @@ class BatchedAttention(TorchNativeAttnBackend):  # type: ignore[misc]
 
 
 def install() -> None:
-    """Call in the worker before the model is built."""
+    """Register the backend. Call in the worker before the model is built."""
     ATTENTION_BACKENDS["torch_native"] = BatchedAttention

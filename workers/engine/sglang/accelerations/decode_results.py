@@ -1,11 +1,15 @@
-"""The results of a decode step, where SGLang's scheduler spends most of its time once a model is
-small and a batch large: in a step of 1,024 requests almost every one of them gets a token and goes
-on, for which SGLang makes a dozen calls each.
+"""Process the results of a decode step with little work per request.
 
-Here a request that only goes on gets its token and its logprob, and no more. SGLang's own code does
-all others: those that may end with this token, report it, or want more than token and logprob. It
-sees a step of these requests alone. What "only goes on" may leave out was read in the methods that
-``_METHODS`` names, so with an SGLang in which they read otherwise its own code does all.
+With a small model and a large batch, SGLang's scheduler spends most of its time here. In a step of
+1,024 requests almost every request gets one token and continues. SGLang makes a dozen calls for
+each of them.
+
+Here a request that only continues gets its token and its logprob, and nothing else. SGLang's own
+code processes all other requests: those that may end with this token, report it, or want more than
+token and logprob. SGLang's code gets a batch of these requests only.
+
+The fast path omits work that was found to be unnecessary by reading the methods in ``_METHODS``. If
+the source of these methods differs, SGLang's own code processes all requests.
 """
 
 from __future__ import annotations
@@ -52,14 +56,18 @@ _KNOWN: Final = frozenset(
         "2b705bb49e544667ef4be78247253d1a2e65ff14bf46c75bf0345071f2124552",
     }
 )
-"""Digests of their texts: of 0.5.17 and 0.5.23."""
+"""Digests of the sources of these methods, in 0.5.17 and 0.5.23."""
 
 
 class _Plan:
-    """What decides whether a token is the last one, or is to be reported, and what it needs.
+    """Values that decide whether a token is the last one, and whether to report it.
 
-    ``limit``: tokens that the request may have. ``stops``: that end it. ``vocab_size``: ids are
-    below it. ``interval``: so many are reported at a time.
+    Attributes:
+        limit: maximum number of tokens of the request.
+        stops: tokens that end the request.
+        logprob: whether the request wants the logprob of its tokens.
+        vocab_size: upper bound of token ids, exclusive.
+        interval: number of tokens in one report.
     """
 
     __slots__ = ("interval", "limit", "logprob", "stops", "vocab_size")
@@ -80,7 +88,7 @@ class _Plan:
 
 
 def _plan(request: Any) -> _Plan | None:
-    """None for a request that SGLang's own code must see in every step."""
+    """Return None for a request that SGLang's own code must process in every step."""
     params = request.sampling_params
     logprob = request.logprob
     if (
@@ -106,7 +114,7 @@ def _plan(request: Any) -> _Plan | None:
 
 
 def install(scheduler: Any) -> None:
-    """Give the scheduler a ``Results``, if it is one that this knows."""
+    """Replace the scheduler's processor by a ``Results``, if its source is a known one."""
     theirs = scheduler.batch_result_processor
     if (
         not theirs.tree_cache.supports_mamba()
@@ -118,7 +126,7 @@ def install(scheduler: Any) -> None:
 
 
 class Results(SchedulerBatchResultProcessor):  # type: ignore[misc]
-    """SGLang's processor, but for the decode steps of requests that only go on."""
+    """SGLang's processor, with a fast path for requests that only continue in a decode step."""
 
     __slots__ = ()
 
@@ -130,8 +138,11 @@ class Results(SchedulerBatchResultProcessor):  # type: ignore[misc]
         super().process_batch_result_decode(batch, result)
 
     def _takes(self, batch: Any, result: Any) -> bool:
-        """False for a step in which there is more than tokens and logprobs, or which is counted in
-        SGLang's log, which tells of the whole batch."""
+        """Return whether the fast path applies to a step.
+
+        It does not apply if the step has more results than tokens and logprobs. It does not apply
+        either if SGLang logs this step, because the log entry describes the whole batch.
+        """
         logits, metrics = result.logits_output, self.metrics_reporter
         return (
             batch.spec_algorithm.is_none()
@@ -147,14 +158,14 @@ class Results(SchedulerBatchResultProcessor):  # type: ignore[misc]
         )
 
     def _go_on(self, batch: Any, result: Any) -> tuple[Any, Any]:
-        """Give their tokens to the requests that only go on; the batch and result of the others."""
+        """Add tokens to the requests that only continue. Return the rest of batch and result."""
         ids = result.next_token_ids
         ids = ids if isinstance(ids, list) else ids.tolist()
         logits = result.logits_output
         logprobs = logits.next_token_logprobs.tolist() if batch.return_logprob else ids
         others: list[int] = []
         requests = batch.reqs
-        # What was computed may be padded, but not be too little.
+        # The results may be padded. They are never fewer than the requests.
         rows = zip(requests, ids[: len(requests)], logprobs[: len(requests)], strict=True)
         for i, (request, token, value) in enumerate(rows):
             try:
@@ -171,7 +182,7 @@ class Results(SchedulerBatchResultProcessor):  # type: ignore[misc]
                 continue
             output = request.output_ids
             count, sent, interval = len(output) + 1, request.send_token_offset, plan.interval
-            # Some versions report by how many tokens there are, others by how many are not sent.
+            # Some versions count all tokens of a request for this, others only the unsent tokens.
             if (
                 count >= plan.limit
                 or not sent
@@ -192,7 +203,7 @@ class Results(SchedulerBatchResultProcessor):  # type: ignore[misc]
 
 
 def _part(batch: Any, result: Any, ids: list[int], rows: list[int]) -> tuple[Any, Any]:
-    """The batch and result of some of its requests."""
+    """Return the batch and the result of the requests in ``rows``."""
     part, outcome = copy.copy(batch), copy.copy(result)
     part.reqs = [batch.reqs[i] for i in rows]
     outcome.next_token_ids = [ids[i] for i in rows]

@@ -1,15 +1,16 @@
-"""Tokens and their logprobs drawn on the GPU in one pass over the logits.
+"""Draw tokens and compute their logprobs on the GPU, in one pass over the logits.
 
-Where all tokens may be drawn (no top-p, top-k, min-p), SGLang divides the logits, makes
-probabilities of them, noise, quotients, and logarithms of all: a dozen passes over [requests,
-vocabulary], which with a small model and a large vocabulary are a third of a step. Here each logit
-is read once. An exponential race decides: with E exponentially distributed, the token whose E / p
-is the smallest is drawn with probability p; the logarithm of that needs no probabilities (the
-Gumbel-max trick, https://arxiv.org/abs/1411.0030, section 2). The same pass sums what the logprob
-needs.
+Without top-p, top-k and min-p all tokens may be drawn. SGLang then divides the logits and computes
+probabilities, noise, quotients and the logarithms of all of them. These are a dozen passes over
+[requests, vocabulary]. With a small model and a large vocabulary they take a third of a step.
 
-All else is left to SGLang: other ways to sample, seeds (``seeds``), likeliest tokens, an SGLang
-whose sampler this has not been compared with.
+Here each logit is read once. An exponential race decides: with E exponentially distributed, the
+token with the smallest E / p is drawn with probability p. The logarithm of this quotient needs no
+probabilities (the Gumbel-max trick, https://arxiv.org/abs/1411.0030, section 2). The same pass sums
+the terms of the logprob.
+
+SGLang handles all other cases: other ways to sample, seeds (``seeded_sampling``), top logprobs, and
+SGLang versions whose sampler this module has not been compared with.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ _KNOWN: Final = frozenset(
         "f81ce1e208c256b61622825c3aaf46b2a132bb8c2cce189ad6d750158ddf88e8",
     }
 )
-"""Digests of their texts: of 0.5.17 and 0.5.23."""
+"""Digests of the sources of these methods, in 0.5.17 and 0.5.23."""
 
 _LANES = 512
-"""Of one program, with four logits each: as many as one counter of the generator has numbers."""
+"""Lanes of one program. A lane handles four logits: one generator counter yields four numbers."""
 _KEY = 0x2545F4914F6CDD1D
-"""For others than the numbers that torch draws with the same seed."""
+"""Makes the numbers differ from the numbers that torch draws with the same seed."""
 _LONG = 1 << 61
 
 _installed = False
@@ -54,9 +55,9 @@ _begun = False
 
 @triton.jit
 def _race(logit, temperature, bits, allowed):  # type: ignore[no-untyped-def]
-    """Scaled logits, and the logarithms of what they are drawn by."""
+    """Return scaled logits and the logarithms of the race's scores."""
     scaled = tl.where(allowed, logit.to(tl.float32) / temperature, float("-inf"))
-    # In (0, 1), and fine near 0, where the race is decided.
+    # The value is in (0, 1). It is fine-grained near 0, where the race is decided.
     uniform = tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
     small = uniform * (1.0 + uniform * (0.5 + uniform * (1.0 / 3.0 + uniform * 0.25)))
     waits = tl.where(uniform < 0.01, small, -tl.log(1.0 - uniform))
@@ -65,7 +66,7 @@ def _race(logit, temperature, bits, allowed):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _first(score, token, other, other_token):  # type: ignore[no-untyped-def]
-    """The higher score of two, and whose it is."""
+    """Return the higher one of two scores, and its token."""
     better = other > score
     return tl.where(better, other, score), tl.where(better, other_token, token)
 
@@ -74,7 +75,10 @@ def _first(score, token, other, other_token):  # type: ignore[no-untyped-def]
 def _draw_part(  # type: ignore[no-untyped-def]
     logits, row_stride, columns, temperatures, key, step, floats, tokens, LANES: tl.constexpr
 ):
-    """Of a part of a row: maximum, sum of exponentials, the best score, whose it is, its logit."""
+    """Compute for a part of a row: maximum, sum of exponentials, best score, its token and logit.
+
+    The logit is scaled by the temperature.
+    """
     row, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     lane = tl.arange(0, LANES)
     token = part * (4 * LANES) + lane
@@ -103,7 +107,7 @@ def _draw_part(  # type: ignore[no-untyped-def]
         tl.load(at + token3, token3 < columns, low), temperature, bits3, token3 < columns
     )
     most = tl.max(tl.maximum(tl.maximum(scaled0, scaled1), tl.maximum(scaled2, scaled3)), axis=0)
-    # A part in which nothing is allowed adds nothing; NaN and infinity make NaN of the sum.
+    # A part without allowed tokens adds nothing. NaN and infinity make the sum NaN.
     zero = tl.where(most == low, 0.0, most)
     total = tl.sum(
         tl.exp(scaled0 - zero)
@@ -146,7 +150,7 @@ def _join_parts(  # type: ignore[no-untyped-def]
     drawn = tl.load(tokens + row * parts + winner)
     scaled = tl.load(floats + 3 * of_one + row * parts + winner)
     logprob = scaled - highest - tl.log(sums)
-    # As a softmax has it: NaN or infinity somewhere, or nothing allowed.
+    # Like in a softmax: a value is NaN or infinite, or no token is allowed.
     bad = (sums != sums) | (logprob != logprob) | (highest == low)
     tl.store(ids + row, tl.where(bad, 0, drawn))
     tl.store(logprobs + row, tl.where(bad, 0.0, logprob))
@@ -156,18 +160,18 @@ def _join_parts(  # type: ignore[no-untyped-def]
 def draw(
     logits: torch.Tensor, temperatures: torch.Tensor, key: int, step: int, lanes: int = _LANES
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One token of each row, distributed as ``softmax(logits / temperatures)``.
+    """Draw one token per row, distributed as ``softmax(logits / temperatures)``.
 
     Args:
-        logits: float [n, vocabulary]; -inf: not allowed. Left as it is.
+        logits: float [n, vocabulary]; -inf: not allowed. They do not change.
         temperatures: float32 [n] or [n, 1].
-        key, step: what is drawn is a function of both, the row's number and its values. From 2**61
-            to 2**62: a number as large as that is never compiled as one of 32 bits.
+        key, step: the result is a function of both, the row's number and the row's values. Both are
+            from 2**61 to 2**62, because Triton never compiles numbers of this size as 32 bits.
         lanes: a power of two.
 
     Returns:
-        token ids, int32 [n]; their logprobs, float32 [n]; rows without a token (a value is NaN or
-        +inf, or all are -inf), bool [n], whose token and logprob are 0.
+        Token ids, int32 [n]; their logprobs, float32 [n]; and rows without a token, bool [n]. A row
+        has no token if a value is NaN or +inf, or if all are -inf. Its token and logprob are 0.
     """
     rows, columns = logits.shape
     if logits.stride(1) != 1:
@@ -196,8 +200,11 @@ def draw(
 
 
 def install(server_args: ServerArgs) -> None:
-    """Call in a worker with a GPU before the scheduler is built, and before others put something in
-    the place of SGLang's samplers."""
+    """Patch SGLang's sampler.
+
+    Call in a worker with a GPU before the scheduler is built, and before any other patch of
+    SGLang's samplers.
+    """
     if (
         server_args.enable_deterministic_inference
         or server_args.rl_on_policy_target
@@ -253,7 +260,7 @@ def _takes(info: Any, return_logprob: bool, top_logprobs: Any, token_ids: Any) -
 
 
 def _next_step(device: torch.device) -> tuple[int, int]:
-    """Seed and place of torch's generator, which goes on: all ranks of an engine have the same."""
+    """Return seed and offset of torch's generator, and advance it. All ranks have equal values."""
     generator = torch.cuda.default_generators[device.index]
     at: int = generator.get_offset()
     generator.set_offset(at + 4)
@@ -261,8 +268,10 @@ def _next_step(device: torch.device) -> tuple[int, int]:
 
 
 def begin(scheduler: Any, device: torch.device) -> None:
-    """Compile the kernels, now rather than in the first request's time, and draw with them from now
-    on: all ranks, or none."""
+    """Compile the kernels now, rather than during the first request, and use them from now on.
+
+    Either all ranks use them or none.
+    """
     global _begun
     if not _installed:
         return

@@ -1,14 +1,16 @@
-"""Queries for the next token, past SGLang's scheduling.
+"""Answer queries for the next token without SGLang's scheduling.
 
-Who asks for distributions one token after the other, as genlm's inference does, asks with what the
-prefix cache knows but for the last token. All that is to be done for such a query is one row of a
-decode step and one token more in the cache; SGLang makes a request of it that is queued, admitted,
-allocated for, prefilled, sampled, finished and reported, for half a millisecond of its thread. Here
-the queries that have arrived are decode steps between two of SGLang's own, with its model runner,
-its memory and its prefix cache, which it finds as its own requests would have left them. A query
-with a few tokens more is as many rows (``short_prefill.py``).
+A client may ask for distributions one token after the other, as genlm's inference does. The prefix
+cache then holds all tokens of a query except the last one. Such a query needs one row of a decode
+step and one more token in the cache. SGLang turns it into a request that is queued, admitted,
+allocated, prefilled, sampled, finished and reported. This takes half a millisecond of SGLang's
+thread.
 
-Queries that are anything else go to SGLang, and what they leave in the cache serves the next ones.
+Here the waiting queries become decode steps between two of SGLang's own steps. They use SGLang's
+model runner, memory and prefix cache, and leave these as SGLang's own requests would. A query with
+a few new tokens becomes as many rows (``short_prefill.py``).
+
+All other queries go to SGLang. Their tokens stay in the cache, which serves later queries.
 """
 
 from __future__ import annotations
@@ -32,15 +34,20 @@ from sglang.srt.model_executor.forward_batch_info import (
 from . import short_prefill
 
 _AT_ONCE = 32
-"""So many at most in one step: the answers of one leave while the next one is computed."""
+"""Maximum queries in one step. The answers of a step are sent while the next step is computed."""
 
 _AT_ONCE_WITHOUT_GRAPHS = 64
-"""There a step costs nearly the same whatever its rows."""
+"""Maximum without CUDA graphs, where a step costs nearly the same for any number of rows."""
 
 
 class Known:
-    """A query, and what the prefix cache has of it: KV slots, int64 [cached], and the node where
-    they end."""
+    """A query and its prefix in the prefix cache.
+
+    Attributes:
+        slots: KV slots of the prefix, int64 [cached].
+        node: the node of the cache at which the prefix ends.
+        cached: number of tokens in the prefix.
+    """
 
     __slots__ = ("cached", "node", "request", "slots")
 
@@ -56,12 +63,15 @@ class Known:
 
 
 Answer = Callable[[Sequence[Known], torch.Tensor, Sequence[int]], Callable[[], None]]
-"""Called with queries, logits, [rows, vocabulary], and each query's row. The logits may change when
-it has returned; what it returns sends the answers."""
+"""Makes the answers to queries from logits.
+
+Its arguments are the queries, logits, [rows, vocabulary], and each query's row. The logits may
+change after the call returns. The result is a function that sends the answers.
+"""
 
 
 def is_query(request: Any) -> bool:
-    """SGLang is asked for no new token, and for none of the prompt's logprobs."""
+    """Return whether a request asks for no new token and for no logprobs of its prompt."""
     return (
         isinstance(request, TokenizedGenerateReqInput)
         and request.sampling_params.max_new_tokens == 0
@@ -70,10 +80,10 @@ def is_query(request: Any) -> bool:
 
 
 class Queries:
-    """Of one rank. Every rank of a replica finds the same state, so does the same.
+    """Answers queries on one rank. Every rank of a replica has the same state and does the same.
 
     Args:
-        answer: None on ranks that answer nobody.
+        answer: makes the answers. None on ranks that send no answers.
     """
 
     def __init__(self, scheduler: Any, answer: Answer | None) -> None:
@@ -94,7 +104,7 @@ class Queries:
         )
 
     def run(self, requests: list[Any]) -> list[Any]:
-        """Answer those that can be; return the others, in their order."""
+        """Answer all queries that need no scheduling. Return the others, in their order."""
         if not self._possible:
             return requests
         others: list[Any] = []
@@ -141,22 +151,22 @@ class Queries:
         if not 0 < len(ids) <= self._scheduler.max_req_input_len:
             return None
         if len(ids) == 1:
-            # SGLang matches nothing for the empty sequence.
+            # SGLang's cache matches nothing for the empty sequence.
             return None
-        # Of what is cached as a whole, the last token is computed again.
+        # If all tokens are cached, the last token is computed again.
         key = RadixKey(ids[:-1], request.extra_key)
         match = self._tree.match_prefix(MatchPrefixParams(key=key))
         return Known(request, match.device_indices, match.last_device_node)
 
     def _launch(self, step: list[Known]) -> Callable[[], None] | None:
-        """None if there is no room: SGLang makes some."""
+        """Launch a step. Return None if there is no room: then SGLang makes room."""
         scheduler = self._scheduler
-        # Rows of the table that are free stay so: they are used until SGLang's next step, and
-        # nobody takes one before.
+        # These rows of the table stay free. The step uses them until SGLang's next step, and no
+        # request takes a row before that.
         places = scheduler.req_to_token_pool.free_slots[: len(step)]
         if len(places) < len(step):
             return None
-        # Nothing is evicted: what was matched stays, without a lock.
+        # This allocation evicts nothing, so the matched prefixes stay without a lock.
         slots = scheduler.token_to_kv_pool_allocator.alloc(sum(query.new for query in step))
         if slots is None:
             return None
@@ -167,7 +177,7 @@ class Queries:
             logits = self._logits(step, places, slots)
             answer = _nobody
             if self._answer is not None:
-                # One for each query, or for each row.
+                # The logits have one row per query, or one row per new token.
                 rows = np.ones(len(step), np.int64)
                 if len(logits) > len(step):
                     rows = np.array([query.new for query in step])
@@ -178,24 +188,24 @@ class Queries:
         return answer
 
     def _logits(self, step: list[Known], places: list[int], slots: torch.Tensor) -> torch.Tensor:
-        """[queries, vocabulary], or [rows, vocabulary]."""
+        """Compute the logits, [queries, vocabulary] or [rows, vocabulary]."""
         output = self._runner.forward(self._batch(step, places, slots))
         return output.logits_output.next_token_logits
 
     def _batch(self, step: list[Known], places: list[int], slots: torch.Tensor) -> ForwardBatch:
-        """A row for each new token: see ``short_prefill``."""
+        """Return a batch with one row per new token (see ``short_prefill``)."""
         device = self._runner.device
         cached = np.array([query.cached for query in step], dtype=np.int64)
         new = np.array([query.new for query in step], dtype=np.int64)
         rows = int(new.sum())
-        # Row i of all, one behind the other, is token begins[its query] + i.
+        # Row i of all concatenated rows is token begins[its query] + i.
         begins = cached - (new.cumsum() - new)
         lengths = begins.repeat(new) + np.arange(1, rows + 1)
         tokens = np.concatenate(
             [np.frombuffer(query.request.input_ids, np.int64)[query.cached :] for query in step]
         )
         place = np.array(places, dtype=np.int64)
-        # One copy to the device.
+        # Copy all arrays to the device at once.
         host = np.concatenate([tokens, place.repeat(new), lengths, place, cached])
         on_device = torch.from_numpy(host).to(device, non_blocking=True)
         tokens_, places_, seq_lens, place_, cached_ = on_device.split([rows] * 3 + [len(step)] * 2)
@@ -204,7 +214,7 @@ class Queries:
         flat = table.view(-1)
         total = int(cached.sum())
         if total:
-            # Element i of all prefixes, one behind the other, belongs at offset[its query] + i.
+            # Element i of all concatenated prefixes belongs at offset[its query] + i.
             offset = place_ * table.shape[1] - (cached_.cumsum(0) - cached_)
             at = offset.repeat_interleave(cached_, output_size=total)
             at += torch.arange(total, device=device)
@@ -228,7 +238,7 @@ class Queries:
         )
 
     def _keep(self, step: list[Known], slots: torch.Tensor) -> None:
-        """In the prefix cache, behind what was matched; what it has by now is given back."""
+        """Add the new tokens to the prefix cache. Free the slots of tokens that it already has."""
         double = []
         begin = 0
         for query in step:

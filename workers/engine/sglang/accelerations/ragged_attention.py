@@ -1,4 +1,4 @@
-"""Attention of requests of different lengths, padded, in few calls. Needs torch and numpy alone."""
+"""Padded attention for requests of different lengths in few calls. Needs only torch and numpy."""
 
 from __future__ import annotations
 
@@ -10,23 +10,26 @@ from numpy.typing import NDArray
 from torch.nn.functional import scaled_dot_product_attention
 
 _BLOCK = 256
-"""New tokens of a request in one call: a mask has as many rows."""
+"""Maximum new tokens of a request in one call, and so the maximum rows of a mask."""
 _ALIKE = 8, 64
-"""Requests with up to so many new tokens, or tokens of context, are taken for equally long."""
+"""Requests with at most this many new tokens, or tokens of context, count as equally long."""
 _MASKED = 1 << 21
-"""Elements of the mask of one call."""
+"""Maximum elements of the mask of one call."""
 _GATHERED = 32 << 20
-"""Bytes of keys and values of one call, which are copied to lie one behind the other."""
+"""Maximum bytes of keys and values in one call. They are copied to be contiguous."""
 
 
 class Call(NamedTuple):
-    """One call, for n pieces of requests, of up to q new tokens and s tokens of context.
+    """One call, for n pieces of requests with up to q new tokens and s tokens of context.
 
-    tokens: int64 [n * q], rows of the queries; short pieces repeat their last one. None: all.
-    slots: int64 [n * s], in the KV cache; short ones repeat their first one.
-    mask: bool [n, 1, q, s], True where a token is attended to; None: everywhere.
-    shape: n, q, s.
-    causal: one request's tokens, all of them new: each attends to those before it.
+    Attributes:
+        tokens: int64 [n * q], rows of the queries; short pieces repeat their last row. None: all
+            rows.
+        slots: int64 [n * s], in the KV cache; short pieces repeat their first slot.
+        mask: bool [n, 1, q, s], True where a token is attended to. None: everywhere.
+        shape: n, q, s.
+        causal: the call is for one request whose tokens are all new. Each token attends to the
+            tokens before it.
     """
 
     tokens: torch.Tensor | None
@@ -37,7 +40,11 @@ class Call(NamedTuple):
 
 
 def token_bytes(keys: torch.Tensor, values: torch.Tensor) -> int:
-    """Of the KV cache, a token in one layer. keys, values: [slots, heads, size]."""
+    """Return the bytes of a token in one layer of the KV cache.
+
+    Args:
+        keys, values: [slots, heads, size].
+    """
     return int(keys[0].nbytes + values[0].nbytes)
 
 
@@ -49,13 +56,15 @@ def plan(
     window: int | None,
     bytes_a_token: int,
 ) -> list[Call]:
-    """The calls for a step in which request i, whose slots in the KV cache are
-    ``table[rows[i]]``, attends with ``counts[i]`` new tokens behind ``begins[i]`` others.
+    """Return the calls for a step.
+
+    In this step request i has its slots of the KV cache in ``table[rows[i]]``. It attends with
+    ``counts[i]`` new tokens after ``begins[i]`` earlier ones.
 
     Args:
         table: int [requests, context].
         rows, begins, counts: int [b].
-        window: tokens before a token that it attends to; None: all.
+        window: number of earlier tokens that a token attends to. None: all.
         bytes_a_token: see ``token_bytes``.
     """
     if len(rows) == 1 and counts[0] == 1 and window is None:
@@ -66,7 +75,7 @@ def plan(
     calls = []
     which, begin, count, first = pieces(begins.numpy(), counts.numpy())
     if window is None:
-        # Without a mask the kernel leaves out what comes later.
+        # Without a mask the causal kernel skips later tokens.
         whole = (begins == 0) & (counts > (_BLOCK if len(rows) > 1 else 0))
         for request in whole.nonzero().flatten().tolist():
             size = int(counts[request])
@@ -101,8 +110,10 @@ def _decode(
     counts: torch.Tensor,
     bytes_a_token: int,
 ) -> Call | None:
-    """The one call for requests of about the same length with a token each, which most steps are;
-    None: these are others."""
+    """Return the single call for requests of about the same length with one new token each.
+
+    Most steps are of this kind. Return None for all other steps.
+    """
     lengths = begins.numpy() + 1
     n, s = len(rows), int(lengths.max())
     if int(counts.max()) > 1 or not _are_one(n, int(lengths.min()), s, bytes_a_token):
@@ -116,7 +127,7 @@ def _decode(
 
 
 def _are_one(n: int, shortest: int, longest: int, bytes_a_token: int) -> bool:
-    """So many requests with a token each, of these lengths, are one call."""
+    """Return whether n requests of these lengths, with one new token each, fit in one call."""
     return n == 1 or (
         max(shortest, _ALIKE[1]) * 2 > max(longest, _ALIKE[1])
         and n * longest <= _MASKED
@@ -125,8 +136,12 @@ def _are_one(n: int, shortest: int, longest: int, bytes_a_token: int) -> bool:
 
 
 def pieces(begins: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:
-    """Requests as pieces of at most ``_BLOCK`` new tokens, int64 [pieces] each: which request, how
-    many tokens are before the piece, how many are new, and the row of the first of them."""
+    """Split requests into pieces of at most ``_BLOCK`` new tokens.
+
+    Returns:
+        Four arrays, int64 [pieces] each: the piece's request, the number of tokens before the
+        piece, the number of its new tokens, and the row of its first new token.
+    """
     parts = -(-counts // _BLOCK)
     which = np.arange(len(counts)).repeat(parts)
     done = (np.arange(len(which)) - (parts.cumsum() - parts).repeat(parts)) * _BLOCK
@@ -135,7 +150,11 @@ def pieces(begins: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[NDArra
 
 
 def _magnitude(values: NDArray[np.int64], least: int) -> NDArray[np.int64]:
-    """Equal where one is at most twice the other, more or less, or both are at most ``least``."""
+    """Return numbers that are equal for values of about the same size.
+
+    Two values are of this kind if one is at most about twice the other, or if both are at most
+    ``least``.
+    """
     magnitudes: NDArray[np.int64] = np.ceil(np.log2(np.maximum(values, least))).astype(np.int64)
     return magnitudes
 
@@ -149,7 +168,11 @@ def _call(
     window: int | None,
     in_order: bool,
 ) -> Call:
-    """Of n pieces. in_order: these are all tokens, as they are."""
+    """Return the call for n pieces.
+
+    Args:
+        in_order: the pieces are all tokens of the step, in their order.
+    """
     begin, count, first = begin[:, None], count[:, None], first[:, None]
     length = begin + count
     q, s = int(count.max()), int(length.max())
@@ -160,7 +183,7 @@ def _call(
     if window is not None:
         mask &= context >= position - window
     slots = table[rows, :s].long()
-    # What stands behind a request's own is anything, and may be no number.
+    # The table's entries after a request's own are arbitrary, and may lead to NaN.
     slots = torch.where(context < length, slots, slots[:, :1])
     return Call(
         None if in_order else (first + new).flatten(),
@@ -178,10 +201,13 @@ def attend(
     values: torch.Tensor,
     scaling: float | None,
 ) -> None:
-    """Args:
-    query, output: [tokens, heads, size], of which the latter is written.
-    keys, values: [slots, KV heads, size].
-    scaling: of the products; None: one over the root of the size.
+    """Run the calls.
+
+    Args:
+        query: [tokens, heads, size].
+        output: [tokens, heads, size]; receives the results.
+        keys, values: [slots, KV heads, size].
+        scaling: factor of the products. None: one over the root of the size.
     """
     heads, shared = query.shape[1], keys.shape[1]
     for tokens, slots, mask, (n, q, s), causal in calls:
@@ -197,7 +223,7 @@ def attend(
             )
             found = found[0].transpose(0, 1)
         else:
-            # Heads that share keys are more queries of one head.
+            # Heads that share keys become more queries of one head.
             asked = asked.view(n, q, shared, heads // shared, -1).permute(0, 2, 3, 1, 4)
             asked = asked.reshape(n, shared, heads // shared * q, -1)
             if mask is not None and q > 1:
@@ -208,5 +234,5 @@ def attend(
         if tokens is None:
             output.copy_(found)
         else:
-            # Who repeats a token has the same answer for it.
+            # A repeated token has the same result each time.
             output[tokens] = found

@@ -3,10 +3,11 @@
 Such groups are n samples of a prompt, or requests with the same system prompt.
 ``core/prefix_groups.py`` decides which requests wait.
 
-SGLang's scheduler is asked for the next prefill without those that should wait; they stay in its
-queue, in their places, where it looks for whatever else concerns them. Its own ``Engine`` has the
-prompt of n samples prefilled by a request of its own, before them; its in-batch prefix caching
-(``schedule_policy="lpm"``) puts them last, in the same step if there is room.
+SGLang's scheduler plans the next prefill without the requests that wait. They keep their places in
+its queue, so that all its other work finds them. SGLang has two mechanisms of its own. Its
+``Engine`` prefills the prompt of n samples with an extra request before the samples. Its in-batch
+prefix caching (``schedule_policy="lpm"``) puts such requests last, in the same step if there is
+room.
 """
 
 from __future__ import annotations
@@ -22,28 +23,28 @@ from sglrl.core.prefix_groups import LEAST, Prompt, followers
 from .. import compat
 
 _MOST: Final = 512
-"""Waiting requests that are looked at, from the first on: more than a step prefills."""
+"""Maximum waiting requests considered, from the first one on. A step prefills fewer."""
 
 
 class Alike:
-    """Of one rank. Every rank of a replica finds the same."""
+    """Finds requests that wait, on one rank. Every rank of a replica finds the same requests."""
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
         tree = scheduler.tree_cache
-        # A state-space model's cache has states at the ends of prompts only, which nobody reaches
-        # who computes the last token again.
+        # The cache of a state-space model has states only at the ends of prompts. A request that
+        # computes its last token again cannot use such a state.
         self._possible = not getattr(tree, "disable", True) and not tree.supports_mamba()
         self._launched: tuple[int, list[Any]] = (0, [])
         """Number and requests of the last step that prefilled."""
 
     def launched(self, number: int, requests: list[Any]) -> None:
-        """A step that prefills these is under way."""
+        """Record the launch of a step that prefills these requests."""
         if self._possible:
             self._launched = number, list(requests)
 
     def later(self, waiting: list[Any], ended: int) -> set[Any]:
-        """Those of the waiting requests that the next prefill should leave out.
+        """Return the waiting requests that the next prefill should omit.
 
         Args:
             ended: number of the last step whose results have been processed.
@@ -67,21 +68,21 @@ class Alike:
         return {looked_at[index] for index in found}
 
     def _cached(self, request: Any) -> int:
-        """Tokens of it that are in the prefix cache."""
+        """Return the number of the request's tokens in the prefix cache."""
         ids = request.origin_input_ids + request.output_ids
         key = RadixKey(ids, request.extra_key)
         return compat.matched(self._scheduler.tree_cache.match_prefix(MatchPrefixParams(key=key)))
 
 
 def _prompt(request: Any) -> Prompt:
-    """Worked out once for each prefill."""
+    """Return the request's prompt. It is computed once per prefill."""
     size = len(request.origin_input_ids) + len(request.output_ids)
     had = getattr(request, "sglrl_prompt", None)
     if had is not None and had[0] == size:
         return had[1]  # type: ignore[no-any-return]
     most = size - 1
     if request.return_logprob and request.logprob_start_len >= 0:
-        # Logprobs of the prompt are computed, not found.
+        # Logprobs of the prompt must be computed. The cache does not have them.
         most = min(most, request.logprob_start_len)
     tokens = b""
     if size > LEAST and request.multimodal_inputs is None and request.input_embeds is None:

@@ -1,13 +1,14 @@
-"""A prefill of few tokens is run as a decode step, so as one CUDA graph.
+"""Run a prefill of few tokens as a decode step, and so as one CUDA graph.
 
-Each token of it becomes a row of its own: with the request's places in the KV cache, and a context
-that ends with this token. Every layer writes the keys and values of all rows before any of them
-attends, so a row finds those of its request's tokens before it, as in a prefill. SGLang launches a
-prefill kernel by kernel from Python all the same: on an H200 a query for the next token of a 0.6B
-model took 20 ms, and takes 4.
+Each new token becomes a row of its own. The row has the request's slots in the KV cache, and a
+context that ends with this token. Every layer writes the keys and values of all rows before any row
+attends. So a row finds the earlier tokens of its request, as in a prefill.
 
-Such are the queries of one who extends prompts token by token, turns that add a few tokens to a
-conversation, and the prompts of samples whose beginning the prefix cache knows.
+SGLang launches even a short prefill kernel by kernel from Python. On an H200 a query for the next
+token of a 0.6B model took 20 ms this way. As a decode step it takes 4 ms.
+
+Short prefills are common: queries that extend prompts token by token, turns that add a few tokens
+to a conversation, and prompts of samples whose prefix is in the prefix cache.
 """
 
 from __future__ import annotations
@@ -21,16 +22,21 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
 
 _WITHOUT_GRAPHS = 16
-"""Rows. There it is neither faster nor slower."""
+"""Maximum rows without CUDA graphs, where a decode step is neither faster nor slower."""
 
 ATTENDED = 1 << 16
-"""Tokens of context that all rows together may have, if a request has several: a prefill reads its
-context once, a row each for itself."""
+"""Maximum context of all rows together, in tokens, if a request has several rows.
+
+A prefill reads its context once. As a decode step, each row reads the context for itself.
+"""
 
 
 def install(runner: Any) -> None:
-    """Make this model runner do so, unless its model or its way of decoding is one where both
-    differ. Call on every rank: what a batch is run as must be the same on all."""
+    """Make this model runner run short prefills as decode steps.
+
+    Some models and ways of decoding need a real prefill (see ``plain``). Their runners do not
+    change. Call on every rank: all ranks must run a batch in the same way.
+    """
     if not plain(runner):
         return
     forward = runner.forward
@@ -49,8 +55,11 @@ def install(runner: Any) -> None:
 
 
 def plain(runner: Any) -> bool:
-    """Its requests have KV caches and no other state: no recurrent one that a prefill begins, no
-    second pool for a sliding window, no encoder, adapter or draft model."""
+    """Return whether requests of the runner have KV caches and no other state.
+
+    Other states are a recurrent state that a prefill begins, a second pool for a sliding window, an
+    encoder, an adapter and a draft model.
+    """
     config = runner.model_config
     return (
         type(runner.req_to_token_pool) is ReqToTokenPool
@@ -63,17 +72,19 @@ def plain(runner: Any) -> bool:
 
 
 def most_rows(runner: Any) -> int:
-    """Of a step that is worth it."""
+    """Return the maximum rows of a step for which the conversion is worthwhile."""
     graphs = runner.decode_cuda_graph_runner
     if graphs is not None:
         return int(graphs.max_bs)
-    # SGLang's buffers for a decode step have room for no more.
+    # SGLang's buffers for a decode step have room for at most this many requests.
     return min(_WITHOUT_GRAPHS, int(runner.max_running_requests))
 
 
 def is_short(batch: Any, most: int) -> bool:
-    """It is a prefill whose last logits alone are wanted, with a token for each request or ``most``
-    in all."""
+    """Return whether a batch is a short prefill that needs only its last logits.
+
+    It is short with one token per request, or with at most ``most`` tokens in all.
+    """
     tokens = batch.extend_num_tokens
     return (
         batch.forward_mode == ForwardMode.EXTEND
@@ -83,7 +94,7 @@ def is_short(batch: Any, most: int) -> bool:
         and batch.capture_hidden_mode == CaptureHiddenMode.NULL
         and batch.input_embeds is None
         and batch.replace_embeds is None
-        # Attention that is spread over data parallel ranks plans batches ahead.
+        # Attention across data parallel ranks plans its batches in advance.
         and batch.global_num_tokens_cpu is None
     )
 
@@ -98,14 +109,20 @@ def _wants_prompt_logprobs(batch: Any) -> bool:
 
 
 def attended(begin: int, count: int) -> int:
-    """Tokens of context of ``count`` rows together, behind ``begin`` tokens; 0 for one row: it
-    reads no more than a prefill."""
+    """Return the total context of ``count`` rows after ``begin`` tokens, in tokens.
+
+    Return 0 for one row, because it reads no more than a prefill.
+    """
     return 0 if count == 1 else count * begin + count * (count + 1) // 2
 
 
 def as_rows(batch: Any) -> tuple[Any, torch.Tensor | None]:
-    """The decode step of [tokens] rows that does what this prefill of [requests] does; and the row
-    of each request's last token, int64 [requests], or None: its only one."""
+    """Convert a prefill of [requests] to the equivalent decode step of [tokens] rows.
+
+    Returns:
+        The decode step, and the row of each request's last token, int64 [requests]. None instead
+        of the rows if each request has only one row.
+    """
     rows = copy.copy(batch)
     rows.forward_mode = ForwardMode.DECODE
     tokens = batch.extend_num_tokens

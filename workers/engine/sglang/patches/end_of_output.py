@@ -1,12 +1,14 @@
-"""What ends an output: SGLang's rules, but for three.
+"""Decide when an output ends, by SGLang's rules with three changes.
 
-* The last token that a request may have can be the one that ends it: an end of sequence, a stop
-  token, or the end of a stop string. SGLang (0.5.17 to 0.5.23) looks at the length first and at
-  nothing else then, so a complete answer was "length": cut off, to a trainer that masks those.
-* An abort lets a request make one more step. If the token of that ends it, it has ended: who goes
-  on with what was aborted (a session's turn) would go on behind the end.
-* ``ignore_eos`` is about the model's own end. SGLang leaves the request's ``stop_token_ids`` out,
-  too.
+* The last token that a request may have can also end the output: an end of sequence, a stop token,
+  or the end of a stop string. SGLang (0.5.17 to 0.5.23) checks the length first, and then nothing
+  else. It reports a complete answer as "length", and a trainer that masks truncated answers masks
+  this one, too.
+* An abort lets a request make one more step. If the token of this step ends the output, the output
+  is complete. Otherwise a caller that continues aborted outputs (a session's turn) would continue
+  after the end.
+* ``ignore_eos`` is about the model's own end of sequence. SGLang also ignores the request's
+  ``stop_token_ids``.
 """
 
 from __future__ import annotations
@@ -26,12 +28,12 @@ _check_tokens = Req._check_token_based_finish
 
 
 def install() -> None:
-    """Call in the worker before the scheduler is built."""
+    """Patch SGLang's requests. Call in the worker before the scheduler is built."""
     Req.update_finish_state = _update_finish_state
     Req._check_token_based_finish = _check_token_based_finish
 
 
-# Wrapped, so that whoever asks for the source of these gets SGLang's.
+# ``wraps`` lets code that reads the source of these methods find SGLang's source.
 
 
 @wraps(_update)
@@ -39,7 +41,7 @@ def _update_finish_state(self: Any, new_accepted_len: int = 1) -> None:
     ended = self.finished()
     _update(self, new_accepted_len)
     reason = self.finished_reason
-    # With a status it is an error, and none that somebody asked for.
+    # An abort with a status is an error. No caller asked for it.
     asked = type(reason) is FINISH_ABORT and reason.status_code is None
     if ended or not (asked or type(reason) is FINISH_LENGTH):
         return

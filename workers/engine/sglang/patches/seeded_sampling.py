@@ -1,9 +1,11 @@
 """Seeded sampling: the draws of a request with a seed repeat, whatever else is in its batch.
 
-SGLang honours seeds only in its deterministic mode, which gives requests without a seed one and the
-same, refuses top-p with its GPU sampler, and is slower for everybody. Here a draw of a seeded
-request is a function of (seed, position, token) and the probabilities; requests without a seed are
-drawn as always, and nothing is computed while no seeded request is alive.
+SGLang supports seeds only in its deterministic mode. This mode gives all requests without a seed
+the same seed, refuses top-p with its GPU sampler, and makes all requests slower.
+
+Here a draw of a seeded request is a function of (seed, position, token) and the probabilities.
+Requests without a seed are drawn as usual. While no seeded request is alive, there is no extra
+computation.
 """
 
 from __future__ import annotations
@@ -18,15 +20,17 @@ from sglang.srt.server_args import ServerArgs
 
 NO_SEED = -1
 _ELEMENTS = 1 << 24
-"""Of one block of rows, which bounds the memory that the noise takes."""
+"""Maximum elements of a block of rows. This bounds the memory of the noise."""
 
 _alive: weakref.WeakSet[Any] = weakref.WeakSet()
-"""SGLang's requests that have a seed. Every tensor-parallel rank has a copy of its own."""
+"""SGLang's requests that have a seed. Every tensor-parallel rank has its own copy of a request."""
 
 
 def install(server_args: ServerArgs) -> None:
-    """Call in the worker before the scheduler is built. SGLang's deterministic mode, where the user
-    asked for it, stays as it is."""
+    """Patch SGLang's sampler. Call in the worker before the scheduler is built.
+
+    SGLang's deterministic mode does not change, if the user asked for it.
+    """
     if server_args.enable_deterministic_inference or server_args.rl_on_policy_target:
         return
     SamplingBatchInfo.from_schedule_batch = classmethod(_with_seeds)
@@ -34,7 +38,7 @@ def install(server_args: ServerArgs) -> None:
 
 
 def any_alive() -> bool:
-    """There is a request that has a seed."""
+    """Return whether a request with a seed is alive."""
     return bool(_alive)
 
 
@@ -43,8 +47,10 @@ _sample_from_probs = Sampler._sample_from_probs
 
 
 def _with_seeds(cls: Any, batch: Any, vocab_size: int) -> Any:
-    """Every batch carries the seeds, also where there are none: SGLang merges batches only if both
-    have the tensor."""
+    """Make SGLang's sampling info, with a tensor of seeds.
+
+    Batches without seeds have the tensor, too: SGLang merges two batches only if both have it.
+    """
     info = _from_schedule_batch(cls, batch, vocab_size)
     seeds = []
     for request in batch.reqs:
@@ -80,13 +86,13 @@ def draw(
     positions: torch.Tensor,
     limits: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """One token per row, int64 [n], distributed as ``probs`` over uniformly chosen seeds.
+    """Draw one token per row, int64 [n], distributed as ``probs`` over uniformly chosen seeds.
 
     Args:
         probs: float [n, vocabulary], each row sums to 1.
         seeds, positions: int64 [n].
-        limits: top-k, top-p and min-p, [n] each, as SGLang's own sampler applies them; None: all
-            tokens.
+        limits: top-k, top-p and min-p, [n] each, as SGLang's own sampler applies them. None: all
+            tokens may be drawn.
     """
     rows = max(1, _ELEMENTS // probs.shape[1])
     blocks = []
@@ -96,7 +102,7 @@ def draw(
         if limits is not None:
             top_ks, top_ps, min_ps = limits
             weights = _limited(weights, top_ks[block], top_ps[block], min_ps[block])
-        # An exponential race: the token whose waiting time, of rate p, is the shortest.
+        # This is an exponential race: the token with the shortest waiting time, of rate p, wins.
         waits = -torch.log(_uniform(seeds[block], positions[block], probs.shape[1]))
         blocks.append(torch.argmax(weights / waits, dim=-1))
     return torch.cat(blocks)
@@ -105,7 +111,7 @@ def draw(
 def _limited(
     probs: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor, min_ps: torch.Tensor
 ) -> torch.Tensor:
-    """``probs`` with zeros for the tokens that are not to be drawn."""
+    """Return ``probs`` with zeros for the tokens that must not be drawn."""
     ordered, tokens = probs.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(probs.shape[1], device=probs.device)
     out = rank >= top_ks.view(-1, 1)
@@ -115,7 +121,7 @@ def _limited(
 
 
 def _signed(constant: int) -> int:
-    """64 bits as the signed integer that torch wants."""
+    """Return 64 bits as the signed integer that torch requires."""
     return constant - (1 << 64) if constant >> 63 else constant
 
 
@@ -125,19 +131,19 @@ _SECOND = _signed(0x94D049BB133111EB)
 
 
 def _mix(bits: torch.Tensor) -> torch.Tensor:
-    """The finalizer of SplitMix64 (https://doi.org/10.1145/2660193.2660195), on int64."""
+    """Apply the finalizer of SplitMix64 (https://doi.org/10.1145/2660193.2660195) to int64."""
     bits = (bits ^ _shift(bits, 30)) * _FIRST
     bits = (bits ^ _shift(bits, 27)) * _SECOND
     return bits ^ _shift(bits, 31)
 
 
 def _shift(bits: torch.Tensor, by: int) -> torch.Tensor:
-    """A logical shift to the right."""
+    """Shift to the right, logically."""
     return (bits >> by) & ((1 << (64 - by)) - 1)
 
 
 def _uniform(seeds: torch.Tensor, positions: torch.Tensor, columns: int) -> torch.Tensor:
-    """float64 [n, columns] in (0, 1), a function of seed, position and column alone."""
+    """Return float64 [n, columns] in (0, 1), a function of seed, position and column only."""
     keys = _mix(_mix(seeds * _STEP + _STEP) + (positions.to(torch.int64) + 1) * _STEP)
     column = torch.arange(columns, device=seeds.device, dtype=torch.int64) * _STEP
     bits = _shift(_mix(keys.view(-1, 1) + column), 11)

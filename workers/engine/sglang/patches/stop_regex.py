@@ -1,11 +1,12 @@
-"""A stop expression that takes for ever on some text (``(a+)+b`` on many a's) ends its own request.
+"""End a request whose stop expression takes too long on its output.
 
-SGLang searches every output of a step between two steps, and Python's ``re`` backtracks: twice as
-long with every further character. All requests of the worker would wait, until the driver gave it
-up as hung and sent the same request to the next one.
+An example is ``(a+)+b`` on many a's. SGLang searches every output of a step between two steps.
+Python's ``re`` backtracks, so each further character doubles the time. All requests of the worker
+would wait until the driver detects a hang, kills the worker and sends the same request to the next
+worker.
 
-Not for ``tp_size > 1``: each rank searches by itself, and one that is just in time goes on with a
-request that has ended for the others.
+Do not install this with ``tp_size > 1``. Each rank searches by itself. A rank that is just in time
+would continue a request that has ended on the other ranks.
 """
 
 from __future__ import annotations
@@ -17,27 +18,29 @@ from typing import Any, Final
 from sglang.srt.managers import schedule_batch
 
 LIMIT: Final = 0.5
-"""Seconds of CPU time for one search: a thousand times what an ordinary one takes on an output of
-ten thousand characters."""
+"""Seconds of CPU time for one search.
+
+This is a thousand times the time of an ordinary search in an output of ten thousand characters.
+"""
 AGAIN: Final = 0.01
-"""For an expression that has once exceeded it: several samples may have the same one."""
+"""Seconds for an expression that has exceeded ``LIMIT`` once. Several samples may share it."""
 _SLOW: Final = 256
 
 
 def install() -> None:
-    """Call in the worker, on its main thread."""
+    """Limit the time of SGLang's searches. Call in the worker, on its main thread."""
     signal.signal(signal.SIGVTALRM, _too_long)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGVTALRM})
     schedule_batch.re = _Searches()
 
 
 def _too_long(*_: Any) -> None:
-    # ``re`` looks for signals while it searches. To SGLang it is as if the expression were wrong.
+    # ``re`` handles signals while it searches. SGLang handles this as a wrong expression.
     raise re.error(f"it takes longer than {LIMIT} s on what was generated")
 
 
 class _Searches:
-    """Stands for the module ``re`` where SGLang looks for the end of an output."""
+    """Replaces the module ``re`` in SGLang's search for the end of an output."""
 
     error = re.error
 

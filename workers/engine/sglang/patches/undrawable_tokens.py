@@ -1,10 +1,12 @@
-"""A request behind which no token can be drawn ends with an error that says why, and it alone.
+"""End a request with an error if no token can be drawn for it. Other requests continue.
 
-A grammar may allow nothing behind what it has accepted (``root ::= root "a"``), or nothing but an
-end for which ``min_new_tokens`` is too early; and the logits of a model that has diverged are NaN.
-Of such a row SGLang's greedy sampling makes token 0, and torch's assertion in its other sampling
-ends the process (on a GPU its CUDA context), and with it the requests of everybody else. Sent
-again, the request would end the next worker.
+There are three causes. A grammar may allow no token after the accepted ones, for example
+``root ::= root "a"``. A grammar may allow only an end that ``min_new_tokens`` still forbids. The
+logits of a model that has diverged are NaN.
+
+For such a row SGLang's greedy sampling returns token 0. Its other sampling fails an assertion of
+torch, which ends the process (on a GPU its CUDA context) and so all other requests. A retry of the
+request would end the next worker.
 """
 
 from __future__ import annotations
@@ -21,15 +23,18 @@ from sglrl.errors import NOT_FINITE
 
 
 def install() -> None:
-    """Call in the worker before the scheduler is built, behind others who put something in the
-    place of SGLang's samplers."""
+    """Patch SGLang's sampler.
+
+    Call in the worker before the scheduler is built, and after all other patches of SGLang's
+    samplers.
+    """
     draw = Sampler._sample_from_probs
 
     def sample(self: Any, probs: torch.Tensor, info: Any, *args: Any, **kwargs: Any) -> Any:
-        # The softmax of a row in which one value is NaN or infinite, or all are -inf.
+        # The softmax of a row is NaN if a value is NaN or infinite, or if all values are -inf.
         rows = info.sglrl_undrawable = torch.isnan(probs[:, 0])
         if probs.is_cuda:
-            # Whether there is one is not known here, without waiting for the GPU.
+            # Without waiting for the GPU it is unknown whether there is such a row.
             probs.masked_fill_(rows[:, None], 1 / probs.shape[1])
         elif rows.any():
             probs[rows] = 1 / probs.shape[1]
@@ -38,13 +43,16 @@ def install() -> None:
     forward = Sampler.forward
 
     def with_undrawable(self: Any, output: Any, info: Any, *args: Any, **kwargs: Any) -> Any:
-        """``output.sglrl_undrawable``: bool [n], on the host once the step's tokens are."""
+        """Sample, and set ``output.sglrl_undrawable``: bool [n].
+
+        The rows are on the host as soon as the step's tokens are.
+        """
         info.sglrl_undrawable = None
         ids = forward(self, output, info, *args, **kwargs)
         rows = info.sglrl_undrawable
         if rows is None:
-            # The likeliest were taken: NaN before all others, and -inf if there is nothing else,
-            # which makes NaN of 0.
+            # SGLang took the top tokens. NaN ranks above all others, and -inf is taken only if
+            # there is nothing else. Both turn 0 into NaN.
             at = ids.long().unsqueeze(1)
             rows = torch.isnan(0 * output.next_token_logits.gather(1, at))[:, 0]
         output.sglrl_undrawable = _to_host(rows) if rows.is_cuda else rows
@@ -55,14 +63,17 @@ def install() -> None:
 
 
 def _to_host(rows: torch.Tensor) -> torch.Tensor:
-    """On its way: into pageable memory the copy would wait for the GPU."""
+    """Start a copy to pinned memory. A copy to pageable memory would wait for the GPU."""
     target = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
     return target.copy_(rows, non_blocking=True)
 
 
 def end_undrawable(batch: Any, result: Any, version: int) -> None:
-    """Before SGLang processes a step: mark the requests that must end here. ``version``: of the
-    weights that made it."""
+    """Mark the requests that must end here. Call before SGLang processes a step.
+
+    Args:
+        version: version of the weights that this step used.
+    """
     rows = getattr(getattr(result, "logits_output", None), "sglrl_undrawable", None)
     if rows is None:
         return
@@ -73,14 +84,14 @@ def end_undrawable(batch: Any, result: Any, version: int) -> None:
     if not rows.any():
         return
     for i in rows.nonzero()[:, 0].tolist():
-        # What was computed may be padded.
+        # The results may be padded.
         request = batch.reqs[i] if i < len(batch.reqs) else None
         if (
             request is None
             or request.finished()
             or request.to_finish is not None
             or request.is_retracted
-            # Its prompt goes on.
+            # The prefill of its prompt continues.
             or request.inflight_middle_chunks > 0
         ):
             continue
@@ -94,18 +105,18 @@ def end_undrawable(batch: Any, result: Any, version: int) -> None:
             request.to_finish = FINISH_ABORT(
                 NOT_FINITE.format(version), HTTPStatus.INTERNAL_SERVER_ERROR
             )
-        # It must not be asked whether it accepts what stands for a token here.
+        # The grammar must not see the placeholder token of this row.
         request.grammar = None
 
 
 def _allows_nothing(request: Any) -> bool:
-    """Whether the request itself forbids every token."""
+    """Return whether the request itself forbids every token."""
     allowed = np.ones(request.vocab_size, bool)
     grammar, params, tokenizer = request.grammar, request.sampling_params, request.tokenizer
     if grammar is not None and not grammar.is_terminated():
         mask = grammar.allocate_vocab_mask(request.vocab_size, 1, "cpu")
         grammar.fill_vocab_mask(mask, 0)
-        # A bit for each token. That of outlines is not like that.
+        # A mask of type int32 has a bit per token. Masks of outlines have another format.
         if mask.dtype == torch.int32:
             bits = np.unpackbits(mask.numpy().view(np.uint8), bitorder="little")
             allowed &= bits[: len(allowed)].view(bool)
