@@ -1,4 +1,4 @@
-"""``python -m sglrl`` and the ``sglrl`` command."""
+"""Run the command line: ``python -m sglrl`` and the ``sglrl`` command."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from .config import open_standard_files
 
 INTERRUPTED = 130
-"""The exit code shells give a program that SIGINT ended."""
+"""The exit code that shells report for a program killed by SIGINT."""
 
 
 def main(arguments: Sequence[str] | None = None, name: str = "sglrl") -> None:
-    """Run a command and exit. A Ctrl-C, whenever it comes, is one line and no traceback."""
+    """Run a command and exit. Ctrl-C at any time prints one line and no traceback."""
     code: object = 0
     open_standard_files()
     sys.stdin = sys.stdin or open(0)  # noqa: SIM115
@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None, name: str = "sglrl") -> None:
     sys.stderr = sys.stderr or open(2, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # What a terminal has no letter for is no reason to lose an answer.
+            # A character that the terminal cannot encode must not lose an answer.
             stream.reconfigure(errors="backslashreplace")
     try:
         from .tools.cli import app
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None, name: str = "sglrl") -> None:
     except SystemExit as exit_:
         code = exit_.code
     if code == INTERRUPTED:
-        # Worker processes are ended at interpreter exit; a second Ctrl-C must not cut that short.
+        # Worker processes are stopped at interpreter exit. A second Ctrl-C must not interrupt that.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         sys.stderr.write("interrupted\n")
     sys.exit(code)  # type: ignore[arg-type]

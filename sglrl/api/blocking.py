@@ -1,4 +1,4 @@
-"""The same client for synchronous callers, on an event loop in a thread of its own."""
+"""A client for synchronous callers. Its event loop runs in a separate thread."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ from .launching import launch
 logger = logging.getLogger("sglrl.blocking")
 
 _LONGEST_END: Final = 10.0
-"""Seconds that a cancelled task may take when the client is closed."""
+"""Seconds within which cancelled tasks must finish when the client is closed."""
 _T = TypeVar("_T")
 
 
 class BlockingClient:
-    """``Client`` without ``await``; made by ``sglrl.blocking``. May be used from several threads.
+    """``Client`` without ``await``. Several threads may use it.
 
-    A Ctrl-C while a method waits cancels the call at the workers.
+    ``sglrl.blocking`` makes it. Ctrl-C while a method waits cancels the call at the workers.
     """
 
     def __init__(self, client: Client) -> None:
@@ -53,9 +53,9 @@ class BlockingClient:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
-        """What is begun under it on the loop is there when the loop ends."""
+        """Held to submit work to the loop, so that the loop is not stopped before it has it."""
         self._runs: set[Rollout] = set()
-        """That have been entered, and not closed."""
+        """The rollouts that were entered and are not closed."""
 
     def __enter__(self) -> Self:
         if self._loop is not None:
@@ -71,7 +71,7 @@ class BlockingClient:
             loop.close()
             raise
         self._loop, self._thread = loop, thread
-        # At interpreter exit the client's own warning is enough.
+        # At interpreter exit, the client logs its own warning.
         weakref.finalize(
             self, _close_unclosed, self._loop, self._client, os.getpid()
         ).atexit = False
@@ -119,7 +119,7 @@ class BlockingClient:
         return self._wait(self._client.generate(*args, **kwargs))
 
     def stream(self, *args: Any, **kwargs: Any) -> Iterator[Chunk]:
-        """See ``Client.stream``; a plain iterator."""
+        """See ``Client.stream``. Returns a plain iterator."""
         stream = self._client.stream(*args, **kwargs)
         iterator = aiter(stream)
         end = object()
@@ -138,8 +138,11 @@ class BlockingClient:
         return BlockingSession(self, self._client.session(*args, **kwargs))
 
     def rollout(self, agent: Agent, dataset: Any, **kwargs: Any) -> BlockingRollout:
-        """See ``sglrl.rollout``. The agent is as there, a coroutine function or a class; it runs on
-        the client's thread, or in ``processes`` of its own, and goes on while the caller trains."""
+        """See ``sglrl.rollout``.
+
+        The agent is the same: a coroutine function or a class. It runs on the client's thread, or
+        in separate ``processes``, and continues while the caller trains.
+        """
         return BlockingRollout(self, rollout(self._client, agent, dataset, **kwargs))
 
     def score(self, *args: Any, **kwargs: Any) -> Any:
@@ -166,7 +169,7 @@ class BlockingClient:
         """See ``Client.update_weights``."""
         from ..weights.tensor_source import take
 
-        # Here, because what is awaited on a GPU is the calling thread's current stream.
+        # The calling thread's current CUDA stream is the one to wait for, so take them here.
         return self._wait(self._client.update_weights(take(weights), **kwargs))
 
     def update_weights_from_disk(self, path: str | os.PathLike[str], **kwargs: Any) -> UpdateReport:
@@ -257,7 +260,7 @@ class BlockingClient:
         try:
             return future.result()
         except concurrent.futures.CancelledError:
-            # Nobody else cancels it.
+            # Only closing the client cancels this future.
             raise Closed("the client was closed") from None
         except BaseException:
             future.cancel()
@@ -267,15 +270,17 @@ class BlockingClient:
         with self._lock:
             loop, thread = self._loop, self._thread
             self._loop = self._thread = None
-        # In a forked process there is no such thread, and the loop is the other one's.
+        # In a forked process the thread does not exist, and the loop belongs to the parent.
         if loop is not None and thread is not None and thread.is_alive():
             loop.call_soon_threadsafe(loop.stop)
             thread.join()
 
 
 class BlockingSession:
-    """``Session`` without ``await``; made by ``BlockingClient.session``. For one thread at a
-    time."""
+    """``Session`` without ``await``. Only one thread at a time may use it.
+
+    ``BlockingClient.session`` makes it.
+    """
 
     def __init__(self, client: BlockingClient, session: Session) -> None:
         self._client = client
@@ -289,7 +294,7 @@ class BlockingSession:
 
     def close(self) -> None:
         """See ``Session.close``."""
-        # Without the client there is no turn to give up.
+        # After the client is closed, there is no turn to release.
         with contextlib.suppress(Closed):
             self._client._wait(_done(self._session.close))
 
@@ -340,8 +345,11 @@ class BlockingSession:
 
 
 class BlockingRollout:
-    """``Rollout`` without ``await``; made by ``BlockingClient.rollout``. Iterate over its groups or
-    its ``batches()``; ``with`` ends what is left when the block is left early."""
+    """``Rollout`` without ``await``. Iterate over its groups or over its ``batches()``.
+
+    ``BlockingClient.rollout`` makes it. Use ``with`` to close the rollout also when the block exits
+    early.
+    """
 
     def __init__(self, client: BlockingClient, run: Rollout) -> None:
         self._client = client
@@ -365,7 +373,7 @@ class BlockingRollout:
         self.close()
 
     def close(self) -> None:
-        """See ``Rollout.close``. A closed client has closed its runs."""
+        """See ``Rollout.close``. Closing the client also closes its rollouts."""
         if self._client._loop is not None:
             self._client._wait(self._close())
 
@@ -374,7 +382,7 @@ class BlockingRollout:
             with self:
                 yield from self
             return
-        # For what it raises.
+        # aiter raises if the rollout cannot be iterated.
         aiter(self._run)
         while groups := self.take(1):
             yield from groups
@@ -410,11 +418,14 @@ class BlockingRollout:
 
 
 def _run(loop: asyncio.AbstractEventLoop, client: Client, runs: set[Rollout]) -> None:
-    """The thread of a client: runs its loop until the loop is stopped, then ends what is left."""
+    """Run the client's loop until it is stopped, then cancel the remaining tasks.
+
+    This is the target of the client's thread.
+    """
     try:
         loop.run_forever()
         try:
-            # Nothing, unless the client was never closed.
+            # This does nothing unless the client was never closed.
             loop.run_until_complete(_close(client, runs, {}))
         finally:
             loop.run_until_complete(_end_all(loop))
@@ -431,14 +442,17 @@ async def _close(client: Client, runs: set[Rollout], kwargs: dict[str, Any]) -> 
 
 
 def _close_unclosed(loop: asyncio.AbstractEventLoop, client: Client, pid: int) -> None:
-    """Close the client of a ``BlockingClient`` that was collected without being closed."""
+    """Close the client of a ``BlockingClient`` that was garbage-collected without ``close``."""
     if os.getpid() == pid and not loop.is_closed():
         loop.call_soon_threadsafe(loop.stop)
         client._pool.warn_unclosed()
 
 
 async def _end_all(loop: asyncio.AbstractEventLoop) -> None:
-    """As ``asyncio.Runner`` ends: whoever waits for one of the loop's tasks hears of it."""
+    """Cancel all tasks of the loop, as ``asyncio.Runner`` does.
+
+    Callers that wait for one of the tasks get its cancellation.
+    """
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
         task.cancel()
@@ -450,12 +464,12 @@ async def _end_all(loop: asyncio.AbstractEventLoop) -> None:
 
 
 async def _done(call: Callable[[], _T]) -> _T:
-    """On the loop's thread."""
+    """Run a plain function on the loop's thread."""
     return call()
 
 
 class _Maker:
-    """A function, with another one as its attribute."""
+    """The function ``blocking``, with ``connect`` as an attribute."""
 
     def __init__(self, launch: Callable[..., BlockingClient]) -> None:
         self._launch = launch
@@ -466,13 +480,19 @@ class _Maker:
 
     @staticmethod
     def connect(address: str, **kwargs: Any) -> BlockingClient:
-        """``with sglrl.blocking.connect(address) as client``. Takes what ``sglrl.connect``
-        takes."""
+        """Connect to the pool of another process.
+
+        Takes the arguments of ``sglrl.connect``. Usage: ``with sglrl.blocking.connect(address) as
+        client``.
+        """
         return BlockingClient(connect(address, **kwargs))
 
 
 @_Maker
 def blocking(model: str | os.PathLike[str], **kwargs: Any) -> BlockingClient:
-    """``with sglrl.blocking(model, ...) as client: client.generate(...)``. Takes what
-    ``sglrl.launch`` takes. ``sglrl.blocking.connect`` is for the pool of another process."""
+    """Start workers and return a client without ``await``.
+
+    Takes the arguments of ``sglrl.launch``. ``sglrl.blocking.connect`` connects to the pool of
+    another process. Usage: ``with sglrl.blocking(model, ...) as client: client.generate(...)``.
+    """
     return BlockingClient(launch(model, **kwargs))

@@ -1,4 +1,4 @@
-"""``launch``: SGLang workers on CPU or GPUs, and a client for them."""
+"""Start SGLang workers on CPU or GPUs and make a client for them: ``launch``."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ OWN_ARGUMENTS = {
     "watchdog_timeout": "hang_timeout=",
     "skip_tokenizer_init": "nothing: the scheduler needs the tokenizer for stop strings",
 }
-"""SGLang's arguments that launch sets itself, and what to use instead."""
+"""SGLang arguments that ``launch`` sets itself; the value names the replacement."""
 
 FAKE_ARGUMENTS = {
     "tokens_per_step",
@@ -98,67 +98,69 @@ def launch(
 ) -> Client:
     """Start workers that each own an SGLang scheduler: ``async with sglrl.launch(...) as client``.
 
-    Entering raises this process's soft limit of open files to its hard limit, at most to 65,536.
+    Entering the client raises this process's soft limit of open files to its hard limit, at most
+    to 65,536.
 
     Args:
         model: a folder with a Hugging Face model, or a name on the hub.
-        replicas: independent copies of the model; calls are routed among them.
-        tp_size: GPUs that share one copy. Replica i runs on GPUs ``i * tp_size`` and following,
-            of those visible.
-        dtype: "auto" takes the model's own; "float32", "bfloat16", "float16".
-        device: "auto" is "cuda" where there is one, else "cpu". Workers on a CPU that serve have a
-            niceness of 5: what else wants a core goes first.
+        replicas: independent copies of the model. Calls are routed among them.
+        tp_size: GPUs that share one copy. Replica i runs on ``tp_size`` visible GPUs, from index
+            ``i * tp_size`` on.
+        dtype: "float32", "bfloat16" or "float16". "auto" uses the dtype of the saved model.
+        device: "cuda" or "cpu". "auto" is "cuda" if a GPU is visible, else "cpu". Serving workers
+            on a CPU run with niceness 5, so that other processes get the cores first.
         routing: strategies in order of preference: "prefix-aware", "requests", "kv-cache",
             "round-robin".
-        timeout: default for every call, in seconds; None: no limit.
-        window: calls at one worker at a time, the rest wait at the driver; None: twice what its
-            engine runs at once.
+        timeout: default for every call, in seconds. None: no limit.
+        window: maximum number of calls at one worker at a time. Further calls wait at the driver.
+            None: twice the number of calls that its engine runs at once.
         max_queue: calls that may wait at the driver before ``Overloaded`` is raised.
-        max_queue_bytes: bytes that these calls may hold before ``Overloaded`` is raised: token ids,
-            4 bytes each, and raw frames. A prompt that several samples share counts once.
+        max_queue_bytes: bytes that waiting calls may hold before ``Overloaded`` is raised. Token
+            ids (4 bytes each) and raw frames count. A prompt that several samples share counts
+            once.
         max_calls_per_client: calls of one client that may wait at the driver before ``Overloaded``
-            is raised in that client. The client that ``launch`` returns is one; each client of
-            ``sglrl.connect`` is another. None: ``max_queue``. Clients take turns in any case.
-        max_unread_bytes: a client of ``sglrl.connect`` that has left as many bytes of answers
-            unread gets no more: its further calls wait until it reads. With 4 times as many (or 4
-            times ``max_message_bytes``, if that is more) it is dropped and its calls end. At least
-            4 MiB.
-        address: "ipc"; "tcp" for the loopback interface; or "tcp://HOST:PORT", where HOST is an
-            IP address or an interface of this machine or "0.0.0.0" for all, and PORT may be "*".
-            Beyond the loopback interface it needs ``keys``.
-        keys: a folder made with ``sglrl keys``: connections over tcp are encrypted, and nobody
-            without one of its keys is listened to.
-        insecure: listen beyond the loopback interface without keys, to whoever connects.
+            is raised in that client. The client that ``launch`` returns is one client; each client
+            of ``sglrl.connect`` is another. None: ``max_queue``. Clients always take turns.
+        max_unread_bytes: limit on unread bytes of answers for one client of ``sglrl.connect``. At
+            the limit, the driver sends this client no more answers, and its further calls wait
+            until it reads. At 4 times the limit (or 4 times ``max_message_bytes``, if that is
+            more), the client is dropped and its calls end. The limit is at least 4 MiB.
+        address: "ipc"; "tcp" for the loopback interface; or "tcp://HOST:PORT". HOST is an IP
+            address, an interface of this machine, or "0.0.0.0" for all interfaces. PORT may be
+            "*". An address beyond the loopback interface needs ``keys``.
+        keys: a folder made with ``sglrl keys``. Connections over tcp are encrypted, and peers
+            without one of its keys are rejected.
+        insecure: listen beyond the loopback interface without keys. Any peer may connect.
         start_timeout: seconds until all workers must be ready.
-        restarts: a worker that is lost is replaced at most so often within ``restart_period``
-            seconds; then the pool goes on without it. 0: never. A replacement serves when it has
-            the current weights.
-        hang_timeout: a worker that makes no progress for so many seconds, though it holds calls, is
-            ended as if it had died, and the stacks of its threads are logged. A step that prefills
-            may take ten times as long; a weight update has its own time limit. None: never.
-        heartbeat_timeout: with ``address="tcp..."``, a connection on which nothing arrives for this
-            many seconds counts as broken, and so does its peer: a worker is replaced, the calls of
-            a client in another process are cancelled. Both ends send heartbeats when they have
-            nothing else to send, also while Python is busy. A link that fails for a shorter time
-            loses nothing, provided TCP has sent the lost packets again by then: after an outage, it
-            may wait as long again. The largest message must take less time than this. None: no
-            heartbeats.
-        max_message_bytes: largest message either side accepts.
-        env: environment variables of the workers, beside the driver's own.
-        gpus: which of the visible GPUs the workers use, by index; None: all, from the first on. A
-            trainer on GPU 0 leaves the others to them with ``gpus=[1, 2, 3]``.
-        weight_device: the device that this process will send weights from ("cuda:0", "cpu"): the
-            group for weight updates is then formed at the start and not with the first update.
-        engine: "sglang", or "fake": deterministic, without torch, for tests.
+        restarts: maximum number of replacements of a lost worker within ``restart_period``
+            seconds. After that, the pool continues without this worker. 0: never replace a worker.
+            A replacement serves once it has the current weights.
+        hang_timeout: seconds without progress after which a worker that holds calls is killed and
+            handled like a crash. The stacks of its threads are logged. A step that prefills may
+            take ten times as long. A weight update has its own time limit. None: never.
+        heartbeat_timeout: with ``address="tcp..."``, a connection without incoming data for this
+            many seconds counts as broken, and its peer as lost. A lost worker is replaced. The
+            calls of a lost client in another process are cancelled. Both ends send heartbeats when
+            they have nothing else to send, also while Python is busy. A shorter outage loses
+            nothing if TCP resends the lost packets within this time; TCP may take as long as the
+            outage lasted to do so. The transfer of the largest message must take less time than
+            this. None: no heartbeats.
+        max_message_bytes: largest message that either side accepts.
+        env: environment variables of the workers, in addition to the driver's.
+        gpus: indices of the visible GPUs that the workers use. None: all visible GPUs, from the
+            first on. With ``gpus=[1, 2, 3]``, GPU 0 stays free for a trainer.
+        weight_device: the device from which this process will send weights ("cuda:0", "cpu"). The
+            group for weight updates is then formed at the start, not at the first update.
+        engine: "sglang", or "fake": a deterministic engine without torch, for tests.
         **engine_args: fields of SGLang's ``ServerArgs`` (``mem_fraction_static``,
-            ``max_running_requests``, ...), checked by name. ``random_seed`` (in 0..2**32-1) makes
-            the unseeded draws of worker 0 start from that seed; every other worker, and every
-            replacement, starts from another one that follows from it. A request's own ``seed``
-            gives the same tokens on every worker.
+            ``max_running_requests``, ...). Their names are checked. ``random_seed`` (in
+            0..2**32-1) is the seed of worker 0 for requests without a seed. Every other worker and
+            every replacement uses a different seed derived from it. A request with its own
+            ``seed`` gets the same tokens on every worker.
 
     Raises:
-        UsageError: an argument is wrong (``ModelError`` and ``NotEnoughDevices`` are such).
-        WorkerStartError: on entering, when a worker ends before it is ready, or the model cannot
+        UsageError: an argument is wrong. ``ModelError`` and ``NotEnoughDevices`` are subclasses.
+        WorkerStartError: on entering, if a worker exits before it is ready, or if the model cannot
             be fetched from the hub.
     """
     path = os.fspath(model) if isinstance(model, (str, os.PathLike)) else None
@@ -252,7 +254,7 @@ def launch(
 
 
 def _preload(engine: str, groups: list[list[str] | None]) -> str:
-    """What the fork server imports before it forks: see ``workers/fork_server.py``."""
+    """Return the name of the fork server's preload set: see ``workers/fork_server.py``."""
     if engine == "fake":
         return "plain"
     return "sglang" if groups[0] is None else "sglang-cuda"
@@ -268,7 +270,7 @@ def _birth(
     window: int | None,
     env: Mapping[str, str],
 ) -> Birth:
-    # One core is the driver's, where a trainer may be at work.
+    # One core stays free for the driver, whose process may also run a trainer.
     threads = max(1, ((os.cpu_count() or 1) - 1) // (replicas * tp_size))
     worker_env = dict(env)
     if gpus is not None:
@@ -301,7 +303,7 @@ def _check_device(device: str) -> None:
 def _place(
     device: str, replicas: int, tp_size: int, gpus: Sequence[int] | None
 ) -> list[list[str] | None]:
-    """The GPUs of each replica, or None for each on CPU."""
+    """Return the GPUs of each replica; None for each replica on CPU."""
     _check_device(device)
     found = [] if device == "cpu" else cuda_devices()
     if gpus is not None:
@@ -325,7 +327,7 @@ def _place(
 
 
 def _usable(gpus: Sequence[int] | None) -> list[str]:
-    """The visible GPUs, or those of them that ``gpus`` names."""
+    """Return the visible GPUs, restricted to the indices in ``gpus`` if given."""
     found = cuda_devices()
     if gpus is None:
         return found
@@ -339,7 +341,7 @@ def _usable(gpus: Sequence[int] | None) -> list[str]:
 
 
 def cuda_devices() -> list[str]:
-    """The visible GPUs, as entries for ``CUDA_VISIBLE_DEVICES``; needs no CUDA library."""
+    """Return the visible GPUs as entries for ``CUDA_VISIBLE_DEVICES``. Needs no CUDA library."""
     present = [p.name.removeprefix("nvidia") for p in Path("/dev").glob("nvidia[0-9]*")]
     visible = visible_cuda_devices()
     if visible is not None:
@@ -348,8 +350,11 @@ def cuda_devices() -> list[str]:
 
 
 def check_model(model: str) -> str:
-    """A model folder's absolute path; a hub name as it is. ``ModelError`` when the folder does not
-    exist or its config.json cannot be read."""
+    """Return the absolute path of a model folder, or a hub name unchanged.
+
+    Raises:
+        ModelError: the folder does not exist, or its config.json cannot be used.
+    """
     folder = Path(model).expanduser()
     if not folder.exists():
         looks_like_path = model.startswith((".", "/", "~")) or model.count("/") != 1
@@ -374,8 +379,10 @@ def check_model(model: str) -> str:
 
 
 def _own_dtype(model: str) -> str | None:
-    """The dtype a local model was saved in. SGLang's own "auto" would turn float32 into float16,
-    whose logprobs are not the model's."""
+    """Return the dtype in which a local model was saved.
+
+    SGLang's own "auto" converts float32 to float16, which changes the logprobs.
+    """
     config = Path(model, "config.json")
     if not config.is_file():
         return None
@@ -402,16 +409,18 @@ def _check_engine_args(engine: str, args: dict[str, Any]) -> None:
 
 @lru_cache
 def engine_argument_names() -> frozenset[str]:
-    """The fields of SGLang's ``ServerArgs``, read from its source: importing it takes 20 s.
+    """Return the field names of SGLang's ``ServerArgs``, read from its source.
+
+    Importing ``ServerArgs`` takes 20 s.
 
     Raises:
-        UsageError: sglang is not installed.
+        UsageError: sglang is not installed, or its source defines no ``ServerArgs``.
     """
     spec = importlib.util.find_spec("sglang")
     if spec is None or not spec.submodule_search_locations:
         raise UsageError(f"sglang is not installed: {install('sglang')}")
     source = Path(spec.submodule_search_locations[0], "srt")
-    # Newer versions put the class together from the classes in this folder.
+    # Newer SGLang versions assemble ServerArgs from the classes in this folder.
     found = _class_fields(source / "server_args.py", "ServerArgs")
     for part in sorted((source / "arg_groups" / "fields").glob("*.py")):
         found |= _class_fields(part)
@@ -421,7 +430,7 @@ def engine_argument_names() -> frozenset[str]:
 
 
 def _class_fields(source: Path, name: str | None = None) -> set[str]:
-    """Names with an annotation in the classes of a module, or in the one of that name."""
+    """Return the annotated names in the classes of a module, or only in class ``name``."""
     return {
         item.target.id
         for node in ast.parse(source.read_text()).body
@@ -432,7 +441,7 @@ def _class_fields(source: Path, name: str | None = None) -> set[str]:
 
 
 class _Progress:
-    """Says what a start is waiting for: a status line on a terminal, log lines otherwise."""
+    """Shows the progress of a start: a status line on a terminal, log lines otherwise."""
 
     def __init__(self) -> None:
         self._status: AbstractContextManager[Any] | None = None
@@ -463,7 +472,7 @@ class _Progress:
 
 
 class _ShownPool(Pool):
-    """A pool whose start is shown."""
+    """A pool that shows the progress of its start."""
 
     progress: _Progress
 

@@ -1,10 +1,11 @@
-"""genlm over sglrl: ``from sglrl.integrations.genlm import AsyncSGLTransformer``.
+"""Use genlm with sglrl: ``from sglrl.integrations.genlm import AsyncSGLTransformer``.
 
-The class has the interface of genlm-backend's ``AsyncLM``, and is one where genlm-backend is
-installed. It does not need it, or the versions of SGLang and transformers that it asks for.
+The class has the interface of genlm-backend's ``AsyncLM``. If genlm-backend is installed, the class
+is a subclass of ``AsyncLM``. It needs neither genlm-backend nor the versions of SGLang and
+transformers that genlm-backend requires.
 
-The engine's client runs on an event loop of its own, or on the caller's. Queries that are made in
-one tick of a loop go to it together, and come back together.
+The engine's client runs on a separate event loop or on the caller's. Queries made in one tick of a
+loop are submitted together, and their results are returned together.
 """
 
 from __future__ import annotations
@@ -42,31 +43,33 @@ else:
 
 _T = TypeVar("_T")
 _Waiter = tuple[asyncio.AbstractEventLoop | None, Any]
-"""A future and its loop; None: a ``concurrent.futures.Future``."""
+"""A future and its loop. The loop is None for a ``concurrent.futures.Future``."""
 
 _LARGE = 1 << 17
-"""Elements. Work on larger tensors takes so long that it is not for an event loop."""
+"""Number of elements from which work on tensors runs in a thread, not on the event loop."""
 
 _AT_ONCE = 32
-"""So many tasks are woken, or queries sent, in one iteration of an event loop; others get their
-turn."""
+"""Maximum number of tasks woken, or queries sent, in one iteration of an event loop. Other tasks of
+the loop run in between."""
 
 _SWITCH_SECONDS = 1e-3
-"""Threads of this program take turns after so long."""
+"""Switch interval of Python's threads."""
 
 _PATIENCE = 30.0
-"""Seconds that the client's event loop may take to come round."""
+"""Seconds to wait for the client's event loop to run a callback."""
 
-# PyTorch warns of read-only memory once in a program. What is given out here is shared by all who
-# asked for it anyway, so it is not to be written to.
+# PyTorch warns about read-only memory once per program. Trigger the warning here and hide it:
+# callers share the returned tensors and must not write to them anyway.
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     torch.from_numpy(np.frombuffer(b"\0\0\0\0", dtype=np.float32))
 
 
 class _Query:
-    """One distribution that the engine was asked for, and who waits for it. Stands where
-    ``NextTokenReply`` has a future."""
+    """One pending request for a distribution, and the futures that wait for it.
+
+    ``NextTokenReply`` uses this object in place of a future.
+    """
 
     __slots__ = ("_model", "call", "key", "waiters")
 
@@ -87,25 +90,31 @@ class _Query:
 
 
 class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
-    """An ``AsyncLM`` on a pool of SGLang workers. May be used from any number of event loops and
-    threads. Tensors are float32 on the CPU, shared between all who asked for the same, and must
-    not be changed. What the program holds when it is made is exempt from Python's garbage collector
-    (``gc.freeze``), and its threads take turns every millisecond (``sys.setswitchinterval``).
+    """An ``AsyncLM`` on a pool of SGLang workers.
+
+    Any number of event loops and threads may use it. Result tensors are float32 on the CPU. Callers
+    with the same query share a tensor and must not change it.
+
+    Creating an instance affects the whole program: it exempts all existing objects from Python's
+    garbage collector (``gc.freeze``) and lowers the thread switch interval to one millisecond
+    (``sys.setswitchinterval``).
 
     Attributes:
-        client: what it asks.
+        client: the client that runs the queries.
         tokenizer: the model's Hugging Face tokenizer.
-        byte_vocab: ``Token`` by id: the bytes that a token stands for.
-        str_vocab: the same as text; where that is none, what the tokenizer calls the token.
+        byte_vocab: ``Token`` by id: the bytes of each token.
+        str_vocab: the text of each token, by id. If the bytes are not UTF-8, the tokenizer's name
+            of the token.
         cache: results by token ids, as int32 bytes; None without ``cache_size``.
 
     Args:
-        client: a running ``sglrl.Client``, or ``BlockingClient``; it stays the caller's.
-        cache_size: so many results are kept, those that were last used. A weight update and
-            ``close`` empty the cache. 0 or less, as in genlm's class: none.
-        cache_opts: as of genlm's class; of no effect, because results are on the CPU.
-        top_k: only the so many likeliest tokens are sent; all others are -inf.
-        timeout: seconds that a query may take; None: the client's.
+        client: a running ``sglrl.Client`` or ``BlockingClient``. The caller keeps ownership.
+        cache_size: maximum number of cached results. The least recently used results are dropped
+            first. A weight update and ``close`` empty the cache. 0 or less: no cache, as in
+            genlm's class.
+        cache_opts: accepted as in genlm's class. It has no effect, because results are on the CPU.
+        top_k: send only the ``top_k`` likeliest tokens. All other tokens are -inf.
+        timeout: time limit of a query in seconds. None: the client's.
     """
 
     def __init__(
@@ -137,23 +146,23 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
         self._timeout = timeout
         self._owned = False
         self._vocab_size = client.info.vocab_size
-        # By loop; each entry is its own thread's:
+        # By loop. Only the loop's own thread uses its entry.
         self._asked: dict[asyncio.AbstractEventLoop, list[tuple[bytes, Any]]] = {}
-        """What its tick has asked for so far."""
+        """Queries of the loop's current tick."""
         self._arrived: dict[asyncio.AbstractEventLoop, deque[tuple[Any, Any]]] = {}
-        """Futures and outcomes that wait for an iteration of it."""
-        # On the engine's loop:
+        """Futures and outcomes that wait for an iteration of the loop."""
+        # Used only on the engine's loop:
         self._inflight: dict[bytes, _Query] = {}
-        """By prompt, those that others who ask may wait for, too."""
+        """Pending queries by prompt. Later queries with the same prompt join them."""
         self._unanswered: set[_Query] = set()
         self._answers: dict[asyncio.AbstractEventLoop, list[tuple[Any, Any]]] = {}
         self._engine._pool.weights.on_version.add(self._on_version)
-        # Python's collector would walk what torch and transformers brought, and these vocabularies,
-        # again and again: a third of a second in which no thread runs.
+        # Otherwise Python's collector repeatedly scans the objects of torch and transformers and
+        # these vocabularies. Each scan stops all threads for a third of a second.
         gc.collect()
         gc.freeze()
-        # The client's thread works for the callers' loops, and would keep Python from them for five
-        # milliseconds at a time.
+        # The client's thread works for the callers' loops. With the default interval, it holds the
+        # interpreter lock for five milliseconds at a time.
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_SECONDS))
 
     @classmethod
@@ -164,20 +173,20 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
         gpu_id: int = 0,
         **kwargs: Any,
     ) -> Self:
-        """Start an engine for this model; ``close`` ends it.
+        """Start an engine for this model. ``close`` shuts the engine down.
 
         Args:
-            engine_opts: what ``sglrl.launch`` takes, fields of SGLang's ``ServerArgs`` included.
-            gpu_id: the GPU that it runs on.
-            **kwargs: as of the class.
+            engine_opts: arguments of ``sglrl.launch``, including fields of SGLang's ``ServerArgs``.
+            gpu_id: the GPU that the engine runs on.
+            **kwargs: arguments of the class.
 
         Raises:
-            TypeError: the class has no such argument; nothing was started.
-            UsageError, WorkerStartError: as ``sglrl.launch``.
+            TypeError: an argument in ``kwargs`` is unknown. Nothing was started.
+            UsageError, WorkerStartError: as in ``sglrl.launch``.
         """
         inspect.signature(cls).bind(None, **kwargs)
         options = dict(engine_opts or {})
-        # What genlm's users pass and every worker of ours does by itself.
+        # genlm's users pass this option. Here every worker sets it itself.
         options.pop("skip_tokenizer_init", None)
         if gpu_id:
             options.setdefault("gpus", [gpu_id])
@@ -192,9 +201,9 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
         return model
 
     def close(self) -> None:
-        """Forget all queries and results; end the engine, if ``from_name`` started it."""
+        """Cancel all queries and drop all results. Close the engine if ``from_name`` started it."""
         self._engine._pool.weights.on_version.discard(self._on_version)
-        # Nothing would empty it when the weights change.
+        # After this, a weight update no longer empties the cache.
         self.cache = None
         self.reset_async_queries()
         if self._owned:
@@ -213,11 +222,12 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
     async def next_token_logprobs(
         self, token_ids: Sequence[int], lora_name: str | None = None
     ) -> torch.Tensor:
-        """The log-probabilities of the token behind these: float32 [v].
+        """Return the log-probabilities of the next token after these: float32 [v].
 
         Raises:
-            ValueError: there are none, or an adapter is named: there are none of these either.
-            InvalidRequest, Overloaded, DeadlineExceeded, WorkerLost, EngineError, Closed: as
+            ValueError: ``token_ids`` is empty, or ``lora_name`` is given. Adapters are not
+                supported.
+            InvalidRequest, Overloaded, DeadlineExceeded, WorkerLost, EngineError, Closed: as in
                 ``Client.next_token_logprobs``.
         """
         _no_adapter(lora_name)
@@ -227,9 +237,9 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
     async def batch_next_token_logprobs(
         self, token_ids_list: Iterable[Sequence[int]], lora_name: str | None = None
     ) -> torch.Tensor:
-        """The same of several: float32 [n, v]; of none, [0, v]."""
+        """``next_token_logprobs`` for n prompts: float32 [n, v], also for n = 0."""
         _no_adapter(lora_name)
-        # Nothing is asked for unless all of them are right.
+        # Check all prompts before the first query is submitted.
         keys = [self._key(token_ids) for token_ids in token_ids_list]
         found = [self._ask(key) for key in keys]
         waiting = [f for f in found if not isinstance(f, torch.Tensor)]
@@ -240,14 +250,14 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
     def next_token_logprobs_sync(
         self, token_ids: Sequence[int], lora_name: str | None = None
     ) -> torch.Tensor:
-        """``next_token_logprobs`` that blocks the calling thread."""
+        """``next_token_logprobs``, but blocks the calling thread."""
         _no_adapter(lora_name)
         return self._wait([token_ids])[0]
 
     def batch_next_token_logprobs_sync(
         self, token_ids_list: Iterable[Sequence[int]], lora_name: str | None = None
     ) -> torch.Tensor:
-        """``batch_next_token_logprobs`` that blocks the calling thread."""
+        """``batch_next_token_logprobs``, but blocks the calling thread."""
         _no_adapter(lora_name)
         return self._stack(self._wait(token_ids_list))
 
@@ -260,12 +270,14 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
         seed: int | None = None,
         lora_name: str | None = None,
     ) -> list[int]:
-        """At most ``max_tokens`` tokens, drawn here one by one; up to the first of
-        ``eos_token_ids``, which is left out.
+        """Sample at most ``max_tokens`` tokens.
+
+        The tokens are drawn in this process, one by one. Sampling stops at the first token in
+        ``eos_token_ids``, which is not returned.
 
         Args:
-            temperature: 0 takes the likeliest token.
-            seed: of the numbers drawn.
+            temperature: 0 selects the likeliest token.
+            seed: seed of the random numbers.
 
         Raises:
             ValueError: the temperature is negative.
@@ -285,7 +297,7 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
                 probs = torch.softmax(logprobs / temperature, dim=-1)
                 return int(torch.multinomial(probs, 1, generator=generator))
 
-            # Several passes over it, and as many tasks as there are samples do this in one tick.
+            # The factor 32: drawing takes several passes, and all samples may draw in one tick.
             token = await self._work(32 * self._vocab_size, draw)
             if token in eos_token_ids:
                 break
@@ -301,7 +313,7 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
         seed: int | None = None,
         lora_name: str | None = None,
     ) -> list[list[int]]:
-        """``sample`` of several prompts at the same time."""
+        """``sample`` for several prompts at the same time."""
         return await asyncio.gather(
             *(
                 self.sample(prompt, max_tokens, eos_token_ids, temperature, seed, lora_name)
@@ -310,20 +322,26 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
         )
 
     def clear_cache(self) -> None:
-        """Forget all results."""
+        """Drop all cached results."""
         if self.cache is not None:
             self.cache.clear()
 
     def clear_kv_cache(self) -> bool:
-        """Empty the engines' prefix caches. False if one had requests and kept it. Blocks."""
+        """Empty the engines' prefix caches. This blocks the calling thread.
+
+        Returns:
+            False if an engine had requests and kept its cache.
+        """
         return bool(self._on_engine(self._engine.flush_cache))
 
     def reset_async_queries(self) -> None:
-        """Cancel all queries that wait: who awaits one gets ``asyncio.CancelledError``, who blocks
-        for one ``concurrent.futures.CancelledError``.
+        """Cancel all pending queries.
+
+        Their asynchronous callers get ``asyncio.CancelledError``. Their blocking callers get
+        ``concurrent.futures.CancelledError``.
 
         Raises:
-            DeadlineExceeded: the client's event loop has not come round for 30 s.
+            DeadlineExceeded: the client's event loop did not run the reset within 30 s.
         """
         for loop, asked in list(self._asked.items()):
             waiting, asked[:] = list(asked), []
@@ -337,7 +355,7 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
         try:
             none = not len(token_ids)
         except TypeError:
-            # No sequence, which is said below.
+            # Not a sequence: check_ids raises the error.
             none = False
         if none:
             raise InvalidRequest("there are no token ids: at least one is needed")
@@ -353,7 +371,7 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
                 found = cache[key]
                 cache.move_to_end(key)
             except KeyError:
-                # Another thread may have emptied it.
+                # The key is missing, or another thread has just emptied the cache.
                 return None
             return found
         return None
@@ -374,7 +392,7 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
         return future
 
     def _hand_over(self, loop: asyncio.AbstractEventLoop) -> None:
-        """What one tick has asked for goes to the engine together."""
+        """Submit all queries of one tick to the engine together."""
         asked: list[tuple[bytes, _Waiter]] = [
             (key, (loop, future)) for key, future in self._asked.pop(loop)
         ]
@@ -387,11 +405,11 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
         try:
             loop.call_soon_threadsafe(self._arrive, loop, outcomes)
         except RuntimeError:
-            # It is closed: nobody waits there any more.
+            # The loop is closed, so no task waits there.
             self._arrived.pop(loop, None)
 
     def _arrive(self, loop: asyncio.AbstractEventLoop, outcomes: list[tuple[Any, Any]]) -> None:
-        """On this loop."""
+        """Resolve futures in batches. Runs on ``loop``."""
         arrived = self._arrived.get(loop)
         if arrived is not None:
             arrived.extend(outcomes)
@@ -448,7 +466,10 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
         return asyncio.run_coroutine_threadsafe(make(), self._loop).result()
 
     def _here_or_there(self, work: Callable[[], None]) -> None:
-        """On the engine's loop; done when this returns."""
+        """Run ``work`` on the engine's loop and wait until it is done.
+
+        Runs ``work`` directly if this is the engine's loop or if that loop is not running.
+        """
         try:
             here = asyncio.get_running_loop() is self._loop
         except RuntimeError:
@@ -477,7 +498,7 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
     def _submit_some(self, asked: list[tuple[bytes, _Waiter]], begin: int) -> None:
         end = begin + _AT_ONCE
         if end < len(asked):
-            # Work of many milliseconds would keep Python from the callers' loops, too.
+            # A long batch would also keep the interpreter lock from the callers' loops.
             self._loop.call_soon(self._submit_some, asked, end)
         for key, waiter in asked[begin:end]:
             query = self._inflight.get(key)
@@ -509,11 +530,12 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
         self._answer(query, logprobs)
 
     def _answer(self, query: _Query, outcome: torch.Tensor | SglrlError | None) -> None:
-        """``outcome`` None: it was cancelled."""
+        """Send the outcome to all waiters of a query. ``outcome`` None cancels them."""
         self._unanswered.discard(query)
         if self._inflight.get(query.key) is query:
             del self._inflight[query.key]
-        # The call refers to the query: what was found would wait for Python's garbage collector.
+        # Break the reference cycle of call and query. Otherwise the result stays in memory until
+        # the garbage collector runs.
         query.call = None
         waiters, query.waiters = query.waiters, []
         for loop, future in waiters:
@@ -524,7 +546,7 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
             else:
                 self._answers[loop] = [(future, outcome)]
                 if len(self._answers) == 1:
-                    # Everything that one message of the engine brings goes back together.
+                    # Return all results of one engine message together.
                     self._loop.call_soon(self._hand_back)
 
     def _hand_back(self) -> None:
@@ -543,14 +565,17 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
             self._answer(query, None)
 
     def _on_version(self) -> None:
-        """What is under way may be of the old weights: who asks now does not wait for that."""
+        """Drop cached results and let new queries not join pending ones.
+
+        Both may belong to the old weights.
+        """
         self._inflight.clear()
         self.clear_cache()
 
 
 def _resolve(future: Any, outcome: torch.Tensor | SglrlError | None) -> None:
     if future.done():
-        # Who asked was cancelled.
+        # The caller was cancelled.
         return
     if outcome is None:
         future.cancel()
@@ -572,8 +597,13 @@ def _closed() -> Closed:
 def load_model_by_name(
     name: str, backend: str | None = None, llm_opts: Mapping[str, Any] | None = None
 ) -> Any:
-    """As genlm-backend's function of this name: ``backend`` "sgl", which is also the default, is
-    the class above; any other is genlm-backend's own."""
+    """Load a model, like genlm-backend's function of this name.
+
+    Args:
+        backend: "sgl" or None: ``AsyncSGLTransformer``. Any other backend is loaded by
+            genlm-backend.
+        llm_opts: arguments of ``AsyncSGLTransformer.from_name``, or of genlm-backend's function.
+    """
     if backend in (None, "sgl"):
         return AsyncSGLTransformer.from_name(name, **(llm_opts or {}))
     from genlm.backend.llm import load_model_by_name as load

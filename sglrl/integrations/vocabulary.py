@@ -1,4 +1,4 @@
-"""The bytes that each token of a Hugging Face tokenizer stands for."""
+"""Find the bytes of each token of a Hugging Face tokenizer."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from typing import Any
 
 _HEXADECIMAL = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "▁"
-"""Stands for a space in SentencePiece's vocabularies."""
+"""Represents a space in SentencePiece's vocabularies."""
 
 
 class Token(bytes):
-    """A token's bytes, with its id. Several tokens may have the same bytes, so a token equals
-    another one by id; and plain bytes by content."""
+    """The bytes of a token, with its id.
+
+    Several tokens may have the same bytes. So two tokens are equal if their ids are equal. A token
+    equals plain bytes if the contents are equal.
+    """
 
     token_id: int
 
@@ -24,7 +27,7 @@ class Token(bytes):
 
     @property
     def byte_string(self) -> bytes:
-        """As plain bytes."""
+        """The token as plain bytes."""
         return bytes(self)
 
     def __eq__(self, other: object) -> bool:
@@ -56,8 +59,11 @@ class Token(bytes):
 
 
 def _byte_level() -> dict[str, int]:
-    """The character that a byte-level tokenizer writes for each byte (as GPT-2 began it): printable
-    ones for themselves, the others moved up to 256 and following, in order."""
+    """Return the byte for each character of the byte-level alphabet, which GPT-2 introduced.
+
+    Printable bytes are written as themselves. The other bytes, in order, are written as the
+    characters from 256 on.
+    """
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     table: dict[str, int] = {}
     moved = 0
@@ -71,10 +77,11 @@ def _byte_level() -> dict[str, int]:
 
 
 def token_bytes(tokenizer: Any) -> list[bytes]:
-    """By token id; of special and added tokens, their text.
+    """Return the bytes of each token, by id. For special and added tokens, this is their text.
 
     Raises:
-        ValueError: the tokenizer's decoder is of no known kind.
+        ValueError: the kind of the tokenizer's decoder is unknown, or a token is not in the
+            byte-level alphabet.
     """
     added: dict[str, int] = tokenizer.get_added_vocab()
     texts = {id_: text for text, id_ in added.items()}
@@ -85,7 +92,7 @@ def token_bytes(tokenizer: Any) -> list[bytes]:
         if id_ in texts:
             found.append(texts[id_].encode())
         elif piece is None:
-            # Ids that no token has.
+            # No token has this id.
             found.append(b"")
         elif "ByteLevel" in kinds:
             if not table.keys() >= set(piece):
@@ -99,7 +106,7 @@ def token_bytes(tokenizer: Any) -> list[bytes]:
 
 
 def _decoders(tokenizer: Any) -> set[str]:
-    """Of which kinds its decoder is; "Spaces" if it turns marks into spaces."""
+    """Return the kinds of the tokenizer's decoders. "Spaces" means that marks become spaces."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         if hasattr(tokenizer, "sp_model"):
@@ -127,7 +134,7 @@ def _decoders(tokenizer: Any) -> set[str]:
 
 
 def token_strings(tokenizer: Any, found: list[bytes]) -> list[str]:
-    """Their bytes as text; where they are no UTF-8, what the tokenizer calls them."""
+    """Return the text of each token, or the tokenizer's name for it if its bytes are not UTF-8."""
     strings = []
     for id_, token in enumerate(found):
         try:

@@ -1,8 +1,10 @@
-"""Advantages and losses for policy gradients: plain functions of torch tensors, with their sources.
+"""Advantages and losses for policy gradients: plain functions of torch tensors.
 
-Enough for a trainer that can be read in one go (``examples/grpo.py``); not a training framework.
-Tensors are [b, t]: b trajectories, t tokens each, as ``sglrl.rollouts.stack`` lays them out: what
-stands at a token is about this token. Everything is computed in float32.
+The docstrings cite the papers. These functions suffice for a short trainer
+(``examples/grpo.py``); they are not a training framework.
+
+Tensors are [b, t]: b trajectories with t tokens each, in the layout of ``sglrl.rollouts.stack``.
+The value at a token belongs to this token. Everything is computed in float32.
 """
 
 from .advantages import group_advantages, has_signal, leave_one_out, turn_advantages

@@ -1,4 +1,4 @@
-"""How much better a sample was than the others of its prompt."""
+"""Compute advantages: how much better a sample is than the other samples of its prompt."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from ..errors import UsageError
 
 
 class HasRewards(Protocol):
-    """Such as a ``Group``."""
+    """An object with rewards, such as a ``Group``."""
 
     @property
     def rewards(self) -> Any: ...
 
 
 def group_advantages(rewards: Any, *, normalize: bool = True, epsilon: float = 1e-4) -> Tensor:
-    """Each reward less its group's mean, over the group's standard deviation: GRPO, section 4.1.2
-    of arXiv:2402.03300.
+    """Return (reward - group mean) / group standard deviation for each reward.
+
+    This is the advantage of GRPO, section 4.1.2 of arXiv:2402.03300.
 
     Args:
         rewards: [n] of one group, or [g, n] of g groups; tensor, array or sequence.
-        normalize: False leaves out the division, which weighs groups by how little their rewards
-            differ: Dr. GRPO, arXiv:2503.20783.
-        epsilon: added to the standard deviation (of n, not n - 1).
+        normalize: False omits the division, which gives more weight to groups whose rewards differ
+            little: Dr. GRPO, arXiv:2503.20783.
+        epsilon: added to the standard deviation (which divides by n, not n - 1).
 
     Returns:
         float32, of the same shape. All 0 in a group whose rewards are equal.
@@ -48,25 +49,27 @@ def turn_advantages(
     normalize: bool = True,
     epsilon: float = 1e-4,
 ) -> Tensor:
-    """What a turn earned, and the turns after it, less the mean of that over the same turn of its
-    group, over the standard deviation: a turn is neither praised nor blamed for what came before
-    it. For conversations whose turns are rewarded one by one (arXiv:2505.11821 has what becomes of
-    agents whose turns all share their trajectory's advantage). In a group of single turns it is
-    ``group_advantages``.
+    """Return one advantage per turn, for conversations whose turns are rewarded separately.
+
+    The return of a turn is the sum of its reward and the rewards of all later turns. Its advantage
+    is (return - mean) / standard deviation, over the turns with the same index in its group.
+    Rewards of earlier turns have no effect. arXiv:2505.11821 reports what happens to agents if all
+    turns share the advantage of their trajectory. For groups of single turns, the result is that
+    of ``group_advantages``.
 
     Args:
-        rewards: float [b, t], and
-        turn_ids: int64 [b, t]: as ``sglrl.rollouts.stack`` has them, in either padding, the
-            trajectories of a group one after the other.
-        group_sizes: how many trajectories each group has, as ``len(group.trajectories)``.
-        normalize, epsilon: as ``group_advantages``.
+        rewards: float [b, t], in the layout of ``sglrl.rollouts.stack``, with either padding. The
+            trajectories of a group are adjacent.
+        turn_ids: int64 [b, t], in the same layout.
+        group_sizes: number of trajectories of each group: ``len(group.trajectories)``.
+        normalize, epsilon: as in ``group_advantages``.
 
     Returns:
-        float32 [b, t]: the turn's at each of its tokens, elsewhere 0. All 0 for a turn that one
-        trajectory of a group alone has come to.
+        float32 [b, t]: the turn's advantage at each of its tokens, 0 elsewhere. All 0 for a turn
+        that only one trajectory of its group has reached.
 
     Raises:
-        UsageError: wrong shapes, or groups that are not as large as the batch.
+        UsageError: wrong shapes, or group sizes whose sum is not the batch size.
     """
     if rewards.dim() != 2 or rewards.shape != turn_ids.shape:
         raise UsageError(
@@ -87,11 +90,12 @@ def turn_advantages(
         count = torch.bincount(members, minlength=len(sizes)).clamp(min=1)
 
         def mean(values: Tensor, members: Tensor = members, count: Tensor = count) -> Tensor:
-            """Of each one's group."""
+            """Return, for each member, the mean over its group."""
             return (values.new_zeros(len(count)).index_add(0, members, values) / count)[members]
 
         values = returns[there].gather(1, tokens[there].int().argmax(-1, keepdim=True)).squeeze(1)
-        # As in ``_centred``. Members are in order, so this finds the first one of each one's group.
+        # Equal rewards must give exactly 0, as in ``_centred``. Members are sorted by group, so
+        # this finds the first member of each member's group.
         first = torch.searchsorted(members, members)
         differ = mean((values != values[first]).double()) > 0
         centred = (values - mean(values)).masked_fill(~differ, 0.0)
@@ -102,10 +106,18 @@ def turn_advantages(
 
 
 def leave_one_out(rewards: Any) -> Tensor:
-    """Each reward less the mean of the *others* of its group, a baseline that does not depend on
-    the sample itself: RLOO, arXiv:2402.14740.
+    """Return each reward minus the mean of the *other* rewards of its group.
 
-    Args, returns: as ``group_advantages``. Raises ``UsageError`` for groups of one as well.
+    This baseline does not depend on the sample itself: RLOO, arXiv:2402.14740.
+
+    Args:
+        rewards: as in ``group_advantages``.
+
+    Returns:
+        float32, of the same shape. All 0 in a group whose rewards are equal.
+
+    Raises:
+        UsageError: wrong shape, or groups of one.
     """
     values = _groups(rewards, 2)
     n = values.shape[-1]
@@ -113,10 +125,13 @@ def leave_one_out(rewards: Any) -> Tensor:
 
 
 def has_signal(group: HasRewards) -> bool:
-    """Whether the rewards of a group differ. If not, its advantages are 0, and a batch does better
-    with another group in its place: DAPO's dynamic sampling, arXiv:2503.14476, section 3.2.
+    """Return whether the rewards of a group differ. Usage: ``sglrl.rollout(keep=has_signal)``.
 
-    For ``sglrl.rollout(keep=has_signal)``.
+    If all rewards are equal, all advantages are 0, and another group is more useful in the batch:
+    DAPO's dynamic sampling, arXiv:2503.14476, section 3.2.
+
+    Raises:
+        UsageError: the argument has no rewards.
     """
     rewards = getattr(group, "rewards", None)
     if rewards is None:
@@ -135,6 +150,9 @@ def _groups(rewards: Any, least: int) -> Tensor:
 
 
 def _centred(values: Tensor) -> Tensor:
-    """Less the mean; 0 where all are equal, which the mean's rounding is not."""
+    """Return the values minus their mean.
+
+    If all values are equal, the result is exactly 0, without the rounding error of the mean.
+    """
     equal = (values == values[..., :1]).all(-1, keepdim=True)
     return (values - values.mean(-1, keepdim=True)).masked_fill(equal, 0.0)

@@ -1,4 +1,4 @@
-"""Policy gradient losses over tokens, and what they are made of."""
+"""Policy gradient losses over tokens, and the functions they consist of."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from ..errors import UsageError
 Average = Literal["tokens", "sequences"] | int
 
 _MOST_LOG_RATIO: Final = 60.0
-"""exp(60) is 1e26, in float32 far from overflow and further from anything to be trained on."""
+"""Bound of log ratios. exp(60) is 1e26: far below float32's maximum and far above useful ratios."""
 
 
 class PolicyStats(NamedTuple):
-    """Of one ``policy_loss``, over the unmasked tokens; plain numbers.
+    """The statistics of one ``policy_loss`` over the unmasked tokens, as plain numbers.
 
-    ratio: mean importance ratio; clipped: share of the tokens whose gradient the clip took away;
-    kl: estimate of KL(old || new).
+    Attributes:
+        ratio: mean importance ratio.
+        clipped: share of the tokens whose gradient is 0 because of the clip.
+        kl: estimate of KL(old || new).
     """
 
     ratio: float
@@ -28,14 +30,18 @@ class PolicyStats(NamedTuple):
 
 
 def token_logprobs(logits: Tensor, ids: Tensor) -> Tensor:
-    """The logprob of each token given those before it.
+    """Return the logprob of each token given the tokens before it.
 
     Args:
-        logits: [b, t, v], as a causal model gives them: position i is about token i + 1.
+        logits: [b, t, v], the output of a causal model: position i predicts token i + 1.
         ids: int64 [b, t].
 
     Returns:
-        float32 [b, t], in the place of the token. The first is 0: nothing predicts it.
+        float32 [b, t], each value at the position of its token. The value of the first token is 0,
+        because no logits predict it.
+
+    Raises:
+        UsageError: wrong shapes.
     """
     if logits.dim() != 3 or logits.shape[:2] != ids.shape:
         raise UsageError(
@@ -48,22 +54,39 @@ def token_logprobs(logits: Tensor, ids: Tensor) -> Tensor:
 
 
 def token_entropies(logits: Tensor) -> Tensor:
-    """float32 [b, t]: entropy, in nats, of the distribution that each token was drawn from. In the
-    place of the token, as ``token_logprobs``; the first is 0."""
+    """Return the entropy, in nats, of the distribution of each token.
+
+    Args:
+        logits: [b, t, v], as in ``token_logprobs``.
+
+    Returns:
+        float32 [b, t], each value at the position of its token. The value of the first token is 0.
+
+    Raises:
+        UsageError: wrong shape.
+    """
     if logits.dim() != 3:
         raise UsageError(f"logits must be [b, t, v], got {list(logits.shape)}")
     rows = torch.log_softmax(logits[:, :-1].float(), dim=-1)
-    # What cannot be drawn adds nothing.
+    # A token of probability 0 adds nothing, and 0 * -inf would be NaN.
     finite = rows.masked_fill(rows == float("-inf"), 0.0)
     return torch.nn.functional.pad(-(rows.exp() * finite).sum(-1), (1, 0))
 
 
 def importance_ratios(logprobs: Tensor, behavior: Tensor, mask: Tensor) -> Tensor:
-    """float32 [b, t]: how much likelier a token is to the policy that is trained than it was to the
-    one that sampled it, whose logprobs ``behavior`` are. 1 where ``mask`` is False."""
+    """Return the ratio of each token's probabilities under the trained and the sampling policy.
+
+    Args:
+        logprobs: [b, t], of the trained policy.
+        behavior: [b, t], of the policy that sampled the tokens.
+        mask: bool [b, t].
+
+    Returns:
+        [b, t], float32 (float64 for float64 inputs). 1 where ``mask`` is False.
+    """
     _same_shape(logprobs, behavior=behavior, mask=mask)
-    # Masked before the exponential: what stands in the padding must not become inf or NaN. And
-    # bounded, as inf times an advantage of 0, or in a gradient that the clip takes away, is NaN.
+    # Mask before the exponential, so that values in the padding do not become inf or NaN. Bound
+    # the ratio, because inf times 0 (an advantage, or the gradient of a clipped token) is NaN.
     difference = (_wide(logprobs) - _wide(behavior)).masked_fill(~mask, 0.0)
     return difference.clamp(max=_MOST_LOG_RATIO).exp()
 
@@ -79,20 +102,20 @@ def policy_loss(
     behavior_cap: float = 5.0,
     average: Average = "tokens",
 ) -> tuple[Tensor, PolicyStats]:
-    """The clipped surrogate of PPO (arXiv:1707.06347, equation 7), as a loss.
+    """Return the clipped surrogate of PPO (arXiv:1707.06347, equation 7) as a loss.
 
     Args:
-        logprobs: [b, t], of the policy that is trained; has a gradient.
-        old_logprobs: [b, t], of the policy that the clip holds on to. Usually ``logprobs`` of the
-            trajectories: the one that sampled.
+        logprobs: [b, t], of the trained policy; has a gradient.
+        old_logprobs: [b, t], of the policy that the clip is relative to. Usually this is the policy
+            that sampled: ``logprobs`` of the trajectories.
         advantages: [b], the same for all tokens of a trajectory (GRPO), or [b, t].
-        mask: bool [b, t]: tokens that count, ``loss_mask``.
-        clip: how far the ratio may be below and above 1; the upper one larger, so that unlikely
-            tokens can become likely (DAPO, arXiv:2503.14476). None: no clip.
-        behavior: [b, t], logprobs of the policies that sampled, when the clip is around another
-            one that is nearer to the trained one, ``old_logprobs``. Each token is then weighed by
+        mask: bool [b, t]: the tokens that count, ``loss_mask``.
+        clip: how far the ratio may be below and above 1. The upper bound is larger, so that
+            unlikely tokens can become likely (DAPO, arXiv:2503.14476). None: no clip.
+        behavior: [b, t], logprobs of the policies that sampled. Give this if ``old_logprobs`` are
+            of a different policy, closer to the trained policy. Each token is then weighted by
             old / behavior: the decoupled loss of AReaL, arXiv:2505.24298.
-        behavior_cap: that weight is at most this.
+        behavior_cap: upper bound of that weight.
         average: see ``masked_mean``.
 
     Returns:
@@ -128,25 +151,36 @@ def policy_loss(
 def reinforce_loss(
     logprobs: Tensor, advantages: Tensor, mask: Tensor, *, average: Average = "tokens"
 ) -> Tensor:
-    """Its gradient is that of REINFORCE (Williams, 1992): for tokens that the very policy sampled
-    that is trained.
+    """Return a loss with the gradient of REINFORCE (Williams, 1992).
 
-    Args: as ``policy_loss``.
+    The trained policy itself must have sampled the tokens.
+
+    Args:
+        logprobs, advantages, mask, average: as in ``policy_loss``.
+
+    Raises:
+        UsageError: wrong shapes.
     """
     if advantages.shape == logprobs.shape[:1]:
         advantages = advantages[:, None].expand_as(logprobs)
     _same_shape(logprobs, advantages=advantages, mask=mask)
-    # Masked before the product: its gradient must not become NaN by what stands in the padding.
+    # Mask before the product, so that values in the padding do not make the gradient NaN.
     gains = _wide(logprobs).masked_fill(~mask, 0.0) * _wide(advantages).masked_fill(~mask, 0.0)
     return -masked_mean(gains, mask, average)
 
 
 def kl_estimate(logprobs: Tensor, reference: Tensor, mask: Tensor | None = None) -> Tensor:
-    """[b, t]: per token, an estimate of KL(policy || reference) for tokens that the policy sampled.
-    Never negative and, as its expectation, exact: "k3" of http://joschu.net/blog/kl-approx.html.
+    """Return [b, t]: an estimate of KL(policy || reference) for each token the policy sampled.
 
-    0 where ``mask`` is False. As a part of a loss it needs one: ``masked_mean`` leaves values out,
-    but not the NaN that is the gradient of what stands in the padding."""
+    The estimate is never negative and is unbiased: "k3" of
+    http://joschu.net/blog/kl-approx.html.
+
+    Args:
+        logprobs: [b, t], of the policy.
+        reference: [b, t], logprobs of the reference.
+        mask: bool [b, t]; the result is 0 where this is False. Needed if the estimate is part of a
+            loss: ``masked_mean`` ignores values in the padding, but not NaN in their gradients.
+    """
     _same_shape(logprobs, reference=reference)
     difference = _wide(reference) - _wide(logprobs)
     if mask is not None:
@@ -156,13 +190,16 @@ def kl_estimate(logprobs: Tensor, reference: Tensor, mask: Tensor | None = None)
 
 
 def masked_mean(values: Tensor, mask: Tensor, average: Average = "tokens") -> Tensor:
-    """A scalar: the mean of [b, t] values over the tokens that count.
+    """Return a scalar: the mean of [b, t] values over the unmasked tokens.
 
     Args:
-        average: "tokens": over all of them, each weighs the same (DAPO). "sequences": first within
-            each trajectory, then over the trajectories that have any (GRPO); those in long ones
-            weigh less. A number: the sum over b times this many tokens, whatever the lengths (Dr.
-            GRPO).
+        average: "tokens": the mean over all unmasked tokens, with equal weights (DAPO).
+            "sequences": first the mean within each trajectory, then over the trajectories with
+            unmasked tokens (GRPO); tokens of long trajectories weigh less. A number: the sum
+            divided by b times this number, for any lengths (Dr. GRPO).
+
+    Raises:
+        UsageError: wrong shapes, or an unknown ``average``.
     """
     _same_shape(values, mask=mask)
     kept = _wide(values).masked_fill(~mask, 0.0)
@@ -179,7 +216,7 @@ def masked_mean(values: Tensor, mask: Tensor, average: Average = "tokens") -> Te
 
 
 def _wide(values: Tensor) -> Tensor:
-    """In float32 at least: sums and differences in 16 bits are off, or overflow."""
+    """Return the values in at least float32. In 16 bits, sums are inexact or overflow."""
     return values if values.dtype == torch.float64 else values.float()
 
 

@@ -1,6 +1,6 @@
 """The ``sglrl`` command: demo, check, generate, doctor, keys.
 
-Exit codes: 0 success, 1 a check failed or the engine did, 2 wrong usage, 130 Ctrl-C.
+Exit codes: 0 success, 1 a check or the engine failed, 2 wrong usage, 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _complain(what: str) -> None:
 
 
 def _command(function: _F) -> _F:
-    """Register a command whose errors are a line for a person, not a traceback."""
+    """Register a command that reports errors as one line, not as a traceback."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> None:
@@ -96,7 +96,7 @@ def demo(
     in time, if waiting for every batch is no slower than running ahead, or if a logprob differs
     from what Hugging Face transformers computes with the weights of its policy version.
     """
-    # What would be missed only after minutes.
+    # Without this check, a missing module fails only after minutes.
     for module in ("matplotlib", "tensordict"):
         if importlib.util.find_spec(module) is None:
             raise UsageError(f"the demo needs {module}: {install('demo')}")
@@ -307,7 +307,7 @@ def keys(
 
 
 def _check_target(option: str, file: Path | None, *, makes_folder: bool = False) -> None:
-    """Raise ``UsageError`` if the file cannot be written, before there is anything to write."""
+    """Raise ``UsageError`` if the file cannot be written. Called before the run starts."""
     if file is None:
         return
     file = file.absolute()
@@ -331,7 +331,7 @@ def _model(name: str) -> str:
 
 
 def _print_json(text: bytes) -> None:
-    """In UTF-8, whatever the terminal's encoding is."""
+    """Print JSON in UTF-8, whatever the terminal's encoding is."""
     sys.stdout.flush()
     sys.stdout.buffer.write(text + b"\n")
     sys.stdout.flush()
@@ -353,7 +353,7 @@ def _as_json(prompt: str, completion: Any) -> dict[str, Any]:
 
 
 def _quiet() -> None:
-    """Advice that transformers would log is not for the user of a command."""
+    """Hide the warnings that transformers logs; users of a command do not need them."""
     import logging
 
     logging.getLogger("transformers").setLevel(logging.ERROR)

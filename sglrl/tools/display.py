@@ -1,4 +1,4 @@
-"""Progress for a person: a live bar on a terminal, a line now and then in a log."""
+"""Show progress: a live bar on a terminal, occasional lines in a log."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 LINES = 8
-"""How often a stage reports when there is no terminal."""
+"""Number of progress lines per stage when there is no terminal."""
 
 Advance = Callable[[str], None]
-"""``advance(note)``: one more is done; the note is shown beside the count."""
+"""``advance(note)`` counts one more part as done. The note is shown beside the count."""
 
 
 @contextmanager
@@ -38,7 +38,10 @@ def stage(console: Console, title: str, total: int) -> Iterator[Advance]:
 
 @contextmanager
 def start_up(console: Console) -> Iterator[None]:
-    """Show what ``launch`` is waiting for. On a terminal it does so itself; elsewhere it logs."""
+    """Show the progress of ``launch`` while the block runs.
+
+    On a terminal, ``launch`` shows a status line itself. Otherwise, this prints its log lines.
+    """
     if console.is_terminal:
         yield
         return
@@ -76,7 +79,7 @@ def _lines(console: Console, title: str, total: int) -> Advance:
 
 
 def quiet_transformers() -> None:
-    """Hide transformers' progress bars and advice. Its errors still raise."""
+    """Hide the progress bars and warnings of transformers. Its errors still raise."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from transformers.utils import logging as theirs

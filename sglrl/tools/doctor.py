@@ -1,4 +1,4 @@
-"""What this machine has and whether sglrl works on it; for ``sglrl doctor``."""
+"""Examine this machine and test whether sglrl works on it: ``sglrl doctor``."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from ..errors import SglrlError
 NEEDED = ("msgspec", "pyzmq", "uvloop", "numpy")
 OPTIONAL = ("sglang", "torch", "transformers")
 SGLANG_RANGE = ((0, 5, 17), (0, 5, 24))
-"""Supported versions: the first, and the first that is not."""
+"""Supported versions of SGLang: the first supported one and the first unsupported one."""
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One line of the examination. ``ok`` is False for what keeps sglrl from working."""
+    """One line of the examination. ``ok`` is False if this finding keeps sglrl from working."""
 
     name: str
     ok: bool
@@ -31,7 +31,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def examine(engine: str) -> list[Finding]:
-    """All findings; the last is a real call to one worker with this engine."""
+    """Return all findings. The last one is a real call to one worker with this engine."""
     findings = [
         Finding("sglrl", True, __version__),
         Finding("python", True, f"{platform.python_version()} on {platform.system()}"),
@@ -72,7 +72,10 @@ def _memory() -> str:
 
 
 async def _call(engine: str) -> Finding:
-    """Start one worker on CPU and generate one token: processes, sockets and codecs at work."""
+    """Start one worker on CPU and generate one token.
+
+    This tests processes, sockets and codecs.
+    """
     name = f"one call ({engine})"
     begun = time.perf_counter()
     model = "fake"
@@ -99,7 +102,7 @@ async def _call(engine: str) -> Finding:
 
 
 def table_of(findings: list[Finding]) -> Table:
-    """For a person."""
+    """Return the findings as a table for the terminal."""
     table = Table(show_header=False)
     for finding in findings:
         mark = "[green]ok[/]" if finding.ok else "[bold red]missing[/]"

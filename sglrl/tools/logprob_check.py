@@ -1,4 +1,4 @@
-"""Are our logprobs the model's? Every sampled token against Hugging Face transformers."""
+"""Compare the logprob of every sampled token with Hugging Face transformers."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from numpy.typing import NDArray
 from ..inference.completion import Completion
 
 TOKENS_PER_BATCH = 4096
-"""Of padded input; bounds the memory for logits."""
+"""Number of padded input tokens per batch. Bounds the memory for logits."""
 
 TOLERANCES = {"float32": 1e-4}
 ROUNDED_TOLERANCE = 3e-2
-"""For models of 16 bits, where two correct orders of summation differ by this much."""
+"""Tolerance for 16-bit models: two correct orders of summation differ by this much."""
 
 
 class LogprobCheck(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome. Differences are absolute, of natural logarithms.
+    """The result of a check. Differences are absolute, of natural logarithms.
 
     Attributes:
-        tokens: how many were compared.
-        largest_difference: over all of them; NaN counts as infinite.
-        mean_difference: likewise.
-        tolerance: what ``largest_difference`` may be at most.
-        worst: where the largest one is, for a person to look at.
+        tokens: number of compared tokens.
+        largest_difference: over all compared tokens. NaN counts as infinite.
+        mean_difference: over all compared tokens. NaN counts as infinite.
+        tolerance: largest allowed value of ``largest_difference``.
+        worst: a readable description of the token with the largest difference.
     """
 
     tokens: int
@@ -42,12 +42,12 @@ class LogprobCheck(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def tolerance_for(dtype: str) -> float:
-    """What two correct implementations may differ by, for a model of this dtype."""
+    """Return the allowed difference of two correct implementations for a model of this dtype."""
     return TOLERANCES.get(dtype, ROUNDED_TOLERANCE)
 
 
 def load_reference(model: str, device: str) -> Any:
-    """The model in transformers, in its own dtype, ready to be evaluated."""
+    """Load the model with transformers in its saved dtype, in evaluation mode."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(model, dtype="auto").to(device).eval()
@@ -56,14 +56,17 @@ def load_reference(model: str, device: str) -> Any:
 def reference_logprobs(
     reference: Any, completions: Sequence[Completion]
 ) -> Iterator[tuple[int, NDArray[np.float32]]]:
-    """``(index, float32 [t])`` of every completion: the logprobs that ``reference`` gives to its
-    output tokens. In order of length, so that batches need little padding."""
+    """Yield ``(index, logprobs)`` for every completion, computed with ``reference``.
+
+    ``logprobs`` is float32 [t], one value per output token. Completions come longest first, so that
+    batches need little padding.
+    """
     import torch
 
     order = sorted(range(len(completions)), key=lambda i: -_length(completions[i]))
     at = 0
     while at < len(order):
-        # The first is the longest of its batch.
+        # The first completion is the longest of its batch.
         longest = _length(completions[order[at]])
         batch = order[at : at + max(1, TOKENS_PER_BATCH // longest)]
         at += len(batch)
@@ -80,7 +83,7 @@ def reference_logprobs(
             for row, index in enumerate(batch):
                 start = len(completions[index].prompt_ids)
                 stop = _length(completions[index])
-                # The logits at position i are for token i + 1.
+                # The logits at position i predict token i + 1.
                 scores = torch.log_softmax(logits[row, start - 1 : stop - 1].float(), dim=-1)
                 chosen = scores.gather(1, ids[row, start:stop, None])[:, 0]
                 yield index, chosen.cpu().numpy()
@@ -92,8 +95,15 @@ def compare(
     tolerance: float,
     on_done: Callable[[], None] = lambda: None,
 ) -> LogprobCheck:
-    """Check every output token of ``completions``, which must have been sampled at temperature 1
-    and have logprobs. ``on_done`` is called once per completion."""
+    """Compare the logprob of every output token with ``reference``.
+
+    Args:
+        completions: sampled at temperature 1, with logprobs.
+        on_done: called once per completion.
+
+    Raises:
+        ValueError: a completion does not have one logprob per output token.
+    """
     largest, total, tokens, worst = 0.0, 0.0, 0, "nothing was compared"
     for index, expected in reference_logprobs(reference, completions):
         completion = completions[index]

@@ -1,7 +1,8 @@
-"""A tiny random Qwen3 with a byte-level BPE tokenizer and a chat template, made without a network.
+"""Make a tiny random model with a tokenizer and a chat template, without a network.
 
-Weights are random, so it speaks no language, but everything else is real: architecture, file
-formats, tokenizer, template. It is made once and kept in the cache folder (about 2 MB).
+By default this is a Qwen3 with a byte-level BPE tokenizer. The weights are random, so its text is
+meaningless. Everything else is real: architecture, file formats, tokenizer, template. The model is
+made once and kept in the cache folder (about 2 MB).
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from ..config import cache_dir
 from ..errors import UsageError
 
 RECIPE = 1
-"""Changes whenever what is made changes, so that an old cache is not used."""
+"""Version of the model recipe. Increase it with every change to the model or the tokenizer, so that
+old cache entries are not used."""
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
@@ -41,7 +43,10 @@ _CORPUS = [
 
 
 def make_tokenizer(folder: Path, vocab_size: int) -> Any:
-    """A byte-level BPE tokenizer of at most ``vocab_size`` tokens, trained on a few sentences."""
+    """Train a byte-level BPE tokenizer of at most ``vocab_size`` tokens on a few sentences.
+
+    Save it in ``folder`` and return it.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -68,8 +73,11 @@ def make_tokenizer(folder: Path, vocab_size: int) -> Any:
 
 
 def make_character_tokenizer(folder: Path, characters: str) -> Any:
-    """A tokenizer with one token for each of these characters and a few special ones for chat;
-    other characters are left out. Small, so that a policy can learn from random weights."""
+    """Make a tokenizer with one token per character and a few special tokens for chat.
+
+    It drops characters that are not in ``characters``. The vocabulary is small, so that a policy
+    can learn from random weights. Save the tokenizer in ``folder`` and return it.
+    """
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
@@ -106,13 +114,13 @@ def make_model(
 
     Args:
         architecture: "qwen3" or "llama".
-        dtype: of the saved weights: "float32" or "bfloat16".
-        characters: the whole vocabulary but for special tokens (``make_character_tokenizer``), in
-            place of one of ``vocab_size``.
-        tied: the output layer has no weights of its own but the embedding's.
-        initializer_range: standard deviation of the weights. As it is, wide enough that the logits
-            of a random model differ clearly; with 0.02, as of models to be trained, every token is
-            about as likely.
+        dtype: dtype of the saved weights: "float32" or "bfloat16".
+        characters: the whole vocabulary except special tokens (``make_character_tokenizer``). If
+            given, ``vocab_size`` is ignored.
+        tied: the output layer shares the weights of the embedding.
+        initializer_range: standard deviation of the weights. The default is wide enough that the
+            logits of a random model differ clearly. With 0.02, the usual value for models to be
+            trained, all tokens are about equally likely.
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
@@ -146,14 +154,21 @@ def make_model(
         else:
             raise ValueError(f"unknown architecture {architecture!r}")
     model.to(getattr(torch, dtype)).save_pretrained(folder)
-    # There is nothing to sample by default but what the caller says.
+    # No default sampling parameters: the caller sets them all.
     generation = folder / "generation_config.json"
     generation.write_text(json.dumps({"eos_token_id": tokenizer.eos_token_id}))
     return folder
 
 
 def tiny_model(**options: Any) -> Path:
-    """The folder of a tiny model, made if it is not in the cache. Options as in ``make_model``."""
+    """Return the folder of a tiny model. Make the model if it is not in the cache.
+
+    Args:
+        **options: as in ``make_model``.
+
+    Raises:
+        UsageError: the cache folder cannot be written.
+    """
     values = (f"{name}={quote(str(options[name]), safe='')}" for name in sorted(options))
     folder = cache_dir() / "-".join(["tiny", str(RECIPE), *values])
     if folder.is_dir():
@@ -170,7 +185,7 @@ def tiny_model(**options: Any) -> Path:
         make_model(scratch, **options)
         os.replace(scratch, folder)
     except OSError:
-        # Another process was faster.
+        # Another process may have made the same model meanwhile.
         if not folder.is_dir():
             raise
     finally:

@@ -1,4 +1,4 @@
-"""For users of TorchRL (the extra ``torchrl``): the names of its SGLang classes."""
+"""Replacements for TorchRL's SGLang classes, under the same names. Needs the extra ``torchrl``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The ``LoadBalancer`` of TorchRL's ``AsyncVLLM``, for replicas of a pool.
+"""The ``LoadBalancer`` of TorchRL's ``AsyncVLLM``, for the replicas of a pool.
 
-A pool routes by itself, over every call of every client and before anything waits at a replica;
-this is for programs that want to choose.
+A pool routes all calls of all clients itself, before they wait at a replica. This class is for
+programs that choose the replica themselves.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ class Service(Protocol):
 
 
 class LoadBalancer:
-    """Names the replica that a prompt should go to.
+    """Selects a replica for a prompt.
 
     Args:
-        strategy: one of, or several in order of preference: "prefix-aware" (prompts with the same
-            beginning go to the same replica, unless it is overloaded; passes without a prompt),
-            "requests" (fewest unfinished requests), "kv-cache" (lowest use), "round-robin".
-            None: "prefix-aware", then "requests".
-        prefix_length: tokens (of a text: words) of that beginning.
-        overload_threshold: a replica is overloaded with more than so many times the mean of
-            unfinished requests.
+        strategy: one strategy, or several in order of preference. "prefix-aware": the same replica
+            for prompts with the same prefix, unless it is overloaded; without a prompt, the next
+            strategy applies. "requests": the fewest unfinished requests. "kv-cache": the lowest
+            use of the KV cache. "round-robin": the replicas in turn. None: "prefix-aware", then
+            "requests".
+        prefix_length: length of the prefix in tokens; for a text, in words.
+        overload_threshold: a replica is overloaded if its number of unfinished requests exceeds
+            this factor times the mean.
 
     Raises:
-        ValueError: a strategy is unknown, or there is none.
+        ValueError: a strategy is unknown, or no strategy is given.
     """
 
     def __init__(
@@ -62,12 +63,19 @@ class LoadBalancer:
         self._turn = 0
 
     def select_actor(self, prompt: Any = None, request_context: Any = None) -> int:
-        """The index of a replica, for a text or token ids (or neither). ``request_context`` is
-        TorchRL's, and unused there too."""
+        """Return the index of a replica.
+
+        Args:
+            prompt: a text, token ids or None.
+            request_context: unused, here and in TorchRL.
+        """
         return self.select_actors([prompt])[0]
 
     def select_actors(self, prompts: Sequence[Any]) -> list[int]:
-        """For prompts that will be sent at once: each counts where it is to go."""
+        """Return a replica index for each prompt of a batch that is sent at once.
+
+        Each prompt counts as a pending request of its replica.
+        """
         stats = {found.worker: found.engine for found in self._service.client.stats()}
         if not stats:
             raise ValueError("No actors available for selection")
@@ -110,7 +118,7 @@ class LoadBalancer:
             raise InvalidRequest(f"a token id is outside of every vocabulary: {error}") from None
 
     def get_stats(self) -> dict[str, Any]:
-        """The settings, and every replica's unfinished requests and cache use."""
+        """Return the settings, and the unfinished requests and cache use of every replica."""
         return {
             "strategies": self.strategies,
             "primary_strategy": self.strategy,

@@ -1,4 +1,4 @@
-"""What TorchRL's ``generate_kwargs`` and ``sampling_params`` ask for, in the client's words."""
+"""Translate TorchRL's ``generate_kwargs`` and ``sampling_params`` to arguments of the client."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from ...errors import InvalidRequest
 from ...inference.sampling import ALIASES, SamplingParams, from_kwargs
 
 _CALL_ARGUMENTS: Final[tuple[str, ...]] = ("timeout", "priority", "worker")
-"""Of ``client.generate``: in ``generate_kwargs`` and as keyword arguments of a call."""
+"""Arguments of ``client.generate`` that ``generate_kwargs`` and the keyword arguments of a call may
+contain."""
 _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     "do_sample": (True, False),
     "num_beams": (1,),
@@ -22,7 +23,8 @@ _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     "stream": (False,),
     "logprob_start_len": (-1,),
 }
-"""Names of TorchRL, vLLM and SGLang without a counterpart here: values that ask for nothing."""
+"""Neutral values of TorchRL's, vLLM's and SGLang's arguments without a counterpart in sglrl. These
+values are ignored."""
 _INSTEAD: Final = {
     "custom_params": "only custom logit processors read them, which SGLang takes as pickled code",
     "allowed_token_ids": "give logit_bias, or a regex or grammar",
@@ -36,10 +38,10 @@ _INSTEAD: Final = {
     "structured_outputs": "give json_schema, regex, ebnf or structural_tag",
     "watermark": "newer versions of SGLang alone have it",
 }
-"""What to use in place of others."""
+"""Unsupported arguments: the replacement, or the reason."""
 _WITHOUT_EFFECT: Final = (
-    # A text is made when it is read, SGLang's tokenizers ignore the second, and how often the
-    # engine reports changes no result.
+    # Completions decode their text on access. SGLang's tokenizers ignore
+    # spaces_between_special_tokens. The reporting interval of the engine changes no result.
     "detokenize",
     "spaces_between_special_tokens",
     "stream_interval",
@@ -48,7 +50,7 @@ _WITHOUT_EFFECT: Final = (
 
 
 def override(values: Mapping[str, Any], by: Mapping[str, Any]) -> dict[str, Any]:
-    """``by`` over ``values``, whichever of its names something has in either."""
+    """Return ``values`` overridden by ``by``. Aliases of a name count as the same name."""
     given = set(map(_canonical, by))
     return {k: v for k, v in values.items() if _canonical(k) not in given} | dict(by)
 
@@ -58,10 +60,10 @@ def _canonical(name: str) -> str:
 
 
 def understood(values: dict[str, Any]) -> dict[str, Any]:
-    """In the client's words, without what asks for nothing.
+    """Return the values under the client's names, without None and neutral values.
 
     Raises:
-        InvalidRequest: something is asked for that there is nothing of the kind of.
+        InvalidRequest: a value has no counterpart in the client, or names contradict each other.
     """
     found = {}
     for name, value in values.items():
@@ -76,7 +78,7 @@ def understood(values: dict[str, Any]) -> dict[str, Any]:
     if values.get("do_sample") is False:
         found["temperature"] = 0.0
     if found.get("top_k") == 0:
-        # SGLang's and TorchRL's word for all of them.
+        # 0 means all tokens in SGLang and TorchRL.
         found["top_k"] = -1
     if "stop_sequences" in found:
         if "stop" in found:
@@ -86,7 +88,11 @@ def understood(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def split(values: dict[str, Any]) -> tuple[dict[str, Any], SamplingParams]:
-    """Standardized ``generate_kwargs`` as arguments of ``client.generate`` and sampling values."""
+    """Split standardized ``generate_kwargs`` into call arguments and sampling parameters.
+
+    Raises:
+        InvalidRequest: a value is not supported.
+    """
     values = {k: v for k, v in values.items() if k != "num_return_sequences"}
     if (logprobs := values.pop("logprobs", None)) not in (None, True, False, 0, 1):
         raise InvalidRequest(f"logprobs={logprobs!r}: of sampled tokens alone")

@@ -1,12 +1,15 @@
-"""From samples to TorchRL's containers, one tensordict a sample.
+"""Convert samples to TorchRL's containers, with one tensordict per sample.
 
-Of a sample that was generated:
-    tokens: prompt, response (what ended it included), full. int64.
-    log_probs: response, and full, which is NaN over the prompt: those are not known, and TorchRL's
-        losses leave out what is not finite. float32.
-    masks: all_attention_mask: True but for padding. all_assistant_mask: True over the response.
-    text: prompt, response without what ended it, full. history: prompt, response, full.
-Of one that was scored: ``full`` alone, and the assistant mask of the chat template or the input.
+The containers of a generated sample:
+    tokens: prompt, response (including the token that ended it), full. int64.
+    log_probs: response, full. float32. ``full`` is NaN over the prompt, whose log-probs are
+        unknown; TorchRL's losses ignore values that are not finite.
+    masks: all_attention_mask is True except for padding. all_assistant_mask is True over the
+        response.
+    text: prompt, response (without the stop token or text), full.
+    history: prompt, response, full.
+The containers of a scored sample have only ``full``. Its assistant mask comes from the chat
+template or from the input.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from torchrl.modules.llm.policies.common import ChatHistory, LogProbs, Masks, Te
 
 
 class Keys(NamedTuple):
-    """Where each container goes; None: it is not wanted."""
+    """The key of each container. None: the container is not made."""
 
     text: Any
     tokens: Any
@@ -31,12 +34,15 @@ class Keys(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """One prompt with one response, or one sequence that is scored.
+    """One prompt with one response, or one scored sequence.
 
-    ids: int64 [length], of the prompt or of the whole sequence. response: int64 [t], None if it was
-    scored. log_probs: float32, of the response, or of the whole sequence. assistant_mask: bool
-    [length], of a sequence that is scored. places: bool [width], where ``ids`` are in the padded
-    row that was given. logits: float32 [length, vocabulary].
+    Attributes:
+        ids: int64 [length], of the prompt or of the whole scored sequence.
+        response: int64 [t]; None for a scored sequence.
+        log_probs: float32, of the response or of the whole scored sequence.
+        assistant_mask: bool [length], of a scored sequence.
+        places: bool [width], the positions of ``ids`` in the padded input row.
+        logits: float32 [length, vocabulary].
     """
 
     ids: torch.Tensor
@@ -54,7 +60,10 @@ class Sample(NamedTuple):
 def make_rows(
     samples: Sequence[Sample], keys: Keys, padded: bool, pad: int, device: Any
 ) -> list[TensorDict]:
-    """One tensordict without batch dimensions a sample; with ``padded``, all of one length."""
+    """Return one tensordict without batch dimensions per sample.
+
+    With ``padded``, all samples have the same length.
+    """
     left, right = _paddings(samples) if padded else (_as_is, _as_is)
     rows = []
     for i, sample in enumerate(samples):
@@ -73,7 +82,7 @@ def _as_is(i: int, values: torch.Tensor, fill: Any) -> torch.Tensor:
 
 
 def _paddings(samples: Sequence[Sample]) -> tuple[_Place, _Place]:
-    """How the values of sample i's ``ids`` are padded, and those of its response."""
+    """Return two functions that pad values of sample i: over its ``ids``, and over its response."""
     widths = {0 if s.places is None else len(s.places) for s in samples}
     places = [s.places for s in samples]
     if len(widths) > 1 or 0 in widths:

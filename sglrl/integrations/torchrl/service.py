@@ -1,6 +1,7 @@
-"""TorchRL's ``AsyncSGLang`` over an sglrl pool: its own, or one that another process has launched.
+"""TorchRL's ``AsyncSGLang`` on an sglrl pool.
 
-Beside TorchRL's names it has those of ``AsyncVLLM`` that make sense of several replicas.
+The service starts the pool, or connects to the pool of another process. In addition to TorchRL's
+methods, it has the methods of ``AsyncVLLM`` for several replicas.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from .generate_kwargs import override, understood
 
 _CONNECT_SECONDS: Final = 10.0
 _CONNECTION: Final = ("keys", "insecure", "heartbeat_timeout")
-"""Of ``server_kwargs``: what a copy of this object in another process needs too."""
+"""Names in ``server_kwargs`` that a copy of the service in another process also needs."""
 _RENAMED: Final = {"max_model_len": "context_length", "num_replicas": "replicas"}
-"""TorchRL's own and vLLM's names."""
+"""Names of TorchRL and vLLM, and the corresponding arguments of ``sglrl.launch``."""
 _START_SECONDS: Final = 600.0
 
 
@@ -40,21 +41,21 @@ class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
         service = AsyncSGLang.connect(service.server_url)                   # in another process
 
     Args:
-        server_url: the address of a running pool: ``service.server_url`` or ``client.address``
-            where it was started. It holds a secret.
-        model_path: what ``from_pretrained`` starts.
+        server_url: the address of a running pool: ``service.server_url`` or ``client.address`` of
+            the process that started it. The address contains a secret.
+        model_path: the model that ``from_pretrained`` starts.
         tp_size: GPUs of each replica.
-        dp_size: replicas. Calls are routed among them by cached prefix and load.
-        timeout: seconds that a call may take unless it says otherwise; connecting, at most 10.
-        **server_kwargs: what ``sglrl.launch`` takes, which includes SGLang's server arguments;
+        dp_size: number of replicas. Calls are routed among them by cached prefix and load.
+        timeout: default time limit of a call in seconds. Connecting takes at most 10 s.
+        **server_kwargs: arguments of ``sglrl.launch``, including SGLang's server arguments.
             TorchRL's ``cuda_devices``, ``host`` and ``port`` and vLLM's ``max_model_len`` are
-            understood. With ``server_url``: ``keys``, ``insecure``,
-            ``heartbeat_timeout``.
+            accepted too. With ``server_url``: ``keys``, ``insecure``, ``heartbeat_timeout``.
 
-    Pickling keeps the address: a copy connects to the same pool, and ending it leaves the pool.
+    A pickled service keeps the address. The copy connects to the same pool, and its shutdown does
+    not stop the pool.
 
     Raises:
-        ConnectionError: nobody answers at ``server_url``.
+        ConnectionError: no pool answers at ``server_url``.
     """
 
     def __init__(
@@ -83,10 +84,10 @@ class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
 
     @classmethod
     def connect(cls, server_url: str, **kwargs: Any) -> Self:
-        """Use a running pool.
+        """Connect to a running pool.
 
         Raises:
-            ConnectionError: nobody answers there.
+            ConnectionError: no pool answers at ``server_url``.
         """
         return cls(server_url=server_url, **kwargs)
 
@@ -94,7 +95,7 @@ class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
     def from_pretrained(
         cls, model_name: str, tp_size: int = 1, dp_size: int = 1, **kwargs: Any
     ) -> Self:
-        """Start the replicas. Raises what ``sglrl.launch`` and entering it raise."""
+        """Start the replicas. Raises the errors of ``sglrl.launch`` and of entering its client."""
         service = cls(model_path=model_name, tp_size=tp_size, dp_size=dp_size, **kwargs)
         service._launch_server()
         return service
@@ -144,12 +145,12 @@ class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
 
     def _keep(self, client: BlockingClient) -> None:
         self._client = client
-        # Also when nobody shuts this object down: when it is collected, or the program ends.
+        # Without shutdown(), the client is closed at garbage collection or at program exit.
         self._end = weakref.finalize(self, _close, client)
 
     @property
     def client(self) -> BlockingClient:
-        """What all of this is made of.
+        """The client of the pool.
 
         Raises:
             RuntimeError: the service was neither connected nor started, or is shut down.
@@ -165,7 +166,7 @@ class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
 
     @property
     def server_url(self) -> str:
-        """The pool's address, for ``connect``. It holds a secret."""
+        """The pool's address, for ``connect``. It contains a secret."""
         if self._server_url is None:
             raise RuntimeError("Server URL not set. Call connect() or from_pretrained().")
         return self._server_url
@@ -185,27 +186,28 @@ class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
         actor_index: int | None = None,
         **kwargs: Any,
     ) -> dict[str, Any] | list[dict[str, Any]]:
-        """Generate for one prompt or a list of them, all at once.
+        """Generate for one prompt, or for a list of prompts at the same time.
 
         Args:
-            prompts: text, or a list of texts; or token ids, as ``input_ids``.
-            sampling_params: names of SGLang, vLLM or OpenAI; see ``sglrl.SamplingParams``.
-                SGLang's ``n``, ``return_logprob`` and ``top_logprobs_num`` are understood too, and
-                vLLM's ``logprobs``.
-            input_ids: token ids in place of ``prompts``: of one, or a list of such.
+            prompts: a text or a list of texts; or token ids, as in ``input_ids``.
+            sampling_params: parameters under the names of SGLang, vLLM or OpenAI; see
+                ``sglrl.SamplingParams``. SGLang's ``n``, ``return_logprob`` and
+                ``top_logprobs_num`` and vLLM's ``logprobs`` are accepted too.
+            input_ids: token ids instead of ``prompts``: of one prompt, or a list of prompts.
             return_logprobs: fill ``meta_info["output_token_logprobs"]``.
-            return_text: False: leave "text" out.
-            timeout, timeout_seconds: then the requests end in the engine, too.
+            return_text: False: omit "text".
+            timeout, timeout_seconds: time limit in seconds. It also ends the requests in the
+                engine.
             actor_index: the replica to use.
-            **kwargs: as ``sampling_params``, over it.
+            **kwargs: as ``sampling_params``, which they override.
 
         Returns:
-            A dict with "text", "output_ids" and "meta_info" for one prompt; for a list, a list of
-            them (with ``n``, n for each prompt, in order).
+            For one prompt, a dict with "text", "output_ids" and "meta_info". For a list, a list of
+            these dicts; with ``n``, n for each prompt, in order.
 
         Raises:
             ValueError: neither or both of ``prompts`` and ``input_ids``, or a bad sampling value.
-            TypeError: ``sampling_params`` is no mapping.
+            TypeError: ``sampling_params`` is not a mapping.
             sglrl.DeadlineExceeded: the time limit has passed (a ``TimeoutError``).
         """
         if prompts is None and input_ids is None:
@@ -249,8 +251,10 @@ class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
         worker: int | None = None,
         **arguments: Any,
     ) -> list[Any]:
-        """``client.generate`` of a list; with a load balancer, each prompt at the replica that it
-        names."""
+        """Call ``client.generate`` for a list of prompts.
+
+        If a load balancer was created, it selects the replica of each prompt.
+        """
         client, balancer = self.client, self._load_balancer
         what, inputs = ("prompt", prompt) if input_ids is None else ("input_ids", input_ids)
         if balancer is None or worker is not None or not inputs:
@@ -275,12 +279,18 @@ class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
     def generate_batch(
         self, prompts: list[str], sampling_params: Mapping[str, Any] | None = None, **kwargs: Any
     ) -> Any:
-        """``generate`` with a list."""
+        """Call ``generate`` with a list of prompts."""
         return self.generate(prompts, sampling_params, **kwargs)
 
     def flush_cache(self) -> bool:
-        """Empty every replica's prefix cache. False if one had requests and kept it. A weight
-        update needs none: what was cached under old weights is never used with new ones."""
+        """Empty every replica's prefix cache.
+
+        A weight update does not need this: cache entries of old weights are never used with new
+        weights.
+
+        Returns:
+            False if a replica had requests and kept its cache.
+        """
         return self.client.flush_cache()
 
     reset_prefix_cache = flush_cache
@@ -292,24 +302,24 @@ class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
         return self._tp_size
 
     def get_dp_size(self) -> int:
-        """Replicas."""
+        """Number of replicas."""
         return self._dp_size
 
     def get_model_metadata(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
-        """dtype and shape of every tensor that an update takes, by Hugging Face name."""
+        """Return dtype and shape of every tensor of a weight update, by Hugging Face name."""
         return {
             name: (getattr(torch, found.dtype), torch.Size(found.shape))
             for name, found in self.client.model_metadata().items()
         }
 
     def get_master_address(self) -> str:
-        """Where the replicas find the process that sends weights."""
+        """Return the address at which the replicas reach the process that sends weights."""
         if self._master_address is None:
             self._master_address = get_local_ip_address()
         return self._master_address
 
     def get_master_port(self) -> int:
-        """A free port, for programs that ask for one: the weight channel chooses its own."""
+        """Return a free port, for programs that need one. The weight channel chooses its own."""
         if self._master_port is None:
             self._master_port = int(get_open_port())
         return self._master_port
@@ -317,12 +327,14 @@ class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
     def init_weight_update_group(
         self, master_address: str | None = None, master_port: int | None = None
     ) -> None:
-        """Form the group of this process and the replicas ahead of the first update, which would do
-        it otherwise.
+        """Form the group of this process and the replicas before the first update.
+
+        Without this call, the first update forms the group.
 
         Args:
-            master_address: of this process, as the replicas can reach it; None: they are on this
-                machine.
+            master_address: address at which the replicas reach this process. None: they run on
+                this machine.
+            master_port: the return value of ``get_master_port``; not used otherwise.
         """
         if master_address is not None:
             self._master_address = master_address
@@ -331,27 +343,29 @@ class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
         if self._managed:
             self.client.connect_weights(**self._host(master_address))
         else:
-            # Another process's pool: with the first update.
+            # For a pool of another process, the first update forms the group.
             self.client.model_metadata()
         self._group_ready = True
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]] | Any) -> None:
-        """Give all replicas new weights, which become live everywhere or nowhere.
+        """Send new weights to all replicas. They become live on every replica or on none.
 
         Args:
             weights: pairs of name and tensor; or a mapping, TensorDict or module. Tensors that are
                 not given keep their values.
 
         Raises:
-            sglrl.InvalidWeights: they do not fit the model (a ``ValueError``).
+            sglrl.InvalidWeights: the weights do not fit the model (a ``ValueError``).
         """
         self.client.update_weights(weights, partial=True, **self._host(self._master_address))
 
     def update_weights_from_distributed(
         self, name: str, dtype: torch.dtype, shape: tuple[int, ...]
     ) -> None:
-        """TorchRL announces every tensor before it broadcasts it. Nothing has to be announced here;
-        the announcement is checked.
+        """Check that the model has a tensor of this name and shape.
+
+        TorchRL announces every tensor with this method before it broadcasts the tensor. sglrl needs
+        no announcement.
 
         Raises:
             RuntimeError: ``init_weight_update_group`` was not called.
@@ -373,18 +387,18 @@ class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
 
     @property
     def num_replicas(self) -> int:
-        """Replicas that are not retired."""
+        """Number of replicas that are not retired."""
         return sum(worker.state != "retired" for worker in self.client.workers)
 
     def get_num_unfinished_requests(self, actor_index: int | None = None) -> int | list[int]:
-        """Requests that a replica's engine has, running or waiting; None: of every replica."""
+        """Return the running and waiting requests of a replica's engine. None: of every replica."""
         found: int | list[int] = self._of_engines(
             lambda engine: engine.running + engine.waiting, actor_index
         )
         return found
 
     def get_cache_usage(self, actor_index: int | None = None) -> float | list[float]:
-        """Share of a replica's KV cache that is in use, 0..1; None: of every replica."""
+        """Return the used share of a replica's KV cache, 0..1. None: of every replica."""
         found: float | list[float] = self._of_engines(lambda engine: engine.kv_usage, actor_index)
         return found
 
@@ -408,10 +422,10 @@ class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Call one of the engines' declared endpoints on every replica; the results, in order.
+        """Call a declared endpoint of the engines on every replica. Return the results in order.
 
         Raises:
-            sglrl.UnknownEndpoint: it is none.
+            sglrl.UnknownEndpoint: ``method`` is not a declared endpoint.
         """
         return self.client.broadcast(method, *args, timeout=timeout, **(kwargs or {}))
 
@@ -421,20 +435,25 @@ class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
         prefix_length: int = 8,
         overload_threshold: float = 1.5,
     ) -> LoadBalancer:
-        """From now on ``generate`` asks this balancer where to send prompts, and not the pool's own
-        routing (which ``routing=`` names when it is started)."""
+        """Create a load balancer that selects the replicas for ``generate`` from now on.
+
+        It replaces the pool's own routing, which ``routing=`` sets when the pool is started.
+        """
         balancer = LoadBalancer(self, strategy, prefix_length, overload_threshold)
         self._load_balancer = balancer
         return balancer
 
     def get_random_actor_index(self) -> int:
-        """Of a replica that serves."""
+        """Return the index of a random ready replica."""
         return random.choice([w.id for w in self.client.workers if w.state == "ready"])
 
     # --- life -------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """End the replicas, if this object has started them, or disconnect. Safe to call again."""
+        """Stop the replicas if this object started them; otherwise disconnect.
+
+        A second call does nothing.
+        """
         if self._client is not None:
             self._client = None
             self._end()
@@ -463,26 +482,26 @@ class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
 
 def _close(client: BlockingClient) -> None:
     if threading.current_thread() is client._thread:
-        # The garbage collector runs on whatever thread; this one cannot wait for itself.
+        # The garbage collector may run on the client's thread, which cannot wait for itself.
         threading.Thread(target=client.close).start()
     else:
         client.close()
 
 
 def _public(url: str | None) -> str | None:
-    """Without the secret."""
+    """Return the address without the secret."""
     return None if url is None else url.partition("#")[0]
 
 
 def _is_text(given: Any) -> bool:
-    """A text, or a list of texts."""
+    """Return whether the input is a text or a list of texts."""
     return isinstance(given, str) or (
         isinstance(given, (list, tuple)) and all(isinstance(prompt, str) for prompt in given)
     )
 
 
 def _is_one(given: Any) -> bool:
-    """A text, or the token ids of one prompt."""
+    """Return whether the input is one prompt: a text, or the token ids of one prompt."""
     if isinstance(given, str):
         return True
     ndim = getattr(given, "ndim", None)
@@ -494,7 +513,10 @@ def _is_one(given: Any) -> bool:
 def _values(
     sampling_params: Mapping[str, Any] | SamplingParams | None, kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Both as keyword arguments of ``client.generate``, with its ``n``."""
+    """Merge both into keyword arguments of ``client.generate``, including ``n``.
+
+    The result may also contain SGLang's ``return_logprob`` and ``top_logprobs_num``.
+    """
     values: dict[str, Any] = {}
     if isinstance(sampling_params, SamplingParams):
         values["sampling"] = sampling_params
@@ -508,7 +530,7 @@ def _values(
     values = understood(override(values, kwargs))
     logprobs = values.pop("logprobs", False)
     if logprobs is not False:
-        # vLLM's: so many of the likeliest beside the sampled one.
+        # In vLLM, a number also returns this many of the likeliest tokens.
         values["return_logprob"] = True
         if logprobs is not True:
             values.setdefault("top_logprobs_num", logprobs)
@@ -516,7 +538,7 @@ def _values(
 
 
 def _result(completion: Completion, return_text: bool) -> dict[str, Any]:
-    """As SGLang's ``/generate`` answers."""
+    """Return a completion in the format of SGLang's ``/generate``."""
     reason: dict[str, Any] = {"type": completion.finish_reason}
     if completion.finish_reason == "length":
         reason["length"] = len(completion.output_ids)

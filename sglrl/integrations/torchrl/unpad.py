@@ -1,4 +1,4 @@
-"""Which tokens of given rows are padding."""
+"""Find the padding tokens in rows of token ids."""
 
 from __future__ import annotations
 
@@ -11,12 +11,19 @@ import torch
 def unpad(
     rows: Sequence[Any], masks: Sequence[torch.Tensor] | None, pad: int, pad_is_end: bool
 ) -> list[torch.Tensor]:
-    """bool [length] for every row of token ids [length]: False where it is padding.
+    """Return bool [length] for every row of token ids [length]: False at padding.
 
-    Masks that are given say so themselves. Without, padding is the run of ``pad`` at either end;
-    tokens in between are never taken for it. Where the padding token also ends texts
-    (``pad_is_end``), a row's last token may be meant: then, of the runs at the right, what all rows
-    have in common is theirs, because a batch is padded to its longest row.
+    Given masks are returned unchanged, as bool on the CPU. Without masks, padding is the run of
+    ``pad`` at either end. Tokens in between never count as padding.
+
+    If the padding token also ends texts (``pad_is_end``), the last token of a row may belong to the
+    text. A batch is padded to its longest row, so the shortest run at the right of all rows is
+    kept as text.
+
+    Args:
+        masks: attention masks of the rows, or None.
+        pad: id of the padding token.
+        pad_is_end: the padding token also ends texts.
     """
     if masks is not None:
         return [mask.detach().bool().cpu() for mask in masks]
@@ -25,7 +32,7 @@ def unpad(
     if pad_is_end:
         common = min(right for _, right in runs)
         if any(left for left, _ in runs) or len({len(row) for row in rows}) > 1:
-            # Padded on the left, or not at all.
+            # The rows are padded on the left, or not at all. The runs at the right are text.
             common = max(right for _, right in runs)
     kept = []
     for row, (left, right) in zip(rows, runs, strict=True):
@@ -37,7 +44,10 @@ def unpad(
 
 
 def _runs(is_pad: torch.Tensor) -> tuple[int, int]:
-    """Length of the runs of True at the left and at the right; (0, length) if there is no other."""
+    """Return the lengths of the runs of True at the left and at the right.
+
+    If all values are True, return (0, length).
+    """
     others = (~is_pad).nonzero().flatten()
     if not len(others):
         return 0, len(is_pad)

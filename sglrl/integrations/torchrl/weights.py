@@ -1,7 +1,7 @@
-"""TorchRL's ``SGLangWeightSyncScheme`` over the weight channel of an sglrl pool.
+"""TorchRL's ``SGLangWeightSyncScheme`` on the weight channel of an sglrl pool.
 
-An update is staged while generation goes on, becomes live on every replica or on none, and has a
-version that every token sampled with it carries.
+Generation continues while an update is staged. The update becomes live on every replica or on none.
+It has a version, and every token sampled with these weights carries this version.
 """
 
 from __future__ import annotations
@@ -34,20 +34,23 @@ PauseMode = Literal["abort", "retract", "in_place"]
 
 _INFLIGHT: Final = {"abort": "abort", "retract": "retract", "in_place": "continue"}
 _DERIVED: Final = ("inv_freq", "original_inv_freq")
-"""Buffers that no checkpoint holds: a model works them out when it is made. TensorDicts of modules
-have them."""
+"""Buffers that are not in checkpoints, because a model computes them when it is created.
+TensorDicts of modules contain them."""
 _LATEST: Final = "latest"
 
 
 def get_sglang_model_metadata(model: Any) -> dict[str, tuple[torch.dtype, torch.Size]]:
-    """dtype and shape by name: of a module's tensors, adapters (PEFT) merged; of an
-    ``AsyncSGLang``, of what its engines take."""
+    """Return dtype and shape by name.
+
+    For a module, these are its tensors, with adapters (PEFT) merged. For an ``AsyncSGLang``, these
+    are the tensors that its engines accept.
+    """
     of_service = getattr(model, "get_model_metadata", None)
     return dict(_of_module(model) if of_service is None else of_service())
 
 
 class SGLangWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]
-    """How a trainer's weights get into the replicas.
+    """Sends a trainer's weights to the replicas.
 
     ::
 
@@ -58,30 +61,30 @@ class SGLangWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]
         sender.update_weights()
 
     Args:
-        server_url: the pool's address (``service.server_url``, ``client.address``); in the process
-            that has the pool, better the ``AsyncSGLang`` or ``BlockingClient`` itself.
-        master_address: of this process, as the replicas can reach it; None: they are on this
+        server_url: the pool's address (``service.server_url``, ``client.address``). In the process
+            that has the pool, prefer the ``AsyncSGLang`` or ``BlockingClient`` itself.
+        master_address: address at which the replicas reach this process. None: they run on this
             machine.
-        master_port: accepted; the weight channel chooses its own.
-        num_gpus: accepted; the pool knows how many there are.
-        strategy: "tensordict" or "state_dict": how weights are taken from a model.
-        device: that sends; an integer is a GPU, or the CPU if the engines run there.
-        flush_cache_on_update: accepted. What was cached under old weights is never used with new
-            ones.
-        pause_mode: what becomes of running requests: "retract" (None): they go on, their KV cache
-            computed anew; "in_place": they go on with the KV cache that they have; "abort": they
-            return what they have.
-        timeout: seconds that a replica may take for any phase.
-        check_finite: as for ``Client.update_weights``.
-        keys, insecure: as for ``sglrl.connect``.
-        remote_addr: a folder: then updates are written there as memory-mapped tensordicts, and
+        master_port: accepted, but not used: the weight channel chooses its own port.
+        num_gpus: accepted, but not used: the pool knows the number of GPUs.
+        strategy: "tensordict" or "state_dict": how weights are extracted from a model.
+        device: the device that sends. An integer is a GPU, or the CPU if the engines run on CPU.
+        flush_cache_on_update: accepted, but not needed: cache entries of old weights are never
+            used with new weights.
+        pause_mode: how an update treats running requests. "retract" (or None): they continue, and
+            their KV cache is recomputed. "in_place": they continue with their KV cache. "abort":
+            they return the tokens generated so far.
+        timeout: time limit of a replica for each phase, in seconds.
+        check_finite: as in ``Client.update_weights``.
+        keys, insecure: as in ``sglrl.connect``.
+        remote_addr: a folder. If given, updates are written there as memory-mapped tensordicts, and
             receivers apply them (``create_receiver``).
-        local_addr: the same folder where a receiver runs; None: ``remote_addr``.
-        num_threads: that write the files.
+        local_addr: path of the same folder on the receiver's machine. None: ``remote_addr``.
+        num_threads: number of threads that write the files.
 
     Raises:
-        ValueError: an argument is unknown, or ``flush_cache_on_update`` is asked for with a
-            ``pause_mode`` under which TorchRL's cannot flush.
+        ValueError: an argument is invalid, or ``flush_cache_on_update`` is combined with a
+            ``pause_mode`` with which TorchRL's scheme cannot flush.
     """
 
     def __init__(
@@ -133,24 +136,24 @@ class SGLangWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]
 
     @property
     def world_size(self) -> int:
-        """The trainer and ``num_gpus`` others."""
+        """Size of the group: the trainer and ``num_gpus`` GPUs."""
         return 1 + self.num_gpus
 
     def create_transport(self, **kwargs: Any) -> PoolTransport | FolderTransport:
-        """What a sender sends with."""
+        """Create the transport of a sender."""
         if self.remote_addr is not None:
             return FolderTransport(self.remote_addr, self.num_threads)
         return PoolTransport(self)
 
     def create_sender(self) -> SGLangWeightSender:
-        """For the trainer's process; of several ranks, for the first.
+        """Create a sender in the trainer's process. With several ranks, use only the first rank.
 
         Raises:
-            ValueError: ``server_url`` is no address of a pool.
-            TypeError: it is neither an address nor a service or client.
+            ValueError: ``server_url`` is not an address of a pool.
+            TypeError: ``server_url`` is not an address, a service or a client.
         """
         if isinstance(self.server_url, str):
-            # Not entered: it checks what it is given.
+            # Only checks the arguments. It connects when it is entered.
             blocking.connect(self.server_url, keys=self.keys, insecure=self.insecure)
         elif self.server_url is not None:
             client = getattr(self.server_url, "client", self.server_url)
@@ -165,16 +168,23 @@ class SGLangWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]
     def create_receiver(
         self, engine: Any = None, *args: Any, **kwargs: Any
     ) -> SGLangWeightReceiver | None:
-        """For updates through files: applies them to ``engine`` (an ``AsyncSGLang``, a
-        ``BlockingClient`` or an address). Otherwise the replicas themselves receive: None. Other
-        arguments are accepted, as by TorchRL's."""
+        """Create a receiver for updates through files.
+
+        Args:
+            engine: the receiver applies updates to this ``AsyncSGLang``, ``BlockingClient`` or
+                address. None: ``server_url``.
+            *args, **kwargs: accepted as in TorchRL, but not used.
+
+        Returns:
+            None if there is no ``engine`` and no folder: the replicas themselves receive updates.
+        """
         if engine is None and self.remote_addr is None:
             return None
         return SGLangWeightReceiver(self, engine)
 
 
 class PoolTransport:
-    """Straight into the replicas' memory, over NCCL (gloo on CPU)."""
+    """Sends weights directly into the replicas' memory, over NCCL (gloo on CPU)."""
 
     def __init__(self, scheme: SGLangWeightSyncScheme) -> None:
         self._scheme = scheme
@@ -186,11 +196,12 @@ class PoolTransport:
         """Connect to the pool.
 
         Args:
-            model_metadata: name -> (dtype, shape) of what will be sent, to be checked now.
+            model_metadata: name -> (dtype, shape) of the tensors that will be sent. They are
+                checked now.
 
         Raises:
-            ValueError: the model has no tensor of such a name and shape, or the dtype is of no
-                floating-point numbers, which are cast to the engine's.
+            ValueError: the model has no tensor of this name and shape, or the dtype is not
+                floating-point. Floating-point tensors are cast to the engine's dtype.
         """
         scheme = self._scheme
         if self._client is None:
@@ -214,8 +225,8 @@ class PoolTransport:
 
         Raises:
             RuntimeError: ``init_all_workers_group`` was not called.
-            sglrl.InvalidWeights: they do not fit the model.
-            sglrl.WeightUpdateError: it was given up; nothing has changed.
+            sglrl.InvalidWeights: the weights do not fit the model.
+            sglrl.WeightUpdateError: the update was abandoned. No weights have changed.
         """
         if self._client is None:
             raise RuntimeError(
@@ -239,20 +250,24 @@ class PoolTransport:
         return self._client is not None and self._client.flush_cache()
 
     def check_connection(self) -> bool:
-        """Whether ``init_all_workers_group`` was called."""
+        """Return whether ``init_all_workers_group`` was called."""
         return self._client is not None
 
     def shutdown(self) -> None:
-        """Disconnect. The pool goes on."""
+        """Disconnect. The pool keeps running."""
         client, self._client = self._client, None
         if client is not None and self._owned:
             client.close()
 
 
 class _Latest(msgspec.Struct):
-    """``number``: of the last update; 0: there is none. ``tensors``: by name, the update that has
-    the value. ``series``: in which updates are numbered; another one when the folder was begun
-    anew."""
+    """The content of the file ``latest``.
+
+    Attributes:
+        number: number of the last update; 0: no update.
+        tensors: by tensor name, the number of the update that contains the current value.
+        series: id of the numbering. It changes when the folder is created anew.
+    """
 
     number: int
     tensors: dict[str, int]
@@ -260,27 +275,32 @@ class _Latest(msgspec.Struct):
 
 
 class FolderTransport:
-    """Memory-mapped tensordicts in a folder: update n in folder ``n``, and the file ``latest``:
-    JSON of n, and for every tensor the update that it is of. That file is replaced when an update
-    is whole, so a reader never has half of one; and a reader that comes late finds what all the
-    updates between brought, be they of a part. A folder is kept while the last file or the one
-    before names it."""
+    """Sends weights as memory-mapped tensordicts in a folder.
+
+    Update n is in folder ``n``. The file ``latest`` is JSON. It holds the number of the last update
+    and, for every tensor, the number of the update that contains its current value.
+
+    The file is replaced when an update is complete, so a reader never sees half an update. A reader
+    that skipped updates finds the values of all of them, even if each contains only a part of the
+    tensors. The folder of an update is kept while the current or the previous ``latest`` refers to
+    it.
+    """
 
     def __init__(self, folder: str | os.PathLike[str], num_threads: int = 1) -> None:
         self.folder = Path(folder)
         self.num_threads = num_threads
         self.read = 0
-        """The last update that was received here."""
+        """Number of the last update that this object received."""
         self._series = ""
-        """Of which series it is."""
+        """Series of that update."""
 
     def init_all_workers_group(self, model_metadata: Metadata | None = None) -> None:
-        """There is no group."""
+        """Do nothing: this transport has no group."""
 
     def send_weights(
         self, model_id: str, weights: Any, *, partial: bool = False, version: int | None = None
     ) -> None:
-        """Write them. (What is left out keeps its value where they are applied.)"""
+        """Write an update. The receiver keeps the values of tensors that are not in the update."""
         self.folder.mkdir(parents=True, exist_ok=True)
         before = self._latest()
         number = before.number + 1
@@ -303,7 +323,7 @@ class FolderTransport:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def receive_weights(self, timeout: float | None = None, **kwargs: Any) -> Any:
-        """What has come since this was last asked, by flat name; None: nothing."""
+        """Return the tensors updated since the last call, by flat name; None: no update."""
         latest = self._latest()
         while (latest.series, latest.number) != (self._series, self.read):
             if latest.series != self._series:
@@ -316,7 +336,7 @@ class FolderTransport:
                 }
                 found = {name: folders[n][name] for name, n in latest.tensors.items() if n in since}
             except (OSError, RuntimeError):
-                # Two updates came meanwhile, so another file names other folders.
+                # Two updates were written meanwhile, so a new file refers to other folders.
                 again = self._latest()
                 if again.number == latest.number:
                     raise
@@ -336,11 +356,11 @@ class FolderTransport:
         return True
 
     def shutdown(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no resource is open."""
 
 
 class SGLangWeightSender:
-    """The trainer's end of a scheme."""
+    """Sends weights from the trainer's process."""
 
     def __init__(self, scheme: SGLangWeightSyncScheme) -> None:
         self._scheme = scheme
@@ -353,7 +373,7 @@ class SGLangWeightSender:
             self._transport = scheme.create_transport()
 
     def register_collector(self, collector: Any) -> None:
-        """``collector.increment_version()`` is called after every update."""
+        """Register a collector. Every update calls ``collector.increment_version()`` at its end."""
         self._collectors.append(collector)
         if not self._post_hooks:
             self._post_hooks.append(self._increment_versions)
@@ -363,16 +383,21 @@ class SGLangWeightSender:
             try:
                 collector.increment_version()
             except Exception as error:
-                # The weights are live; a collector that is gone changes nothing about that.
+                # The weights are live, so a failing collector must not fail the update.
                 logger.warning("a collector could not increment its version: %s", error)
 
     def register_model(self, model: Any) -> None:
-        """What ``update_weights`` sends. The reference is weak: the program keeps the model."""
+        """Register the model whose weights ``update_weights`` sends.
+
+        The reference is weak, so the program must keep the model.
+        """
         self._model_ref = weakref.ref(model)
 
     def init_all_workers_group(self, model_metadata: Metadata | None = None, **kwargs: Any) -> None:
-        """Connect to the pool ahead of the first update, which would do it otherwise; see
-        ``PoolTransport.init_all_workers_group``."""
+        """Connect to the pool before the first update.
+
+        Without this call, the first update connects. See ``PoolTransport.init_all_workers_group``.
+        """
         transport = self._transport or self._scheme.create_transport()
         try:
             transport.init_all_workers_group(model_metadata)
@@ -383,8 +408,14 @@ class SGLangWeightSender:
         self._transport = transport
 
     def update_weights(self, weights: Any = None, *, version: int | None = None) -> Any:
-        """Send the registered model's weights, or those given, which may be a part: a TensorDict,
-        a dict (flat or nested) or a module. The ``UpdateReport``; through files, None.
+        """Send the given weights or, without ``weights``, the weights of the registered model.
+
+        Args:
+            weights: a module; or a TensorDict or dict (flat or nested), which may contain a part of
+                the tensors.
+
+        Returns:
+            The ``UpdateReport``; None for updates through files.
 
         Raises:
             RuntimeError: there is no model, or the sender is shut down.
@@ -420,7 +451,7 @@ class SGLangWeightSender:
 
     def _extract(self, model: torch.nn.Module) -> Any:
         if hasattr(model, "merge_and_unload"):
-            # Adapters (PEFT): as the engine's model has them, merged, and not in the trainer's.
+            # The engine's model needs merged adapters (PEFT). The trainer's model must not change.
             return copy.deepcopy(model).merge_and_unload().state_dict()
         if self._scheme.strategy_name == "state_dict":
             return model.state_dict()
@@ -429,7 +460,7 @@ class SGLangWeightSender:
         return {name: tensor for name, tensor in found.items() if name in saved}
 
     def flush_cache(self) -> bool:
-        """Empty the replicas' prefix caches. An update needs none."""
+        """Empty the replicas' prefix caches. An update does not need this."""
         flush = getattr(self._transport, "flush_cache", None)
         return flush is not None and bool(flush())
 
@@ -444,7 +475,7 @@ class SGLangWeightSender:
 
 
 class SGLangWeightReceiver:
-    """Applies updates that come through files to an engine; see ``create_receiver``."""
+    """Applies updates through files to an engine; see ``create_receiver``."""
 
     def __init__(self, scheme: SGLangWeightSyncScheme, engine: Any) -> None:
         engine = scheme.server_url if engine is None else engine
@@ -457,10 +488,10 @@ class SGLangWeightReceiver:
         self._folder = None if folder is None else FolderTransport(folder)
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> UpdateReport:
-        """Make them live on all replicas. What is left out keeps its value.
+        """Make weights live on all replicas. Tensors that are not given keep their values.
 
         Raises:
-            ValueError: ``inplace`` is False: an engine has one set of weights.
+            ValueError: ``inplace`` is False. An engine has only one set of weights.
         """
         if not inplace:
             raise ValueError("Cannot apply weights out of place: an engine has one set of them")
@@ -474,8 +505,12 @@ class SGLangWeightReceiver:
         )
 
     def poll_and_apply(self, timeout: float = 0.1) -> bool:
-        """Apply what the folder has that was not applied before; False if that is nothing. Without
-        a folder the sender pushes, so there is nothing to poll: False."""
+        """Apply the updates in the folder that were not applied before.
+
+        Returns:
+            False if there is no new update, or if there is no folder. Without a folder the sender
+            pushes updates.
+        """
         folder = self._folder
         if folder is None:
             return False
@@ -486,20 +521,20 @@ class SGLangWeightReceiver:
         try:
             self.apply_weights(weights)
         except BaseException:
-            # So that they come again with the next poll.
+            # The next poll applies them again.
             folder.read = read
             raise
         return True
 
     def shutdown(self) -> None:
-        """Disconnect. The engine goes on."""
+        """Disconnect. The engine keeps running."""
         if self._owned:
             self._owned = False
             self._client.close()
 
 
 def _client_of(pool: Any, scheme: SGLangWeightSyncScheme) -> tuple[BlockingClient, bool]:
-    """And whether it is to be closed by us."""
+    """Return the client of a pool, and whether this module must close it."""
     if isinstance(pool, str):
         client = blocking.connect(pool, keys=scheme.keys, insecure=scheme.insecure)
         return client.__enter__(), True
@@ -514,7 +549,7 @@ def _device(scheme: SGLangWeightSyncScheme, client: BlockingClient) -> torch.dev
 
 
 def _flat(weights: Any) -> dict[str, Any]:
-    """Tensors by dotted name."""
+    """Return tensors by dotted name, without derived buffers and extra state."""
     if isinstance(weights, Mapping) and any(isinstance(v, Mapping) for v in weights.values()):
         weights = TensorDict(dict(weights), batch_size=[])
     if isinstance(weights, TensorDictBase):
@@ -527,8 +562,11 @@ def _flat(weights: Any) -> dict[str, Any]:
 
 
 def _fitted(named: dict[str, Any], known: set[str]) -> dict[str, Any]:
-    """With the engine's names: TorchRL's modules may hold the model as ``module.0.model`` or so,
-    which is the same in front of every name."""
+    """Return the tensors under the engine's names.
+
+    TorchRL's modules may contain the model as ``module.0.model``, for example. This prefix is the
+    same for every name and is removed.
+    """
     if any(name in known for name in named):
         return named
     for name in named:

@@ -1,7 +1,7 @@
-"""TorchRL's policy over an sglrl pool: a ``LLMWrapperBase`` that generates or scores.
+"""TorchRL's policy on an sglrl pool: an ``LLMWrapperBase`` that generates or scores.
 
-All input modes come down to token ids, all results to one ``Sample`` each; ``rows.py`` turns those
-into TorchRL's containers.
+All input modes are converted to token ids. Each result becomes one ``Sample``, and ``rows.py``
+converts samples to TorchRL's containers.
 """
 
 from __future__ import annotations
@@ -39,47 +39,49 @@ class SGLangWrapper(LLMWrapperBase):  # type: ignore[misc]
     """TorchRL's ``SGLangWrapper``, with the containers of its ``TransformersWrapper``.
 
     Args:
-        model: an ``AsyncSGLang`` of ``sglrl.integrations.torchrl``, a ``sglrl.BlockingClient`` that
-            runs, the address of a pool, or a model's name or folder: then it is started.
+        model: an ``AsyncSGLang`` of ``sglrl.integrations.torchrl``, a running
+            ``sglrl.BlockingClient``, the address of a pool, or a model's name or folder. For a
+            name or folder, the wrapper starts the model.
         tokenizer: a Hugging Face tokenizer or its name; None: the model's.
         input_mode: "history" (``History``), "text" or "tokens".
-        input_key: where the input is; by default ``(input_mode, "prompt")``, or
-            ``(input_mode, "full")`` with ``generate=False``.
-        attention_mask_key: in tokens mode, where the mask is if ``(masks_key,
-            "all_attention_mask")`` is not there.
-        generate: False: the log-probs of the given tokens, and nothing is sampled.
-        generate_kwargs: TorchRL's, vLLM's and SGLang's names of ``sglrl.SamplingParams``, and
+        input_key: key of the input. Default: ``(input_mode, "prompt")``, or ``(input_mode,
+            "full")`` with ``generate=False``.
+        attention_mask_key: in tokens mode, key of the mask if the input has no ``(masks_key,
+            "all_attention_mask")``.
+        generate: False: compute the log-probs of the given tokens and sample nothing.
+        generate_kwargs: ``sglrl.SamplingParams`` under the names of TorchRL, vLLM or SGLang, and
             ``timeout``, ``priority``, ``worker`` of ``client.generate``.
-        tokenizer_kwargs: for text mode, such as ``add_special_tokens``; padding is
-            ``pad_output``'s.
-        pad_output: tensors [batch, length]: prompts padded on the left, responses on the right. If
-            False, one tensor a sample, each with its own length: ``td.get(key, as_list=True)``,
-            ``as_nested_tensor=True`` (strided or jagged) or ``as_padded_tensor=True``.
-        inplace: True: the input with the results added; False: the results alone; "empty": the
-            results in an empty tensordict of the input's kind. None: True, or False with several
-            samples.
-        device: where results are put if the input has no device.
-        layout: of nested tensors that TorchRL's transforms make of the results.
-        num_samples: samples per prompt: one more batch dimension. ``n`` and
-            ``num_return_sequences`` in ``generate_kwargs`` mean the same.
+        tokenizer_kwargs: options for text mode, such as ``add_special_tokens``. ``pad_output``
+            controls padding.
+        pad_output: True: tensors [batch, length], with prompts padded on the left and responses
+            padded on the right. False: one tensor per sample, each with its own length:
+            ``td.get(key, as_list=True)``, ``as_nested_tensor=True`` (strided or jagged) or
+            ``as_padded_tensor=True``.
+        inplace: True: add the results to the input. False: return only the results. "empty":
+            return the results in an empty tensordict of the input's kind. None: True, or False with
+            several samples.
+        device: device of the results if the input has no device.
+        layout: layout of nested tensors that TorchRL's transforms make of the results.
+        num_samples: samples per prompt. They add one batch dimension. ``n`` and
+            ``num_return_sequences`` in ``generate_kwargs`` have the same meaning.
         chat_template_name, chat_template: as in ``History.apply_chat_template``.
         return_log_probs: None: True.
-        batching, min_batch_size, max_batch_size, batching_timeout: accepted. Calls from several
-            threads run in the engine together, so none waits for others.
-        prefer_tokens: in history mode, generate from ``(tokens_key, "prompt")``, else
-            ``(tokens_key, "full")``, if the input has it.
+        batching, min_batch_size, max_batch_size, batching_timeout: accepted, but not used. Calls
+            from several threads run together in the engine, so no call waits for another.
+        prefer_tokens: in history mode, generate from ``(tokens_key, "prompt")`` or, without it,
+            from ``(tokens_key, "full")``, if the input has one of them.
 
-    Results, a sample: ``Tokens`` and ``LogProbs`` (prompt, response, full), ``Masks``, ``Text`` and
-    ``ChatHistory`` as ``rows.py`` says. A log-prob is of the distribution that was sampled from,
-    temperature and penalties included, top-p, top-k and min-p not; with ``generate=False``, at
-    temperature 1.
+    The results of a sample are ``Tokens`` and ``LogProbs`` (prompt, response, full), ``Masks``,
+    ``Text`` and ``ChatHistory``; see ``rows.py``. A log-prob belongs to the sampling distribution
+    with temperature and penalties, but without top-p, top-k and min-p. With ``generate=False``, the
+    temperature is 1.
 
     Raises:
         ValueError: arguments contradict each other, the input key is missing, the batch is empty,
-            or there is nothing to generate from. What the client raises (``sglrl.errors``) passes
-            through: a bad sampling value is an ``InvalidRequest``, which is a ``ValueError``.
-        TypeError: the input is of another type than ``input_mode`` says, or ``generate_kwargs`` is
-            no mapping.
+            or a prompt is empty. Errors of the client (``sglrl.errors``) are raised unchanged. A
+            bad sampling value raises ``InvalidRequest``, which is a ``ValueError``.
+        TypeError: the type of the input does not match ``input_mode``, or ``generate_kwargs`` is
+            not a mapping.
     """
 
     def __init__(
@@ -211,19 +213,21 @@ class SGLangWrapper(LLMWrapperBase):  # type: ignore[misc]
         try:
             return self.client.tokenizer
         except InvalidRequest:
-            # It has none, which is no matter if tokens come in and go out.
+            # The model has no tokenizer. Tokens mode does not need one.
             if self.input_mode != "tokens":
                 raise
             return None
 
     @property
     def client(self) -> Any:
-        """The ``sglrl.BlockingClient`` behind ``model``."""
+        """The ``sglrl.BlockingClient`` of ``model``."""
         return getattr(self.model, "client", self.model)
 
     def get_new_version(self, **kwargs: Any) -> Self:
-        """A wrapper of the same model with some arguments of the constructor changed. Of those that
-        follow from ``generate``, what was not given is worked out anew."""
+        """Return a wrapper of the same model with some constructor arguments changed.
+
+        Defaults that depend on ``generate`` are computed again.
+        """
         return type(self)(**{**self._arguments, **kwargs})
 
     # --- forward ----------------------------------------------------------------------------------
@@ -236,17 +240,18 @@ class SGLangWrapper(LLMWrapperBase):  # type: ignore[misc]
         logits_only: bool = False,
         **kwargs: Any,
     ) -> TensorDictBase:
-        """Generate for, or score, every element of a tensordict of any batch size, all at once.
+        """Generate for, or score, all elements of a tensordict at the same time.
 
         Args:
-            tensordict_out: where the results are written, instead of where ``inplace`` says.
-            logits_only: with ``generate=False``: also "logits", float32 [length, vocabulary] a
-                sample: log-probs of every token, of which the first row is 0. The results are
-                returned alone.
-            **kwargs: sampling values for this call, over ``generate_kwargs``.
+            tensordict: the input, with any batch size.
+            tensordict_out: the tensordict that receives the results; overrides ``inplace``.
+            logits_only: with ``generate=False``, also return "logits": the log-probs of the whole
+                vocabulary, float32 [length, vocabulary] per sample. The first row is 0. Without
+                ``tensordict_out``, only the results are returned.
+            **kwargs: sampling values for this call. They override ``generate_kwargs``.
         """
         if self.input_key not in tensordict:
-            # What is deeper is inside of a History.
+            # Deeper keys are internal to a History.
             found = [
                 key
                 for key in tensordict.keys(include_nested=True)
@@ -275,7 +280,7 @@ class SGLangWrapper(LLMWrapperBase):  # type: ignore[misc]
         rows = make_rows(samples, keys, self.pad_output, self.padding_value, device)
         out = _nest(rows, (*shape, self.num_samples) if self.num_samples else tuple(shape))
         if tensordict_out is None:
-            # A tensordict that is no lazy stack has no place for ragged logits.
+            # Ragged logits only fit into a lazy stack, which the input may not be.
             if self.inplace is False or logits_only:
                 return out
             tensordict_out = tensordict if self.inplace is True else tensordict.empty()
@@ -321,21 +326,23 @@ class SGLangWrapper(LLMWrapperBase):  # type: ignore[misc]
 
     def _score(self, inputs: Sequence[TensorDictBase]) -> list[Sample]:
         prompts = self._prompts(inputs)
-        # A row may be nothing but padding.
+        # A row that consists of padding has no tokens to score.
         asked = [prompt.ids.numpy() for prompt in prompts if len(prompt.ids)]
         found = iter(self.client.score(asked, **self._call) if asked else ())
         samples = []
         for prompt in prompts:
             values = torch.zeros(len(prompt.ids))
             if len(values):
-                # 0 is TorchRL's convention for the first token, of which there is no log-prob.
+                # The first token has no log-prob. TorchRL's convention is 0.
                 values[1:] = torch.from_numpy(next(found)[1:].copy())
             samples.append(prompt._replace(log_probs=values))
         return samples
 
     def _with_logits(self, samples: Sequence[Sample]) -> list[Sample]:
-        """One query a token: what was scored just now is in the prefix cache, so each computes a
-        single position."""
+        """Add logits to scored samples, with one query per token.
+
+        The scored tokens are in the prefix cache, so each query computes a single position.
+        """
         prefixes = [s.ids[:i].numpy() for s in samples for i in range(1, len(s.ids))]
         found = iter(self.client._wait(_distributions(self.client._client, prefixes)))
         full = []
@@ -380,7 +387,7 @@ class SGLangWrapper(LLMWrapperBase):  # type: ignore[misc]
                 rendered = _with_texts(history)
                 text = rendered.apply_chat_template(tokenize=False, **template)
                 if self.generate:
-                    # The template has put in what special tokens there are.
+                    # The template has already added the special tokens.
                     encoded = self.tokenizer(text, add_special_tokens=False)
                     ids = torch.tensor(encoded["input_ids"])
                 else:
@@ -421,7 +428,8 @@ class SGLangWrapper(LLMWrapperBase):  # type: ignore[misc]
                 mask = mask[tokens.bool().cpu()]
                 if known is not None and known.shape == tokens.shape:
                     known = known[tokens.bool()]
-            # One of other tokens, of an end that the text leaves out, say, says nothing here.
+            # A mask of different tokens does not apply. For example, the text may lack the end
+            # token.
             fits = mask is not None and mask.shape == (len(ids),)
             masks.append(mask if fits and (known is None or known.tolist() == ids) else None)
         return [
@@ -446,7 +454,7 @@ class SGLangWrapper(LLMWrapperBase):  # type: ignore[misc]
         for ids, mask, theirs in zip(found, masks, assistant, strict=True):
             if theirs is not None:
                 theirs = theirs[mask] if theirs.shape == mask.shape else None
-            # What has a place in a padded row keeps it, so that results line up with the input.
+            # Scored tokens keep their positions in the padded row, so results match the input.
             samples.append(
                 Sample(ids[mask], places=None if self.generate else mask, assistant_mask=theirs)
             )
@@ -460,7 +468,7 @@ class SGLangWrapper(LLMWrapperBase):  # type: ignore[misc]
 
     @property
     def _pad_ends_texts(self) -> bool:
-        """Whether the padding token is also one that ends texts."""
+        """Whether the padding token is also an end-of-text token."""
         return self.padding_value in self.client.info.eos_token_ids
 
     # --- log-probs and distributions --------------------------------------------------------------
@@ -468,22 +476,30 @@ class SGLangWrapper(LLMWrapperBase):  # type: ignore[misc]
     def get_dist(
         self, tensordict: TensorDictBase, *args: Any, mask_key: Any = None, **kwargs: Any
     ) -> Any:
-        """The model's whole distribution at every position, masked where there is no token (or by
-        ``mask_key``); TorchRL's ``_get_sft_dist`` and its kin mask otherwise.
+        """Return the model's whole distribution at every position.
 
-        It takes a query a token and vocabulary x 4 bytes a token, and no gradient comes with it: to
-        look at or to compare with, not to train on.
+        Positions without a token are masked; ``mask_key`` selects a different mask. TorchRL's
+        ``_get_sft_dist`` and similar methods use other masks.
+
+        Each token costs one query and 4 bytes per vocabulary entry. The result has no gradient, so
+        it is for inspection and comparison, not for training.
 
         Raises:
-            NotImplementedError: with ``generate=True``, as TorchRL's.
+            NotImplementedError: with ``generate=True``, as in TorchRL.
         """
         if mask_key is None:
             mask_key = (self.masks_key, "all_attention_mask")
         return super().get_dist(tensordict, *args, mask_key=mask_key, **kwargs)
 
     def log_prob(self, data: TensorDictBase, **get_kwargs: Any) -> Any:
-        """Log-probs of all tokens of ``data``: float32 [batch, length] with ``pad_output``, else a
-        list of [length], or as ``td.get(..., **get_kwargs)`` says.
+        """Return the log-probs of all tokens of ``data``.
+
+        Args:
+            **get_kwargs: options of ``td.get``, which determine the form of the result.
+
+        Returns:
+            Without ``get_kwargs``: float32 [batch, length] with ``pad_output``, else a list of
+            float32 [length].
 
         Raises:
             RuntimeError: with ``generate=True``.
@@ -512,7 +528,7 @@ def _service(model: Any) -> Any:
 
 
 async def _distributions(client: Any, prefixes: Sequence[Any]) -> list[Any]:
-    """float32 [vocabulary] of the token behind each prefix."""
+    """Return float32 [vocabulary] for each prefix: the log-probs of the next token."""
     some = asyncio.Semaphore(256)
 
     async def one(ids: Any) -> Any:
@@ -528,20 +544,23 @@ async def _distributions(client: Any, prefixes: Sequence[Any]) -> list[Any]:
 
 
 def _with_texts(history: History) -> History:
-    """The history with text in the place of content parts. Raises ``InvalidRequest`` for a part
-    that is not text; see ``check_conversation``."""
+    """Return the history with content parts replaced by text; see ``check_conversation``.
+
+    Raises:
+        InvalidRequest: a content part is not text.
+    """
     messages = history.view(-1).tolist(tolist_first=True)
     if not any(isinstance(message["content"], (list, dict)) for message in messages):
         return history
     for message in messages:
-        # TorchRL stores a list of one part as the part.
+        # TorchRL stores a list of one part as the part itself.
         if isinstance(message["content"], dict):
             message["content"] = [message["content"]]
     return History.from_chats([[*map(dict, check_conversation(messages))]])[0]
 
 
 def _nest(rows: list[TensorDict], shape: Sequence[int]) -> TensorDictBase:
-    """Lazy stacks of the rows in the given batch shape."""
+    """Return the rows as lazy stacks of the given batch shape."""
     if not shape:
         return rows[0]
     size = len(rows) // shape[0]
@@ -560,7 +579,7 @@ def _long(ids: Any) -> torch.Tensor:
 
 
 def _tensor(ids: Any) -> torch.Tensor:
-    """int64 [length] on the CPU."""
+    """Return token ids as int64 [length] on the CPU."""
     if not isinstance(ids, torch.Tensor):
         ids = torch.tensor(_plain(ids))
     return cast(torch.Tensor, ids.detach().cpu().long())

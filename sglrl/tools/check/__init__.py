@@ -1,11 +1,12 @@
-"""``sglrl check``: hundreds of rollouts against a tiny model, every logprob checked.
+"""``sglrl check``: run hundreds of rollouts on a tiny model and check every logprob.
 
-Read ``rollouts`` first, it is what a program that uses sglrl looks like; then ``run``, which puts
-the parts in order.
+Read ``rollouts`` first: a program that uses sglrl looks like this. Then read ``run``, which calls
+the other parts.
 
-* ``tasks``: what is asked;
-* ``rollouts``: asks it, with many conversations in flight;
-* ``logprobs``: compares every one with Hugging Face transformers;
-* ``report``: what was measured, as a struct and as a table;
-* ``run``: all of the above in order.
+* ``tasks``: the questions;
+* ``rollouts``: asks them, with many conversations in flight;
+* ``report``: the measurements as a struct and as a table;
+* ``run``: runs all of this in order.
+
+``logprob_check`` in ``sglrl.tools`` compares every logprob with Hugging Face transformers.
 """

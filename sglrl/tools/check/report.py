@@ -1,5 +1,4 @@
-"""What the check measured: a struct (``--json`` writes it as it is) and a table made from nothing
-else."""
+"""The results of the check: a struct (``--json`` writes it unchanged) and a table made from it."""
 
 from __future__ import annotations
 
@@ -18,7 +17,11 @@ from .rollouts import Rollout
 
 
 class WorkerShare(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker's part of the work. ``share``: of all generated tokens, 0..1."""
+    """One worker's part of the work.
+
+    Attributes:
+        share: share of all generated tokens, 0..1.
+    """
 
     worker: int
     requests: int
@@ -32,11 +35,11 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """The result of one run. Times are in seconds, rates per second, hit rates 0..1.
 
     Attributes:
-        seconds: from the first rollout's start to the last one's end.
-        latency_p50, latency_p99: of single requests, from ``generate`` to its result.
-        cache_hit_rate: prompt tokens that came from a prefix cache, of all prompt tokens.
-        ideal_cache_hit_rate: the same for one cache that all workers share, that never forgets and
-            holds every token at once.
+        seconds: from the start of the first rollout to the end of the last rollout.
+        latency_p50, latency_p99: latency of single requests, from ``generate`` to its result.
+        cache_hit_rate: share of all prompt tokens that came from a prefix cache.
+        ideal_cache_hit_rate: the same share for an ideal cache. All workers share this cache, it
+            evicts nothing and contains every token immediately.
     """
 
     sglrl_version: str
@@ -74,7 +77,12 @@ def make_report(
     start_seconds: float,
     **facts: Any,
 ) -> Report:
-    """``facts``: the fields of ``Report`` that cannot be read off the rollouts."""
+    """Make a report from the rollouts and the logprob check.
+
+    Args:
+        seconds: from the start of the first rollout to the end of the last rollout.
+        **facts: the fields of ``Report`` that do not follow from the other arguments.
+    """
     completions = [turn for rollout in rollouts for turn in rollout.turns]
     prompt_tokens = sum(len(c.prompt_ids) for c in completions)
     generated = sum(len(c.output_ids) for c in completions)
@@ -119,8 +127,11 @@ def _shares(completions: Sequence[Completion], generated: int) -> list[WorkerSha
 
 
 def ideal_cached_tokens(completions: Sequence[Completion]) -> int:
-    """Prompt tokens that an unlimited cache would serve, if the requests came one after the other
-    in this order. A prompt's last token is always computed: its logits are the answer's first."""
+    """Return the number of prompt tokens that an unlimited cache serves.
+
+    The requests run one after the other, in this order. The last token of a prompt is always
+    computed, because its logits predict the first token of the answer.
+    """
     Node = dict[int, Any]
     root: Node = {}
     cached = 0
@@ -139,7 +150,7 @@ def ideal_cached_tokens(completions: Sequence[Completion]) -> int:
 
 
 def table_of(report: Report) -> RenderableType:
-    """The report for a person, on a terminal or in a log."""
+    """Return the report as a table for a terminal or a log."""
     r = report
     facts = Table(title="sglrl check", title_justify="left", show_header=False, min_width=60)
     facts.add_column("what", style="bold")

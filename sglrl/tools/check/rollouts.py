@@ -1,8 +1,8 @@
-"""Rollouts as plain coroutines: this is how a program uses sglrl.
+"""Run rollouts as plain coroutines. A program that uses sglrl looks like this module.
 
-One rollout is one conversation, written from top to bottom with ``await``. Running many of them at
-a time is what ``asyncio`` is for; sglrl batches what they ask for, on whichever worker has their
-prefix cached.
+One rollout is one conversation, written from top to bottom with ``await``. ``asyncio`` runs many
+rollouts at a time. sglrl routes each request to a worker that has its prefix cached, and the worker
+batches its requests.
 """
 
 from __future__ import annotations
@@ -18,8 +18,12 @@ from .tasks import SYSTEM_PROMPT, Task
 
 
 class Rollout(msgspec.Struct, frozen=True):
-    """One sampled conversation. ``turns`` holds one completion per question of the task; what a
-    trainer needs (token ids, logprobs, policy versions) is in them."""
+    """One sampled conversation.
+
+    Attributes:
+        turns: one completion per question of the task. Completions hold the data that a trainer
+            needs: token ids, logprobs, policy versions.
+    """
 
     task: Task
     sample: int
@@ -31,8 +35,8 @@ async def roll_out(
 ) -> Rollout:
     """Ask the task's questions one after the other.
 
-    Each turn keeps the ``prompt_ids`` that the model really saw: rendering a conversation again
-    may give other tokens than those that were sampled, so nothing is derived from the text later.
+    Each turn keeps the ``prompt_ids`` that the model received. Rendering a conversation again may
+    produce tokens that differ from the sampled ones, so nothing is derived from the text later.
     """
     messages = [{"role": "system", "content": SYSTEM_PROMPT}]
     turns = []
@@ -43,7 +47,7 @@ async def roll_out(
             max_new_tokens=max_new_tokens,
             temperature=1.0,
             logprobs=True,
-            # The turns of one conversation go to the worker that has its prefix cached.
+            # All turns of a conversation run on the worker that has its prefix cached.
             session=f"{task.name}/{sample}",
             seed=_seed(seed, task, sample, turn),
         )
@@ -63,9 +67,14 @@ async def run_rollouts(
     seed: int,
     on_done: Callable[[Rollout], None],
 ) -> list[Rollout]:
-    """``samples`` rollouts of every task, at most ``limit`` in all and ``in_flight`` at a time.
+    """Run ``samples`` rollouts of every task and return them.
 
-    ``on_done`` hears of each one as it ends. The first failure cancels the rest and is raised.
+    The first failure cancels the other rollouts and is raised.
+
+    Args:
+        limit: maximum number of rollouts in total.
+        in_flight: maximum number of rollouts at a time.
+        on_done: called with each rollout when it ends.
     """
     room = asyncio.Semaphore(in_flight)
 
@@ -80,12 +89,12 @@ async def run_rollouts(
         async with asyncio.TaskGroup() as group:
             running = [group.create_task(one(task, sample)) for task, sample in wanted]
     except BaseExceptionGroup as failures:
-        # One error says it all; the other rollouts were cancelled because of it.
+        # The first error is enough: it caused the cancellation of the other rollouts.
         raise failures.exceptions[0] from None
     return [task.result() for task in running]
 
 
 def _seed(seed: int, task: Task, sample: int, turn: int) -> int:
-    """A seed of its own for every request, so that samples differ and a run can be repeated."""
+    """Return a different seed for every request, so that samples differ and runs are repeatable."""
     number = int(task.name.rpartition("-")[2])
     return ((seed * 1_000_003 + number) * 1009 + sample) * 101 + turn

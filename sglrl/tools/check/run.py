@@ -1,4 +1,4 @@
-"""The check from beginning to end: model, workers, rollouts, check, report."""
+"""Run the whole check: model, workers, rollouts, logprob check, report."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ SAMPLES = 4
 
 
 class CheckSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What to run.
+    """The settings of a check.
 
     Attributes:
-        model: a folder or hub name; None for a tiny random Qwen3.
-        tolerance: largest allowed difference of a logprob; None for the dtype's own
-            (``check.tolerance_for``).
+        model: a folder or hub name; None: a tiny random Qwen3.
+        tolerance: largest allowed difference of a logprob; None: the tolerance for the model's
+            dtype (``logprob_check.tolerance_for``).
     """
 
     model: str | None = None
@@ -51,7 +51,7 @@ class CheckSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Measured(msgspec.Struct):
-    """What the part on the event loop hands to the part after it."""
+    """The results of the rollouts on the event loop."""
 
     rollouts: list[Rollout]
     info: EngineInfo
@@ -60,15 +60,15 @@ class _Measured(msgspec.Struct):
 
 
 def run_check(settings: CheckSettings, console: Console) -> Report:
-    """Everything, with progress on ``console``. Whether all is well is ``Report.passed``.
+    """Run the whole check and show progress on ``console``. ``Report.passed`` is the verdict.
 
-    Only the rollouts run on the event loop: a Ctrl-C ends the rest at once.
+    Only the rollouts run on the event loop, so that Ctrl-C stops everything else at once.
     """
     quiet_transformers()
     console.print(f"model: {settings.model or 'a tiny random Qwen3'}", highlight=False)
     model = settings.model or str(tiny_model())
     measured = uvloop.run(_sample(model, settings, console))
-    # The workers have ended by now, so on a GPU their memory is free for the reference.
+    # The workers have exited, so on a GPU their memory is free for the reference model.
     info = measured.info
     completions = [turn for rollout in measured.rollouts for turn in rollout.turns]
     with stage(console, "checking logprobs", len(completions)) as advance:
@@ -102,7 +102,7 @@ async def _sample(model: str, settings: CheckSettings, console: Console) -> _Mea
     async with AsyncExitStack() as stack:
         with start_up(console):
             await stack.enter_async_context(client)
-        # Loaded when first used; here, so that it does not count as the first request's latency.
+        # Load the tokenizer here, so that its loading does not count as latency of a request.
         assert client.tokenizer is not None
         ready = time.perf_counter()
         tokens = 0

@@ -1,4 +1,4 @@
-"""What the check asks: short word problems under one system prompt, some with follow-ups."""
+"""The questions of the check: short word problems, some with follow-ups, and one system prompt."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SYSTEM_PROMPT = (
     "number you write down, and keep the answer in one line. When a question builds on the one "
     "before, begin with the result that you had. Always end with the number alone."
 )
-"""Shared by all rollouts, so a prefix cache computes it once per worker."""
+"""All rollouts share this prompt, so each worker computes its prefix once."""
 
 _PROBLEMS = (
     "What is the sum of {a} and {b}?",
@@ -27,15 +27,21 @@ _FOLLOW_UPS = (
 
 
 class Task(msgspec.Struct, frozen=True):
-    """One prompt of the data set. ``questions`` are the user's turns, asked one after the other."""
+    """One prompt of the data set.
+
+    Attributes:
+        questions: the user's turns, asked one after the other.
+    """
 
     name: str
     questions: tuple[str, ...]
 
 
 def make_tasks(count: int, seed: int) -> list[Task]:
-    """``count`` tasks, the same for the same seed. Every fourth has two turns, every eighth
-    three."""
+    """Return ``count`` tasks, which the seed determines.
+
+    Every fourth task has two turns, every eighth has three.
+    """
     chance = random.Random(seed)
     tasks = []
     for i in range(count):

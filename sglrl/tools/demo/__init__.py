@@ -1,13 +1,16 @@
-"""``sglrl demo``: a reinforcement-learning run that needs no download and no GPU. A tiny model with
-random weights learns two tasks, one of them with a tool, while it is sampled by SGLang.
+"""``sglrl demo``: a reinforcement-learning run that needs no download and no GPU.
 
-Read ``run`` first, and in it ``learn``: that is what a program that trains with sglrl looks like.
+A tiny model with random weights learns two tasks, one of them with a tool. SGLang samples from the
+model during training.
 
-* ``tiny``: makes the model;
-* ``tasks``: what is asked, the agents that ask it, and their tool;
+Read ``run`` first, and there ``learn``: a program that trains with sglrl looks like this.
+
+* ``tasks``: the tasks, the agent that runs them, and its tool;
 * ``trainer``: GRPO, with the functions of ``sglrl.rl``;
-* ``run``: rollouts, training and new weights in turn; the same without running ahead, to compare;
+* ``run``: runs rollouts, training and weight updates, and compares with synchronous steps;
 * ``replay``: checks trajectories token by token with Hugging Face transformers;
-* ``report``: what was found out, as a struct, a table and a plot;
-* ``display``: progress on a terminal, or as plain lines.
+* ``report``: the results as a struct, a table and a plot.
+
+In ``sglrl.tools``, ``tiny_model`` makes the model, and ``display`` shows progress on a terminal or
+as plain lines.
 """

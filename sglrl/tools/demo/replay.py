@@ -1,5 +1,4 @@
-"""Are the trajectories exact? Every sampled token through transformers, with the weights of its own
-policy version."""
+"""Check the logprob of every sampled token with transformers and the weights of its version."""
 
 from __future__ import annotations
 
@@ -20,11 +19,16 @@ def replay(
     trajectories: Sequence[Trajectory],
     tolerance: float,
 ) -> LogprobCheck:
-    """Compare the logprobs of sampled tokens with those that ``model`` gives to the trajectories,
-    each token with the weights of its version. Ends with ``model`` holding other weights.
+    """Compare the logprobs of sampled tokens with ``model``.
 
-    For sampling at temperature 1 and updates with ``inflight="continue"``: within a turn, what an
-    older version has put into the KV cache stays; a turn begins with nothing of older versions.
+    Each token is compared with the weights of its policy version. The weights of ``model`` change.
+
+    The tokens must be sampled at temperature 1, with updates that use ``inflight="continue"``:
+    within a turn, KV cache entries of an older version stay; a new turn reuses no entries of older
+    versions.
+
+    Args:
+        versions: the weights of each policy version.
     """
     expected = [np.zeros(len(t.response_ids), np.float32) for t in trajectories]
     turns: dict[int, dict[int, list[tuple[int, Turn]]]] = {}
@@ -39,7 +43,7 @@ def replay(
                 of_version.setdefault(length, []).append((number, turn))
     for version, by_length in turns.items():
         model.load_state_dict(versions[version])
-        # Those of one length at a time, so that there is no padding.
+        # Each batch has inputs of one length, so that there is no padding.
         for length, found in by_length.items():
             rows = _logprobs(model, [trajectories[n].input_ids[:length] for n, _ in found])
             for (number, turn), row in zip(found, rows, strict=True):
@@ -48,7 +52,7 @@ def replay(
 
 
 def _logprobs(model: Any, ids: list[NDArray[np.int32]]) -> NDArray[np.float32]:
-    """float32 [b, t]: of each token given those before it."""
+    """Return float32 [b, t]: the logprob of each token given the tokens before it."""
     import torch
 
     from ...rl import token_logprobs
@@ -64,8 +68,11 @@ def _logprobs(model: Any, ids: list[NDArray[np.int32]]) -> NDArray[np.float32]:
 def _mixed(
     model: Any, versions: Mapping[int, Mapping[str, Any]], trajectory: Trajectory, turn: Turn
 ) -> NDArray[np.float32]:
-    """Logprobs of a turn that several versions sampled. The step that samples a token computes the
-    KV of those tokens before it that have none yet."""
+    """Return the logprobs of a turn that several versions sampled.
+
+    The step that samples a token also computes the KV of all earlier tokens without KV. So the KV
+    of a sampled token comes from the version that sampled the token after it.
+    """
     import torch
     from transformers import DynamicCache
 

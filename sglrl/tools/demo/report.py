@@ -1,4 +1,4 @@
-"""What the demo found out: a struct, which ``--json`` writes as it is; a table and a plot of it."""
+"""The results of the demo: a struct (``--json`` writes it unchanged), a table and a plot."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.text import Text
 from ..logprob_check import LogprobCheck
 
 WINDOW = 5
-"""Steps over which rewards are averaged, so that a lucky batch is no success."""
+"""Steps over which rewards are averaged, so that one lucky batch does not count as success."""
 GOAL = 0.8
 """Mean reward that every task must reach; the maximum is 1."""
 
@@ -21,14 +21,15 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     """One weight update and the batch that it was trained on.
 
     Attributes:
-        version: the policy's when the batch was taken.
-        rewards: mean by task; a task may be missing from a batch.
-        staleness: mean over the groups: by how many versions their oldest token was behind.
-        tokens: that the policy sampled.
+        version: policy version when the batch was taken.
+        rewards: mean reward by task. A task may be missing from a batch.
+        staleness: mean over the groups of the age, in versions, of the group's oldest token.
+        tokens: number of tokens that the policy sampled.
         entropy: nats per sampled token.
         clipped: share of the tokens whose ratio was clipped.
-        train_seconds, update_seconds: the trainer's part, and the new weights' way to the engines.
-        seconds: since the command began, at the end of the step.
+        train_seconds: duration of the training step.
+        update_seconds: duration of the weight update to the engines.
+        seconds: from the start of the command to the end of the step.
     """
 
     version: int
@@ -43,9 +44,15 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TaskResult(msgspec.Struct, frozen=True, kw_only=True):
-    """How a task was learnt. ``first`` and ``last``: mean reward over the first and the last
-    ``WINDOW`` steps; ``goal_step`` and ``goal_seconds``: when the mean over the last ``WINDOW``
-    steps had reached the goal, None if it never did."""
+    """The learning result of one task.
+
+    Attributes:
+        first: mean reward over the first ``WINDOW`` steps.
+        last: mean reward over the last ``WINDOW`` steps.
+        goal_step: first step at which the mean over the previous ``WINDOW`` steps, this one
+            included, reached the goal; None if it never did.
+        goal_seconds: seconds from the start of the command to the end of that step, or None.
+    """
 
     task: str
     first: float
@@ -55,8 +62,16 @@ class TaskResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """How long a step takes with rollouts running ahead, and without: medians over ``steps`` steps
-    of each, in seconds. Nothing can have run ahead of a run's first step, so it does not count."""
+    """The duration of a step with rollouts that run ahead, and without.
+
+    Each is the median over ``steps`` steps, in seconds. The first step of a run does not count,
+    because no rollout can run ahead of it.
+
+    Attributes:
+        steps: number of steps of each kind.
+        asynchronous: seconds per step with rollouts that run ahead.
+        synchronous: seconds per step when the trainer waits for every batch.
+    """
 
     steps: int
     asynchronous: float
@@ -68,8 +83,12 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """One run. Times are in seconds; ``goal_within``: since the command began. ``failures``: what
-    was not as it must be (``judge``)."""
+    """The results of one run. Times are in seconds.
+
+    Attributes:
+        goal_within: time limit for the goal, from the start of the command.
+        failures: the requirements that the run did not meet (``judge``).
+    """
 
     sglrl_version: str
     sglang_version: str
@@ -90,7 +109,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def judge(report: Report) -> Report:
-    """The same with what is not as it must be in ``failures``."""
+    """Return the report with every unmet requirement in ``failures``."""
     wrong = []
     for task in report.tasks:
         if task.goal_seconds is None or task.last < GOAL:
@@ -108,7 +127,10 @@ def judge(report: Report) -> Report:
 
 
 def mean_rewards(steps: list[Step], task: str) -> list[float]:
-    """By step: the mean over up to ``WINDOW`` steps up to it; without those that lack the task."""
+    """Return, for each step, the mean reward over the last ``WINDOW`` steps up to it.
+
+    Steps without this task do not count. The mean over no steps is 0.
+    """
     means = []
     for end in range(1, len(steps) + 1):
         recent = [s.rewards[task] for s in steps[max(0, end - WINDOW) : end] if task in s.rewards]
@@ -129,7 +151,7 @@ def task_result(steps: list[Step], task: str) -> TaskResult:
 
 
 def table_of(report: Report) -> RenderableType:
-    """The report for a person, on a terminal or in a log."""
+    """Return the report as a table for a terminal or a log."""
     r = report
     learnt = Table(title="sglrl demo", title_justify="left", min_width=60)
     learnt.add_column("task", style="bold")
@@ -192,7 +214,7 @@ def table_of(report: Report) -> RenderableType:
 
 
 def save_plot(report: Report, file: Path) -> None:
-    """The reward of every task over the steps, as a PNG."""
+    """Save a plot of every task's reward over the steps as a PNG."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")

@@ -1,4 +1,4 @@
-"""The demo from beginning to end: model, workers, training, comparison, replay, report."""
+"""Run the whole demo: model, workers, training, comparison, replay, report."""
 
 from __future__ import annotations
 
@@ -28,23 +28,25 @@ from .tasks import CHARACTERS, TASKS, Agent, Shelf, items
 
 GROUP_SIZE = 16
 GROUPS_PER_TASK = 16
-"""In a batch; a step trains on as many of each task."""
+"""Groups of each task in a batch."""
 DONE = 0.86
-"""Mean reward of every task at which training stops: above the goal, which must hold at the end."""
+"""Mean reward of every task at which training stops. It exceeds the goal, which must still hold at
+the end."""
 REPLAYED = 8
-"""Trajectories of each batch that are replayed, and of those that several versions sampled."""
+"""Trajectories of each batch to replay. The same number is added of trajectories that several
+versions sampled."""
 COMPARED_STEPS = 10
 
 
 class DemoSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What to run.
+    """The settings of a demo run.
 
     Attributes:
-        tasks: of ``TASKS``.
-        steps: weight updates at most.
-        max_staleness: policy versions that a token may be behind; 0 trains synchronously.
-        goal_within: seconds since the command began within which the goal must be reached.
-        compare: also time some steps with running ahead, and as many without.
+        tasks: names from ``TASKS``.
+        steps: maximum number of weight updates.
+        max_staleness: maximum age of a token, in policy versions. 0 trains synchronously.
+        goal_within: time limit for the goal, in seconds from the start of the command.
+        compare: also time some steps with rollouts that run ahead, and as many without.
     """
 
     tasks: tuple[str, ...] = TASKS
@@ -70,7 +72,10 @@ class DemoSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_demo(settings: DemoSettings, console: Console) -> Report:
-    """Everything, with progress on ``console``. What is wrong is in ``Report.failures``."""
+    """Run the whole demo and show progress on ``console``.
+
+    ``Report.failures`` lists the requirements that the run did not meet.
+    """
     begun = time.perf_counter()
     quiet_transformers()
     console.print("model: a tiny Qwen3 with random weights", highlight=False)
@@ -87,7 +92,7 @@ class _Demo:
         self.kept: list[Trajectory] = []
 
     async def run(self, folder: str) -> Report:
-        # Torch is imported when a run has begun, and not with the command line.
+        # This imports torch, which the command line must not do before a run starts.
         from .trainer import Trainer
 
         settings = self.settings
@@ -131,8 +136,10 @@ class _Demo:
             )
 
     async def learn(self, steps: int, max_staleness: int, on_step: Callable[[Step], bool]) -> None:
-        """Train for so many steps, or until ``on_step`` returns True. This is what a program that
-        trains with sglrl looks like."""
+        """Train for ``steps`` steps, or until ``on_step`` returns True.
+
+        A program that trains with sglrl looks like this method.
+        """
         client, trainer = self.client, self.trainer
         run = rollout(
             client,
@@ -147,9 +154,9 @@ class _Demo:
         async with run:
             for _ in range(steps):
                 groups = await run.take(self.settings.batch_size, timeout=300)
-                # Rollouts go on meanwhile: the trainer has a thread of its own.
+                # Rollouts continue meanwhile, because the trainer runs in a separate thread.
                 trained = await asyncio.to_thread(trainer.step, groups)
-                # What is half done goes on with the new weights.
+                # Unfinished rollouts continue with the new weights.
                 update = await client.update_weights(trainer.model)
                 trainer.remember(update.version)
                 step = Step(
@@ -168,11 +175,14 @@ class _Demo:
                     break
 
     async def compare(self) -> Comparison:
-        """The policy goes on learning: what it is asked, and samples, costs the same."""
+        """Time steps with rollouts that run ahead, and without.
+
+        The policy continues to learn. Questions and samples cost the same in both cases.
+        """
         taken: tuple[list[float], list[float]] = [], []
         half = COMPARED_STEPS // 2
         with stage(self.console, "comparing", 2 * COMPARED_STEPS + 3) as advance:
-            # In this order, so that a machine that becomes slower favours neither.
+            # This order favours neither case if the machine becomes slower.
             for ahead, steps in ((0, half), (1, COMPARED_STEPS), (0, half)):
                 ends: list[float] = []
 
@@ -204,8 +214,11 @@ class _Demo:
         return len(self.steps) >= WINDOW and min(means.values()) >= DONE
 
     def _keep(self, groups: list[Group]) -> None:
-        """What will be replayed: the first of each group, and some that were sampled by several
-        versions."""
+        """Keep trajectories for the replay.
+
+        These are the first trajectory of some groups, and some trajectories that several versions
+        sampled.
+        """
         made = [t for group in groups for t in group.trajectories]
         mixed = [t for t in made if t.oldest_version != t.newest_version]
         self.kept += [g.trajectories[0] for g in groups[:REPLAYED]] + mixed[:REPLAYED]

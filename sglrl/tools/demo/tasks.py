@@ -1,4 +1,4 @@
-"""Two tasks that a policy with random weights can learn: what is asked, the agents, their tool."""
+"""Two tasks that a policy with random weights can learn: data set, agent and tool."""
 
 from __future__ import annotations
 
@@ -15,25 +15,28 @@ from ...sessions.session import Session
 DIGITS = "0123456789"
 NAMES = "abcdef"
 CHARACTERS = DIGITS + NAMES
-"""The policy's vocabulary, beside the chat template's tokens."""
+"""The policy's vocabulary, without the tokens of the chat template."""
 TASKS = ("repeat", "lookup")
 TOOL_SECONDS = 0.2, 0.8
 
 
 class Shelf(Actor):
-    """The tool, in a process of its own: what is on a shelf under a name. No policy can know that
-    without asking, because every question has a shelf of its own."""
+    """The tool, in a separate process: returns the digits stored on a shelf under a name.
+
+    A policy cannot know them without calling the tool, because every question has a different
+    shelf.
+    """
 
     @endpoint(idempotent=True)
     async def look_up(self, shelf: int, name: str) -> str:
-        """Two digits. Takes its time, as tools do."""
+        """Return two digits. Sleeps for a random time, to act like a real tool."""
         found = random.Random(f"{shelf}/{name}")
         await asyncio.sleep(found.uniform(*TOOL_SECONDS))
         return "".join(found.choices(DIGITS, k=2))
 
 
 def items(tasks: Sequence[str], seed: int) -> Iterator[dict[str, Any]]:
-    """The data set: without an end, the tasks in turn, the same for the same seed."""
+    """Yield an endless data set that cycles through the tasks. The seed determines the items."""
     for number in count():
         chance = random.Random(f"{seed}/{number}")
         task = tasks[number % len(tasks)]
@@ -46,7 +49,7 @@ def items(tasks: Sequence[str], seed: int) -> Iterator[dict[str, Any]]:
 
 
 class Agent:
-    """Both tasks; the most one can earn is 1."""
+    """Runs either task. The maximum reward is 1."""
 
     def __init__(self, shelf: ActorHandle) -> None:
         self._shelf = shelf
@@ -68,5 +71,5 @@ class Agent:
 
 
 def share(text: str, wanted: str) -> float:
-    """Of the wanted characters, how many are in their place: 0..1."""
+    """Return the share of the wanted characters that are in their place: 0..1."""
     return sum(a == b for a, b in zip(text, wanted, strict=False)) / len(wanted)

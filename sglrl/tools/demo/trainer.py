@@ -1,4 +1,4 @@
-"""The trainer: GRPO with a clipped, token-level loss, in the driver's process on one thread."""
+"""The trainer: GRPO with a clipped, token-level loss, on one thread of the driver's process."""
 
 from __future__ import annotations
 
@@ -21,14 +21,19 @@ from ...rollouts import Group, stack
 EPOCHS = 2
 LEARNING_RATE = 2e-3
 FULL_RATE_STEPS = 40
-"""Behind these the rate falls, as one over the step: at the full one a policy that has learnt a
-task can lose it again."""
+"""After this many steps, the learning rate falls as 1 / step. At the full rate, a policy that has
+learnt a task can lose it again."""
 ENTROPY_BONUS = 0.02
-"""Keeps a policy that has found one answer trying others."""
+"""Weight of the entropy in the loss. Keeps a policy that has found one answer trying others."""
 
 
 class TrainStats(NamedTuple):
-    """Of one ``Trainer.step``. entropy: nats per sampled token; seconds: that it took."""
+    """The statistics of one ``Trainer.step``.
+
+    Attributes:
+        entropy: nats per sampled token.
+        seconds: duration of the step.
+    """
 
     policy: PolicyStats
     entropy: float
@@ -36,14 +41,16 @@ class TrainStats(NamedTuple):
 
 
 class Trainer:
-    """Holds the policy. ``versions[v]``: its weights as of policy version v, to check tokens
-    against later."""
+    """Holds and trains the policy.
+
+    ``versions[v]`` holds the weights of policy version v, for the later check of tokens.
+    """
 
     def __init__(self, folder: str, seed: int) -> None:
         from transformers import AutoModelForCausalLM
 
         torch.manual_seed(seed)
-        # Beside an engine on the other core.
+        # An engine runs on the other core.
         torch.set_num_threads(1)
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
         self.optimizer = torch.optim.AdamW(
@@ -56,18 +63,21 @@ class Trainer:
         self.remember(0)
 
     def remember(self, version: int) -> None:
-        """The weights are this version's."""
+        """Store a copy of the current weights as this version."""
         self.versions[version] = {k: v.clone() for k, v in self.model.state_dict().items()}
 
     def step(self, groups: Sequence[Group]) -> TrainStats:
-        """Train on a batch. The samples may be of older versions than the weights: their own
-        logprobs are what the ratio and its clip start from."""
+        """Train on a batch.
+
+        The samples may come from older versions than the weights. The ratio and its clip are
+        relative to the logprobs with which the tokens were sampled.
+        """
         begun = time.perf_counter()
         batch = stack([t for group in groups for t in group.trajectories])
-        # Of each turn: a second one that answers well is not to blame for the question, nor does it
-        # gain by it. With one advantage for both, some runs give the tool's name to perfection
-        # and always answer the same. Not over the standard deviation: where nearly all samples are
-        # right that makes much of the others, and some runs keep a mistake for ever.
+        # One advantage per turn: the second turn must not gain or lose by the quality of the first.
+        # With one advantage for both turns, some runs learn to call the tool perfectly but always
+        # give the same answer. No division by the standard deviation: if nearly all samples are
+        # right, the division exaggerates the others, and some runs keep a mistake forever.
         sizes = [len(group.trajectories) for group in groups]
         advantages = turn_advantages(batch["rewards"], batch["turn_ids"], sizes, normalize=False)
         ids, mask = batch["input_ids"], batch["loss_mask"]
