@@ -1,4 +1,4 @@
-"""Settings, all frozen and keyword-only. The only module that reads environment variables."""
+"""Frozen, keyword-only settings. The only module that reads environment variables."""
 
 from __future__ import annotations
 
@@ -18,32 +18,38 @@ ROUTING_STRATEGIES = ("prefix-aware", "requests", "kv-cache", "round-robin")
 
 
 LEAST_UNREAD_BYTES: Final = 4 << 20
-"""Minimum of ``max_unread_bytes``. A remote client reports each fourth of this that it has read.
-So one that reads is never taken for one that does not."""
+"""Minimum of ``max_unread_bytes``. A remote client sends a report whenever it has read a fourth of
+this. A client that reads is therefore never mistaken for a client that does not read."""
 DROPPED_AT: Final = 4
-"""Times ``max_unread_bytes``; see there."""
+"""A client is dropped at this multiple of ``FabricConfig.max_unread_bytes``."""
 
 
 class FabricConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Limits and policy of one pool.
 
     Attributes:
-        routing: strategies in order of preference; the first that names a worker wins.
-        max_queue: calls that may wait at the driver; one more raises ``Overloaded``.
-        max_queue_bytes: bytes that these may hold: token ids, raw arguments and raw frames. A call
-            that would exceed them raises ``Overloaded``.
-        max_calls_per_client: calls of one client (the pool's own, or one in another process) that
-            may wait; one more raises ``Overloaded`` there. None: ``max_queue``.
-        max_unread_bytes: with as many bytes of unread answers the calls of a client in another
-            process wait. The calls that run go on, so that up to twice as many bytes of rows and
-            scores come together, and more of generations. With ``DROPPED_AT`` times as many bytes,
-            or as ``max_message_bytes`` if that is more, the client is dropped and its calls end.
-        max_attempts: how many workers one idempotent call may lose, without a chunk between them,
-            before it fails: it may be what kills them. Bad luck alone must not get so far.
+        routing: strategies in order of preference. The first strategy that names a worker is used.
+        max_queue: maximum number of calls that wait in the driver. A further call raises
+            ``Overloaded``.
+        max_queue_bytes: maximum bytes of the waiting calls: token ids, raw arguments and raw
+            frames. A call that would exceed the limit raises ``Overloaded``.
+        max_calls_per_client: maximum number of waiting calls of one client (the pool's own, or one
+            in another process). A further call raises ``Overloaded`` in this client. None:
+            ``max_queue``.
+        max_unread_bytes: maximum bytes of answers that a client in another process has not read.
+            At the limit, further calls of the client wait. Running calls continue, so the unread
+            answers may reach twice this size with rows and scores, and more with generations. At
+            ``DROPPED_AT`` times this size, or of ``max_message_bytes`` if that is more, the client
+            is dropped and its calls end.
+        max_attempts: maximum number of workers that one idempotent call may lose, without a chunk
+            between the losses. Then the call fails, because it may be the cause of the losses. The
+            number must be large enough that unrelated losses do not reach it.
         overload: a worker counts as overloaded for prefix affinity when it holds more than
             ``overload`` times the mean load plus ``overload_slack`` calls.
+        overload_slack: see ``overload``.
         prefix_block: tokens per block of the driver's prefix index.
-        prefix_entries: beginnings of prompts that it remembers (least recently used go first).
+        prefix_entries: maximum number of prompt prefixes in the index. The least recently used
+            prefixes are removed first.
     """
 
     routing: tuple[str, ...] = ("requests",)
@@ -89,12 +95,18 @@ class FabricConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _LONGEST: Final = 1e9
-"""Seconds: event loops do not know much longer ones."""
+"""Maximum timeout in seconds. Event loops do not support much longer timeouts."""
 
 
 def strategies(routing: Any) -> tuple[str, ...]:
-    """Of routing, one or several in order. ``UsageError`` if they can be none; ``FabricConfig``
-    knows their names."""
+    """Return the routing strategies as a tuple. ``FabricConfig`` checks their names.
+
+    Args:
+        routing: one strategy, or several in order of preference.
+
+    Raises:
+        UsageError: ``routing`` is neither text nor a list nor a tuple.
+    """
     if isinstance(routing, str):
         return (routing,)
     if not isinstance(routing, (tuple, list)):
@@ -103,28 +115,32 @@ def strategies(routing: Any) -> tuple[str, ...]:
 
 
 HEARTBEAT_TIMEOUT: Final = 30.0
-"""Seconds."""
+"""Default of ``heartbeat_timeout`` in seconds."""
 _LONGEST_HEARTBEAT: Final = 1e6
-"""Seconds: ZeroMQ counts milliseconds in 32 bits."""
+"""Maximum ``heartbeat_timeout`` in seconds. ZeroMQ counts milliseconds in 32 bits."""
 LEAST_MESSAGE_BYTES: Final = 16 << 10
-"""Of which a fourth is kept for what a message is beside the call in it."""
+"""Minimum of ``max_message_bytes``. A fourth of it is reserved for the parts of a message that are
+not its call."""
 
 
 class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How worker processes are reached and started. Times are in seconds.
+    """How a pool connects to and starts its worker processes. Times are in seconds.
 
     Attributes:
         address: "ipc" (a private folder, the default), "tcp" for the loopback interface, or
             "tcp://HOST:PORT".
-        keys: a folder that ``sglrl keys`` made; beyond loopback there must be one.
-        insecure: or there need not be one.
-        start_timeout: from the first fork request to the last ``Ready``.
-        shutdown_timeout: how long a worker may take to leave before it is killed.
-        max_message_bytes: largest frame either side accepts.
-        restarts: replacements of one worker within ``restart_period``, then it is retired.
-        hang_timeout: how long a worker may make no progress while it holds calls; None: for ever.
-        heartbeat_timeout: a TCP connection on which nothing arrives for this long is broken; None:
-            no heartbeats.
+        keys: a folder that ``sglrl keys`` created. Required for addresses beyond loopback, unless
+            ``insecure`` is set.
+        insecure: allow addresses beyond loopback without keys.
+        start_timeout: maximum time to start the pool, or to start further workers.
+        shutdown_timeout: time for a worker to exit before it is killed.
+        max_message_bytes: largest frame that either side accepts.
+        restarts: maximum number of replacements of one worker within ``restart_period``. A worker
+            that exceeds it is retired.
+        restart_period: see ``restarts``.
+        hang_timeout: maximum time without progress of a worker that holds calls; None: no limit.
+        heartbeat_timeout: a TCP connection is broken when nothing arrives for this time; None: no
+            heartbeats.
     """
 
     address: str = "ipc"
@@ -144,7 +160,7 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
         if timeout is not None and not (number and self.hang_timeout > 0):  # type: ignore[operator]
             raise UsageError(f"hang_timeout must be more than 0 seconds, or None; got {timeout!r}")
         if self.hang_timeout is not None:
-            # Workers are told of it; a number of numpy's has no encoding.
+            # The timeout is sent to workers, and msgpack cannot encode numpy's numbers.
             force_setattr(self, "hang_timeout", float(self.hang_timeout))
         force_setattr(self, "heartbeat_timeout", check_heartbeat(self.heartbeat_timeout))
         check_timeout(self.start_timeout, "start_timeout")
@@ -157,7 +173,7 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def cache_dir() -> Path:
-    """Where models that sglrl makes itself are kept: ``$SGLRL_CACHE``, else the user's cache."""
+    """Return the folder for models that sglrl creates: ``$SGLRL_CACHE``, else the user's cache."""
     explicit = os.environ.get("SGLRL_CACHE")
     if explicit:
         return Path(explicit)
@@ -166,7 +182,7 @@ def cache_dir() -> Path:
 
 
 def visible_cuda_devices() -> list[str] | None:
-    """The entries of ``CUDA_VISIBLE_DEVICES``, or None when it is not set."""
+    """Return the entries of ``CUDA_VISIBLE_DEVICES``, or None if it is not set."""
     value = os.environ.get("CUDA_VISIBLE_DEVICES")
     if value is None:
         return None
@@ -194,12 +210,12 @@ _NCCL_MUST_AGREE = (
 
 
 def nccl_environment() -> dict[str, str]:
-    """The variables of NCCL that are set here and must be equal in all processes of a group."""
+    """Return the NCCL variables set here that must be equal in all processes of a group."""
     return {name: os.environ[name] for name in _NCCL_MUST_AGREE if name in os.environ}
 
 
 def check_restarts(restarts: Any, period: Any) -> None:
-    """Raise ``UsageError`` unless they make sense."""
+    """Raise ``UsageError`` unless ``restarts`` is an integer >= 0 and ``period`` is positive."""
     if isinstance(restarts, bool) or not isinstance(restarts, int) or restarts < 0:
         raise UsageError(f"restarts must be an integer of at least 0, got {restarts!r}")
     check_timeout(period, "restart_period")
@@ -208,12 +224,15 @@ def check_restarts(restarts: Any, period: Any) -> None:
 
 
 def check_timeout(timeout: Any, name: str = "timeout") -> float | None:
-    """The same as Python's own number, or None. Raise ``UsageError`` unless it is a number of
-    seconds, which may be 0, or None."""
+    """Return a timeout as Python's own float, or None.
+
+    Raises:
+        UsageError: the timeout is neither a number of seconds of at least 0 nor None.
+    """
     if timeout is None:
         return None
     number = isinstance(timeout, (int, float, Real)) and not isinstance(timeout, bool)
-    # Of NaN this is not true either.
+    # The comparison is also false for NaN.
     if not (number and timeout >= 0):
         raise UsageError(
             f"{name} must be a number of seconds from 0 on, or None for no limit; got {timeout!r}"
@@ -224,8 +243,11 @@ def check_timeout(timeout: Any, name: str = "timeout") -> float | None:
 
 
 def check_heartbeat(timeout: Any) -> float | None:
-    """``heartbeat_timeout`` as Python's own number, or None. Raise ``UsageError`` unless it is a
-    number of seconds above 0, or None."""
+    """Return ``heartbeat_timeout`` as Python's own float, or None.
+
+    Raises:
+        UsageError: the timeout is neither a number of seconds above 0 nor None.
+    """
     if timeout is None:
         return None
     number = isinstance(timeout, (int, float, Real)) and not isinstance(timeout, bool)
@@ -238,8 +260,11 @@ def check_heartbeat(timeout: Any) -> float | None:
 
 
 def check_target(priority: Any, worker: Any, session: Any) -> tuple[int, int | None, str | None]:
-    """The same as Python's own integers and text. Raise ``UsageError`` unless these can be a
-    call's."""
+    """Return the priority, worker and session of a call as Python's own integers and text.
+
+    Raises:
+        UsageError: a value cannot be used for a call.
+    """
     if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) >> 31:
         raise UsageError(f"priority must be an integer of 32 bits, got {priority!r}")
     if worker is not None and (
@@ -256,7 +281,7 @@ def check_target(priority: Any, worker: Any, session: Any) -> tuple[int, int | N
 
 
 def is_text(text: str) -> bool:
-    """It can be encoded: it has no lone surrogate."""
+    """Return whether the text can be encoded as UTF-8: it has no lone surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -265,7 +290,11 @@ def is_text(text: str) -> bool:
 
 
 def check_env(env: Any) -> dict[str, str]:
-    """Environment variables as a dictionary. Raise ``UsageError`` if they can be none."""
+    """Return environment variables as a dictionary.
+
+    Raises:
+        UsageError: a name or a value cannot be used for an environment variable.
+    """
     found = dict(env or {})
     for name, value in found.items():
         if not isinstance(name, str) or not isinstance(value, str):
@@ -276,20 +305,22 @@ def check_env(env: Any) -> dict[str, str]:
 
 
 def positive(name: str, value: Any) -> int:
-    """Raise ``UsageError`` unless it is an integer above 0."""
+    """Return ``value``. Raise ``UsageError`` unless it is an integer above 0."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise UsageError(f"{name} must be an integer of at least 1, got {value!r}")
     return value
 
 
 def open_standard_files() -> None:
-    """Those of 0, 1 and 2 that are closed, on nothing: libuv ends a program in which it gets one of
-    them for a file of its own."""
+    """Open /dev/null for each of the file descriptors 0, 1 and 2 that is closed.
+
+    libuv aborts the program if it gets one of these descriptors for a file of its own.
+    """
     for fd in range(3):
         try:
             os.fstat(fd)
         except OSError:
-            # The lowest number that is free, which is this one.
+            # ``open`` returns the lowest free descriptor, which is this one.
             os.open(os.devnull, os.O_RDWR)
 
 
@@ -297,7 +328,7 @@ _MOST_FILES: Final = 1 << 16
 
 
 def raise_file_limit() -> None:
-    """Let this process open as many files as it may, up to 65,536: every connection is one."""
+    """Raise the limit of open files to the hard limit, at most 65,536: a connection is a file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -305,8 +336,11 @@ def raise_file_limit() -> None:
 
 
 def install(extra: str) -> str:
-    """The command that installs a missing extra, for a message: of the folder of sources that this
-    package is in (a clone, or an editable installation of one), else of the package."""
+    """Return the command that installs a missing extra, for a message.
+
+    In a clone, or an editable installation of a clone, the command installs from its folder.
+    Otherwise it installs the published package.
+    """
     folder = Path(__file__).resolve().parents[1]
     if (folder / "pyproject.toml").is_file():
         return f"pip install -e '.[{extra}]' in {folder}"

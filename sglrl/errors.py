@@ -1,32 +1,32 @@
-"""Every error sglrl raises, in one tree.
+"""All errors that sglrl raises, as one tree.
 
 ::
 
     SglrlError
-    ├── UsageError (ValueError)        the call is wrong; nothing was sent
+    ├── UsageError (ValueError)        the call is wrong and was not sent
     │   ├── InvalidRequest             a prompt, token id or sampling value is wrong
     │   ├── UnknownEndpoint            the actor declares no endpoint of that name
     │   ├── MessageTooLarge            the arguments do not fit in one message
     │   ├── ModelError                 the model folder is missing or unreadable
     │   ├── InvalidKeys                a CURVE key file is missing, malformed or open to others
     │   ├── NotEnoughDevices           fewer GPUs than replicas * tp_size
-    │   └── InvalidWeights             they do not fit the model, are not finite, or no room
+    │   └── InvalidWeights             weights do not fit the model or memory, or are not finite
     ├── Overloaded                     the driver's queue is full; try again later
     ├── DeadlineExceeded (TimeoutError)
     ├── RemoteError                    an exception inside the actor, with its traceback
-    ├── RolloutFailed                  nearly all samples of a rollout failed lately
-    ├── EngineError                    the engine gave up on a request that was well formed
-    ├── WeightUpdateError              an update was given up; every worker has its old weights
+    ├── RolloutFailed                  too many recent samples of a rollout failed
+    ├── EngineError                    the engine aborted a well-formed request
+    ├── WeightUpdateError              an update was aborted; every worker has its old weights
     │   ├── SettingsMismatch           sender and worker could not form a group: a setting differs
-    │   └── UpdateInProgress           another update or copy is running; nothing was begun
+    │   └── UpdateInProgress           another update or copy is running; the new one did not start
     ├── WorkerError
-    │   ├── WorkerStartError           a worker died, or said no, before it was ready
-    │   └── WorkerLost                 a worker died while it held the call
-    ├── ProtocolError                  a peer sent something that is not our protocol
+    │   ├── WorkerStartError           a worker exited or failed before it was ready
+    │   └── WorkerLost                 a worker was lost while it held the call
+    ├── ProtocolError                  a peer sent a message that is not part of the protocol
     └── Closed                         the pool, client or stream is already closed
 
-``UsageError`` is the caller's to fix, ``RemoteError`` the actor's author's, ``WorkerError`` and
-``EngineError`` the operator's. Every error survives ``pickle`` with its attributes.
+The caller can fix a ``UsageError``, the author of the actor a ``RemoteError``, and the operator a
+``WorkerError`` or an ``EngineError``. Every error can be pickled and keeps its attributes.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _rebuild(cls: type[SglrlError], message: str, fields: dict[str, Any]) -> Sgl
 
 
 class SglrlError(Exception):
-    """Root of the tree. ``message`` says what happened and what to do about it."""
+    """Base class of all errors. ``message`` states what was wrong and what to do."""
 
     message: str
 
@@ -81,7 +81,7 @@ class SglrlError(Exception):
 
 
 class UsageError(SglrlError, ValueError):
-    """The call is wrong as written. Nothing was sent and no worker was touched."""
+    """The call is wrong as written. Nothing was sent and no worker was affected."""
 
 
 class InvalidRequest(UsageError):
@@ -105,35 +105,47 @@ class InvalidKeys(UsageError):
 
 
 class NotEnoughDevices(UsageError):
-    """Fewer GPUs are visible than ``replicas * tp_size`` asks for."""
+    """Fewer GPUs are visible than ``replicas * tp_size`` requires."""
 
 
 class InvalidWeights(UsageError):
-    """An update does not fit the loaded model (unknown, missing, mis-shaped or mis-typed tensors),
-    some value is NaN, infinite or too large for the engine's dtype, or there is no room. Every
-    worker that serves has the weights it had before."""
+    """The weights of an update cannot be loaded.
+
+    They do not match the loaded model (unknown or missing tensors, wrong shapes or dtypes), a value
+    is NaN, infinite or too large for the engine's dtype, or there is not enough room. Every worker
+    that accepts calls keeps its old weights.
+    """
 
 
 class WeightUpdateError(SglrlError):
-    """A weight update was given up. Every worker that serves has the weights it had before."""
+    """A weight update was aborted. Every worker that accepts calls keeps its old weights."""
 
 
 class SettingsMismatch(WeightUpdateError):
-    """Two processes that are to exchange weights differ in something that must agree: a version of
-    torch or NCCL, or a variable of NCCL. Collectives between them would fail or hang."""
+    """Two processes that exchange weights differ in a setting that must be equal.
+
+    The setting is the version of torch or NCCL, or an environment variable of NCCL. Collectives
+    between the processes would fail or hang.
+    """
 
 
 class UpdateInProgress(WeightUpdateError):
-    """Another weight update, or the copy of the weights to a new worker, is running. It did not end
-    within the caller's timeout, or the caller was not to wait for it. Nothing has begun."""
+    """Another weight update, or a copy of the weights to a new worker, is running.
+
+    It did not end within the caller's timeout, or the caller asked not to wait. The caller's update
+    did not start.
+    """
 
 
 class Overloaded(SglrlError):
-    """The driver's bounded queue is full. Nothing was sent; submit again when calls return."""
+    """The driver's bounded queue is full, or a stream has too many unread items.
+
+    A call that finds the queue full is not sent. Submit it again when other calls have ended.
+    """
 
 
 class DeadlineExceeded(SglrlError, TimeoutError):
-    """The deadline passed before the answer came. The work was aborted at the worker."""
+    """The deadline passed before the answer arrived. The worker aborts the call."""
 
 
 class RemoteError(SglrlError):
@@ -159,24 +171,29 @@ class RemoteError(SglrlError):
 
 
 class RolloutFailed(SglrlError):
-    """Of the latest attempts of a rollout more than ``max_failure_rate`` failed. The message has
-    the rate and the most frequent error; ``__cause__`` is the latest one."""
+    """More than ``max_failure_rate`` of the latest attempts of a rollout failed.
+
+    The message contains the rate and the most frequent error. ``__cause__`` is the latest error.
+    """
 
 
 class EngineError(SglrlError):
-    """The engine aborted a request that was well formed: its own queue limit, a fault, or a model
-    whose logits are NaN or infinite."""
+    """The engine aborted a well-formed request.
+
+    The reason is the engine's own queue limit, a fault, or a model whose logits are NaN or
+    infinite.
+    """
 
 
 NOT_FINITE: Final = (
     "the model's logits are not finite (NaN or infinite), so they say nothing of the next token: "
     "see whether it has diverged (weights version {})"
 )
-"""Of an ``EngineError``, for the version that made them."""
+"""Message of an ``EngineError``. The placeholder is the version of the weights."""
 
 
 class WorkerError(SglrlError):
-    """A worker process is the problem.
+    """A worker process failed.
 
     Attributes:
         worker: the worker's index in its pool.
@@ -190,10 +207,10 @@ class WorkerError(SglrlError):
 
 
 class WorkerStartError(WorkerError):
-    """A worker ended before it was ready.
+    """A worker exited or failed before it was ready.
 
     Attributes:
-        output: the last lines the worker wrote to stdout and stderr.
+        output: the last lines that the worker wrote to stdout and stderr.
     """
 
     output: str
@@ -209,11 +226,11 @@ class WorkerStartError(WorkerError):
 
 
 class WorkerLost(WorkerError):
-    """A worker died while it held the call, and the call could not be moved to another one."""
+    """A worker was lost while it held the call, and no other worker could continue the call."""
 
 
 class ProtocolError(SglrlError):
-    """A peer sent frames that are not this protocol, or of another version."""
+    """A peer sent frames that are not part of the protocol, or of another version of it."""
 
 
 class Closed(SglrlError):
@@ -234,7 +251,7 @@ WIRE_ERRORS: Final[dict[str, type[SglrlError]]] = {
         WeightUpdateError,
     )
 }
-"""Errors a worker may answer with by name; anything else arrives as ``RemoteError``."""
+"""Errors that a worker may send by name. Any other error arrives as ``RemoteError``."""
 
 
 DRIVER_ERRORS: Final[dict[str, type[SglrlError]]] = {
@@ -244,11 +261,11 @@ DRIVER_ERRORS: Final[dict[str, type[SglrlError]]] = {
         for cls in (Closed, DeadlineExceeded, ModelError, Overloaded, ProtocolError, WorkerLost)
     },
 }
-"""Errors that a driver may answer a client in another process with, by name."""
+"""Errors that a driver may send by name to a client in another process."""
 
 
 def from_wire(kind: str, message: str, traceback: str) -> SglrlError:
-    """The exception for an error message that a worker sent."""
+    """Return the exception for an error that a worker sent."""
     cls = WIRE_ERRORS.get(kind)
     if cls is not None:
         return cls(message)

@@ -1,5 +1,7 @@
-"""Errors that name what the system has no more of (room for files, processes, threads), and what to
-do about it."""
+"""Errors for exhausted limits of the system: room for files, processes, threads.
+
+Each error names the limit and tells the user what to do.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from .errors import WorkerStartError
 
 
 def no_file(folder: str | Path, error: OSError) -> WorkerStartError:
-    """The error for a temporary file that cannot be made in ``folder``."""
+    """Return the error for a temporary file that cannot be created in ``folder``."""
     return WorkerStartError(
         f"no file can be made in {folder} ({error.strerror or error}); free space and inodes "
         "there (df, df -i), or set TMPDIR to another folder"
@@ -21,7 +23,7 @@ def no_file(folder: str | Path, error: OSError) -> WorkerStartError:
 
 
 def no_process() -> str:
-    """Why a process or a thread cannot be started, and what to do."""
+    """Return why a process or a thread cannot be started, and what to do."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     limit = "unlimited" if soft == resource.RLIM_INFINITY else str(soft)
     return (
@@ -32,13 +34,13 @@ def no_process() -> str:
 
 
 def reason(error: OSError) -> str:
-    """Why a process could not be started."""
+    """Return why a process could not be started."""
     text = error.strerror or str(error)
     return f"{text}: {no_process()}" if error.errno == errno.EAGAIN else text
 
 
 def start_thread(thread: threading.Thread) -> None:
-    """``thread.start()``. Raises ``WorkerStartError`` if the system has no more threads."""
+    """Start a thread. Raise ``WorkerStartError`` if the system has no more threads."""
     try:
         thread.start()
     except RuntimeError as error:
@@ -46,8 +48,10 @@ def start_thread(thread: threading.Thread) -> None:
 
 
 def check_threads(count: int) -> None:
-    """Raise ``WorkerStartError`` unless the system has ``count`` more threads: a library that
-    starts them may abort the process when it cannot."""
+    """Raise ``WorkerStartError`` unless ``count`` more threads can be started.
+
+    Check this before a library starts threads: the library may abort the process when it cannot.
+    """
     end = threading.Event()
     started: list[threading.Thread] = []
     try:
@@ -62,6 +66,6 @@ def check_threads(count: int) -> None:
 
 
 def explain(error: BaseException) -> None:
-    """Write to stderr why a worker ended, if it could not start a thread."""
+    """Write the reason to stderr if a worker exits because it could not start a thread."""
     if isinstance(error, RuntimeError) and "start new thread" in str(error):
         sys.stderr.write(f"{no_process()}\n")

@@ -1,4 +1,4 @@
-"""Warnings for objects that hold processes or connections and that the program never closes."""
+"""Warn about objects that hold processes or connections and that the program never closes."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from typing import Any
 
 
 def warn_unless_closed(owner: object, name: str) -> weakref.finalize[..., Any]:
-    """Emit a ``ResourceWarning`` when ``owner`` is collected, or when the interpreter exits while
-    ``owner`` exists. ``owner`` calls ``detach()`` of the result when it is closed.
+    """Emit a ``ResourceWarning`` if ``owner`` is never closed.
+
+    The warning is emitted when ``owner`` is garbage-collected, or when the interpreter exits while
+    ``owner`` exists. When ``owner`` is closed, it calls ``detach()`` of the returned object.
 
     Args:
-        name: what the warning calls ``owner``. It must not contain a secret.
+        name: name of ``owner`` in the warning. It must not contain a secret.
     """
     return weakref.finalize(owner, _warn, name, os.getpid())
 
 
 def _warn(name: str, pid: int) -> None:
-    # A forked process has a copy, which the parent closes.
+    # A forked process has a copy of ``owner``. The parent closes the original.
     if os.getpid() == pid:
         warnings.warn(
             f"{name} was never closed; use it in an 'async with' block ('with' for "

@@ -1,4 +1,4 @@
-"""Actors: a class whose endpoints run in worker processes, and the handle that calls them.
+"""Actors: classes whose endpoints run in worker processes, and the handles that call them.
 
 ::
 
@@ -11,8 +11,8 @@
     async with sglrl.spawn(Judge, "be strict", replicas=8) as judges:
         reward = await judges.score("2+2=", "4")
 
-An endpoint is an async method, or an async generator for a stream. Its annotations are its
-schema: arguments are checked before anything is sent.
+An endpoint is an async method, or an async generator for a stream. Its annotations are its schema:
+arguments are checked before they are sent.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ _MARK = "__sglrl_endpoint__"
 
 
 class Actor:
-    """Base class of everything that runs in a worker.
+    """Base class of all classes that run in a worker.
 
-    ``__init__`` runs in the worker, with arguments typed by its annotations. Override ``open`` for
-    what must be awaited before it serves, and ``close`` to release what it holds: both run in one
-    task; ``close`` when the worker is told to leave, and not when it is killed. (An endpoint may
-    have the name ``open``; then there is nothing to be awaited.)
+    ``__init__`` runs in the worker, with arguments typed by its annotations. Override ``open`` to
+    await something before the first call, and ``close`` to release resources. Both run in the same
+    task. ``close`` runs when the worker is asked to shut down, but not when the worker is killed.
+    (An endpoint may have the name ``open``; then nothing is awaited before the first call.)
     """
 
     async def open(self) -> None:
-        """Called once, before the first call. A worker in which it raises does not start."""
+        """Prepare for calls. Runs once, before the first call. If it raises, the start fails."""
 
     async def close(self) -> None:
-        """Called once, before the worker process ends in good order."""
+        """Release resources. Runs once, before the worker process exits in good order."""
 
 
 @overload
@@ -75,13 +75,15 @@ def endpoint(*, idempotent: bool = False, timeout: float | None = None) -> Calla
 def endpoint(
     function: Any = None, /, *, idempotent: bool = False, timeout: float | None = None
 ) -> Any:
-    """Declare a method callable from other processes. None of its parameters may be called
-    ``timeout``, which belongs to the call.
+    """Declare a method callable from other processes.
+
+    The method must not have a parameter ``timeout``: this keyword sets the timeout of a call.
 
     Args:
-        idempotent: running it twice is harmless, so a call that lost its worker is repeated on
-            another one instead of failing with ``WorkerLost``.
-        timeout: seconds a call may take from submission, unless the caller says otherwise.
+        idempotent: running the method twice is harmless. A call that lost its worker is then
+            repeated on another worker instead of failing with ``WorkerLost``.
+        timeout: seconds that a call may take from submission, unless the caller passes a
+            ``timeout``.
 
     Raises:
         UsageError: the function is neither ``async def`` nor an async generator.
@@ -137,7 +139,7 @@ _endpoints: WeakKeyDictionary[type[Actor], dict[str, EndpointSpec]] = WeakKeyDic
 
 
 def endpoints_of(cls: type[Actor]) -> dict[str, EndpointSpec]:
-    """The declared endpoints of a class by name; an override keeps the declaration it overrides."""
+    """Return the declared endpoints of a class by name. An override must be declared again."""
     cached = _endpoints.get(cls)
     if cached is not None:
         return cached
@@ -153,7 +155,7 @@ def endpoints_of(cls: type[Actor]) -> dict[str, EndpointSpec]:
 
 
 def constructor_arguments(cls: type[Actor]) -> Arguments:
-    """The schema of the class's ``__init__``."""
+    """Return the schema of the arguments of the class's ``__init__``."""
     if cls.__init__ is object.__init__:
         return Arguments(cls.__name__, inspect.Signature(), {})
     signature = inspect.signature(cls.__init__)
@@ -162,11 +164,11 @@ def constructor_arguments(cls: type[Actor]) -> Arguments:
 
 
 def deadline_from(timeout: float | None) -> float | None:
-    """A time-out in seconds as a point on the driver's clock.
+    """Return the time on the driver's clock at which a timeout in seconds expires.
 
     Raises:
-        UsageError: it is not a number, or less than zero.
-        DeadlineExceeded: it is zero: there is no time to send anything.
+        UsageError: the timeout is not a number, or is less than zero.
+        DeadlineExceeded: the timeout is zero, so there is no time to send the call.
     """
     check_timeout(timeout)
     if timeout is None or timeout == math.inf:
@@ -176,12 +178,12 @@ def deadline_from(timeout: float | None) -> float | None:
             f"the deadline had passed before the call was sent (timeout={timeout}); give it more "
             "than 0 seconds, or None for no limit"
         )
-    # Not in the precision of a numpy number: the clock may count from long ago.
+    # Do not add in the precision of a numpy number: the value of the clock may be large.
     return now() + float(timeout)
 
 
 class UnaryReply:
-    """Resolves a future with the one result of a call."""
+    """The reply of a unary call: sets a future to the result."""
 
     __slots__ = ("future", "result")
 
@@ -190,10 +192,10 @@ class UnaryReply:
         self.result = result
 
     def chunk(self, item: Item, frames: Sequence[Buffer]) -> None:
-        """A unary endpoint sends none."""
+        """Ignore the chunk: a unary endpoint sends no chunks."""
 
     def restart(self, call: Call) -> None:
-        """Nothing was received yet."""
+        """Do nothing: no part of the result was received."""
 
     def end(self, call: Call, outcome: Item | SglrlError, frames: Sequence[Buffer]) -> None:
         if self.future.done():
@@ -208,13 +210,17 @@ class UnaryReply:
 
 MOST_UNREAD_ITEMS = 1 << 16
 MOST_UNREAD_BYTES = 256 << 20
-"""Of one stream, on the wire. A reader that falls further behind loses it: what is not read would
-fill the driver's memory."""
+"""Maximum unread bytes of one stream, as sent. A stream that exceeds this limit or
+``MOST_UNREAD_ITEMS`` ends with ``Overloaded``: unread items would fill the driver's memory."""
 
 
 class StreamReply:
-    """Queues the items of a stream for the one coroutine that reads it. ``give_up()`` is called
-    once if it does not read them, or one is none: the actor is to stop."""
+    """The reply of a stream: queues its items for the single coroutine that reads them.
+
+    Attributes:
+        give_up: called once to stop the actor, if too many items are unread or an item is
+            malformed.
+    """
 
     __slots__ = ("done", "error", "give_up", "items", "result", "unread", "waiter")
 
@@ -254,11 +260,11 @@ class StreamReply:
         self._wake()
 
     def restart(self, call: Call) -> None:
-        """Only before the first chunk."""
+        """Do nothing: a stream restarts only before its first chunk."""
 
     def end(self, call: Call, outcome: Item | SglrlError, frames: Sequence[Buffer]) -> None:
         if self.done:
-            # It had ended with a malformed item.
+            # The stream has ended already: an item was malformed, or too many were unread.
             return
         if isinstance(outcome, SglrlError):
             self.error = outcome
@@ -268,7 +274,11 @@ class StreamReply:
         self._wake()
 
     async def next(self) -> tuple[bool, Any]:
-        """``(True, item)``, or ``(False, None)`` at the end; raises what ended the stream."""
+        """Return ``(True, item)``, or ``(False, None)`` at the end of the stream.
+
+        Raises:
+            SglrlError: the error that ended the stream.
+        """
         while not self.items:
             if self.done:
                 if self.error is not None:
@@ -286,7 +296,7 @@ _cancelled = "the worker gave the call up; it was cancelled there"
 
 
 def error_of(item: Item) -> SglrlError:
-    """The exception that an ERROR, FAILED or CANCELLED item stands for."""
+    """Return the exception for an ERROR, FAILED or CANCELLED item."""
     if item.kind == ItemKind.CANCELLED:
         return from_wire("EngineError", _cancelled, "")
     try:
@@ -299,7 +309,11 @@ def error_of(item: Item) -> SglrlError:
 
 
 def decode_outcome(result: Result, outcome: Item | SglrlError, frames: Sequence[Buffer]) -> Any:
-    """The value of a finished call; raises when there is none."""
+    """Return the result of a finished call.
+
+    Raises:
+        SglrlError: the call ended with an error.
+    """
     if isinstance(outcome, SglrlError):
         raise outcome
     if outcome.kind != ItemKind.DONE:
@@ -308,7 +322,7 @@ def decode_outcome(result: Result, outcome: Item | SglrlError, frames: Sequence[
 
 
 class _Caller:
-    """One endpoint bound to a handle and, perhaps, to one worker."""
+    """An endpoint bound to a handle and optionally to one worker."""
 
     __slots__ = ("_driver", "_spec", "_worker")
 
@@ -347,7 +361,7 @@ class _Caller:
 
 
 class UnaryCaller(_Caller):
-    """``await handle.method(...)``; the keyword ``timeout`` (seconds) belongs to the call."""
+    """``await handle.method(...)``. The keyword ``timeout`` sets the call's timeout in seconds."""
 
     async def __call__(self, *args: Any, **kwargs: Any) -> Any:
         future = asyncio.get_running_loop().create_future()
@@ -356,14 +370,17 @@ class UnaryCaller(_Caller):
         try:
             return await future
         except BaseException:
-            # If it has not ended.
+            # This has no effect on a call that has ended.
             self._driver.cancel(call)
             raise
 
 
 class StreamCaller(_Caller):
-    """``async for item in handle.stream.method(...)``. Leaving the loop early stops the actor;
-    wrap the iterator in ``contextlib.aclosing`` to stop it at once rather than when collected."""
+    """``async for item in handle.stream.method(...)``.
+
+    Exiting the loop early stops the actor when the iterator is garbage-collected. Wrap the iterator
+    in ``contextlib.aclosing`` to stop the actor at once.
+    """
 
     def __call__(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         reply = StreamReply(self._spec.result)
@@ -385,7 +402,10 @@ class StreamCaller(_Caller):
 
 
 class BroadcastCaller(_Caller):
-    """``await handle.broadcast.method(...)``: all live workers, results in worker order."""
+    """``await handle.broadcast.method(...)``: calls all workers that accept calls.
+
+    The results are in the order of the workers.
+    """
 
     async def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
         workers = self._driver.ready
@@ -398,13 +418,13 @@ class BroadcastCaller(_Caller):
                     for index in workers
                 ]
         except BaseExceptionGroup as failures:
-            # One error says it all: the first; the other calls were cancelled.
+            # Raise only the first error: the other calls were cancelled.
             raise failures.exceptions[0] from None
         return [task.result() for task in tasks]
 
 
 class _Namespace:
-    """Endpoints of an actor class as attributes."""
+    """The endpoints of an actor class as attributes."""
 
     def __init__(
         self,
@@ -454,7 +474,7 @@ class BroadcastNamespace(_Namespace):
 
 
 class WorkerHandle(_Namespace):
-    """``handle[i]``: the same endpoints on one worker."""
+    """``handle[i]``: the endpoints of one worker as attributes."""
 
     def __getattr__(self, name: str) -> UnaryCaller:
         if name.startswith("__"):

@@ -1,7 +1,9 @@
-"""Classes that a worker cannot import, as bytes: an actor of the user's script, and the types that
-its endpoints take and return. cloudpickle does most of it; here is what it cannot know of msgspec.
+"""Pickle classes that a worker cannot import.
 
-Only for the private socket between a driver and its own fork server.
+These are an actor of the user's script, and the types that its endpoints take and return.
+cloudpickle does most of the work. This module adds the handling of msgspec's structs.
+
+The bytes are only for the private socket between a driver and its own fork server.
 """
 
 from __future__ import annotations
@@ -37,14 +39,14 @@ _CONFIG: Final = (
 
 
 def by_value(cls: type) -> bytes:
-    """For ``cloudpickle.loads``."""
+    """Return the pickled class, for ``cloudpickle.loads``."""
     with io.BytesIO() as file:
         _Pickler(file).dump(cls)
         return file.getvalue()
 
 
 def importable_as(cls: type) -> str:
-    """ "module:qualname", or "" when importing that would not give this class."""
+    """Return "module:qualname", or "" if importing this name does not return the class."""
     module = sys.modules.get(cls.__module__)
     if module is None or cls.__module__ == "__main__" or "<" in cls.__qualname__:
         return ""
@@ -57,17 +59,17 @@ def importable_as(cls: type) -> str:
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, CodeType):
-            # cloudpickle 3.1.3 forgets where it was written: tracebacks would name no file.
+            # cloudpickle 3.1.3 drops the file name of code: tracebacks would name no file.
             make, arguments, *_ = self.dispatch_table[CodeType](obj)
             written = obj.co_filename
             if not written.startswith("<"):
-                # The worker is in another folder.
+                # The worker runs in another folder.
                 written = os.path.abspath(written)
             return _code, (make, arguments, written)
         if not isinstance(obj, type) or importable_as(obj):
             return super().reducer_override(obj)
         if _KNOWN in vars(obj):
-            # It cannot be pickled, and msgspec finds it out again.
+            # The cache cannot be pickled. msgspec computes it again.
             delattr(obj, _KNOWN)
         if isinstance(obj, type(msgspec.Struct)):
             return _struct(obj)
@@ -78,13 +80,14 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def _resolve(annotated: Any) -> None:
-    """Annotations that are text: the names in them mean nothing in the worker."""
+    """Replace text annotations by types: the worker cannot resolve the names in the text."""
     if isinstance(annotated, FunctionType):
         own = annotated.__annotations__
     else:
         own = vars(annotated).get("__annotations__", {})
     if any(isinstance(hint, str) for hint in own.values()):
-        # What cannot be resolved is of no endpoint: that would have been an error before.
+        # An annotation that cannot be resolved does not belong to an endpoint: endpoints with such
+        # annotations were rejected before.
         with contextlib.suppress(NameError):
             hints = typing.get_type_hints(annotated, include_extras=True)
             annotated.__annotations__ = {name: hints[name] for name in own}
@@ -96,13 +99,17 @@ def _code(make: Any, arguments: tuple[Any, ...], filename: str) -> CodeType:
 
 
 def _struct(cls: Any) -> Any:
-    """Its fields are made when it is, from its annotations; cloudpickle would set these later."""
+    """Return the reduction of a ``Struct`` class.
+
+    msgspec creates the fields together with the class, from its annotations. cloudpickle would set
+    the annotations after it creates the class.
+    """
     own = vars(cls).get("__annotations__", {})
     fields: list[Any] = []
     optional = kw_only = False
     for info in msgspec.structs.fields(cls):
         if info.name not in own:
-            # A base's.
+            # The field belongs to a base class.
             continue
         given: dict[str, Any] = {}
         if info.default is not msgspec.NODEFAULT:

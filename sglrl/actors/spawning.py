@@ -1,4 +1,4 @@
-"""``spawn``: plain actors in worker processes."""
+"""``spawn``: run plain actors in worker processes."""
 
 from __future__ import annotations
 
@@ -33,10 +33,12 @@ from .class_pickling import by_value, importable_as
 class ActorHandle:
     """A running pool of one actor class.
 
-    ``await handle.method(...)`` goes to the least loaded worker; ``handle.stream.method(...)`` is
-    an async iterator; ``await handle.broadcast.method(...)`` asks all; ``handle[i]`` is worker i,
-    and ``for worker in handle`` goes through them.
-    Every call takes ``timeout=`` in seconds beside the endpoint's own arguments.
+    * ``await handle.method(...)`` calls the least loaded worker.
+    * ``handle.stream.method(...)`` is an async iterator.
+    * ``await handle.broadcast.method(...)`` calls all workers.
+    * ``handle[i]`` is worker i, and ``for worker in handle`` iterates over the workers.
+
+    Every call takes ``timeout=`` in seconds in addition to the endpoint's own arguments.
     """
 
     def __init__(self, cls: type[Actor], pool: Pool, birth: Birth) -> None:
@@ -67,28 +69,42 @@ class ActorHandle:
         )
 
     async def close(self, *, drain: bool = False, timeout: float = 600.0) -> None:
-        """End every call and every worker; safe to call again. ``drain``: first wait, at most
-        ``timeout`` seconds, for the calls that there are."""
+        """End all calls and shut down all workers. Closing again has no effect.
+
+        Args:
+            drain: first wait at most ``timeout`` seconds until the pending calls have ended.
+        """
         await self._pool.close(drain=drain, timeout=timeout)
 
     async def add_workers(self, n: int = 1) -> list[int]:
-        """Start ``n`` more; returns their indices when they serve. ``WorkerStartError`` if one
-        fails: then none of them is left."""
+        """Start ``n`` more workers and wait until they accept calls. Return their indices.
+
+        Raises:
+            WorkerStartError: a worker failed to start. All new workers are then killed.
+        """
         return await self._pool.add([self._birth] * positive("n", n))
 
     async def wait_until_full(self, timeout: float | None = 60.0) -> None:
-        """Wait until all workers serve that have not been removed or retired: after a loss, until
-        the replacement does. ``DeadlineExceeded`` after ``timeout`` seconds."""
+        """Wait until every worker that was not removed or retired accepts calls.
+
+        After the loss of a worker, this waits for the replacement.
+
+        Raises:
+            DeadlineExceeded: some workers do not accept calls after ``timeout`` seconds.
+        """
         await self._pool.full(timeout)
 
     async def remove_worker(self, index: int, *, timeout: float | None = 600.0) -> None:
-        """Let worker ``index`` finish what it has, then end it. What it has not finished after
-        ``timeout`` seconds ends as when a worker is lost."""
+        """Let worker ``index`` finish its calls, then shut it down.
+
+        Calls that are not finished after ``timeout`` seconds are handled as after the loss of a
+        worker.
+        """
         await self._pool.remove(index, timeout)
 
     @property
     def workers(self) -> list[WorkerInfo]:
-        """The pool's workers, in order; those that are retired too."""
+        """The pool's workers in order, including retired workers."""
         return self._pool.workers
 
     @property
@@ -106,7 +122,7 @@ class ActorHandle:
         return WorkerHandle(self._pool.driver, self._specs, self._cls.__name__, index)
 
     def __iter__(self) -> Iterator[WorkerHandle]:
-        """Every worker's handle, in order."""
+        """Iterate over the handles of the workers, in order."""
         return (self[index] for index in range(len(self)))
 
     def __len__(self) -> int:
@@ -118,7 +134,7 @@ class ActorHandle:
         caller = getattr(
             WorkerHandle(self._pool.driver, self._specs, self._cls.__name__, None), name
         )
-        # The next access finds it without coming here.
+        # The next access finds the attribute without this method.
         self.__dict__[name] = caller
         return caller  # type: ignore[no-any-return]
 
@@ -147,25 +163,27 @@ def spawn(
     Entering raises this process's soft limit of open files to its hard limit, at most to 65,536.
 
     Args:
-        actor: a subclass of ``sglrl.Actor``. Defined in a module, it is imported there by name;
-            defined in ``__main__`` or in a function, it travels by value. The user's script is
-            never run again.
-        args, kwargs: for its ``__init__``, typed by the annotations.
-        replicas: worker processes.
-        env: environment variables of the workers, beside the driver's own.
-        window: calls one worker works on at a time; the rest wait at the driver.
+        actor: a subclass of ``sglrl.Actor``. A class defined in a module is imported by name in the
+            worker. A class defined in ``__main__`` or in a function is sent by value. The user's
+            script is never run again.
+        args, kwargs: arguments for the ``__init__`` of the class, typed by its annotations.
+        replicas: number of worker processes.
+        env: environment variables of the workers, in addition to the driver's own.
+        window: maximum number of calls that one worker runs at a time. Further calls wait in the
+            driver.
         routing: see ``sglrl.core.routing``.
-        max_queue: calls that may wait at the driver before ``Overloaded`` is raised.
-        max_queue_bytes: bytes that the arguments of these calls may have before ``Overloaded`` is
-            raised.
+        max_queue: maximum number of calls that wait in the driver. A further call raises
+            ``Overloaded``.
+        max_queue_bytes: maximum bytes of the arguments of the waiting calls. A call that exceeds
+            the limit raises ``Overloaded``.
         start_timeout: seconds until all workers must be ready.
-        hang_timeout: a worker whose event loop does not turn over for so many seconds, though it
-            holds calls, is ended as if it had died, and the stacks of its threads are logged. An
-            endpoint may await as long as it likes; one that computes must do so in a thread. None:
-            never.
-        restarts: a worker that is lost is replaced by a new one, made with the same arguments, at
-            most so often within ``restart_period`` seconds; then the pool goes on without it. 0:
-            never.
+        hang_timeout: seconds after which a worker hangs, if it holds calls and its event loop makes
+            no iteration. The worker is killed and handled like a crash, and the stacks of its
+            threads are logged. An endpoint may await for any time, but must run long computations
+            in a thread. None: no limit.
+        restarts: maximum number of replacements of one worker within ``restart_period`` seconds. A
+            replacement is created with the same arguments. After that, the pool continues without
+            the worker. 0: lost workers are never replaced.
 
     Raises:
         UsageError: the class declares no endpoint, or an argument has the wrong type.
@@ -183,7 +201,7 @@ def spawn(
     target = importable_as(actor)
     spec = ActorSpec(
         target=target,
-        # Only between this process and its own fork server, over their private socket.
+        # The code is only sent to this process's own fork server, over a private socket.
         code=b"" if target else by_value(actor),
         args=body,
         frames=[bytes(f) for f in frames],

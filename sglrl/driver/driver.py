@@ -1,7 +1,7 @@
 """The asyncio shell around ``core.fabric``: one receiver, one timer, and the fabric's effects.
 
-A call enters the fabric at once. Messages leave at the end of the loop tick, one for each worker,
-or several if there are many calls.
+A call enters the fabric at once. The driver sends messages at the end of the loop tick: one to each
+worker, or several if there are many calls.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ logger = logging.getLogger("sglrl.driver")
 now = time.monotonic
 
 ENVELOPE_BYTES: Final = 4096
-"""An upper bound of the size of a message without its bodies."""
+"""Upper bound of the size of a message without its bodies."""
 _AT_ONCE: Final = 256
-"""With more effects than this, execute them before the next message is read."""
+"""With more effects than this, execute them before reading the next message."""
 
 _FIND_LOST_SECONDS: Final = 1.0
-"""From a broken connection to the search for its peer. Until then the fork server reports a worker
-that has exited, with the reason."""
+"""Seconds from a broken connection to the search for the lost peer. If a worker has exited, the
+fork server reports the exit and its reason within this time."""
 
 _PIECE: Final = 64
-"""With this many new calls for each worker, send before the tick ends. Otherwise the driver and a
-fast worker would take turns, each idle while the other works."""
+"""With this many new calls per worker, send before the tick ends. Otherwise the driver and a fast
+worker would alternate: each would be idle while the other works."""
 
 
 class Driver:
@@ -85,11 +85,11 @@ class Driver:
         self._change: asyncio.Future[None] | None = None
 
     def add_listener(self, listener: DriverListener) -> None:
-        """Notify this listener, after those that were added before."""
+        """Notify a listener of events, after the listeners that were added before."""
         self._listeners.append(listener)
 
     def remove_listener(self, listener: DriverListener) -> None:
-        """Stop notifying a listener. Safe to call for one that was never added."""
+        """Stop notifying a listener. Do nothing if the listener was never added."""
         self._listeners = [other for other in self._listeners if other is not listener]
 
     def start(self) -> None:
@@ -97,7 +97,7 @@ class Driver:
 
     @property
     def dropped(self) -> int:
-        """Messages from strangers, malformed messages, and messages out of place.
+        """Number of dropped messages: from unknown peers, malformed, or in the wrong state.
 
         ``fabric.stray_items`` counts items of other messages that belong to no call.
         """
@@ -105,11 +105,11 @@ class Driver:
 
     @property
     def max_queue(self) -> int:
-        """Calls that may wait here for a worker."""
+        """Maximum number of calls that wait in the driver for a worker."""
         return self.fabric.config.max_queue
 
     def windows(self, worker: int | None) -> int:
-        """Calls that the workers, or the one of this index, may hold."""
+        """Return the number of calls that all workers, or the worker of this index, may hold."""
         return sum(
             [
                 member.window
@@ -120,20 +120,24 @@ class Driver:
 
     @property
     def ready(self) -> list[int]:
-        """Indices of the workers that serve."""
+        """Indices of the workers that accept calls."""
         return [index for index, m in self.fabric.members.items() if m.state is READY]
 
     # --- workers ----------------------------------------------------------------------------------
 
     def add_worker(self, index: int, identity: bytes) -> None:
-        """A new worker, or the replacement of a lost one."""
+        """Add a new worker, or the replacement of a lost worker."""
         member = self.fabric.add_member(index)
         self._members[identity] = member
         self._identities[member] = identity
         self._piece = _PIECE * len(self._identities)
 
     def worker_lost(self, index: int, reason: str, *, returns: bool = False) -> None:
-        """``returns``: a replacement follows, or a call of ``worker_retired``."""
+        """Record that a worker is lost.
+
+        Args:
+            returns: the caller starts a replacement later, or calls ``worker_retired``.
+        """
         member = self.fabric.members[index]
         if member.state in GONE:
             return
@@ -152,7 +156,7 @@ class Driver:
         self._changed()
 
     def serve(self, index: int) -> None:
-        """The worker has the current weights."""
+        """Let a worker accept calls: it now has the current weights."""
         member = self.fabric.members[index]
         self._before_serving(index)
         self.fabric.member_ready(index, member.window, now())
@@ -160,37 +164,43 @@ class Driver:
         self._changed()
 
     def set_syncing(self, index: int, *, stale: bool) -> None:
-        """A worker that is up gets the current weights, or could not get them."""
+        """Record that a running worker receives the current weights.
+
+        Args:
+            stale: the worker could not receive the current weights.
+        """
         self.fabric.members[index].move(STALE if stale else SYNCING)
         self._changed()
 
     def drain(self, index: int) -> None:
-        """The worker gets no more calls; ``on_drained`` follows when it holds none."""
+        """Send a worker no more calls. ``on_drained`` is called when the worker holds no call."""
         self.fabric.drain_member(index, now())
         self._flush()
         self._changed()
 
     def _changed(self) -> None:
-        """A worker is in another state."""
+        """Wake the tasks that wait for a worker to change its state."""
         if self._change is not None:
             change, self._change = self._change, None
             change.set_result(None)
 
     def change(self) -> asyncio.Future[None]:
-        """Await it to wait until a worker changes its state."""
+        """Return a future that completes when a worker changes its state."""
         if self._change is None:
             self._change = self.loop.create_future()
         return asyncio.shield(self._change)
 
     def idle(self) -> asyncio.Future[None]:
-        """Await it, while there are calls, to wait until none is left. New calls may exist when the
-        waiter continues."""
+        """Return a future that completes when no call is left. Use it while there are calls.
+
+        New calls may exist when the waiting task continues.
+        """
         if self._idle is None:
             self._idle = self.loop.create_future()
         return asyncio.shield(self._idle)
 
     def send_to_peer(self, identity: bytes, *frames: Buffer) -> bool:
-        """Send to a peer that is not a worker. Return False if it is not connected."""
+        """Send to a peer that is not a worker. Return False if the peer is not connected."""
         try:
             return self.transport.send(identity, frames)
         except Closed:
@@ -201,11 +211,11 @@ class Driver:
 
     @property
     def is_copied(self) -> bool:
-        """This process was forked from the owner, so it must not touch the sockets and locks."""
+        """Whether this process was forked from the owner: it must not touch sockets and locks."""
         return os.getpid() != self._pid
 
     def check_loop(self) -> None:
-        """Raises ``UsageError`` on another event loop than the one that it was made on."""
+        """Raise ``UsageError`` if the running event loop is not the loop of this driver."""
         if asyncio.get_running_loop() is not self.loop:
             raise UsageError(
                 "this was started on another event loop than the one that it is used on, where its "
@@ -216,12 +226,18 @@ class Driver:
     # --- calls ------------------------------------------------------------------------------------
 
     def submit(self, call: Call) -> None:
-        """See ``Fabric.submit`` for what it raises; and ``UsageError`` on another event loop."""
+        """Submit a call.
+
+        Raises:
+            UsageError: the running event loop is not the loop of this driver.
+
+        See ``Fabric.submit`` for further errors.
+        """
         fabric = self.fabric
         if self._flush_scheduled:
             fabric.submit(call, now())
             if len(fabric.outbox) >= self._piece and not self._flushing:
-                # Workers begin with these while the tasks of this turn make more.
+                # Workers start on these calls while the tasks of this tick make more.
                 self._flush()
             return
         self.check_loop()
@@ -230,7 +246,7 @@ class Driver:
         self.loop.call_soon(self._end_of_turn)
 
     def cancel(self, call: Call) -> None:
-        """The caller no longer waits; the worker is told to stop."""
+        """Cancel a call whose caller no longer waits, and ask its worker to stop."""
         self.fabric.cancel(call, now())
         if not self._flush_scheduled:
             self._flush_scheduled = True
@@ -250,7 +266,7 @@ class Driver:
         return count
 
     def close(self, reason: str = "the pool was closed") -> None:
-        """End every call with ``Closed``; the transport stays open for ``shut_down_worker``."""
+        """End every call with ``Closed``. The transport stays open for ``shut_down_worker``."""
         if not self.fabric.closed:
             self.fabric.close(reason)
             self._flush()
@@ -269,7 +285,7 @@ class Driver:
         if member is None:
             listeners = self._listeners if frames else ()
             if not any(listener.on_peer(identity, frames) for listener in listeners):
-                # Without the identity, which is a secret.
+                # Do not log the identity: it is a secret.
                 self._drop("a message of a stranger, or of a peer that was not asked for it")
             return
         try:
@@ -291,7 +307,8 @@ class Driver:
         fabric = self.fabric
         fabric.results(member, message.items, now())
         if len(fabric.outbox) > _AT_ONCE:
-            # Part of what this message takes, after which the loop may get its turn.
+            # Execute the effects within the time of this message: the transport limits the time of
+            # a batch, and then lets the event loop run other tasks.
             self._flush()
 
     def _on_control(self, member: Member, message: ToDriver) -> None:
@@ -312,7 +329,7 @@ class Driver:
                 self._drop("worker %d offers a window of %d", member.index, window)
             case Ready():
                 self._share_rows(member, message)
-                # A call is at most two messages, one that submits it and one that cancels it.
+                # A call takes at most two messages: one to submit it and one to cancel it.
                 window = min(message.window, MOST_UNREAD // 2)
                 if any(listener.must_sync(member.index) for listener in self._listeners):
                     self.fabric.member_arrived(member.index, window)
@@ -336,7 +353,10 @@ class Driver:
             listener.on_drained(index)
 
     def _share_rows(self, member: Member, ready: Ready) -> None:
-        """Of rows that the worker has in memory it offers: they need not be sent."""
+        """Read rows directly from the shared memory that the worker offers, if possible.
+
+        The worker then does not send these rows in messages.
+        """
         if ready.rows is None:
             return
         try:
@@ -347,8 +367,13 @@ class Driver:
             self._send(member, [encode(ShareRows())])
 
     def _keep_raw(self, member: Member, message: Results, frames: list[Buffer]) -> None:
-        """Keyed by object identity until the next flush, while the outbox keeps the items alive.
-        ``ProtocolError`` unless there are as many as the items say."""
+        """Keep the raw buffers of the message's items until the next flush.
+
+        The key is the object identity of an item. The outbox keeps the items alive until then.
+
+        Raises:
+            ProtocolError: the number of buffers differs from the number in the items.
+        """
         if message.slots:
             rows = self._rows.get(member)
             if rows is None:
@@ -358,14 +383,14 @@ class Driver:
         self._raw |= zip(map(id, message.items), owned, strict=True)
 
     def _on_pause(self) -> None:
-        """All messages that were here have been taken in: now do what they lead to, once."""
+        """Flush once: every message that had arrived has been processed."""
         if self.fabric.outbox:
             self._flush()
         else:
             self._raw.clear()
 
     def _end_of_turn(self) -> None:
-        """Of the loop's, in which something was submitted or cancelled."""
+        """Flush at the end of a loop tick in which a call was submitted or cancelled."""
         self._flush_scheduled = False
         self._flush()
 
@@ -406,7 +431,7 @@ class Driver:
             idle.set_result(None)
 
     def _reply_failed(self, effect: End | Chunk | Restart, error: Exception) -> None:
-        """A reply raised, which is a bug: fail its call, and no other call."""
+        """Fail only the call whose reply raised, which is a bug."""
         call = effect.call
         logger.error("the answer to %s could not be processed", call.endpoint, exc_info=error)
         failure = SglrlError(
@@ -429,7 +454,7 @@ class Driver:
                 return
             frames = []
         if not frames or (len(frames[0]) > self.max_message_bytes and len(calls) > 1):
-            # Each fits alone, which was checked when it was made.
+            # Each call fits into a message alone: this was checked when the call was made.
             half = len(calls) // 2
             self._send_calls(member, calls[:half])
             self._send_calls(member, calls[half:])
@@ -437,8 +462,10 @@ class Driver:
         self._send(member, frames)
 
     def _refuse(self, member: Member, call: Call, error: Exception) -> None:
-        """The call cannot be sent: it ends as if the worker had said so, and the others do not
-        notice."""
+        """End a call that cannot be sent, as if the worker had answered with an error.
+
+        Other calls are not affected.
+        """
         what = f"{call.endpoint}: the call cannot be sent: {readable(error)}"
         body = encode(ErrorBody(UsageError.__name__, what, ""))
         self.fabric.results(member, [Item(call.id, ItemKind.ERROR, body)], now())
@@ -449,7 +476,7 @@ class Driver:
     def _send(self, member: Member, frames: list[Any]) -> None:
         identity = self._identities.get(member)
         if identity is None:
-            # It was lost meanwhile.
+            # The worker was lost meanwhile.
             return
         try:
             sent = self.transport.send(identity, frames)
@@ -463,10 +490,10 @@ class Driver:
             self._search = self.loop.call_later(_FIND_LOST_SECONDS, self._find_lost)
 
     def _find_lost(self) -> None:
-        """Send every peer a message without effect, which fails if it cannot be reached."""
+        """Send every peer a message without effect. Sending fails if the peer is unreachable."""
         self._search = None
         for member in list(self._identities):
-            # One that starts need not have connected yet, and has a time limit for that.
+            # A starting worker may not have connected yet. Its start has a time limit.
             if member.state is not STARTING:
                 self._send(member, [encode(Cancel([]))])
         for listener in self._listeners:

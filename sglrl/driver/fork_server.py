@@ -1,17 +1,16 @@
 """The warm fork server: one child process per driver that imports SGLang once and forks workers.
 
 Importing SGLang takes 20 s; a fork takes milliseconds. ``multiprocessing``'s own fork server
-re-imports the user's ``__main__`` in every child, which breaks scripts without a guard and
-notebooks; this one knows nothing of the user's program.
+re-imports the user's ``__main__`` in every child, which breaks notebooks and scripts without a
+guard. This fork server does not import the user's program.
 
-Ownership decides who dies with whom. Each pool holds one connection to the fork server, and a
-worker belongs to the connection that asked for it: when the connection ends, for whatever reason,
-its workers are killed. The fork server itself watches its parent and ends, with all workers, when
-the driver does, however that happens.
+Each pool holds one connection to the fork server. A worker belongs to the connection that requested
+it. When the connection ends, for any reason, the fork server kills its workers. The fork server
+watches its parent: when the driver exits, for any reason, the fork server and all workers exit too.
 
-Each connection asks the fork server every second whether it runs. One that does not answer for
-``SILENCE`` seconds (it is stopped, or the machine is out of memory) is killed, and its workers with
-it; whoever needs a worker then starts a new fork server.
+Each connection sends the fork server a ``Ping`` every second. A fork server that does not answer
+for ``SILENCE`` seconds (it is stopped, or the machine is out of memory) is killed together with its
+workers. The next pool that needs a worker starts a new fork server.
 """
 
 from __future__ import annotations
@@ -46,10 +45,10 @@ from ..wire.processes import Dump, Exited, Forked, FromForkServer, Kill, Ping, P
 logger = logging.getLogger("sglrl.spawn")
 
 SILENCE = 60.0
-"""Seconds that a fork server which has imported everything may take to answer. A fork takes it less
-than a second, also on a busy machine; killing it ends all its workers."""
+"""Seconds that a fork server may take to answer after its imports. A fork takes less than a second,
+even on a busy machine. Killing the fork server also kills all its workers."""
 LAST_SECONDS = 5.0
-"""Seconds that a fork server which was killed may take to end."""
+"""Seconds that a killed fork server may take to exit."""
 _decoder = msgspec.msgpack.Decoder(FromForkServer)
 _servers: dict[str, ForkServer] = {}
 _dead: list[ForkServer] = []
@@ -58,7 +57,7 @@ _at_exit = False
 
 
 def tail(path: str | Path, lines: int = 40) -> str:
-    """The last lines of a log file, or an empty string."""
+    """Return the last lines of a log file, or an empty string if it cannot be read."""
     try:
         with Path(path).open("rb") as file:
             file.seek(0, os.SEEK_END)
@@ -70,12 +69,15 @@ def tail(path: str | Path, lines: int = 40) -> str:
 
 
 _LONGEST_BASE = 64
-"""Bytes of a path: with a pool's folder behind it a socket's fits into what the system has for
-it, 107."""
+"""Maximum bytes of the base folder's path. The path of a socket in a pool's folder then fits into
+the system's limit of 107 bytes."""
 
 
 def _private_folder() -> Path:
-    """Of sockets, for this user alone. Where ``TMPDIR`` is too long for these, in /tmp."""
+    """Create a folder for sockets that only this user can access.
+
+    The folder is in /tmp if the path of ``TMPDIR`` is too long for sockets.
+    """
     try:
         base = tempfile.gettempdir()
     except FileNotFoundError as error:
@@ -92,20 +94,20 @@ def _private_folder() -> Path:
 
 
 class ForkServer:
-    """A running fork server process and the private folder (0700) that its sockets live in."""
+    """A running fork server process and the private folder (0700) that contains its sockets."""
 
     def __init__(self, preload: str) -> None:
         self.preload = preload
         self.warm = False
         self.leaving = False
         self.fault = ""
-        """Why it was killed; empty if it was not."""
+        """Why the fork server was killed. Empty if it was not killed."""
         self.pid = os.getpid()
         self.folder = _private_folder()
         self.path = self.folder / "fork.sock"
         self.log = self.folder / "fork.log"
         self.environ = dict(os.environ)
-        """As it is there."""
+        """Environment variables of the fork server process."""
         try:
             self.process = self._start()
         except BaseException:
@@ -117,7 +119,8 @@ class ForkServer:
             try:
                 log = stack.enter_context(self.log.open("wb"))
                 listener = stack.enter_context(socket.socket(socket.AF_UNIX))
-                # Bound here and inherited, so that a connection can be made before the child runs.
+                # Bind here and let the child inherit the socket: connections then succeed before
+                # the child runs.
                 listener.bind(str(self.path))
                 listener.listen(64)
             except OSError as error:
@@ -133,12 +136,13 @@ class ForkServer:
                         str(self.pid),
                     ],
                     pass_fds=[listener.fileno()],
-                    # What SGLang imports would make a folder elsewhere, and leave it there.
+                    # A package that SGLang imports would otherwise create a folder elsewhere and
+                    # not remove it.
                     env={"CUDA_TILE_TEMP_DIR": str(self.folder / "cuda-tile"), **os.environ},
                     stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    # A Ctrl-C in the terminal is the driver's to handle, not its workers'.
+                    # The driver handles a Ctrl-C in the terminal; its workers must not receive it.
                     start_new_session=True,
                     cwd="/",
                 )
@@ -153,7 +157,7 @@ class ForkServer:
 
     @property
     def stopped(self) -> bool:
-        """Somebody has stopped it, with SIGSTOP for example."""
+        """Whether the process is stopped, by SIGSTOP for example."""
         try:
             flags = os.WSTOPPED | os.WNOHANG | os.WNOWAIT
             return os.waitid(os.P_PID, self.process.pid, flags) is not None
@@ -161,12 +165,12 @@ class ForkServer:
             return False
 
     def kill(self, fault: str) -> None:
-        """Kill it, and with it all its workers, because of a fault."""
+        """Kill the fork server and all its workers because of a fault."""
         self.fault = fault
         self.process.kill()
 
     def ended(self, timeout: float) -> bool:
-        """Whether it has, or does within so many seconds."""
+        """Return whether the process has exited or exits within ``timeout`` seconds."""
         try:
             self.process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -174,13 +178,13 @@ class ForkServer:
         return True
 
     def close(self) -> None:
-        """End the fork server and every worker of it."""
+        """Shut down the fork server and all its workers."""
         if self.pid != os.getpid():
             return
         if self.process.stdin is not None:
             self.process.stdin.close()
         if not self.warm:
-            # Still importing: it hears nothing, and it has no workers yet.
+            # The fork server is importing: it does not read stdin, and it has no workers yet.
             self.process.kill()
         try:
             self.process.wait(5.0)
@@ -191,22 +195,24 @@ class ForkServer:
 
 
 def fork_server(preload: str) -> ForkServer:
-    """The process's fork server for ``preload`` ("plain" or "sglang"), started if need be."""
+    """Return this process's fork server for ``preload`` ("plain", "sglang"). Start it if needed."""
     with _lock:
         if _at_exit:
             raise WorkerStartError("the program ends: no fork server is started any more")
         server = _servers.get(preload)
         if server is None or not server.alive:
             if server is not None:
-                # Its folder is still in use by the pools that had workers of it.
+                # Pools that had workers of the old fork server still use its folder.
                 _dead.append(server)
             server = _servers[preload] = ForkServer(preload)
         return server
 
 
 def shutdown_fork_servers() -> None:
-    """End all fork servers of this process; also runs at interpreter exit, when pools may still be
-    open: that they lose their workers then is no news."""
+    """Shut down all fork servers of this process. Also runs at interpreter exit.
+
+    Pools may still be open then. They do not log the loss of their workers as an error.
+    """
     with _lock:
         for server in (*_servers.values(), *_dead):
             server.leaving = True
@@ -227,7 +233,7 @@ atexit.register(_exit)
 
 
 class ForkConnection(asyncio.Protocol):
-    """One pool's connection: asks for workers and hears of their ends.
+    """One pool's connection to the fork server: requests workers and is notified of their exits.
 
     ``on_forked(key, pid)`` and ``on_exited(key, status)`` run on the event loop.
     """
@@ -244,7 +250,7 @@ class ForkConnection(asyncio.Protocol):
         self._buffer = bytearray()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.setblocking(False)
-        # At interpreter exit the fork server is ended anyway.
+        # At interpreter exit the fork server is shut down anyway.
         weakref.finalize(self, _hang_up, self._socket, os.getpid()).atexit = False
         self._transport: asyncio.WriteTransport | None = None
         self._keys: set[int] = set()
@@ -252,7 +258,7 @@ class ForkConnection(asyncio.Protocol):
         self._detector: HangDetector | None = None
         self._timer: asyncio.TimerHandle | None = None
         self.lost = False
-        """The fork server is gone."""
+        """Whether the connection to the fork server is lost."""
         self.warm: asyncio.Future[Warm] = asyncio.get_running_loop().create_future()
 
     @classmethod
@@ -266,8 +272,9 @@ class ForkConnection(asyncio.Protocol):
         """Connect and wait until the server is warm.
 
         Raises:
-            WorkerStartError: the server died, did not answer, or could not import what it should.
-            TimeoutError: not warm within ``timeout`` seconds.
+            WorkerStartError: the server exited, did not answer, or could not import the packages
+                of its ``preload``.
+            TimeoutError: the server is not warm within ``timeout`` seconds.
         """
         loop = asyncio.get_running_loop()
         connection = cls(server, on_forked, on_exited)
@@ -292,7 +299,7 @@ class ForkConnection(asyncio.Protocol):
             raise
         finally:
             if not server.warm and server.stopped:
-                # Nobody knows whether it will ever go on.
+                # A stopped process may never continue.
                 server.kill("the fork server was stopped while it imported, and was killed")
         server.warm = True
         connection._watch()
@@ -311,8 +318,7 @@ class ForkConnection(asyncio.Protocol):
         return self._transport is not None and not self._transport.is_closing()
 
     def fork(self, key: int, body: bytes) -> None:
-        """``body``: the ``Fork`` message, encoded. Without a server the process has ended
-        already."""
+        """Send an encoded ``Fork`` message. If the server is lost, report the process as killed."""
         if not self.alive:
             asyncio.get_running_loop().call_soon(self._on_exited, key, -9)
             return
@@ -328,7 +334,7 @@ class ForkConnection(asyncio.Protocol):
         self._transport.write(struct.pack("<I", len(body)) + body)
 
     def _watch(self) -> None:
-        """Ask the server again and again whether it runs."""
+        """Start to send pings, and kill the server if it does not answer."""
         now = time.monotonic()
         self._detector = HangDetector(SILENCE, now)
         self._detector.watch(0, now)
@@ -337,10 +343,10 @@ class ForkConnection(asyncio.Protocol):
     def _ask(self, detector: HangDetector) -> None:
         if not self.alive:
             return
-        # It owes the answer to one question, always.
+        # One ping is always unanswered, so the load is 1.
         if detector.check({0: 1}, time.monotonic()):
             logger.error("%s; its workers end with it", _silent())
-            # Its end also ends this connection.
+            # The exit of the server also ends this connection.
             self._server.kill(_silent())
             return
         self._write(encode(Ping()))
@@ -348,7 +354,7 @@ class ForkConnection(asyncio.Protocol):
         self._timer = loop.call_later(detector.interval, self._ask, detector)
 
     def close(self) -> None:
-        """Give up the connection; the server kills whatever worker of it is left."""
+        """Close the connection. The server kills the remaining workers of this connection."""
         if self._timer is not None:
             self._timer.cancel()
         if self._transport is None:
@@ -357,7 +363,7 @@ class ForkConnection(asyncio.Protocol):
             self._transport.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's transports are no subclasses of asyncio's.
+        # uvloop's transports are not subclasses of asyncio's.
         self._transport = cast(asyncio.WriteTransport, transport)
 
     def data_received(self, data: bytes) -> None:
@@ -386,7 +392,7 @@ class ForkConnection(asyncio.Protocol):
         self.lost = True
         if not self.warm.done():
             self.warm.set_exception(ConnectionError("the fork server is gone"))
-            # Nobody may be waiting any more; that is not an error of its own.
+            # Avoid asyncio's warning when no task awaits the future any more.
             with contextlib.suppress(ConnectionError):
                 self.warm.exception()
         keys, self._keys = self._keys, set()
@@ -395,8 +401,10 @@ class ForkConnection(asyncio.Protocol):
 
 
 def _hang_up(sock: socket.socket, pid: int) -> None:
-    """End a connection that was collected without being closed, whose event loop may be closed:
-    the fork server kills its workers."""
+    """Shut down the socket of a connection that was garbage-collected without being closed.
+
+    The fork server then kills the workers of the connection. The event loop may be closed already.
+    """
     if os.getpid() == pid:
         with contextlib.suppress(OSError):
             sock.shutdown(socket.SHUT_RDWR)

@@ -1,7 +1,7 @@
 """Find workers that hang, log their stacks, and kill them.
 
-Heartbeats arrive from sockets of their own (``sglrl_workers.heartbeat``); ``core.hangs`` decides
-what they mean.
+Workers send heartbeats from separate sockets (``sglrl_workers.heartbeat``). ``core.hangs`` decides
+which workers hang.
 """
 
 from __future__ import annotations
@@ -23,15 +23,19 @@ from .driver import Driver
 logger = logging.getLogger("sglrl.spawn")
 
 DUMP_SECONDS: Final = 0.5
-"""How long a process that hangs may take to write down its stacks. A stopped one does not."""
+"""Seconds that a hanging process may take to write its stacks. A stopped process writes none."""
 _LARGEST_DUMP: Final = 256 << 10
 
 
 class HangMonitor(DriverListener):
-    """Watches the workers of one driver; ``timeout`` None: does nothing.
+    """Watches the workers of one driver and kills workers that hang.
 
-    ``dump(worker)`` asks the worker's processes for their stacks, and returns the log that they
-    write them to, and where in it they begin; ``expel(worker, reason)`` ends them.
+    Args:
+        driver: the driver of the workers.
+        timeout: seconds after which a worker hangs; None: the monitor does nothing.
+        dump: ``dump(worker)`` asks the worker's processes to write their stacks. It returns the log
+            that they write to, and the byte offset at which the stacks begin.
+        expel: ``expel(worker, reason)`` kills the worker's processes.
     """
 
     def __init__(
@@ -57,11 +61,11 @@ class HangMonitor(DriverListener):
 
     @property
     def heartbeat_interval(self) -> float | None:
-        """Seconds between a worker's heartbeats; None: it sends none."""
+        """Seconds between a worker's heartbeats; None: workers send no heartbeats."""
         return None if self._detector is None else self._detector.interval
 
     def watch(self, worker: int, identity: bytes) -> None:
-        """A process is started as this worker, perhaps in place of another one."""
+        """Watch a new process of this worker instead of the previous process, if any."""
         if self._detector is None:
             return
         self._forget(worker)
@@ -109,7 +113,7 @@ class HangMonitor(DriverListener):
         self._expel(worker, reason)
 
     def _forget(self, worker: int) -> None:
-        """What is known of the process that was this worker."""
+        """Delete the state of the worker's previous process."""
         self._workers.pop(self._identities.pop(worker, b""), None)
         timer = self._dumps.pop(worker, None)
         if timer is not None:

@@ -1,5 +1,4 @@
-"""Pools: the workers of one ``launch`` or ``spawn``, from fork to end, and the driver that talks to
-them."""
+"""The pool of one ``launch`` or ``spawn``: starts, replaces and closes workers, owns the driver."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ from .worker_processes import Processes, Worker
 logger = logging.getLogger("sglrl.pool")
 
 SYNC_TIMEOUT = 120.0
-"""Seconds for a replacement to get the weights, from whatever workers, once it is its turn."""
+"""Seconds for a replacement to receive the weights from other workers, once its turn has come."""
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,14 +44,14 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         id: index in the pool.
-        pid: process id of its rank 0.
-        state: "starting"; "syncing" (it is up and gets the current weights); "stale" (nobody could
-            give them to it: it waits for the next update); "ready"; "draining" (it takes no new
-            calls); "lost" (a replacement is to come); "retired".
-        weight_version: policy version of its weights.
+        pid: process id of the worker's rank 0.
+        state: "starting"; "syncing" (runs and receives the current weights); "stale" (no worker
+            could send the current weights: waits for the next update); "ready"; "draining"
+            (accepts no new calls); "lost" (a replacement follows); "retired".
+        weight_version: policy version of the worker's weights.
         device: "cpu", "cuda:0", ...
-        load: calls it holds.
-        window: calls it may hold.
+        load: number of calls that the worker holds.
+        window: number of calls that the worker may hold.
     """
 
     id: int
@@ -65,12 +64,12 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QueueInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """The calls that wait at the driver for a worker with room.
+    """The calls that wait in the driver because no worker has room.
 
     Attributes:
-        calls: how many they are, of all clients together.
-        bytes: bytes that they hold; ``max_queue_bytes`` limits them.
-        clients: number of clients whose calls they are.
+        calls: number of waiting calls of all clients.
+        bytes: bytes of the waiting calls; ``max_queue_bytes`` limits them.
+        clients: number of clients that have waiting calls.
     """
 
     calls: int
@@ -79,23 +78,23 @@ class QueueInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def describe(workers: Iterable[WorkerInfo]) -> str:
-    """How many there are of each state, but for the retired: "2 ready, 1 lost"."""
+    """Return the number of workers in each state except "retired", such as "2 ready, 1 lost"."""
     states = Counter(worker.state for worker in workers if worker.state != "retired")
     return ", ".join(f"{n} {state}" for state, n in states.items()) or "no workers"
 
 
 class Birth(msgspec.Struct, kw_only=True):
-    """A worker that is to be started: one process a rank."""
+    """How to start a worker: one process per rank."""
 
     bodies: Sequence[ActorSpec | EngineSpec]
     env: Mapping[str, str]
 
 
 class Pool(DriverListener):
-    """Worker processes of one kind, from fork to end. Use as an async context manager.
+    """Manages worker processes of one kind, from fork to exit. Use as an async context manager.
 
     Raises (on entering):
-        WorkerStartError: a worker ended, or did not become ready in time; nothing is left running.
+        WorkerStartError: a worker exited, or was not ready in time. No process is left running.
     """
 
     def __init__(
@@ -109,7 +108,7 @@ class Pool(DriverListener):
         on_progress: Callable[[str], None] | None = None,
     ) -> None:
         self._name = name
-        """What a warning calls it if it is never closed."""
+        """Name of this pool in the warning about a pool that was never closed."""
         self._unclosed: weakref.finalize[..., Any] | None = None
         self._births = dict(enumerate(births))
         self._preload = preload
@@ -119,19 +118,19 @@ class Pool(DriverListener):
         self._workers: dict[int, Worker] = {}
         self._supervision: dict[int, Supervision] = {}
         self._forked: Counter[int] = Counter()
-        """Processes that each worker has had."""
+        """Number of forks of each worker."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._entered = self._started = False
         self._closing = False
         self._draining = 0
-        """How many wait for the last calls."""
+        """Number of tasks that wait for the last calls."""
         self._processes = Processes(preload, config.start_timeout, self._on_exited)
         self._folder: Path | None = None
         self._worker_keys: ClientKeys | None = None
         self._driver: Driver | None = None
         self._monitor: HangMonitor | None = None
         self.outer_address = ""
-        """Where other processes can reach the driver."""
+        """Address at which other processes can reach the driver."""
         self.weights = WeightChannel(self.expel, self._is_up)
 
     @property
@@ -144,7 +143,7 @@ class Pool(DriverListener):
     def workers(self) -> list[WorkerInfo]:
         found = []
         closed = self.driver.fabric.closed
-        # A list: other threads may look, too.
+        # Iterate over a copy: other threads may read this property.
         for worker in list(self._workers.values()):
             member = self.driver.fabric.members[worker.index]
             ready = worker.ready.result() if worker.is_ready else None
@@ -167,7 +166,7 @@ class Pool(DriverListener):
         return QueueInfo(calls=queue.waiting, bytes=queue.queued_bytes, clients=queue.clients)
 
     def ready(self, index: int) -> Ready:
-        """What worker ``index`` said of itself when it became ready."""
+        """Return the ``Ready`` message of worker ``index``."""
         return self._workers[index].ready.result()
 
     def _enter_once(self) -> None:
@@ -176,7 +175,7 @@ class Pool(DriverListener):
         self._entered = True
 
     def _opened(self) -> None:
-        """From now on it must be closed."""
+        """Warn from now on if the pool is never closed."""
         self._unclosed = warn_unless_closed(self, self._name)
 
     def _closed(self) -> None:
@@ -184,12 +183,12 @@ class Pool(DriverListener):
             self._unclosed.detach()
 
     def warn_unclosed(self) -> None:
-        """Warn, unless it is closed."""
+        """Warn unless the pool is closed."""
         if self._unclosed is not None:
             self._unclosed()
 
     def check_open(self) -> None:
-        """Raises ``Closed`` unless it has been started, and not closed."""
+        """Raise ``Closed`` if the pool has not been started or was closed."""
         self.driver.fabric.check_open()
 
     async def __aenter__(self) -> Self:
@@ -291,14 +290,14 @@ class Pool(DriverListener):
         return worker
 
     def _engine_args(self, body: EngineSpec, index: int) -> dict[str, object]:
-        """With a ``random_seed`` of this process's own, if there is one."""
+        """Return the engine's arguments. Replace ``random_seed``, if set, by a seed per process."""
         seed = body.args.get("random_seed")
         if not isinstance(seed, int):
             return body.args
         return {**body.args, "random_seed": process_seed(seed, index, self._forked[index])}
 
     async def _all_ready(self) -> None:
-        """The first worker that fails ends the wait for all."""
+        """Wait until all workers are ready. Raise the error of the first worker that fails."""
         total = len(self._workers)
         pending: set[asyncio.Future[Ready]] = {w.ready for w in self._workers.values()}
         while pending:
@@ -308,11 +307,13 @@ class Pool(DriverListener):
                 future.result()
 
     async def close(self, *, drain: bool = False, timeout: float = 600.0) -> None:
-        """End all calls with ``Closed``, then all workers: politely, then with SIGKILL.
+        """End all calls with ``Closed`` and shut down all workers.
+
+        Workers that do not exit within ``shutdown_timeout`` are killed with SIGKILL.
 
         Args:
-            drain: first wait until the calls made so far have ended, at most ``timeout`` seconds;
-                new ones are refused with ``Closed``.
+            drain: first wait at most ``timeout`` seconds until the pending calls have ended. New
+                calls are refused with ``Closed``.
         """
         if self._closing:
             return
@@ -340,7 +341,7 @@ class Pool(DriverListener):
                         self._processes.kill(worker)
             await self._end([w for w in self._workers.values() if w.running])
         finally:
-            # Also when this was cancelled: the fork server kills what is left.
+            # Do this also after a cancellation: the fork server kills the remaining processes.
             if self._driver is not None:
                 self._driver.transport.close()
             self._processes.close()
@@ -348,13 +349,13 @@ class Pool(DriverListener):
             for worker in self._workers.values():
                 if not worker.ready.done():
                     worker.ready.set_exception(Closed("the pool was closed"))
-                # Not everybody waits for it.
+                # Avoid asyncio's warning when no task awaits the future.
                 worker.ready.exception()
                 for event in (worker.drained, worker.settled, worker.gone):
                     event.set()
 
     async def _drain(self, timeout: float | None) -> None:
-        """No new calls. If this is cancelled, all is as it was before."""
+        """Refuse new calls and wait until no call is left. A cancellation undoes the refusal."""
         fabric = self.driver.fabric
         self._draining += 1
         fabric.refusing = True
@@ -370,7 +371,7 @@ class Pool(DriverListener):
             raise
 
     async def _end(self, workers: Sequence[Worker]) -> None:
-        """Wait until all their processes have ended by themselves, or kill them."""
+        """Wait until all processes of the workers have exited. Kill them after a timeout."""
         try:
             async with asyncio.timeout(self._config.shutdown_timeout):
                 for worker in workers:
@@ -389,16 +390,18 @@ class Pool(DriverListener):
                     for worker in workers:
                         await worker.gone.wait()
             except TimeoutError:
-                # The kernel takes its time to free a GPU, say; the fork server waits for them.
+                # The kernel may need long, to free a GPU for example. The fork server waits for
+                # these processes.
                 left = [worker.index for worker in workers if worker.running]
                 logger.warning("killed, and not gone yet: the processes of workers %s", left)
 
     async def full(self, timeout: float | None) -> None:
-        """Wait until every worker that has not been removed or retired serves.
+        """Wait until every worker that was not removed or retired accepts calls.
 
         Raises:
-            DeadlineExceeded: some do not within ``timeout`` seconds; says which.
-            WorkerLost: all are retired.
+            DeadlineExceeded: some workers do not accept calls within ``timeout`` seconds. The
+                message names them.
+            WorkerLost: every worker is removed or retired.
         """
         self.driver.check_loop()
         check_timeout(timeout)
@@ -421,18 +424,23 @@ class Pool(DriverListener):
 
     @property
     def births(self) -> list[Birth]:
-        """Of the workers that are not retired."""
+        """The births of the workers that are not retired."""
         members = self.driver.fabric.members
         return [b for i, b in self._births.items() if members[i].state is not RETIRED]
 
     async def add(self, births: Sequence[Birth]) -> list[int]:
-        """Start more workers; returns their indices when they serve. (If nobody is left who has the
-        current weights, they are "stale", and serve after the next update.)
+        """Start more workers and wait until they accept calls.
+
+        If no worker has the current weights any more, the new workers are "stale". They accept
+        calls after the next update, and this method returns without waiting for it.
+
+        Returns:
+            The indices of the new workers.
 
         Raises:
             Closed: the pool was closed meanwhile.
-            WorkerStartError: one ended before it was ready, or was not ready in time; none of the
-                new ones is left.
+            WorkerStartError: a new worker exited before it was ready, or was not ready in time. All
+                new workers are then killed.
         """
         self.check_open()
         self.driver.check_loop()
@@ -482,13 +490,15 @@ class Pool(DriverListener):
         return indices
 
     async def remove(self, index: int, timeout: float | None) -> None:
-        """Let a worker finish the calls it has, then end it. What it has not finished after
-        ``timeout`` seconds goes on elsewhere, as when it is lost. It goes whether this is waited
-        for or cancelled.
+        """Let a worker finish its calls, then shut it down.
+
+        Calls that are not finished after ``timeout`` seconds continue on other workers, as after
+        the loss of a worker. The removal continues when the caller is cancelled.
 
         Raises:
             Closed: the pool was closed meanwhile.
-            UsageError: there is no such worker, it is going already, or it is the last one.
+            UsageError: the worker does not exist, is already being removed or retired, or is the
+                last worker.
         """
         self.check_open()
         self.driver.check_loop()
@@ -518,7 +528,7 @@ class Pool(DriverListener):
             raise
 
     async def _remove(self, worker: Worker, serves: bool, timeout: float | None) -> None:
-        """It takes no more calls."""
+        """Shut down a worker that gets no more calls, after its calls or after ``timeout``."""
         if serves:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout):
@@ -536,7 +546,7 @@ class Pool(DriverListener):
             self.driver.worker_retired(worker.index, "it was removed")
 
     def expel(self, index: int, reason: str) -> None:
-        """End a worker that must not serve any more; its calls go on as when it is lost."""
+        """Kill a worker. Its calls continue on other workers, as after the loss of a worker."""
         worker = self._workers[index]
         if self._closing or not worker.running or worker.lost:
             return
@@ -545,10 +555,13 @@ class Pool(DriverListener):
         self._processes.kill(worker)
         self._lost(worker, reason)
 
-    # --- what becomes of a lost worker ------------------------------------------------------------
+    # --- replacement of lost workers --------------------------------------------------------------
 
     def _lost(self, worker: Worker, reason: str) -> None:
-        """Its calls go on elsewhere, now. A replacement follows when its processes have ended."""
+        """Move the calls of a lost worker to other workers and decide whether to replace it.
+
+        A replacement starts when all processes of the worker have exited.
+        """
         if worker.lost:
             return
         worker.lost = True
@@ -565,7 +578,7 @@ class Pool(DriverListener):
         self.driver.worker_lost(index, reason, returns=worker.restart_in is not None)
 
     def _ended(self, worker: Worker) -> None:
-        """None of its processes is left, so what they held is free again."""
+        """Start the replacement, if any. All processes have exited and freed their resources."""
         worker.gone.set()
         if worker.restart_in is not None:
             self._run(self._replace(worker))
@@ -576,7 +589,7 @@ class Pool(DriverListener):
             while True:
                 await asyncio.sleep(worker.restart_in or 0.0)
                 if worker.restart_in is None:
-                    # It was removed meanwhile.
+                    # The worker was removed meanwhile.
                     return
                 try:
                     await self._processes.connect()
@@ -603,8 +616,11 @@ class Pool(DriverListener):
             logger.error("the replacement of worker %d failed: %s\n%s", index, error, error.output)
 
     def _not_replaced(self, worker: Worker, error: WorkerStartError | TimeoutError) -> None:
-        """There is no fork server for a replacement: it is tried again while the worker's budget of
-        restarts lasts. Raises ``WorkerStartError`` when the budget is used up."""
+        """Record that no fork server could start a replacement, and schedule another attempt.
+
+        Raises:
+            WorkerStartError: the worker's budget of restarts is used up.
+        """
         if isinstance(error, WorkerStartError):
             reason, output = error.message, error.output
         else:
@@ -631,14 +647,14 @@ class Pool(DriverListener):
         return self.driver.fabric.members[index].state in (SYNCING, STALE, READY, DRAINING)
 
     def _sync_stale(self) -> None:
-        """Somebody has the current weights: give them to those that wait for them."""
+        """Send the current weights to stale workers, now that a worker has them."""
         for worker in list(self._workers.values()):
             if self.driver.fabric.members[worker.index].state is STALE:
                 self.driver.set_syncing(worker.index, stale=False)
                 self._run(self._sync(worker))
 
     async def _sync(self, worker: Worker) -> None:
-        """Give a worker that is up the current weights, then let it serve."""
+        """Send a running worker the current weights, then let it accept calls."""
         index = worker.index
 
         def serve() -> None:
@@ -708,7 +724,7 @@ class Pool(DriverListener):
                     output=tail(worker.log),
                 )
             )
-            # Not everybody waits for it.
+            # Avoid asyncio's warning when no task awaits the future.
             worker.ready.exception()
         elif not worker.lost:
             output = tail(worker.log, 20)
@@ -719,14 +735,17 @@ class Pool(DriverListener):
             worker.returns = False
         self._lost(worker, reason)
         if worker.running:
-            # One rank is gone: the others cannot go on without it.
+            # One rank has exited: the other ranks cannot continue without it.
             self._processes.kill(worker)
         else:
             self._ended(worker)
 
     def _dump(self, index: int) -> tuple[Path, int]:
-        """Ask a worker's processes for their stacks; the log that they write them to, and its size
-        before."""
+        """Ask a worker's processes to write their stacks to the worker's log.
+
+        Returns:
+            The log, and its size in bytes before.
+        """
         worker = self._workers[index]
         before = 0
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""The processes of a pool's workers, one a rank: forked by the fork server, killed through it."""
+"""Start and kill the processes of a pool's workers, one per rank, through the fork server."""
 
 from __future__ import annotations
 
@@ -23,47 +23,54 @@ _RANKS = 1024
 
 
 class Worker:
-    """The processes of one worker (all its ranks) and what they have said. A replacement is another
-    ``Worker`` of the same index."""
+    """The processes of one worker (all its ranks) and their state.
+
+    A replacement is another ``Worker`` with the same index.
+    """
 
     def __init__(self, index: int, identity: bytes, folder: Path) -> None:
         self.index = index
         self.identity = identity
         self.log = folder / f"worker-{index}.log"
         self.rendezvous = folder / f"ranks-{identity.decode()}"
-        """A file, and not a port, which another program could take between the moment that it is
-        chosen and the one that it is used."""
+        """File through which the ranks find each other. Another program could take a port after it
+        is chosen and before it is used."""
         self.pids: dict[int, int] = {}
         self.running: set[int] = set()
         self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self.gone = asyncio.Event()
         self.drained = asyncio.Event()
         self.settled = asyncio.Event()
-        """It serves, or waits for weights, or is gone."""
+        """Set when the worker accepts calls, waits for weights, or is lost."""
         self.exit_reason = ""
         self.lost = False
         self.returns = False
-        """When it is lost, a replacement is to come: not before its start was a success."""
+        """Whether a replacement follows a loss. False until the worker has started successfully."""
         self.restart_in: float | None = None
 
     @property
     def is_ready(self) -> bool:
-        """It has said so, and may be gone by now."""
+        """Whether the worker has reported that it is ready. It may have exited since."""
         ready = self.ready
         return ready.done() and not ready.cancelled() and ready.exception() is None
 
 
 def _remove(folder: Path, pid: int) -> None:
-    """Remove the folder of a pool that was collected without being closed."""
+    """Remove the folder of a pool that was garbage-collected without being closed."""
     if os.getpid() == pid:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 class Processes:
-    """Those of one pool, and its connection to the fork server, which they end with.
+    """The worker processes of one pool, and the pool's connection to the fork server.
 
-    ``on_exited(worker, status)``: one of the worker's processes has ended; a negative status is a
-    signal's number.
+    When the connection ends, the fork server kills the processes.
+
+    Args:
+        preload: kind of fork server, see ``fork_server``.
+        timeout: seconds to connect to the fork server.
+        on_exited: ``on_exited(worker, status)`` is called when a process of the worker has exited.
+            A negative status is the number of a signal.
     """
 
     def __init__(
@@ -79,24 +86,26 @@ class Processes:
         self._connecting = asyncio.Lock()
 
     def start(self) -> Path:
-        """Start the fork server, if it does not run. The folder of the pool's files: the logs of
-        its workers, and its socket."""
+        """Start the fork server, if it does not run.
+
+        Returns:
+            The folder for the pool's files: its socket and the logs of its workers.
+        """
         server = fork_server(self._preload)
         try:
             self._folder = Path(tempfile.mkdtemp(prefix="pool-", dir=server.folder))
         except OSError as error:
             raise no_file(server.folder, error) from None
-        # At interpreter exit the fork server's folder is removed, and this one with it.
+        # At interpreter exit the fork server's folder is removed, which contains this folder.
         weakref.finalize(self, _remove, self._folder, os.getpid()).atexit = False
         return self._folder
 
     async def connect(self) -> None:
-        """Connect to the fork server, unless there is a connection. A fork server that was lost is
-        replaced by a new one.
+        """Connect to the fork server, unless connected. Start a new fork server if it was lost.
 
         Raises:
             WorkerStartError: the fork server could not start.
-            TimeoutError: it was not ready in time.
+            TimeoutError: the fork server was not ready in time.
         """
         async with self._connecting:
             if self._connection is not None and self._connection.alive:
@@ -105,15 +114,15 @@ class Processes:
             try:
                 self._connection = await self._connect(server)
             except WorkerStartError:
-                # It may be this one's end that is only just coming. One that lives has workers of
-                # other pools.
+                # The fork server may be exiting: then use a new one. If it keeps running, keep it,
+                # because it has workers of other pools.
                 if not await asyncio.to_thread(server.ended, LAST_SECONDS):
                     raise
                 self._connection = await self._connect(fork_server(self._preload))
 
     @property
     def lost(self) -> str:
-        """Why the fork server is gone; empty while it is there."""
+        """Why the fork server was lost. Empty while the fork server runs."""
         if self._server is None:
             return ""
         lost = self._connection is not None and self._connection.lost
@@ -121,7 +130,7 @@ class Processes:
 
     @property
     def leaving(self) -> bool:
-        """The program ends, and the fork server with it."""
+        """Whether the program, and with it the fork server, is shutting down."""
         return self._server is not None and self._server.leaving
 
     async def _connect(self, server: ForkServer) -> ForkConnection:
@@ -131,20 +140,23 @@ class Processes:
     def requests(
         self, worker: Worker, specs: Sequence[WorkerSpec], env: Mapping[str, str]
     ) -> list[bytes]:
-        """To start the worker's processes, with the driver's environment as it is now and ``env``:
-        a message for each, encoded. (What is no longer in the driver's is in theirs.)
+        """Return the encoded ``Fork`` messages that start the worker's processes, one per rank.
+
+        The processes get the environment of the fork server, updated with the current environment
+        of the driver and with ``env``. Variables that the driver has deleted since it started the
+        fork server remain set.
 
         Raises:
-            UsageError: something in it cannot be sent.
+            UsageError: a part of a message cannot be encoded.
         """
         try:
             here = os.getcwd()
         except OSError:
-            # It was removed.
+            # The current folder was removed.
             here = "/"
         assert self._server is not None
         before = self._server.environ
-        # Which GPUs there are is said by whoever places workers on them.
+        # The caller that places workers on GPUs sets CUDA_VISIBLE_DEVICES in ``env``.
         since = {
             name: value
             for name, value in os.environ.items()
@@ -152,7 +164,7 @@ class Processes:
             and name != "CUDA_VISIBLE_DEVICES"
             and is_text(name + value)
         }
-        # Others are no folders to Python either.
+        # Python ignores entries that are not text.
         path = [p or here for p in sys.path if isinstance(p, str) and is_text(p)]
         try:
             return [
@@ -174,8 +186,8 @@ class Processes:
     def fork(self, worker: Worker, requests: Sequence[bytes]) -> None:
         assert self._connection is not None
         try:
-            # That of the process before it has been shown. A file that is made here needs no room
-            # when the worker opens it.
+            # The log of the previous process has been reported already. Create the file here, so
+            # that the worker does not need a free inode when it opens the log.
             worker.log.unlink(missing_ok=True)
             worker.log.touch(mode=0o600)
         except OSError as error:
@@ -187,11 +199,11 @@ class Processes:
             self._connection.fork(key, request)
 
     def kill(self, worker: Worker) -> None:
-        """With SIGKILL, those that have not ended."""
+        """Kill the worker's running processes with SIGKILL."""
         self._send(worker, Kill)
 
     def dump(self, worker: Worker) -> None:
-        """Have them write the stacks of their threads to the worker's log."""
+        """Ask the worker's processes to write the stacks of their threads to the worker's log."""
         self._send(worker, Dump)
 
     def _send(self, worker: Worker, message: Callable[[int], Kill | Dump]) -> None:
@@ -200,7 +212,7 @@ class Processes:
                 self._connection.send(message(worker.index * _RANKS + rank))
 
     def close(self) -> None:
-        """The fork server kills what is left."""
+        """Close the connection and remove the folder. The fork server kills remaining processes."""
         if self._connection is not None:
             self._connection.close()
         if self._folder is not None:

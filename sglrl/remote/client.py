@@ -1,7 +1,7 @@
 """``connect``: a client for a pool that another process has launched.
 
-To the ordinary ``Client`` and ``Driver`` the other process looks like one worker that takes any
-number of calls: ``remote/server.py`` gives them to its real workers.
+To the ordinary ``Client`` and ``Driver`` the other process looks like one worker that accepts any
+number of calls. ``remote/server.py`` routes these calls to the real workers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .pool import CONNECT_SECONDS, RemotePool, a_bit_more, not_here
 
 
 class _RemoteControls(Controls):
-    """Standing still and letting go is the pool's, so that it is the same for all its clients."""
+    """Forwards pause, resume and abort to the owning pool: they apply to all its clients."""
 
     _pool: RemotePool
 
@@ -40,8 +40,11 @@ class _RemoteControls(Controls):
 
 
 class _RemoteUpdates(LocalSender):
-    """This process sends, through a ``Sender`` that is made for the first update and keeps its
-    device and host."""
+    """Sends weights from this process to the pool's workers.
+
+    The first update creates a ``Sender``. Later updates use the same ``Sender`` with its device and
+    host.
+    """
 
     def __init__(
         self, pool: RemotePool, keys: str | os.PathLike[str] | None, insecure: bool
@@ -107,13 +110,13 @@ class _RemoteUpdates(LocalSender):
         return report
 
     async def leave(self) -> None:
-        """An update under way is given up."""
+        """Close the sender. A running update is abandoned."""
         if self._sender is not None:
             await self._sender.close()
 
 
 class RemoteClient(Client):
-    """A ``Client`` of another process's pool: made by ``sglrl.connect``."""
+    """A ``Client`` for the pool of another process, created by ``sglrl.connect``."""
 
     _pool: RemotePool
 
@@ -140,8 +143,11 @@ class RemoteClient(Client):
         return self
 
     async def close(self, *, drain: bool = False, timeout: float = 600.0) -> None:
-        """Take leave: this client's calls end with ``Closed`` (``drain``: are awaited first). The
-        pool goes on."""
+        """Close this client and end its calls with ``Closed``. The pool keeps running.
+
+        Args:
+            drain: first wait at most ``timeout`` seconds until this client's calls have ended.
+        """
         await self._updates.leave()
         await super().close(drain=drain, timeout=timeout)
 
@@ -181,32 +187,34 @@ def connect(
     max_message_bytes: int = 256 << 20,
     heartbeat_timeout: float | None = HEARTBEAT_TIMEOUT,
 ) -> Client:
-    """A client for the pool of another process: ``async with sglrl.connect(address) as client``.
+    """Return a client for another process's pool: ``async with sglrl.connect(address) as client``.
 
-    It does what the ``Client`` of that process does, except for adding and removing workers, and
-    its calls are routed with all others. In ``update_weights`` this process sends; ``device`` and
-    ``host`` are those of the first update. Leaving the block leaves the pool as it is.
+    The client has the functions of the ``Client`` of that process, except adding and removing
+    workers. The pool routes its calls together with all other calls. In ``update_weights`` this
+    process sends the weights; all updates use the ``device`` and ``host`` of the first update.
+    Exiting the block does not change the pool.
 
     Args:
         address: ``client.address`` in the process that called ``launch``. It holds a secret.
-        keys: a folder with ``driver.public`` and one client's secret key, or such a secret key
-            file, of those that ``sglrl keys`` made for ``launch(keys=...)``.
+        keys: a folder with ``driver.public`` and one client's secret key, or the file of a client's
+            secret key. ``sglrl keys`` created them for ``launch(keys=...)``.
         insecure: connect to another machine without keys.
         timeout: default for every call, in seconds; None: no limit.
         connect_timeout: seconds until the pool must have answered.
-        model: where this process finds the tokenizer; None: where the other one does.
+        model: path of the tokenizer for this process; None: the path in the other process.
         max_message_bytes: largest message accepted.
         heartbeat_timeout: over tcp, the connection is broken when nothing arrives for this many
             seconds; see ``launch``. All calls then end with ``Closed``: connect again. None: no
             heartbeats.
 
     Raises:
-        UsageError: this is no such address, or it needs keys, or a timeout is less than 0.
-        DeadlineExceeded: on entering, when nobody answers there. A pool does not answer strangers:
-            who has another token than its own, or no key that it knows.
-        Closed: on entering, when there is no such pool any more, or it takes no more clients.
-            Later, of every call, once the other process is gone, has closed its client, or cannot
-            be reached for ``heartbeat_timeout`` seconds.
+        UsageError: the address is not the address of a pool, or it needs keys, or a timeout is less
+            than 0.
+        DeadlineExceeded: on entering, when no pool answers at the address. A pool does not answer a
+            client with a wrong token or an unknown key.
+        Closed: on entering, when the pool is closed or accepts no more clients. Later, from every
+            call, when the other process has exited, has closed its client, or is unreachable for
+            ``heartbeat_timeout`` seconds.
     """
     timeout = check_timeout(timeout)
     pool = RemotePool(
@@ -236,8 +244,7 @@ def reconnect(
     timeout: float | None,
     max_message_bytes: int,
 ) -> RemoteClient:
-    """``connect`` for a process of the same program (``Client._way_in``), which is given the keys
-    themselves."""
+    """Connect from another process of the same program, with the keys of ``Client._way_in``."""
     pool = RemotePool(
         address,
         keys=keys,

@@ -22,12 +22,12 @@ _ANY_NUMBER: Final = 1 << 62
 _MANY: Final = 64
 _REPORT_BYTES: Final = LEAST_UNREAD_BYTES // 4
 _APART: Final = 0.001
-"""With many calls under way their messages are at least so many seconds apart. A message costs the
-pool's process, which has those of all clients, as much as several calls do."""
+"""Minimum seconds between two messages to the pool while many calls are pending. A message costs
+the pool's process as much as several calls, and that process serves all clients."""
 
 
 class Line:
-    """The one connection there is, as a ``DriverTransport``."""
+    """The connection to the pool's process, as a ``DriverTransport``."""
 
     def __init__(self, dealer: ZmqDealer, address: str) -> None:
         self._dealer = dealer
@@ -39,7 +39,9 @@ class Line:
         on_pause: OnPause | None = None,
         on_break: OnBreak | None = None,
     ) -> None:
-        """``on_break`` is never called: ``RemotePool`` is told by the dealer itself."""
+        """Start delivering messages. ``on_break`` is never called: the dealer notifies
+        ``RemotePool`` directly.
+        """
         self._dealer.on_pause = on_pause
         self._dealer.start(partial(on_message, b""))
 
@@ -52,8 +54,13 @@ class Line:
 
 
 class RemoteDriver(Driver):
-    """A ``Driver`` whose one worker is another process's pool. ``status``: what that last said of
-    itself; ``on_news`` is called when it changes. ``admitted`` is its first answer."""
+    """A ``Driver`` whose only worker is the pool of another process.
+
+    Attributes:
+        admitted: future of the pool's first answer.
+        status: the latest status that the pool has sent.
+        on_news: called when ``status`` changes.
+    """
 
     def __init__(self, line: Line, max_message_bytes: int) -> None:
         super().__init__(line, FabricConfig(), max_message_bytes)
@@ -61,7 +68,7 @@ class RemoteDriver(Driver):
         self.status = PoolStatus(0, 0, [])
         self.on_news: Callable[[], None] = lambda: None
         self._read = self._reported = 0
-        """Bytes of the pool's messages so far, and of those that the pool knows to be read."""
+        """Bytes of the pool's messages that were read, and bytes that were reported as read."""
         self._names: dict[int, Member] = {}
         self._conversations = 0
         self._sent_at = 0.0
@@ -69,13 +76,13 @@ class RemoteDriver(Driver):
         self._pool = self.fabric.members[0]
 
     def submit(self, call: Call) -> None:
-        # Which of the pool's workers it is for is said in the request; here there is but one.
+        # The request names the pool's worker. This driver has a single worker.
         call.target, call.pinned = call.pinned, None
         super().submit(call)
 
     @property
     def max_queue(self) -> int:
-        """Of the pool's own driver, for the calls of all its clients."""
+        """Maximum number of calls, of all clients, that wait in the pool's own driver."""
         return self.admitted.result().max_queue
 
     def windows(self, worker: int | None) -> int:
@@ -92,7 +99,7 @@ class RemoteDriver(Driver):
         return [] if self.fabric.closed else [w.id for w in self.status.workers if w.state == READY]
 
     def lose(self, reason: str) -> None:
-        """Nobody will answer any more."""
+        """Close this driver because no more answers will arrive."""
         if not self.admitted.done():
             self.admitted.set_exception(Closed(reason))
         self.close(reason)
@@ -118,7 +125,7 @@ class RemoteDriver(Driver):
             case Rejected(reason=reason):
                 self.lose(f"the pool dismissed this client ({reason})")
             case _:
-                # Without its fields: an address among them holds a secret.
+                # Do not log the fields: an address among them holds a secret.
                 self._drop("the pool sent %s out of place", type(message).__name__)
 
     def _on_answers(self, answers: Answers, frames: list[Buffer]) -> None:
@@ -161,12 +168,15 @@ class RemoteDriver(Driver):
         return [encode(Requests(requests))]
 
     def _request(self, call: Call) -> tuple[Any, ...]:
-        """As ``Request``, whose arguments the pool leaves encoded until it knows the endpoint."""
+        """Return a call in the layout of ``Request``.
+
+        The pool decodes the arguments only after it has read the endpoint.
+        """
         route, session, number = call.route, None, -1
         if route is not None:
             session = route.session
             if route.sticky and session is None:
-                # It goes where its turn before went.
+                # The pool routes it to the worker of the conversation's previous turn.
                 if route.number < 0:
                     self._conversations += 1
                     route.number = self._conversations

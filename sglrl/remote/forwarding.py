@@ -1,5 +1,7 @@
-"""What passes through a driver for clients in other processes: their requests become calls of its
-own fabric, and what comes of these is sent on. ``remote/server.py`` says who such a client is."""
+"""Turn the requests of remote clients into calls of the driver, and send the answers back.
+
+``remote/server.py`` accepts and removes the clients.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +35,12 @@ from ..wire.remote import Answers, PoolStatus, Request
 
 _LONGEST_NAME: Final = 1024
 NEWS_SECONDS: Final = 0.1
-"""At most so often a busy client is told how full the engines are."""
+"""Minimum seconds between two reports of the engines' load to a busy client."""
 _KNOWN_SAMPLINGS: Final = 256
-"""Sampling values that are remembered as checked. Clients use few different ones."""
+"""Maximum number of checked sampling values in the cache. Clients use few different values."""
 
 _KNOWN_CONVERSATIONS: Final = 1 << 14
-"""Of one client, at least; at most twice as many."""
+"""Minimum number of conversations of one client that are kept. At most twice as many are kept."""
 
 _decode_generate: Final = msgspec.msgpack.Decoder(GenerateArgs).decode
 _decode_score: Final = msgspec.msgpack.Decoder(ScoreArgs).decode
@@ -47,35 +49,39 @@ _decode_sampling: Final = msgspec.msgpack.Decoder(Sampling).decode
 
 
 Part = tuple[Any, ...]
-"""As an ``Answer``, or its first four fields."""
+"""A tuple in the layout of ``Answer``, or of its first four fields."""
 _KIND: Final = 1
 _FRAMES: Final = 3
 
 
 class Peer:
-    """One client, and what it is to be told. ``state``: how the fabric knows it."""
+    """One client and its unsent answers. ``state`` is the client's state in the fabric."""
 
     def __init__(self, identity: bytes, most_bytes: int, state: ClientState) -> None:
         self.identity = identity
         self.state = state
         self.sent = self.read = 0
-        """Bytes of all messages that were sent to it, and that it has reported to have read."""
+        """Bytes of all messages sent to the client, and bytes that the client reported as read."""
         self.most_bytes = most_bytes
-        """Of a frame."""
+        """Maximum bytes of a frame."""
         self.calls: dict[int, Call] = {}
         self.conversations: dict[int, Route] = {}
-        """What routing knows of them, by the client's numbers."""
+        """Routes of conversations by the client's numbers."""
         self.silent: dict[int, Route] = {}
-        """Those that have had no turn since ``conversations`` was begun anew."""
+        """Routes of conversations without a turn since ``conversations`` was last emptied."""
         self.tasks: dict[int, Any] = {}
-        """Of what it asks of the pool as a whole."""
+        """Running calls of ``PoolEndpoints`` by id."""
         self.items: list[Part] = []
         self.again: list[int] = []
         self.frames: list[Buffer] = []
         self.told = 0.0
 
     def conversation(self, number: int) -> Route:
-        """For its next turn: as the one before has left it, if it is known and none runs."""
+        """Return the route for a conversation's next turn.
+
+        It is the route of the previous turn, if that turn is known and has ended. Otherwise it is a
+        new route.
+        """
         route = self.conversations.get(number)
         if route is None:
             route = self.silent.pop(number, None)
@@ -90,8 +96,12 @@ class Peer:
 
 
 class Forward:
-    """The ``Reply`` of a call that a client in another process made. ``conversation``: that it is a
-    turn of; ``begun``: its answer so far, if another worker could go on from it."""
+    """The ``Reply`` of a call from a client in another process.
+
+    Attributes:
+        conversation: route of the conversation that the call is a turn of.
+        begun: chunks of the answer so far, if another worker can continue from them.
+    """
 
     __slots__ = ("begun", "conversation", "id", "peer", "relay", "resumable")
 
@@ -104,10 +114,10 @@ class Forward:
         self.begun: list[TokenChunk] | None = None
 
     def let_go(self) -> None:
-        """The call is no more."""
+        """Release the call's route."""
         route = self.conversation
         if route is not None:
-            # None of its turns runs, and nobody keeps them.
+            # No turn of the conversation runs, so its tokens need not be kept.
             route.tokens = b""
             self.conversation = None
 
@@ -116,7 +126,7 @@ class Forward:
             try:
                 chunk = chunk_of(item)
             except ProtocolError:
-                # The client will see that for itself.
+                # The client detects the malformed chunk itself.
                 self.resumable = False
             else:
                 if self.begun is None:
@@ -126,7 +136,7 @@ class Forward:
 
     def restart(self, call: Call) -> None:
         if self.begun is not None:
-            # What was received so far leaves first.
+            # Send the chunks received so far first.
             self.relay.flush(self.peer)
             self.peer.again.append(self.id)
             resume(call, self.begun)
@@ -159,8 +169,13 @@ def _part(id_: int, kind: int, body: bytes, frames: int, call: Call) -> Part:
 
 
 class Relay:
-    """Of one driver, for all clients in other processes. ``status``: returns the pool's status.
-    ``on_lost``: a client cannot be told anything any more."""
+    """Sends the answers of one driver to its remote clients.
+
+    Args:
+        driver: the driver whose transport sends the answers.
+        status: returns the pool's status.
+        on_lost: called with a client that cannot receive messages any more.
+    """
 
     def __init__(
         self, driver: Driver, status: Callable[[], PoolStatus], on_lost: Callable[[Peer], None]
@@ -174,7 +189,7 @@ class Relay:
         self._most_unread = DROPPED_AT * most
 
     def put(self, peer: Peer, item: Part, frames: Sequence[Buffer]) -> None:
-        """Leaves when the loop tick ends, with all else for this client as one message."""
+        """Send an item when the loop tick ends, in one message with the client's other items."""
         peer.items.append(item)
         if frames:
             peer.frames.extend(frames)
@@ -205,8 +220,10 @@ class Relay:
         self._send_answers(peer, items, again, frames, status)
 
     def send(self, peer: Peer, body: bytes, frames: Sequence[Buffer] = ()) -> None:
-        """Send one message. The client is lost if this cannot be done, or if it has left too much
-        unread."""
+        """Send one message.
+
+        The client is lost if it is unreachable or has left too many bytes unread.
+        """
         if not self._driver.send_to_peer(peer.identity, body, *frames):
             self._on_lost(peer)
             return
@@ -219,7 +236,7 @@ class Relay:
             self._on_lost(peer)
 
     def read_so_far(self, peer: Peer, size: int) -> bool:
-        """What the client reports. False if it cannot be."""
+        """Record how many bytes the client has read. Return False if the number is impossible."""
         if not peer.read <= size <= peer.sent:
             return False
         more, peer.read = size - peer.read, size
@@ -227,7 +244,7 @@ class Relay:
         return True
 
     def forget(self, peer: Peer) -> None:
-        """Nobody waits for its calls any more."""
+        """Remove a client and cancel its calls."""
         self._unsent.pop(peer, None)
         for call in peer.calls.values():
             self._driver.cancel(call)
@@ -279,7 +296,7 @@ class Relay:
             body = encode(ErrorBody(MessageTooLarge.__name__, what, ""))
             id_, kind, _, _, *end = items[0]
             if kind == ItemKind.CHUNK:
-                # For the client the call ends with this.
+                # For the client, the call ends with this error.
                 self.cancel(peer, id_)
             item = (id_, ItemKind.FAILED, body, 0, *end)
             self._send_answers(peer, [item], again, [], status)
@@ -288,11 +305,16 @@ class Relay:
 
 
 class Admission:
-    """Makes calls of requests that clients in other processes have sent, which are not trusted.
+    """Checks the requests of remote clients, which are not trusted, and turns them into calls.
 
-    ``controls``: endpoints of the engines beside those that take tokens. ``weights``: what has
-    their ``version`` of now. ``of_pool``: endpoints of the pool as a whole, for which ``ask`` is
-    called with the client and its request.
+    Args:
+        relay: sends the answers.
+        driver: accepts the calls.
+        info: limits of the engine.
+        controls: endpoints of the engines that take no tokens.
+        weights: an object whose ``version`` is the current version of the weights.
+        of_pool: endpoints of the pool as a whole.
+        ask: ``ask(peer, request, spec)`` runs an endpoint of the pool for a client.
     """
 
     def __init__(
@@ -317,10 +339,10 @@ class Admission:
         self._controls = controls
         self._weights = weights
         self._samplings: dict[bytes, int] = {}
-        """max_new_tokens of those that were checked, as they came."""
+        """Checked sampling values, encoded as received, with their ``max_new_tokens``."""
 
     def begin(self, peer: Peer, requests: Sequence[Request]) -> bool:
-        """False if one of them uses the id of another that has not ended."""
+        """Start requests. Return False if a request has the id of one that has not ended."""
         taken = True
         for request in requests:
             id_ = request[0]
@@ -344,8 +366,12 @@ class Admission:
         return taken
 
     def _call(self, peer: Peer, request: Request) -> Call:
-        """Raises ``InvalidRequest`` for what the client should not have let through, and
-        ``DeadlineExceeded``."""
+        """Return the call for a request.
+
+        Raises:
+            InvalidRequest: the request is wrong. A correct client checks this before sending.
+            DeadlineExceeded: the deadline has passed.
+        """
         fields: tuple[int, str, Any, float | None, int, int | None, str | None, int] = request
         id_, endpoint, raw, timeout, priority, worker, session, number = fields
         deadline: float | None = None
@@ -396,7 +422,8 @@ class Admission:
         if number < 0 or session is not None:
             route = Route(ids, version, session)
         else:
-            # One that is no turn of it, as the client says, costs a miss in a prefix cache.
+            # The claim that the call continues the conversation is not checked. A false claim costs
+            # a miss in a prefix cache.
             forward.conversation = route = peer.conversation(number)
             route.extend(ids, version)
         call = Call(
@@ -425,7 +452,7 @@ class Admission:
             if not in_range(begun, self._vocab_size):
                 raise InvalidRequest("token ids are outside the vocabulary, or no int32")
             forward.begun = [TokenChunk(begun)]
-        # Not a view of all that came with it, which would be kept as long as the call.
+        # Copy: a view would keep the whole message alive as long as the call.
         sampling = bytes(wanted.sampling)
         new = self._samplings.get(sampling, 0)
         if not new:
@@ -447,7 +474,7 @@ class Admission:
         return args, ids
 
     def _score(self, raw: Any) -> tuple[ScoreArgs, bytes, int]:
-        """With the size of the answer, like ``_next_token``."""
+        """Return the arguments, the token ids and the bytes of the answer, like ``_next_token``."""
         wanted = _decode_score(raw)
         ids: bytes = wanted.input_ids
         count = len(ids) // 4
@@ -463,7 +490,10 @@ class Admission:
         return wanted, ids, 8 * wanted.top_k if wanted.top_k else 4 * self._vocab_size
 
     def _check_sampling(self, raw: bytes) -> int:
-        """What an engine would not survive; the rest it checks itself. Its max_new_tokens."""
+        """Check the sampling values that could crash an engine. Return ``max_new_tokens``.
+
+        The engine checks the other values itself.
+        """
         vocab_size = self._vocab_size
         sampling = _decode_sampling(raw)
         if not all(0 <= token < vocab_size for token in sampling.stop_token_ids):
@@ -489,7 +519,11 @@ def _check_top(count: int, most: int) -> None:
 
 
 def arguments(spec: EndpointSpec, request: Request) -> dict[str, Any]:
-    """Raises ``InvalidRequest`` unless they are those of the endpoint."""
+    """Return the arguments of a request by name.
+
+    Raises:
+        InvalidRequest: the arguments do not match the endpoint.
+    """
     try:
         return spec.arguments.decode(request.args, ())
     except msgspec.ValidationError as error:

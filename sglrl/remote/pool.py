@@ -27,12 +27,12 @@ from .driver import Line, RemoteDriver
 from .server import PoolEndpoints
 
 CONNECT_SECONDS: Final = 60.0
-"""How long a client waits for the pool's first answer."""
+"""Seconds that a client waits for the pool's first answer."""
 _GRACE: Final = 10.0
 _LOOK_SECONDS: Final = 0.2
-"""Between two looks at whether a pool that has not answered yet is gone."""
+"""Seconds between two checks whether a pool that has not answered yet was closed."""
 _CHECK_SECONDS = 15.0
-"""After which a client that waits makes sure that the pool still knows it."""
+"""Seconds between two checks whether the pool still knows a client that has pending calls."""
 _GONE: Final = "the process that has the pool is gone or has closed it"
 _BROKEN: Final = (
     "the connection to the pool's process broke: that process is gone or has closed the pool"
@@ -40,13 +40,13 @@ _BROKEN: Final = (
 
 
 def a_bit_more(timeout: float | None) -> float | None:
-    """Of what is asked of the pool, which keeps to ``timeout`` itself."""
+    """Return a longer timeout for a request to the pool, which itself enforces ``timeout``."""
     timeout = check_timeout(timeout)
     return None if timeout is None else timeout + _GRACE
 
 
 class RemoteWeights(WeightChannel):
-    """What a client asks of the weights; updates go through ``sglrl.weights.Sender``."""
+    """Forwards queries about the weights to the pool. ``sglrl.weights.Sender`` sends updates."""
 
     def __init__(self, pool: RemotePool) -> None:
         super().__init__(lambda worker, reason: None)
@@ -110,13 +110,13 @@ class RemotePool(Pool):
         self._specs = endpoints_of(PoolEndpoints)
 
     async def ask(self, endpoint: str, *args: Any, timeout: float | None = None) -> Any:
-        """Of the pool as a whole: one of ``PoolEndpoints``."""
+        """Call an endpoint of ``PoolEndpoints`` in the pool's process and return its result."""
         return await UnaryCaller(self.driver, self._specs[endpoint], None)(*args, timeout=timeout)
 
     async def __aenter__(self) -> Self:
         self._enter_once()
         loop = asyncio.get_running_loop()
-        # The thread that calls ``tell`` must not keep a client alive that is never closed.
+        # The thread that calls ``tell`` must not keep alive a client that is never closed.
         on_break = weakref.WeakMethod(self._on_break)
 
         def tell() -> None:
@@ -143,7 +143,7 @@ class RemotePool(Pool):
         driver.start()
         self._look()
         try:
-            with contextlib.suppress(Closed):  # refused in the handshake: nobody will answer
+            with contextlib.suppress(Closed):  # refused in the handshake: no answer will arrive
                 dealer.send([encode(Hello(PROTOCOL_VERSION, self._max_message_bytes))])
             async with asyncio.timeout(self._connect_timeout):
                 admitted = await driver.admitted
@@ -171,8 +171,11 @@ class RemotePool(Pool):
         return self
 
     def _make_sure(self) -> None:
-        """A client that does not read for so long that no more fits the connection is forgotten,
-        and cannot be told. Who says something to a pool that does not know it is told so."""
+        """Send an empty message if calls are pending, to find out if the pool dropped this client.
+
+        The pool drops a client whose connection is full because the client does not read. It cannot
+        notify the client then. It answers every message of an unknown client with ``Rejected``.
+        """
         if self.driver.fabric.calls:
             self.driver.send_to_peer(b"", encode(Requests([])))
         self._check = asyncio.get_running_loop().call_later(_CHECK_SECONDS, self._make_sure)
@@ -180,7 +183,7 @@ class RemotePool(Pool):
     def _on_break(self) -> None:
         driver = self._driver
         assert isinstance(driver, RemoteDriver)
-        # Before it was admitted, a handshake may have failed.
+        # Before the pool's first answer, a break may be a failed handshake.
         if not self._closing and driver.admitted.done() and not driver.fabric.closed:
             reason = _BROKEN
             if self.heartbeat_timeout is not None and self._url.startswith("tcp"):
@@ -189,11 +192,15 @@ class RemotePool(Pool):
                     "(heartbeat_timeout)"
                 )
             driver.lose(reason)
-            # ZeroMQ connects again by itself. A pool that is still there then forgets this client.
+            # ZeroMQ reconnects by itself. If the pool still runs, this message makes it drop this
+            # client.
             driver.send_to_peer(b"", encode(Leave()))
 
     def _look(self) -> None:
-        """Of a pool that was closed before ZeroMQ had a connection nobody tells."""
+        """Check whether the pool was closed until it answers.
+
+        ZeroMQ does not report a pool that was closed before there was a connection.
+        """
         driver = self._driver
         assert isinstance(driver, RemoteDriver)
         if self._closing or driver.admitted.done():
@@ -212,7 +219,10 @@ class RemotePool(Pool):
         self.heard_of(self.status.version)
 
     def heard_of(self, version: int) -> None:
-        """The pool has this version; news may come later than what a sender was told."""
+        """Record that the pool has this version of the weights.
+
+        A sender may learn of the version before the pool's next status arrives.
+        """
         if version > self.weights.version:
             self.weights.version = version
             for told in list(self.weights.on_version):
@@ -220,7 +230,7 @@ class RemotePool(Pool):
 
     @property
     def workers(self) -> list[WorkerInfo]:
-        """As the pool last said. When the connection is lost or closed, all are retired."""
+        """The workers of the latest status. All are retired if the connection is lost or closed."""
         closed = self.driver.fabric.closed
         return [
             WorkerInfo(
@@ -237,7 +247,7 @@ class RemotePool(Pool):
 
     @property
     def queue(self) -> QueueInfo:
-        """As the pool last said."""
+        """The queue of the latest status."""
         status = self.status
         return QueueInfo(
             calls=status.queued, bytes=status.queued_bytes, clients=status.queued_clients
@@ -247,14 +257,14 @@ class RemotePool(Pool):
         return Ready(PROTOCOL_VERSION, 0, 1, [], "", self._engine)
 
     async def full(self, timeout: float | None) -> None:
-        # The pool's own error says which worker it waits for.
+        # The pool's own error names the workers that are not ready.
         await self.ask("full", timeout, timeout=a_bit_more(timeout))
 
     async def remove(self, index: int, timeout: float | None) -> None:
         raise not_here("workers are removed")
 
     async def close(self, *, drain: bool = False, timeout: float = 600.0) -> None:
-        """Take leave; the pool goes on."""
+        """Close the connection. The pool keeps running."""
         driver = self._driver
         if self._closing or driver is None or driver.is_copied:
             return
@@ -275,7 +285,10 @@ class RemotePool(Pool):
 
 
 def _is_gone(url: str) -> bool:
-    """Without the socket's file nobody listens; ZeroMQ would wait for somebody to come."""
+    """Return whether the file of an ipc socket is missing, so that no process listens.
+
+    ZeroMQ itself would wait for a listener.
+    """
     return url.startswith("ipc://") and not os.path.exists(url.removeprefix("ipc://"))
 
 

@@ -1,8 +1,9 @@
-"""Clients in other processes, as the driver sees them: see ``remote/client.py`` for their end.
+"""Serve clients in other processes: the driver's side of ``remote/client.py``.
 
-Their calls become calls of the driver's own fabric, so routing, back-pressure, deadlines and the
-continuation after a lost worker are the same for all. What a client sends is not trusted: it is
-checked as its own ``Client`` has checked it, and what is no message is dropped and counted.
+Calls of remote clients become calls of the driver's own fabric. Routing, back-pressure, deadlines
+and the continuation after a lost worker are therefore the same for all calls. Messages of clients
+are not trusted: this side repeats the checks of the remote ``Client``, and drops and counts
+malformed messages.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ from .forwarding import NEWS_SECONDS, Admission, Peer, Relay, arguments
 logger = logging.getLogger("sglrl.remote")
 
 _MOST_PEERS: Final = 1024
-"""Each is remembered until it takes its leave, or cannot be reached."""
+"""Maximum number of clients. A client counts until it sends ``Leave`` or is unreachable."""
 
 
 class PoolEndpoints(Actor):
-    """What a client in another process may ask of the pool as a whole."""
+    """The endpoints of the pool as a whole, for clients in other processes."""
 
     def __init__(self, client: Client, pool: Pool) -> None:
         self._client = client
@@ -108,7 +109,7 @@ class PoolServer(DriverListener):
     """Serves remote clients on the event loop of the ``Client`` that owns the pool.
 
     Attributes:
-        address: for ``sglrl.connect``. It holds a secret.
+        address: address for ``sglrl.connect``. It holds a secret.
     """
 
     def __init__(
@@ -140,7 +141,7 @@ class PoolServer(DriverListener):
         driver.add_listener(self)
 
     def on_loads(self) -> None:
-        # A client with long calls receives no other message for long.
+        # A client that has only long calls may receive no other message for a long time.
         waiting = [
             peer for peer in self._peers.values() if peer.calls and now() - peer.told > NEWS_SECONDS
         ]
@@ -151,7 +152,7 @@ class PoolServer(DriverListener):
                 self._tell(peer, answers)
 
     async def close(self) -> None:
-        """After the pool: the calls have ended."""
+        """Stop serving. Close the pool first, so that all calls have ended."""
         self._driver.remove_listener(self)
         if self._watch is not None:
             self._watch.cancel()
@@ -161,7 +162,7 @@ class PoolServer(DriverListener):
             await asyncio.wait(self._tasks)
         self._peers.clear()
 
-    # --- what clients are told --------------------------------------------------------------------
+    # --- messages to clients ----------------------------------------------------------------------
 
     def _tell(self, peer: Peer, message: ToClient) -> None:
         self._relay.send(peer, encode(message))
@@ -170,7 +171,7 @@ class PoolServer(DriverListener):
         if self._peers:
             answers = Answers([], [], self._news())
             for peer in list(self._peers.values()):
-                # What came before the change is told before it.
+                # Send the answers from before the change first.
                 self._relay.flush(peer)
                 self._tell(peer, answers)
 
@@ -208,7 +209,7 @@ class PoolServer(DriverListener):
             self._tell_all()
 
     def _lose(self, peer: Peer) -> None:
-        """It is gone, or cannot be told anything any more."""
+        """Drop a client that is lost or cannot receive messages any more."""
         if calls := len(peer.calls) + len(peer.tasks):
             logger.warning(
                 "a client in another process is gone, or has not read for so long that nothing "
@@ -218,11 +219,11 @@ class PoolServer(DriverListener):
         self._forget(peer)
 
     def _forget(self, peer: Peer) -> None:
-        """Nobody waits for its calls any more."""
+        """Remove a client and cancel its calls."""
         self._peers.pop(peer.identity, None)
         self._relay.forget(peer)
 
-    # --- what clients say -------------------------------------------------------------------------
+    # --- messages from clients --------------------------------------------------------------------
 
     def on_connection_broken(self) -> None:
         self._tell_all()
@@ -281,7 +282,7 @@ class PoolServer(DriverListener):
             )
             return False
         if len(self._peers) >= _MOST_PEERS:
-            # Those that cannot be reached are forgotten.
+            # A failed message removes an unreachable client.
             self._tell_all()
         if len(self._peers) >= _MOST_PEERS:
             self._dismiss(identity, f"the pool has {_MOST_PEERS} clients in other processes")
@@ -307,7 +308,11 @@ class PoolServer(DriverListener):
         return True
 
     def _ask(self, peer: Peer, request: Request, spec: EndpointSpec) -> None:
-        """Raises ``InvalidRequest`` if its arguments are wrong."""
+        """Run an endpoint of ``PoolEndpoints`` for a client.
+
+        Raises:
+            InvalidRequest: the arguments are wrong.
+        """
         work = self._ask_pool(peer, request.id, spec, arguments(spec, request))
         peer.tasks[request.id] = self._run(work)
 
@@ -332,5 +337,5 @@ class PoolServer(DriverListener):
 
 
 def serve(client: Client, driver: Driver) -> PoolServer:
-    """Serve clients in other processes with the pool of ``client``, which has started."""
+    """Serve clients in other processes with the pool of ``client``. The pool must have started."""
     return PoolServer(client, driver, client._pool)

@@ -1,4 +1,4 @@
-"""What a transport is. Both implementations pass the same tests (``tests/transport``)."""
+"""The interface of transports. Both implementations pass the same tests (``tests/transport``)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Final, Protocol
 import msgspec
 
 MOST_UNREAD: Final = 1 << 16
-"""Messages to one peer that it has not taken from the driver's socket. A worker's window is kept so
-small that one that reads, however late, cannot come to have so many."""
+"""Maximum number of messages to one peer that wait in the driver's socket. The driver limits a
+worker's window so that a worker that reads, even late, never has this many unread messages."""
 
 Frame = bytes | bytearray | memoryview
 OnDriverMessage = Callable[[bytes, list[Frame]], None]
@@ -19,7 +19,7 @@ OnWorkerMessage = Callable[[list[Frame]], None]
 
 
 class DriverKeys(msgspec.Struct, frozen=True, kw_only=True):
-    """CURVE keys of the side that listens, in Z85: its secret key and the clients' public keys."""
+    """CURVE keys of the listening side, in Z85: its secret key and the clients' public keys."""
 
     secret: str
     clients: frozenset[str]
@@ -32,11 +32,11 @@ class DriverKeys(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DriverTransport(Protocol):
-    """The driver's end: one socket, many workers, each known by its identity.
+    """The driver's end: one socket for many workers. Each worker has an identity.
 
-    Messages from one worker arrive in the order they were sent; nothing is said of the order
-    between workers. ``on_message`` runs on the event loop, must not block, and is never called
-    after ``close``.
+    Messages from one worker arrive in the order in which they were sent. The order of messages from
+    different workers is undefined. ``on_message`` runs on the event loop, must not block, and is
+    never called after ``close``.
     """
 
     address: str
@@ -49,16 +49,22 @@ class DriverTransport(Protocol):
     ) -> None:
         """Deliver messages to ``on_message`` as ``(identity, frames)``. Needs a running loop.
 
-        ``on_pause`` runs after the last of several messages that were delivered in one go: what
-        they lead to can be done once. ``on_break`` runs on the loop when a connection was closed or
-        broke. The transport does not know whose: from then on, or very soon after, ``send``
-        returns False for that peer.
+        Args:
+            on_message: called with each message.
+            on_pause: called after the last message of a batch. The receiver can then act once for
+                the whole batch.
+            on_break: called on the loop when a connection was closed or broke. The transport does
+                not know the peer. From then on, or very soon after, ``send`` returns False for that
+                peer.
         """
         ...
 
     def send(self, peer: bytes, frames: Sequence[Frame]) -> bool:
-        """Hand over one message. False when no such peer is connected, or when ``MOST_UNREAD``
-        messages wait for it already: the message is dropped.
+        """Send one message.
+
+        Returns:
+            False if the message was dropped: the peer is not connected, or ``MOST_UNREAD`` messages
+            wait for it already.
 
         Raises:
             Closed: the transport is closed.
@@ -66,7 +72,7 @@ class DriverTransport(Protocol):
         ...
 
     def close(self) -> None:
-        """Stop at once; may be called again."""
+        """Stop at once. Closing again has no effect."""
         ...
 
 
@@ -78,7 +84,7 @@ class WorkerTransport(Protocol):
         ...
 
     def send(self, frames: Sequence[Frame]) -> None:
-        """Hand over one message.
+        """Send one message.
 
         Raises:
             Closed: the transport is closed, or the driver refused the connection.
@@ -86,5 +92,5 @@ class WorkerTransport(Protocol):
         ...
 
     def close(self) -> None:
-        """Stop at once; may be called again."""
+        """Stop at once. Closing again has no effect."""
         ...

@@ -1,14 +1,13 @@
-"""Folders of CURVE keys: who may connect to a driver that listens beyond this machine.
+"""Folders of CURVE keys: which clients may connect to a driver that listens beyond this machine.
 
-A key is one line of 40 characters (Z85) in a file, and files come in pairs::
+A key is one line of 40 characters (Z85) in a file. Files come in pairs::
 
     driver.secret, driver.public    of the process that calls ``launch``
     NAME.secret, NAME.public        of a process that connects to it
 
-A driver needs ``driver.secret`` and the ``.public`` files of those whom it admits; who connects
-needs ``driver.public`` and its own ``.secret``. Secret files are for their owner's eyes (0600), and
-nothing in a folder may be changed by others: a public key that somebody else put there would let
-them in.
+A driver needs ``driver.secret`` and the ``.public`` files of the clients that it admits. A client
+needs ``driver.public`` and its own ``.secret`` file. Only the owner may read secret files (0600).
+Other users must not be able to change a folder: a public key that they add would let them connect.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from .base import DriverKeys
 
 DRIVER: Final = "driver"
 FIRST_CLIENT: Final = "trainer"
-"""Whose pair a new folder holds beside the driver's."""
+"""Name of the client whose pair a new folder contains, together with the driver's pair."""
 
 _Z85: Final = (
     "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
@@ -35,11 +34,12 @@ _VALUE: Final = {character: value for value, character in enumerate(_Z85)}
 
 
 def make_keys(folder: str | PathLike[str], *, force: bool = False) -> list[Path]:
-    """Make a folder (0700) with the driver's pair and one for a client; returns the files.
+    """Create a folder (0700) with the driver's pair and one client's pair. Return the files.
 
     Raises:
-        UsageError: there are keys already (``force`` replaces them), or it cannot be written.
-        InvalidKeys: the folder exists and others can get into it.
+        UsageError: the folder contains keys already (``force`` replaces them), or cannot be
+            written.
+        InvalidKeys: the folder exists and other users can access it.
     """
     path = _path(folder)
     try:
@@ -53,11 +53,11 @@ def make_keys(folder: str | PathLike[str], *, force: bool = False) -> list[Path]
 
 
 def add_client(folder: str | PathLike[str], name: str, *, force: bool = False) -> list[Path]:
-    """Add a pair for one more client to a driver's folder; returns the files.
+    """Add a pair for another client to a driver's folder. Return the files.
 
     Raises:
-        UsageError: the name is taken (``force`` replaces the keys) or is no name.
-        InvalidKeys: it is not a driver's folder.
+        UsageError: the name is taken (``force`` replaces the keys) or is not valid.
+        InvalidKeys: the folder is not a driver's folder.
     """
     path = _path(folder)
     if name == DRIVER or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
@@ -67,7 +67,12 @@ def add_client(folder: str | PathLike[str], name: str, *, force: bool = False) -
 
 
 def read_driver_keys(folder: str | PathLike[str]) -> DriverKeys:
-    """Raises ``InvalidKeys`` unless it is a driver's folder, whole and in no one else's hands."""
+    """Return the keys in a driver's folder.
+
+    Raises:
+        InvalidKeys: the folder is not a driver's folder, is incomplete, or other users can read
+            its secret key or change its files.
+    """
     path = _checked_folder(folder)
     secret = _read_key(path / f"{DRIVER}.secret")
     public = [file for file in sorted(path.glob("*.public")) if file.stem != DRIVER]
@@ -75,8 +80,16 @@ def read_driver_keys(folder: str | PathLike[str]) -> DriverKeys:
 
 
 def read_client_keys(where: str | PathLike[str]) -> ClientKeys:
-    """``where``: a folder with one client's secret key, or such a file in a folder with several.
-    ``InvalidKeys`` if it is not."""
+    """Return the keys of a client.
+
+    Args:
+        where: a folder with one client's secret key, or the file of a client's secret key in a
+            folder with several.
+
+    Raises:
+        InvalidKeys: ``where`` is neither of these, or other users can read the secret key or
+            change the files.
+    """
     from .zmq import public_key
 
     path = _path(where)
@@ -102,7 +115,7 @@ def read_client_keys(where: str | PathLike[str]) -> ClientKeys:
 
 
 def is_key(text: str) -> bool:
-    """Whether these are 32 bytes in Z85 (https://rfc.zeromq.org/spec/32)."""
+    """Return whether ``text`` is 32 bytes in Z85 (https://rfc.zeromq.org/spec/32)."""
     if len(text) != 40 or not _VALUE.keys() >= set(text):
         return False
     for at in range(0, 40, 5):

@@ -1,6 +1,6 @@
-"""Both ends of the fabric in one process and one event loop: for tests and benchmarks.
+"""A transport within one process and one event loop, for tests and benchmarks.
 
-A message is delivered in a later loop tick, never inside ``send``, as with real sockets.
+Messages are delivered in a later loop tick, never inside ``send``, as with real sockets.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from .base import Frame, OnBreak, OnDriverMessage, OnPause, OnWorkerMessage
 
 
 class MemoryRouter:
-    """The driver's end (``DriverTransport``). ``connect`` makes a worker's end.
+    """The driver's end (``DriverTransport``). ``connect`` creates a worker's end.
 
-    It delivers for all of them, by one callback a loop tick, however many they are.
+    One callback per loop tick delivers the messages of all workers.
     """
 
     def __init__(self) -> None:
@@ -61,12 +61,12 @@ class MemoryRouter:
         return True
 
     def put(self, dealer: MemoryDealer, messages: Iterable[list[Frame]]) -> None:
-        """On their way to a worker that has started."""
+        """Schedule messages for delivery to a worker that has started."""
         self._to_workers.extend((dealer, frames) for frames in messages)
         self._schedule()
 
     def take(self, identity: bytes, frames: list[Frame]) -> None:
-        """On its way from a worker."""
+        """Schedule a message of a worker for delivery to the driver."""
         if self._closed:
             return
         self._to_driver.append((identity, frames))
@@ -74,7 +74,7 @@ class MemoryRouter:
             self._schedule()
 
     def drop(self, identity: bytes, dealer: MemoryDealer) -> None:
-        """The worker's end was closed; a newer one of the same identity stays."""
+        """Remove a worker's end that was closed. Keep a newer end with the same identity."""
         if self._dealers.get(identity) is dealer:
             del self._dealers[identity]
             if self._on_break is not None and not self._closed:
@@ -90,8 +90,11 @@ class MemoryRouter:
             asyncio.get_running_loop().call_soon(self._deliver)
 
     def _deliver(self) -> None:
-        """What has been sent until now. Behind a message whose receiver raises the others stay
-        where they are, before any newer ones, for the next tick."""
+        """Deliver the messages that were sent until now.
+
+        If a receiver raises, the remaining messages are delivered in the next tick, before newer
+        messages.
+        """
         self._scheduled = False
         workers, driver = len(self._to_workers), len(self._to_driver)
         try:
@@ -119,7 +122,7 @@ class MemoryDealer:
     def __init__(self, router: MemoryRouter, identity: bytes) -> None:
         self.on_message: OnWorkerMessage | None = None
         self.unread: list[list[Frame]] = []
-        """What came before ``start``."""
+        """Messages that arrived before ``start``."""
         self.closed = False
         self._router = router
         self._identity = identity

@@ -1,13 +1,14 @@
-"""Rows of logprobs in memory that a worker and its driver both have.
+"""Rows of logprobs in memory that a worker and its driver share.
 
-A row of a whole vocabulary is half a megabyte, and a step brings dozens of them: a socket takes
-longer for them than the model takes to compute them. Here the worker writes each into a slot of a
-file without a name (``memfd_create``), which the driver has opened through ``/proc``; the message
-says which slots, and the driver hands out views of them. A slot is free again when no view of it is
-left. Where anything of this is not to be had, and while all slots are taken, rows are raw frames.
+A row of a whole vocabulary has half a megabyte, and a step yields dozens of rows. A socket takes
+longer to send them than the model takes to compute them. Instead, the worker writes each row into a
+slot of a file without a name (``memfd_create``). The driver opens the file through ``/proc``. The
+message names the slots, and the driver returns views of them. A slot is free again when no view of
+it is left. Rows are sent as raw frames when the system does not support this, and while all slots
+are taken.
 
-Beside the rows the file has one byte a slot. The worker sets it when it takes the slot, and the
-driver clears it. No slot has two who may change its byte, so there is no lock.
+The file also has one byte per slot. The worker sets the byte when it takes the slot, and the driver
+clears it. At any time only one side may change the byte of a slot, so there is no lock.
 """
 
 from __future__ import annotations
@@ -27,19 +28,22 @@ from ..errors import ProtocolError
 from ..wire.calls import RowsOffer
 
 LEAST_BYTES: Final = 64 << 10
-"""Of a row. Smaller ones are copied into their message faster than all this is done."""
+"""Minimum bytes of a row. Copying smaller rows into a message is faster than sharing them."""
 MOST_BYTES: Final = 512 << 20
-"""Of all rows of a worker, and of the memory that is taken: as many rows as were needed at once."""
+"""Maximum bytes of all rows of a worker. The memory grows to the number of rows that were needed at
+the same time."""
 TOGETHER: Final = 16
-"""Rows in one piece of memory."""
+"""Rows per piece of memory."""
 _SEALS: Final = 0x1 | 0x2 | 0x4  # F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW
 _GET_SEALS: Final = 1034
 _ADD_SEALS: Final = 1033
 
 
 class _Layout:
-    """Where things are in a file for rows of ``row_bytes``: the slots' bytes, then pieces of
-    ``TOGETHER`` rows, each at the begin of a page."""
+    """The layout of a file for rows of ``row_bytes``.
+
+    The file has one byte per slot, then pieces of ``TOGETHER`` rows. Each piece starts at a page.
+    """
 
     def __init__(self, row_bytes: int) -> None:
         self.row_bytes = row_bytes
@@ -58,21 +62,21 @@ def _pages(size: int) -> int:
 
 
 class RowsWriter:
-    """The worker's end. Belongs to one thread.
+    """The worker's end. Use it from one thread only.
 
     Attributes:
-        offer: what the driver needs to open it.
-        rows: float32 [pieces, TOGETHER, row]. Row ``slot % TOGETHER`` of piece
-            ``slot // TOGETHER`` may be written to once ``take`` has given the slot.
-        on_piece: called with a piece before it is used for the first time. If it raises
-            ``RuntimeError``, there are no more pieces.
+        offer: the data that the driver needs to open the file.
+        rows: float32 [pieces, TOGETHER, row]. After ``take`` has returned a slot, row
+            ``slot % TOGETHER`` of piece ``slot // TOGETHER`` may be written.
+        on_piece: called with a piece before its first use. If it raises ``RuntimeError``, no more
+            pieces are added.
     """
 
     def __init__(self, row_bytes: int) -> None:
         layout = self._layout = _Layout(row_bytes)
         self._fd = os.memfd_create("sglrl-rows", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self._fd, layout.size)
-        # So that nobody's view can ever be behind the end.
+        # With a fixed size, no view can ever lie beyond the end of the file.
         fcntl.fcntl(self._fd, _ADD_SEALS, _SEALS)
         memory = mmap.mmap(self._fd, layout.size)
         self._taken = np.frombuffer(memory, np.uint8, layout.count)
@@ -89,7 +93,7 @@ class RowsWriter:
         self._most = layout.count // TOGETHER
 
     def take(self, count: int) -> list[int]:
-        """So many free slots, in rising order; [] if there are fewer."""
+        """Return ``count`` free slots in ascending order, or [] if there are fewer."""
         while True:
             free = np.flatnonzero(self._taken[: self._pieces * TOGETHER] == 0)
             if len(free) >= count:
@@ -101,12 +105,12 @@ class RowsWriter:
         return list(map(int, slots))
 
     def give_back(self, slots: Sequence[int]) -> None:
-        """That no message has named."""
+        """Free slots that no message has named."""
         for slot in slots:
             self._taken[slot] = 0
 
     def __getitem__(self, slot: int) -> NDArray[np.float32]:
-        """float32 [row]."""
+        """Return the row of a slot: float32 [row]."""
         row: NDArray[np.float32] = self.rows[slot // TOGETHER, slot % TOGETHER]
         return row
 
@@ -116,11 +120,11 @@ class RowsWriter:
             return False
         begin = layout.offset(self._pieces * TOGETHER)
         try:
-            # Memory that is not there would end the process when it is written to.
+            # Without this, a write to memory that cannot be allocated would kill the process.
             os.posix_fallocate(self._fd, begin, layout.piece_bytes)
             self.on_piece(self.rows[self._pieces])
         except (OSError, RuntimeError):
-            # Not to be tried again with every query.
+            # Do not try again with every query.
             self._most = self._pieces
             return False
         self._pieces += 1
@@ -131,14 +135,15 @@ class RowsReader:
     """The driver's end.
 
     Raises:
-        OSError: there is no such file for this process. (The worker is in another container, say.)
+        OSError: this process cannot open the file, for example because the worker runs in another
+            container.
     """
 
     def __init__(self, pid: int, offer: RowsOffer) -> None:
         if not 0 < offer.row_bytes <= MOST_BYTES // TOGETHER or offer.row_bytes % 4:
             raise OSError(f"{offer.row_bytes} bytes are no row")
         layout = self._layout = _Layout(offer.row_bytes)
-        # Whatever a worker names may be a pipe.
+        # The descriptor that a worker names may be a pipe: do not block on it.
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK
         fd = os.open(f"/proc/{pid}/fd/{offer.fd}", flags)
         try:
@@ -153,11 +158,12 @@ class RowsReader:
         _readers.add(self)
 
     def views(self, slots: Sequence[int]) -> list[memoryview]:
-        """The rows, read-only, as uint8 [row bytes]. Each slot is free when its view, and what was
-        made of it, has gone.
+        """Return the rows of these slots, read-only, as uint8 [row bytes].
+
+        A slot is free when its view and all objects made from the view are deleted.
 
         Raises:
-            ProtocolError: there is no such slot, or somebody has it.
+            ProtocolError: a slot does not exist, or a view of it still exists.
         """
         layout, held = self._layout, self._held
         found = []
@@ -173,21 +179,22 @@ class RowsReader:
 
     @property
     def held(self) -> int:
-        """Rows that somebody still has."""
+        """Number of rows with a view that still exists."""
         return len(self._held)
 
     def keep(self) -> None:
-        """What somebody has now is theirs for ever."""
+        """Never free the rows that have a view now."""
         self._held.clear()
 
     def _free(self, reference: _Held) -> None:
-        # On whatever thread dropped the last view. First: then the worker may take the slot again.
+        # Runs on the thread that deletes the last view. Delete the entry before clearing the byte:
+        # the worker may take the slot again after that.
         del self._held[reference.slot]
         self._taken[reference.slot] = 0
 
 
 class _Held(weakref.ref[Any]):
-    """Of what a view looks at."""
+    """A weak reference to the array that a view shows."""
 
     __slots__ = ("slot",)
     slot: int
@@ -197,7 +204,7 @@ _readers: weakref.WeakSet[RowsReader] = weakref.WeakSet()
 
 
 def _before_fork() -> None:
-    """A child has what its parent has, but does not say when it is done with it."""
+    """Never free the current rows: a forked child shares them and does not report their release."""
     for reader in list(_readers):
         reader.keep()
 
@@ -207,7 +214,11 @@ if sys.platform == "linux":
 
 
 def writer_for(row_bytes: int) -> RowsWriter | None:
-    """None: rows of this size are better off in messages, or the system has none of this."""
+    """Return a writer for rows of this size.
+
+    Returns:
+        None if rows of this size are sent in messages, or if the system does not support sharing.
+    """
     if row_bytes < LEAST_BYTES or row_bytes > MOST_BYTES // TOGETHER or sys.platform != "linux":
         return None
     try:

@@ -1,18 +1,18 @@
 """ZeroMQ ROUTER/DEALER. The only module that imports zmq.
 
-On an event loop the socket's file descriptor is watched and drained without blocking. That
-descriptor is edge-triggered, and *any* operation on the socket may consume its edge: so after
-every burst of sends it is looked at once, for what has arrived meanwhile
+The event loop watches the socket's file descriptor, and the socket is drained without blocking. The
+descriptor is edge-triggered, and *any* operation on the socket may consume its edge. After every
+burst of sends, the socket is therefore checked once for messages that arrived meanwhile
 (http://api.zeromq.org/4-3:zmq-getsockopt, ZMQ_FD). A receive is never cancelled or timed out, so
 no message can be lost between two owners.
 
-With keys a connection is encrypted and both ends prove who they are (CURVE). A peer whose key the
-driver does not know is refused before anything it sends is read, also if nobody could be asked.
+With keys, a connection is encrypted and both ends authenticate (CURVE). A peer with an unknown key
+is refused before any of its messages is read, even if no handler answers ZeroMQ's question.
 
-Over tcp both ends send heartbeats (``heartbeat_timeout``) from ZeroMQ's own thread. A connection on
-which nothing arrives for that long is closed by the end that notices. It then looks like one that
-the other end has closed: a DEALER calls ``on_break``, a ROUTER calls the driver's ``on_break`` and
-knows the peer no longer.
+Over tcp both ends send heartbeats (``heartbeat_timeout``) from ZeroMQ's own thread. When nothing
+arrives on a connection for this time, the end that notices closes the connection. The effect is the
+same as if the other end had closed it: a DEALER calls ``on_break``; a ROUTER calls the driver's
+``on_break`` and forgets the peer.
 """
 
 from __future__ import annotations
@@ -46,48 +46,51 @@ from .dropped import Dropped
 logger = logging.getLogger("sglrl.transport")
 
 _BATCH: Final = 128
-"""Messages handled in one callback before the loop gets its turn,"""
+"""Maximum number of messages handled in one callback before the loop runs other tasks."""
 _BATCH_SECONDS: Final = 0.001
-"""unless they take so long: a message may bring hundreds of answers."""
+"""Maximum seconds of one callback, because a message may contain hundreds of answers."""
 _COPIED_OUT: Final = 192 << 10
-"""Larger frames are handed to ZeroMQ without a copy; for smaller ones the thread in which pyzmq
-lets go of them costs more than a copy."""
+"""Larger frames are passed to ZeroMQ without a copy. For smaller frames, the thread in which pyzmq
+releases them costs more than a copy."""
 _COPIED_IN: Final = 64 << 10
-"""Raw frames of at least so many bytes are read from ZeroMQ's own memory."""
-# As plain integers: with pyzmq's enums a message takes twice as long.
+"""Raw frames of at least this many bytes are read from ZeroMQ's own memory."""
+# Use plain integers: with pyzmq's enums a message takes twice as long.
 _LAST: Final = int(zmq.NOBLOCK)
 _MORE: Final = int(zmq.NOBLOCK) | int(zmq.SNDMORE)
 _RCVMORE: Final = int(zmq.RCVMORE)
 _RECONNECT_MS: Final = 1000
-"""Where a broken connection is told: more than the end of what it breaks for may take."""
+"""Milliseconds before ZeroMQ reconnects, for a dealer with ``on_break``. This must be longer than
+the shutdown of the other end, which breaks the connection."""
 _MOST_UNTAKEN: Final = 1 << 14
-"""Messages of one peer that wait at the driver. Further ones wait at the peer, and are lost if it
-leaves. While they wait, ZeroMQ does not read heartbeats either: a driver that is busy for longer
-than ``heartbeat_timeout`` must not come to have so many."""
+"""Maximum number of messages of one peer that wait at the driver. Further messages wait at the
+peer, and are lost if the peer exits. While they wait there, ZeroMQ does not read heartbeats either:
+a driver that is busy for longer than ``heartbeat_timeout`` must not reach this number."""
 _DOMAIN: Final = b"sglrl"
 _HANDSHAKE_MS: Final = 10_000
-"""Time for a handshake. With keys it includes a question to the driver, which may be busy."""
+"""Milliseconds for a handshake. With keys it includes a question to the driver, which may be
+busy."""
 _GREETING_BYTES: Final = 64
 _PLAIN_HANDSHAKE_BYTES: Final = _GREETING_BYTES + 27
-"""A greeting and the shortest READY command (https://rfc.zeromq.org/spec/23): a connection that
-has sent less is not through with its handshake."""
+"""Bytes of a greeting and the shortest READY command (https://rfc.zeromq.org/spec/23). A connection
+that has sent less has not finished its handshake."""
 _CURVE_HANDSHAKE_BYTES: Final = _GREETING_BYTES + 202 + 257
-"""A greeting, HELLO and the shortest INITIATE (https://rfc.zeromq.org/spec/26)."""
+"""Bytes of a greeting, HELLO and the shortest INITIATE (https://rfc.zeromq.org/spec/26)."""
 _EVENT: Final = struct.Struct("=HI")
 _RECEIVED: Final = struct.Struct("=128xQ")
-"""``tcpi_bytes_received`` in ``struct tcp_info`` of linux/tcp.h."""
+"""Extracts ``tcpi_bytes_received`` from ``struct tcp_info`` of linux/tcp.h."""
 _THREADS: Final = 3
-"""What a context and a connection start. ZeroMQ aborts the process when it cannot start one."""
+"""Threads that a context and a connection start. ZeroMQ aborts the process when it cannot start a
+thread."""
 
 
 def key_pair() -> tuple[str, str]:
-    """A new public key and its secret one, in Z85."""
+    """Return a new public key and its secret key, in Z85."""
     public, secret = zmq.curve_keypair()
     return public.decode(), secret.decode()
 
 
 def public_key(secret: str) -> str:
-    """The public key of a secret one."""
+    """Return the public key of a secret key, in Z85."""
     return zmq.curve_public(secret.encode()).decode()
 
 
@@ -102,13 +105,17 @@ def _is_loopback(address: str) -> bool:
     try:
         return ip_address(host).is_loopback
     except ValueError:
-        # A name or an interface: what it stands for is not for us to guess.
+        # A host name or an interface, which may have any address.
         return False
 
 
 def check_address(address: str, *, keys: bool = False, insecure: bool = False) -> None:
-    """Raise ``UsageError`` unless one may listen on it, or connect to it. ``keys``: there are some.
-    ``insecure``: there need not be any."""
+    """Raise ``UsageError`` unless sglrl may listen on an address, or connect to it.
+
+    Args:
+        keys: keys are given.
+        insecure: keys are not required.
+    """
     if address == "ipc" or address.startswith("ipc://"):
         if keys:
             raise UsageError("keys= is for tcp; an ipc socket is in a folder of your own already")
@@ -125,8 +132,12 @@ def check_address(address: str, *, keys: bool = False, insecure: bool = False) -
 
 
 def _reachable(address: str, *, here: bool) -> str:
-    """Where to connect to an end that listens on ``address``: from this machine or (as far as can
-    be known) from another one."""
+    """Return the address to connect to an end that listens on ``address``.
+
+    Args:
+        here: for connections from this machine. Otherwise the address is for other machines, and is
+            a guess if the end listens on all interfaces.
+    """
     for anywhere, loopback, family, away in (
         ("tcp://0.0.0.0:", "127.0.0.1", sockets.AF_INET, "192.0.2.1"),
         ("tcp://[::]:", "[::1]", sockets.AF_INET6, "2001:db8::1"),
@@ -134,7 +145,7 @@ def _reachable(address: str, *, here: bool) -> str:
         if address.startswith(anywhere):
             host = loopback
             if not here:
-                # Sends nothing: it asks which of our addresses a packet would leave from.
+                # Sends no packet: the kernel only chooses the source address for a packet.
                 with contextlib.suppress(OSError), sockets.socket(family, sockets.SOCK_DGRAM) as s:
                     s.connect((away, 9))
                     found = s.getsockname()[0]
@@ -149,13 +160,14 @@ def _socket(
     socket: zmq.Socket[bytes] = context.socket(kind)
     try:
         socket.setsockopt(zmq.LINGER, 0)
-        # The fabric's window bounds what is in flight; a high-water mark here would drop or block.
+        # The fabric's window limits the pending messages. A high-water mark would drop or block.
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
         socket.setsockopt(zmq.IPV6, "[" in address)
     except BaseException:
-        # Its context could never be ended, and nobody knows of it but the collector.
+        # A socket that is not closed would block the termination of its context for ever. The
+        # caller has no reference to this socket.
         socket.close(0)
         raise
     return socket
@@ -168,9 +180,10 @@ def _set_heartbeat(socket: zmq.Socket[bytes], address: str, timeout: float | Non
     milliseconds = ceil(timeout * 1000)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, milliseconds)
     socket.setsockopt(zmq.HEARTBEAT_IVL, ceil(milliseconds / 4))
-    # A heartbeat leaves after what was sent before. If that fills the kernel's buffer, ZeroMQ waits
-    # for room without a time limit; the kernel has this one. (HEARTBEAT_TTL is not needed, as both
-    # ends send heartbeats, and libzmq 4.3.5 computes it in 16 bits: it is wrong from 65 s on.)
+    # A heartbeat is sent after all earlier messages. If these fill the kernel's buffer, ZeroMQ
+    # waits for room without a time limit; this sets the kernel's time limit. (HEARTBEAT_TTL is not
+    # needed, because both ends send heartbeats. libzmq 4.3.5 computes it in 16 bits: it is wrong
+    # from 65 s on.)
     socket.setsockopt(zmq.TCP_MAXRT, milliseconds)
 
 
@@ -188,9 +201,14 @@ def _dealer(
     on_break: Callable[[], None] | None,
     heartbeat_timeout: float | None,
 ) -> zmq.Socket[bytes]:
-    """A connected DEALER. ``on_break``: called, on a thread of its own, when the other side is
-    suddenly gone. ZeroMQ connects again by itself, and what was under way then is lost unnoticed:
-    in the middle of a stream, say."""
+    """Return a connected DEALER.
+
+    ZeroMQ reconnects by itself after a break. It does not report messages that are lost then, for
+    example in the middle of a stream.
+
+    Args:
+        on_break: called on a separate thread when the connection breaks.
+    """
     check_threads(_THREADS)
     socket = _socket(zmq.Context.instance(), zmq.DEALER, address, max_message_bytes)
     socket.setsockopt(zmq.IDENTITY, identity)
@@ -225,28 +243,31 @@ def _dealer(
 
 def _await_break(monitor: zmq.Socket[bytes], on_break: Callable[[], None]) -> None:
     with contextlib.suppress(zmq.ContextTerminated), monitor:
-        # To the last event: with nobody to take it, the end of the watched socket would wait.
+        # Read up to the last event: closing the watched socket would wait until it is read.
         while parse_monitor_message(monitor.recv_multipart())["event"] == zmq.EVENT_DISCONNECTED:
             on_break()
 
 
 def _end(socket: zmq.Socket[bytes], linger: float) -> None:
-    # The thread that waits for events, if there is one, is told.
+    # This ends the thread that waits for events, if any.
     socket.disable_monitor()
     socket.close(int(linger * 1000))
 
 
 def _end_unclosed(pump: _Pump, *owned: zmq.Socket[bytes] | zmq.Context[zmq.Socket[bytes]]) -> None:
-    """Close these, in this order, when a pump is collected that was never closed. Otherwise the
-    collector may end the context before the sockets, which waits for ever. At interpreter exit
-    nothing is closed: an event loop in another thread may still use the sockets."""
+    """Close sockets and contexts in this order when a pump is collected that was never closed.
+
+    Otherwise the garbage collector may terminate the context before the sockets, which waits for
+    ever. At interpreter exit nothing is closed: an event loop in another thread may still use the
+    sockets.
+    """
     finalize(pump, _end_in_order, owned, os.getpid()).atexit = False
 
 
 def _end_in_order(
     owned: Sequence[zmq.Socket[bytes] | zmq.Context[zmq.Socket[bytes]]], pid: int
 ) -> None:
-    # A forked process has copies, which are the parent's to close.
+    # A forked process has copies. Only the parent closes them.
     if os.getpid() == pid:
         for one in owned:
             if isinstance(one, zmq.Context):
@@ -259,7 +280,7 @@ class _Pump:
     """Drains a socket on the running loop."""
 
     plain_frames = 1
-    """So many at the begin of a message are no raw frames."""
+    """Number of frames at the start of a message that are not raw frames."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self.socket = socket
@@ -280,8 +301,10 @@ class _Pump:
             self.loop.call_soon(self.drain)
 
     def after_send(self) -> None:
-        """The send may have swallowed the edge that announces an arrival. What is here is looked at
-        when the loop's turn ends: once, however much was sent in it."""
+        """Check for messages at the end of the loop tick, once for all sends of the tick.
+
+        A send may have consumed the edge that announces a message.
+        """
         self.schedule()
 
     def drain(self) -> None:
@@ -289,8 +312,8 @@ class _Pump:
         if self.closed:
             return
         receive, plain = self._receive, self.plain_frames
-        # Set first: if the callback raises, the messages behind this one must not wait for an edge
-        # that has gone.
+        # Set this first: if the callback raises, the following messages must not wait for an edge
+        # that was already consumed.
         more = True
         end = time.monotonic() + _BATCH_SECONDS
         try:
@@ -310,9 +333,11 @@ class _Pump:
                 self.on_pause()
 
     def _receive(self, plain: int) -> list[Frame]:
-        """One message; raises ``zmq.Again`` if none is here. Its large raw frames, behind the first
-        ``plain`` ones, are views of ZeroMQ's own memory: a copy of half a megabyte takes longer
-        than all else that is done with it."""
+        """Return one message. Raise ``zmq.Again`` if none has arrived.
+
+        Large raw frames, which follow the first ``plain`` frames, are views of ZeroMQ's own memory.
+        A copy of half a megabyte takes longer than the rest of the processing of the frame.
+        """
         socket = self.socket
         frames: list[Frame] = [socket.recv(_LAST)]
         while socket.getsockopt(_RCVMORE):
@@ -340,8 +365,10 @@ _pumps: Final[WeakSet[_Pump]] = WeakSet()
 
 
 def _leave_alone() -> None:
-    """In a forked process, whose event loop is a copy, too: the sockets are the other one's, and
-    ZeroMQ answers nothing but "interrupted" here."""
+    """Disable all pumps in a forked process, whose event loop is also a copy.
+
+    The sockets belong to the parent. In the child, every ZeroMQ operation fails with "interrupted".
+    """
     for pump in _pumps:
         pump.closed = True
 
@@ -350,8 +377,11 @@ os.register_at_fork(after_in_child=_leave_alone)
 
 
 class _Gate(_Pump):
-    """Says which CURVE keys are known. ZeroMQ asks in the middle of a handshake, over a socket of
-    the router's own context (ZAP, https://rfc.zeromq.org/spec/27)."""
+    """Answers ZeroMQ whether a CURVE key is known.
+
+    ZeroMQ asks during a handshake, over a socket of the router's own context (ZAP,
+    https://rfc.zeromq.org/spec/27).
+    """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], known: frozenset[str]) -> None:
         super().__init__(context.socket(zmq.REP))
@@ -372,31 +402,31 @@ class _Gate(_Pump):
 
 
 class _Connections(_Pump):
-    """Reports when a connection of the router ends. ZeroMQ says nothing of its peer.
+    """Reports when a connection of the router ends. ZeroMQ does not report the peer.
 
     Over tcp it also closes connections that have not finished their handshake, the oldest first,
-    when they take more than a quarter of the files that this process may open. ZeroMQ by itself
-    would accept until no file is left.
+    when they take more than a quarter of the files that this process may open. ZeroMQ itself would
+    accept connections until no file descriptor is left.
     """
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], router: zmq.Socket[bytes], *, keys: bool
     ) -> None:
         super().__init__(context.socket(zmq.PAIR))
-        # If this end could be full, ZeroMQ's thread would wait for it, and all connections with it.
+        # With a limit, ZeroMQ's thread, and with it all connections, would wait for this end.
         self.socket.setsockopt(zmq.RCVHWM, 0)
         router.monitor("inproc://connections", zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self.socket.connect("inproc://connections")
         self.on_break: OnBreak | None = None
         self.port = 0
-        """That the router listens on; 0: not over tcp."""
+        """Port that the router listens on; 0: not over tcp."""
         self.cut_off = Dropped(logger)
         self._handshake_bytes = _CURVE_HANDSHAKE_BYTES if keys else _PLAIN_HANDSHAKE_BYTES
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._most = sys.maxsize if files == resource.RLIM_INFINITY else files // 4
         self._accepted: dict[int, None] = {}
-        """Descriptors of connections, oldest first, without those that were seen to be past their
-        handshake."""
+        """Descriptors of connections, oldest first, except connections that are known to have
+        finished their handshake."""
 
     def handle(self, frames: list[Any]) -> None:
         event, fd = _EVENT.unpack(frames[0])
@@ -412,14 +442,14 @@ class _Connections(_Pump):
                 self._cut_off(oldest)
 
     def _cut_off(self, fd: int) -> None:
-        """Shut a connection down unless it is past its handshake. ZeroMQ then closes it."""
+        """Shut down a connection that has not finished its handshake. ZeroMQ then closes it."""
         try:
             connection = sockets.socket(fileno=fd)
         except OSError:
-            # Closed meanwhile, which is about to be reported.
+            # The connection was closed meanwhile; ZeroMQ reports that next.
             return
         try:
-            # Its number may belong to another file by now.
+            # The descriptor may belong to another file by now.
             if connection.getsockname()[1] != self.port:
                 return
             info = connection.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, _RECEIVED.size)
@@ -430,16 +460,20 @@ class _Connections(_Pump):
         except (OSError, IndexError, struct.error):
             return
         finally:
-            # It is ZeroMQ's.
+            # ZeroMQ owns the descriptor.
             connection.detach()
 
 
 class ZmqRouter(_Pump):
-    """The driver's end (``DriverTransport``). ``address`` is where workers connect to, on this
-    machine; ``outer_address`` where others do.
+    """The driver's end (``DriverTransport``).
 
-    With ``keys`` it admits who has one of their keys, or ``worker_keys``: made for this router
-    alone.
+    With ``keys``, the router admits peers that have the key of a client in ``keys``, or
+    ``worker_keys``.
+
+    Attributes:
+        address: for connections of workers on this machine.
+        outer_address: for connections from other machines.
+        worker_keys: keys that are created for this router only. None without ``keys``.
     """
 
     plain_frames = 2
@@ -457,8 +491,8 @@ class ZmqRouter(_Pump):
         self._gate: _Gate | None = None
         self._connections: _Connections | None = None
         self.worker_keys: ClientKeys | None = None
-        # A context has one place where it asks whom to admit, which is another one's business in
-        # the context that all share.
+        # A context has a single handler that decides which peers to admit. In the shared context,
+        # this handler may belong to other code.
         check_threads(_THREADS)
         self._context = zmq.Context()
         super().__init__(_socket(self._context, zmq.ROUTER, address, max_message_bytes))
@@ -467,9 +501,9 @@ class ZmqRouter(_Pump):
         self.socket.setsockopt(zmq.RCVHWM, _MOST_UNTAKEN)
         self.socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         _set_heartbeat(self.socket, address, heartbeat_timeout)
-        # With a domain libzmq refuses ZMTP 1 and 2, which make a peer of whoever sends a few bytes;
-        # and one that does so while the socket closes ends this process (zmtp_engine.cpp 4.3.5,
-        # process_routing_id_msg).
+        # With a domain, libzmq refuses ZMTP 1 and 2. With these versions, any connection that sends
+        # a few bytes becomes a peer; if this happens while the socket closes, this process ends
+        # (zmtp_engine.cpp 4.3.5, process_routing_id_msg).
         self.socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
         if keys is not None:
             self._lock(keys)
@@ -502,30 +536,32 @@ class ZmqRouter(_Pump):
         _end_unclosed(self, *self._sockets, self._context)
 
     def _lock(self, keys: DriverKeys) -> None:
-        """Before anyone can connect."""
+        """Set up the keys. Call this before any peer can connect."""
         public, secret = key_pair()
         self.worker_keys = ClientKeys(driver=public_key(keys.secret), public=public, secret=secret)
         self._gate = _Gate(self._context, keys.clients | {public})
         self.socket.setsockopt(zmq.CURVE_SERVER, 1)
         self.socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
-        # Without this ZeroMQ admits everybody if nobody answers its question.
+        # Without this, ZeroMQ admits every peer if no handler answers its question.
         self.socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
     @property
     def _sockets(self) -> list[zmq.Socket[bytes]]:
-        """In the order in which they are closed. The router is first: ZeroMQ's thread would wait
-        for somebody to take its last event."""
+        """The sockets in closing order.
+
+        The router is closed first: ZeroMQ's thread would wait until its last event is read.
+        """
         pumps = (self, self._connections, self._gate)
         return [pump.socket for pump in pumps if pump is not None]
 
     @property
     def refused(self) -> int:
-        """Handshakes with an unknown key; a peer tries again and again."""
+        """Number of handshakes with an unknown key. A refused peer retries repeatedly."""
         return 0 if self._gate is None else self._gate.refused.count
 
     @property
     def cut_off(self) -> int:
-        """Connections that were closed because too many had not finished their handshake."""
+        """Number of connections closed because too many had not finished their handshake."""
         return 0 if self._connections is None else self._connections.cut_off.count
 
     def start(
@@ -547,7 +583,7 @@ class ZmqRouter(_Pump):
         if self.closed:
             return
         super().close()
-        # In the order of ``_sockets``.
+        # Close in the order of ``_sockets``.
         for pump in (self._connections, self._gate):
             if pump is not None:
                 pump.close()
@@ -603,14 +639,17 @@ class ZmqDealer(_Pump):
         try:
             _send(self.socket, frames)
         except zmq.Again:
-            # There is no limit to what waits; so there is no connection, and will be none.
+            # The queue has no limit, so this error means that the connection was refused for good.
             raise Closed("the driver has refused the connection") from None
         self.after_send()
 
 
 class ZmqPolledDealer:
-    """A worker's end without an event loop, polled by a thread that has better things to do: the
-    engine's scheduler loop. Belongs to the thread that made it."""
+    """A worker's end without an event loop, polled by a thread with other work.
+
+    The engine's scheduler loop uses it. Only the thread that created it may use it, except for
+    ``wake``.
+    """
 
     def __init__(
         self,
@@ -631,20 +670,23 @@ class ZmqPolledDealer:
         self._poller.register(self._wakeup, zmq.POLLIN)
 
     def wake(self) -> None:
-        """End the ``wait`` under way, or the next one. The one method for other threads."""
+        """End the current ``wait``, or the next one. Other threads may call this method only."""
         with contextlib.suppress(OSError):
             os.eventfd_write(self._wakeup, 1)
 
     def receive(self) -> list[bytes] | None:
-        """The next message if one is here, else None; never waits."""
+        """Return the next message, or None if none has arrived. Never wait."""
         try:
             return self._socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
             return None
 
     def wait(self, timeout: float) -> bool:
-        """Block until a message is here, ``wake`` is called, or ``timeout`` seconds have passed.
-        True if a message is here."""
+        """Block until a message arrives, ``wake`` is called, or ``timeout`` seconds have passed.
+
+        Returns:
+            True if a message has arrived.
+        """
         events = dict(self._poller.poll(ceil(timeout * 1000)))
         if self._wakeup in events:
             with contextlib.suppress(BlockingIOError):
@@ -655,6 +697,10 @@ class ZmqPolledDealer:
         _send(self._socket, frames)
 
     def close(self, linger: float = 0.0) -> None:
-        """``linger``: seconds that unsent messages may take to leave."""
+        """Close the socket.
+
+        Args:
+            linger: seconds to send the messages that are not sent yet.
+        """
         _end(self._socket, linger)
         os.close(self._wakeup)

@@ -1,12 +1,13 @@
-"""Frames <-> messages, and the typed arguments of endpoints <-> msgpack.
+"""Convert messages to frames and back, and typed arguments of endpoints to msgpack and back.
 
-Encoders and decoders are built once. Two layers meet here: the envelope (``ToWorker``,
-``ToDriver``), whose decoders never see user types, and the bodies of calls, whose schema comes
-from the annotations of the endpoint that they are for.
+Encoders and decoders are built once. There are two layers. The decoders of the envelope
+(``ToWorker``, ``ToDriver``) never handle user types. The schema of a call's body comes from the
+annotations of the call's endpoint.
 
-numpy arrays anywhere in an argument or result, and ``bytes`` as a whole argument or result, leave
-the msgpack body and travel as raw frames: no copy on the way out, a read-only view on the way in.
-An array leaves an extension type behind, so it is an array again even where no annotation says so.
+numpy arrays anywhere in an argument or result, and ``bytes`` as a whole argument or result, are not
+part of the msgpack body. They are sent as raw frames: encoding does not copy them, and decoding
+returns a read-only view. The body contains an extension type in place of an array, so an array is
+decoded as an array even without an annotation.
 """
 
 from __future__ import annotations
@@ -27,20 +28,23 @@ Buffer = bytes | bytearray | memoryview
 
 encoder: Final = msgspec.msgpack.Encoder()
 MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises for bytes that are not the message wanted; text that is not UTF-8 and too
-deep nesting are not among its own errors."""
+"""Errors that msgspec raises for bytes that are not the expected message. Text that is not UTF-8
+and too deep nesting raise built-in errors."""
 
 _ARRAY: Final = 1
-"""Code of the msgpack extension that stands for an array: ``[raw frame, dtype, shape]``."""
+"""Code of the msgpack extension that represents an array: ``[raw frame, dtype, shape]``."""
 _array_header: Final = msgspec.msgpack.Decoder(tuple[int, str, tuple[int, ...]])
 
 
 encode: Final[Callable[[Any], bytes]] = encoder.encode
-"""msgpack of a message or of an engine body."""
+"""Encodes a message or an engine body as msgpack."""
 
 
 def readable(text: object) -> str:
-    """``str(text)`` with what UTF-8 cannot carry (lone surrogates) replaced. Not all have one."""
+    """Return ``str(text)``. Replace lone surrogates, which UTF-8 cannot encode.
+
+    If ``str`` raises, return a text that names the error.
+    """
     try:
         found = str(text)
     except Exception as error:
@@ -49,8 +53,10 @@ def readable(text: object) -> str:
 
 
 def _decoder(type_: Any, what: str) -> Callable[[Buffer], Any]:
-    """A function that decodes a frame, and raises ``ProtocolError`` on anything that is not such a
-    message."""
+    """Return a function that decodes a frame.
+
+    The function raises ``ProtocolError`` if the frame is not a message of this type.
+    """
     decode = msgspec.msgpack.Decoder(type_).decode
 
     def checked(frame: Buffer) -> Any:
@@ -67,10 +73,10 @@ decode_to_driver: Final[Callable[[Buffer], ToDriver]] = _decoder(ToDriver, "for 
 decode_heartbeat: Final[Callable[[Buffer], Heartbeat]] = _decoder(
     Heartbeat, "from a worker's heartbeat"
 )
-# Of the weight channel.
+# Messages of the weight channel.
 decode_to_rank: Final[Callable[[Buffer], ToRank]] = _decoder(ToRank, "for a rank")
 decode_from_rank: Final[Callable[[Buffer], FromRank]] = _decoder(FromRank, "from a rank")
-# Of a client in another process.
+# Messages of a client in another process.
 decode_to_client: Final[Callable[[Buffer], ToClient]] = _decoder(ToClient, "for a client")
 decode_from_client: Final[Callable[[Buffer], FromClient]] = _decoder(FromClient, "from a client")
 
@@ -78,10 +84,11 @@ decode_from_client: Final[Callable[[Buffer], FromClient]] = _decoder(FromClient,
 def split_frames(
     parts: Sequence[CallMessage] | Sequence[Item], frames: list[Buffer]
 ) -> list[list[Buffer]]:
-    """Each part's own raw frames, out of those behind the first one of a message.
+    """Return the raw frames of each part. Raw frames follow the first frame of a message.
 
     Raises:
-        ProtocolError: there are more or fewer than the parts say, or a part says nonsense.
+        ProtocolError: the number of raw frames differs from the number in the parts, or a part has
+            an impossible number.
     """
     at = 1
     found = []
@@ -111,7 +118,7 @@ def encode_submit(calls: Sequence[OutgoingCall]) -> list[Any]:
     Raises:
         Exception: the arguments of a call cannot be encoded.
     """
-    # Tuples in the layout of ``CallMessage``: the arguments are encoded in place.
+    # Tuples in the layout of ``CallMessage``, so that the arguments are encoded in place.
     messages: list[Any] = []
     frames: list[Any] = [b""]
     for call in calls:
@@ -122,7 +129,7 @@ def encode_submit(calls: Sequence[OutgoingCall]) -> list[Any]:
 
 
 class Blob:
-    """Marks a place in a body whose bytes travel as a raw frame."""
+    """Marks bytes of a body that are sent as a raw frame."""
 
     __slots__ = ("data",)
 
@@ -131,12 +138,15 @@ class Blob:
 
 
 def _flat(data: Buffer) -> Buffer:
-    """The same bytes in one piece, ``len`` of which counts bytes: ZeroMQ takes nothing else."""
+    """Return the same bytes as one contiguous buffer whose ``len`` is its size in bytes.
+
+    ZeroMQ accepts no other buffers.
+    """
     if isinstance(data, memoryview):
         try:
             return data.cast("B")
         except (TypeError, ValueError):
-            # Its bytes do not lie side by side, or its items are none that Python knows.
+            # The view is not contiguous, or has an item format that Python does not support.
             return data.tobytes()
     return data
 
@@ -144,7 +154,7 @@ def _flat(data: Buffer) -> Buffer:
 class Body:
     """Encodes and decodes values of one type, with their raw frames.
 
-    Not for concurrent use from several threads.
+    Several threads must not use it at the same time.
     """
 
     def __init__(self, type_: Any) -> None:
@@ -157,12 +167,12 @@ class Body:
         )
 
     def encode(self, value: Any) -> tuple[bytes, list[Buffer]]:
-        """``(msgpack, raw frames)``.
+        """Encode a value. Return ``(msgpack, raw frames)``.
 
         Raises:
-            TypeError: it holds something that has no encoding.
-            ValueError: it nests too deeply, or holds text that is not Unicode.
-            OverflowError: it holds an integer of more than 64 bits.
+            TypeError: the value contains an object that has no encoding.
+            ValueError: the value nests too deeply, or contains text that is not Unicode.
+            OverflowError: the value contains an integer of more than 64 bits.
         """
         frames: list[Buffer] = []
         self._frames = frames
@@ -172,7 +182,11 @@ class Body:
             raise ValueError("it contains itself, or nests too deeply to be sent") from None
 
     def decode(self, body: Buffer, frames: Sequence[Buffer] = ()) -> Any:
-        """Raises ``msgspec.ValidationError`` when the body is not of the type."""
+        """Decode a value.
+
+        Raises:
+            msgspec.ValidationError: the body is not a value of the type.
+        """
         self._incoming = frames
         try:
             return self._decoder.decode(body)
@@ -183,7 +197,7 @@ class Body:
         except (ValueError, RecursionError) as error:
             raise msgspec.ValidationError(str(error)) from None
         except Exception as error:
-            # Of a type's __post_init__; msgspec takes only ValueError and TypeError for its own.
+            # Raised by a type's __post_init__. msgspec converts only ValueError and TypeError.
             raise msgspec.ValidationError(f"{type(error).__name__}: {error}") from error
         finally:
             self._incoming = ()
@@ -232,7 +246,7 @@ class Body:
         try:
             return np.frombuffer(self._frame(index), dtype=np.dtype(dtype)).reshape(shape)
         except (TypeError, ValueError, OverflowError, SyntaxError) as error:
-            # numpy parses some dtype strings as Python, hence the SyntaxError.
+            # numpy parses some dtype strings as Python, which may raise SyntaxError.
             raise ValueError(f"not an array ({dtype!r}, {shape}): {error}") from None
 
     def _frame(self, index: int) -> Buffer:
@@ -252,7 +266,7 @@ def _check_array(array: np.ndarray[Any, Any], type_: Any) -> None:
 
 
 class Arguments:
-    """The arguments of one function as a struct, checked against its annotations."""
+    """Encodes and decodes the arguments of one function, checked against its annotations."""
 
     def __init__(self, name: str, signature: Signature, hints: dict[str, Any]) -> None:
         self.name = name
@@ -275,10 +289,10 @@ class Arguments:
         self._body = Body(self.struct)
 
     def encode(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bytes, list[Buffer]]:
-        """Bind, encode and check by decoding exactly as the worker will.
+        """Bind and encode arguments. Check them by decoding them exactly as the worker does.
 
         Raises:
-            UsageError: wrong number, name or type of argument.
+            UsageError: the number, a name or a type of the arguments is wrong.
         """
         try:
             bound = self.signature.bind(*args, **kwargs)
@@ -302,7 +316,11 @@ class Arguments:
         return body, frames
 
     def decode(self, body: Buffer, frames: Sequence[Buffer]) -> dict[str, Any]:
-        """The arguments by name. Raises ``msgspec.ValidationError`` when they do not fit."""
+        """Return the arguments by name.
+
+        Raises:
+            msgspec.ValidationError: the arguments do not match the annotations.
+        """
         struct = self._body.decode(body, frames)
         values = {name: getattr(struct, name) for name in self.signature.parameters}
         for name in self._blobs:
@@ -310,7 +328,7 @@ class Arguments:
         return values
 
     def _explain(self, error: str) -> str:
-        """msgspec points at ``$[1]``; a person wants the argument's name."""
+        """Replace the position in an error of msgspec, such as ``$[1]``, by the argument's name."""
         for position, name in enumerate(self.signature.parameters):
             marker = f"$[{position}]"
             if marker in error:
@@ -319,20 +337,28 @@ class Arguments:
 
 
 class Result:
-    """What one endpoint returns or yields; ``bytes`` travels as a raw frame."""
+    """Encodes and decodes the results of one endpoint. ``bytes`` is sent as a raw frame."""
 
     def __init__(self, hint: Any) -> None:
         self._is_blob = hint is bytes
         self._body = Body(Blob if self._is_blob else hint)
 
     def encode(self, value: Any) -> tuple[bytes, list[Buffer]]:
-        """Raises TypeError for what cannot be sent."""
+        """Encode a result. Return ``(msgpack, raw frames)``.
+
+        Raises:
+            TypeError: the result contains an object that has no encoding.
+        """
         if self._is_blob and isinstance(value, (bytes, bytearray, memoryview)):
             value = Blob(_flat(value))
         return self._body.encode(value)
 
     def decode(self, body: Buffer, frames: Sequence[Buffer] = ()) -> Any:
-        """Raises ``ProtocolError`` when the worker returned something else than it declares."""
+        """Decode a result.
+
+        Raises:
+            ProtocolError: the result does not have the type that the endpoint declares.
+        """
         try:
             value = self._body.decode(body, frames)
         except (msgspec.MsgspecError, ValueError) as error:
