@@ -1,4 +1,4 @@
-"""The systems that ``bench.fabric`` measures, each in a process of its own (see ``parts``)."""
+"""The systems that ``bench.fabric`` measures, each in its own process (see ``parts``)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .payload import LOGPROBS, TOKENS, VOCAB, Prompts
 
 
 async def _measure(call: Call, options: Mapping[str, Any], note: Note) -> dict[str, Any]:
-    """Latency at 1 in flight, then the rate at each level."""
+    """Measure the latency at 1 in flight, then the rate at each level."""
     seconds, repeats = options["seconds"], options["repeats"]
     note("latency at 1 in flight")
     result: dict[str, Any] = {
@@ -49,7 +49,7 @@ def _sglrl(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
 
 
 async def _sglrl_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
-    """The whole client path against fake engines in worker processes."""
+    """Measure the whole client path to fake engines in worker processes."""
     import sglrl
 
     prompts = Prompts()
@@ -85,7 +85,7 @@ async def _sglrl_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
 
 
 async def _idle_cpu(pids: list[int], seconds: float) -> float:
-    """The largest share of a core that one of these processes uses while nothing is asked."""
+    """Return the largest share of a core that any of these processes uses without calls."""
     processes = [psutil.Process(pid) for pid in pids]
 
     def used() -> list[float]:
@@ -101,7 +101,7 @@ async def _idle_cpu(pids: list[int], seconds: float) -> float:
 
 
 def _transport(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
-    """Our sockets with as many bytes, one message a call: nothing is encoded, checked or routed."""
+    """Send equal bytes over our sockets, one message a call, without codec, checks or routing."""
     return uvloop.run(_transport_main(options, note))
 
 
@@ -112,7 +112,7 @@ async def _transport_main(options: Mapping[str, Any], note: Note) -> dict[str, A
 
     note("starting")
     loop = asyncio.get_running_loop()
-    # One dealer answers in order.
+    # The only dealer answers in order, so the first future belongs to the next answer.
     waiting: deque[asyncio.Future[None]] = deque([loop.create_future()])
     here = waiting[0]
     payload = bytes(2 * 4 * TOKENS)
@@ -145,10 +145,10 @@ def _waiting(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
 
 
 async def _waiting_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
-    """Bytes a call while ``calls`` of them wait at the driver behind a slow worker.
+    """Measure the memory of calls that wait at the driver for a slow worker, in bytes a call.
 
-    With ``bare`` the same for tasks that hold such a prompt and wait for a future of asyncio: what
-    any client must take, in a process that is otherwise alike.
+    With ``bare``, measure tasks that hold a prompt of the same size and wait for a bare asyncio
+    future, in the same kind of process. Every client needs at least this memory.
     """
     import sglrl
 
@@ -174,10 +174,10 @@ async def _waiting_main(options: Mapping[str, Any], note: Note) -> dict[str, Any
             del ids
 
         held = bare if options["bare"] else call
-        # What is made once: caches, the driver's tables.
+        # Allocate what is allocated only once: caches, the driver's tables.
         await _hold(held, 10, _resident)
         note(f"{count:,} wait")
-        # The process's growth first: afterwards it has room to fill before it grows again.
+        # Measure the growth of the process first. Later, freed memory would hide part of it.
         resident = await _hold(held, count, _resident)
         allocated = await _hold(held, count, _allocated)
     return {"calls": count, "resident_bytes": resident, "allocated_bytes": allocated}
@@ -194,13 +194,16 @@ def _allocated() -> int:
 
 
 async def _hold(call: Any, count: int, size: Any) -> float:
-    """Bytes a call by which ``size`` grows while ``count`` calls wait, which then are cancelled."""
+    """Return by how many bytes a call ``size`` grows while ``count`` calls wait.
+
+    The calls are cancelled at the end.
+    """
     gc.collect()
     tasks: list[asyncio.Task[None] | None] = [None] * count
     before = size()
     for i in range(count):
         tasks[i] = asyncio.get_running_loop().create_task(call(i))
-    # Each task runs until it waits in the loop's next turn; what they sent leaves in the one after.
+    # Each task runs until it waits in the loop's next turn. Its message is sent one turn later.
     for _ in range(3):
         await asyncio.sleep(0)
     gc.collect()
@@ -219,21 +222,23 @@ async def _hold(call: Any, count: int, size: Any) -> float:
 
 
 _TIMED = 31
-"""A prime, so that it falls in step with nothing."""
+"""A prime number, so that the sample does not follow any period of the load."""
 
 
 class _MemoryPool:
-    """Stands where ``Client`` expects a pool of processes: workers that echo in this process.
+    """Replaces the pool of processes that ``Client`` expects: its workers echo in this process.
 
-    ``echo_seconds``: CPU time that the echoes took, which real workers spend on other cores; from
-    one message in ``_TIMED``, because to read the thread's clock around all of them was 4 % of
-    everything where each has one call, as with many workers.
+    Attributes:
+        echo_seconds: CPU time of the echoes, which real workers would spend on other cores. It is
+            measured at one message in ``_TIMED``: with many workers each message has one call, and
+            reading the thread's clock around every message took 4 % of the total time.
     """
 
     def __init__(self, workers: int, routing: tuple[str, ...]) -> None:
         import msgspec
 
         from sglrl.config import FabricConfig
+        from sglrl.core.driver_listener import DriverListener
         from sglrl.driver.driver import Driver
         from sglrl.transport.memory import MemoryRouter
         from sglrl.weights.channel import WeightChannel
@@ -246,7 +251,7 @@ class _MemoryPool:
         self.workers: list[Any] = []
         self.outer_address = ""
         self.echo_seconds = 0.0
-        # One of so many messages.
+        # True for one message in ``_TIMED``.
         clocked = itertools.cycle([False] * (_TIMED - 1) + [True]).__next__
         self.driver = Driver(router, FabricConfig(routing=routing))
         decode_args = msgspec.msgpack.Decoder(GenerateArgs).decode
@@ -287,11 +292,14 @@ class _MemoryPool:
 
         self._all_ready = asyncio.Event()
 
-        def on_ready(index: int, ready: Ready) -> None:
-            if index == workers - 1:
-                self._all_ready.set()
+        all_ready = self._all_ready
 
-        self.driver.on_ready = on_ready
+        class Listener(DriverListener):
+            def on_ready(self, worker: int, ready: Ready) -> None:
+                if worker == workers - 1:
+                    all_ready.set()
+
+        self.driver.add_listener(Listener())
         self.driver.start()
         for index in range(workers):
             connect(index)
@@ -313,7 +321,7 @@ def _memory(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
 
 
 async def _memory_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
-    """The client and driver with ``workers`` echoes in the same process and event loop."""
+    """Measure client and driver with ``workers`` echoes in the same process and event loop."""
     from sglrl.inference.client import Client
 
     prompts = Prompts()
@@ -365,7 +373,7 @@ async def _http_main(url: str, options: Mapping[str, Any], note: Note) -> dict[s
     from .http_echo import Answer, Request
 
     prompts = Prompts()
-    # The JSON codec that costs the peer least.
+    # This JSON codec costs the peer least.
     encode = msgspec.json.Encoder().encode
     decode = msgspec.json.Decoder(Answer).decode
     headers = {"content-type": "application/json"}

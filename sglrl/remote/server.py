@@ -243,7 +243,8 @@ class PoolServer(DriverListener):
             case Hello() if peer is None:
                 return self._admit(identity, message)
             case Leave() if peer is None:
-                """Its connection broke, and it was forgotten before it connected again."""
+                # Its connection broke, and the pool forgot it before it connected again.
+                pass
             case _ if peer is None:
                 self._dismiss(
                     identity,
