@@ -1,7 +1,8 @@
-"""Asynchronous, off-policy training: samples up to two versions old, through a replay buffer.
+"""Asynchronous, off-policy training with samples up to two versions old and a replay buffer.
 
-``pip install -e '.[sglang,torchrl]' && python examples/async_offpolicy.py [steps]``, on a CPU and
-without a download. A tiny model learns to repeat four digits: a reward of some 0.9 in 80 steps.
+``pip install -e '.[sglang,torchrl]' && python examples/async_offpolicy.py [steps]`` runs on a CPU
+without a download. A tiny model learns to repeat four digits. Its reward is about 0.9 after 80
+steps.
 """
 
 import asyncio
@@ -42,7 +43,7 @@ def logprobs_of(model, batch):
 def train(model, optimizer, buffer):
     batch = buffer.sample(GROUPS * SAMPLES)
     advantages, mask, behavior = (batch[k] for k in ("advantage", "loss_mask", "logprobs"))
-    # Clipped around the policy at the start of both steps; each token weighed by start / sampled.
+    # The clip is relative to the policy before both steps. A token has the weight start / sampled.
     with torch.no_grad():
         start = logprobs_of(model, batch)
     for _ in range(2):
@@ -57,7 +58,7 @@ async def main(steps):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype="auto")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
-    # Of one batch: what is older is overwritten. Each trajectory is drawn once.
+    # The storage holds one batch: new samples overwrite old ones. Each trajectory is drawn once.
     storage, sampler = LazyTensorStorage(GROUPS * SAMPLES), SamplerWithoutReplacement()
     buffer = ReplayBuffer(storage=storage, sampler=sampler)
     whole = {"group_size": SAMPLES, "min_group": SAMPLES, "batch_size": GROUPS, "max_staleness": 2}

@@ -1,8 +1,8 @@
 """Single-turn GRPO: a tiny model with random weights learns to repeat four digits.
 
 Runs on a CPU, without a download: ``pip install -e '.[sglang,demo]' && python examples/grpo.py``.
-The number of steps may follow; it takes some 40 to learn it. With a model and questions of yours,
-the rest stays as it is.
+An optional argument sets the number of steps. The model learns the task in about 40 steps. To train
+your own model on your own questions, replace both and keep the rest.
 """
 
 import asyncio
@@ -29,13 +29,13 @@ def questions():
 
 
 async def agent(session, item):
-    """One sample; what it returns is the reward."""
+    """Generate one sample and return its reward."""
     turn = await session.generate(max_new_tokens=4)
     return sum(a == b for a, b in zip(turn.text, item["answer"], strict=False)) / 4
 
 
 def train(model, optimizer, groups):
-    """Two steps over one batch; the second is a little off-policy, hence the clip."""
+    """Take two steps over one batch. The second step is slightly off-policy, hence the clip."""
     batch = stack(t for group in groups for t in group.trajectories)
     advantages = torch.cat([group_advantages(group.rewards) for group in groups])
     for _ in range(2):
@@ -61,8 +61,8 @@ async def main(steps):
             questions(),
             group_size=SAMPLES,
             batch_size=GROUPS,
-            max_staleness=0,  # every sample is of the current policy
-            keep=has_signal,  # a group whose rewards are all equal teaches nothing
+            max_staleness=0,  # only samples of the current policy
+            keep=has_signal,  # a group with equal rewards has no gradient
         )
         async with run:
             for step in range(steps):

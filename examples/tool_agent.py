@@ -1,8 +1,8 @@
-"""An agent with a tool, and a verifier for its reward, both in processes of their own.
+"""An agent with a tool, and a verifier that computes its reward. Both have their own processes.
 
-``python examples/tool_agent.py [conversations]``, on a CPU and without a download. The model is a
-tiny one with random weights, so most of what it writes is nonsense: see what becomes of it. How to
-train on the trajectories: ``examples/grpo.py``.
+``python examples/tool_agent.py [conversations]`` runs on a CPU without a download. The model is
+tiny and has random weights, so most of its output is nonsense. The example shows how the tool
+handles that output. ``examples/grpo.py`` shows how to train on the trajectories.
 """
 
 import asyncio
@@ -15,8 +15,10 @@ MODEL = str(tiny_model(characters="0123456789+-*/()= ?", initializer_range=0.02)
 
 
 class Calculator(sglrl.Actor):
-    """Runs what a model wrote, where it can do no harm: in a process with little memory. What it
-    must not live through (9**9**9) ends the process, and another one takes its place."""
+    """Evaluate expressions that a model wrote, in a process with limited memory.
+
+    An expression that exceeds the limits (9**9**9) kills the process. A new process replaces it.
+    """
 
     def __init__(self) -> None:
         import resource
@@ -31,7 +33,7 @@ class Calculator(sglrl.Actor):
 
 
 class Verifier(sglrl.Actor):
-    """Says what an answer is worth."""
+    """Score answers."""
 
     @sglrl.endpoint(idempotent=True)
     async def score(self, question: str, answer: str) -> float:
@@ -42,8 +44,8 @@ class Verifier(sglrl.Actor):
 async def main(conversations):
     async with (
         sglrl.launch(MODEL, device="cpu") as client,
-        # One call at a time in each process, so what crashes or hangs one (it is ended after two
-        # seconds) is lost to nobody else; calls wait at the driver for a process that is free.
+        # Each process runs one call at a time, so a crash or a hang loses only that call. A process
+        # that hangs is killed after two seconds. Calls wait at the driver for a free process.
         sglrl.spawn(Calculator, replicas=2, window=1, hang_timeout=2.0, restarts=1000) as tool,
         sglrl.spawn(Verifier) as verifier,
     ):
@@ -54,7 +56,7 @@ async def main(conversations):
                 result = await tool.evaluate(call.text, timeout=10.0)
                 session.reward(0.1)
             except (sglrl.RemoteError, sglrl.WorkerLost, sglrl.DeadlineExceeded) as error:
-                # What went wrong with the tool is something the policy can learn from.
+                # The policy can learn from a failed tool call.
                 result = "?"
                 session.metadata["error"] = type(error).__name__
             session.observe({"role": "tool", "content": result})

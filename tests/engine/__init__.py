@@ -1,1 +1,1 @@
-"""A real SGLang on CPU, against Hugging Face transformers."""
+"""Tests of a real SGLang engine on CPU against Hugging Face transformers."""

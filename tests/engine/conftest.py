@@ -38,7 +38,7 @@ def reference(qwen: Path) -> Reference:
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def client(qwen: Path) -> AsyncIterator[sglrl.Client]:
-    # A random model fills a JSON text with white space where it may.
+    # A random model fills a JSON text with white space wherever the grammar allows it.
     async with sglrl.launch(
         qwen, device="cpu", constrained_json_disable_any_whitespace=True
     ) as client:

@@ -1,4 +1,4 @@
-"""Logits to draw from, and how: for the kernels and for what they are compared with."""
+"""Logits and temperatures for the drawing kernels and for their reference."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ KEY, STEP, LANES = 0x2EDC_BA98_7654_3210, 0x2000_0003_F234_5678, 16
 
 
 def _cases() -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-    """Name, logits float32 [n, vocabulary], temperatures float32 [n, 1]."""
+    """Yield a name, float32 logits [n, vocabulary] and float32 temperatures [n, 1]."""
     random = np.random.default_rng(5)
-    # Of parts of 4 * LANES: less than one, one, more than two.
+    # The kernels work in parts of 4 * LANES columns: less than one part, one, more than two.
     for columns in (5, 64, 150):
         logits = random.normal(0, 3, (5, columns)).astype(np.float32)
         yield f"normal {columns}", logits, random.uniform(0.3, 2, (5, 1)).astype(np.float32)

@@ -1,5 +1,7 @@
-"""The kernels that draw tokens on a GPU, interpreted: what they draw, as JSON; and what SGLang's
-sampler does in a worker that has a GPU. In the folder of tests: ``python -m engine.draw_program``.
+"""Run the kernels that draw tokens on a GPU in Triton's interpreter, and print the results as JSON.
+
+Also runs SGLang's sampler as in a worker that has a GPU. Run it in the folder of tests:
+``python -m engine.draw_program``.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ import os
 from types import SimpleNamespace
 from typing import Any
 
-# Read when a kernel is defined.
+# Triton reads this variable when a kernel is defined.
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
@@ -24,12 +26,16 @@ from .draw_cases import CASES, KEY, LANES, STEP
 
 
 class Request:
-    """Whoever has a seed."""
+    """A request with a seed."""
 
 
 def sample(logits: torch.Tensor, **changes: Any) -> tuple[list[int], Any, list[bool], bool]:
-    """Tokens, logprobs, rows without a token, and whether the logits are as they were (SGLang puts
-    probabilities in their place)."""
+    """Sample one step.
+
+    Returns:
+        Tokens, logprobs, which rows have no token, and whether the logits are unchanged (SGLang's
+        own sampler overwrites them with probabilities).
+    """
     info = SimpleNamespace(
         is_all_greedy=False,
         need_top_p_sampling=False,

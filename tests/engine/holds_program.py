@@ -1,5 +1,7 @@
-"""Holds the engine's weights of a scheduler that does nothing else, as the weight channel does, and
-prints what came of it as JSON. In the folder of tests: ``python -m engine.holds_program``.
+"""Hold and release an engine's weights as the weight channel does.
+
+The scheduler is otherwise idle. Prints the results as JSON. Run it in the folder of tests:
+``python -m engine.holds_program``.
 """
 
 from __future__ import annotations
@@ -24,8 +26,11 @@ OLD, NEW = 1.0, 2.0
 
 
 class Rank:
-    """An engine's weights, with a scheduler that does nothing but execute commands in a thread of
-    its own. ``committed``: errors by update, "" if it is live."""
+    """An engine's weights, with a scheduler that only executes commands, in its own threads.
+
+    Attributes:
+        committed: the error of each update, "" when the update is live.
+    """
 
     def __init__(self) -> None:
         from sglrl_workers.engine.sglang.weights import SglangWeights
@@ -53,7 +58,7 @@ class Rank:
         self.engine.staged(update, [(self.live, torch.full((4,), NEW))])
 
     def execute(self) -> None:
-        """The command that came last, on the scheduler's thread."""
+        """Execute the only pending command in a scheduler thread."""
         (command,) = self.commands
         self.commands.clear()
         thread = threading.Thread(target=self.engine.execute, args=(command,), daemon=True)
@@ -61,20 +66,20 @@ class Rank:
         self._threads.append(thread)
 
     def finish(self) -> None:
-        """Wait until the scheduler has executed everything."""
+        """Wait until the scheduler has executed all commands."""
         for thread in self._threads:
             thread.join(SECONDS)
             assert not thread.is_alive()
 
     @property
     def state(self) -> tuple[float, int]:
-        """Of all weights, and the version that the scheduler says they have."""
+        """The value of all weights, and the version that the scheduler reports for them."""
         (value,) = set(self.live.tolist())
         return value, self.scheduler.sglrl_version
 
 
 def copy_ends_after_staging() -> list[Any]:
-    """The copy has ended and its answer is sent; the next update is faster than the scheduler."""
+    """Commit an update that is staged before the scheduler notices the end of a peer copy."""
     rank = Rank()
     rank.engine.hold(COPY, "continue")
     rank.execute()
@@ -101,7 +106,7 @@ def drained() -> list[Any]:
 
 
 def drained_without_its_weights() -> list[Any]:
-    """Another update's are staged."""
+    """Release a drained update while only the weights of another update are staged."""
     rank = Rank()
     rank.engine.hold(UPDATE, "drain")
     rank.execute()
@@ -126,7 +131,7 @@ def held_for_which() -> dict[str, bool]:
     rank.engine.release(COPY, None)
     rank.finish()
     found["copy, when it is over"] = rank.engine.held(COPY, 0.0)
-    # Given up before it was asked for: nothing is held for it any more.
+    # The update is cancelled before the scheduler executes its hold, so nothing is held for it.
     rank.engine.release(UPDATE, None)
     rank.engine.hold(UPDATE, "continue")
     found["update, given up before"] = rank.engine.held(UPDATE, 0.0)
@@ -135,7 +140,7 @@ def held_for_which() -> dict[str, bool]:
     rank.engine.hold(NEXT, "continue")
     rank.execute()
     found["next"] = rank.engine.held(NEXT, SECONDS)
-    # An older one that gives up does not end the hold of a newer one.
+    # An older update that is cancelled does not end the hold of a newer one.
     rank.engine.release(COPY, 4)
     found["next, when an older one is released"] = rank.engine.held(NEXT, 0.0)
     rank.engine.release(NEXT, 9)

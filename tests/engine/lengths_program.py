@@ -1,5 +1,6 @@
-"""Lengths at which SGLang does other than what we allow, as JSON. In the folder of tests:
-``python -m engine.lengths_program MODEL``.
+"""Print, as JSON, the lengths for which SGLang's limits differ from ours.
+
+Run it in the folder of tests: ``python -m engine.lengths_program MODEL``.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from .programs import make_scheduler
 
 
 def is_made(scheduler: SglrlScheduler, prompt: int, wanted: int) -> bool:
-    """Whether SGLang generates ``wanted`` tokens behind ``prompt`` ones, where nothing else runs.
-    It cuts their number to what it can schedule."""
+    """Return whether an idle SGLang generates ``wanted`` tokens after a prompt of this length.
+
+    SGLang reduces the number of tokens to what it can schedule.
+    """
     request = SimpleNamespace(
         rid="",
         origin_input_ids=[0] * prompt,
@@ -35,7 +38,7 @@ def wrong(scheduler: SglrlScheduler) -> Iterator[tuple[str, int, int, int]]:
         scheduler.max_req_len = context
         scheduler.max_total_num_tokens = cache
         scheduler.page_size = page
-        # SGLang 0.5.18 and later ask the allocator.
+        # SGLang 0.5.18 and later read the page size from the allocator.
         scheduler.token_to_kv_pool_allocator.page_size = page
         most = most_tokens(context, cache, page)
         if not all(is_made(scheduler, p, most - p) for p in range(1, most)):

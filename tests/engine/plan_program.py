@@ -1,5 +1,6 @@
-"""Plans updates of a real model, once with a loader that computes in place: what came of it, as
-JSON. In the folder of tests: ``python -m engine.plan_program MODEL``.
+"""Plan updates of a real model, also with a loader that computes in place. Print results as JSON.
+
+Run it in the folder of tests: ``python -m engine.plan_program MODEL``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Policies: models of one shape that differ in their weights; and an engine that goes through them.
+"""Models of one shape with different weights (policies), and an engine that switches between them.
 
-What is compared are logprobs, with Hugging Face transformers, given the KV cache that a request
-really had when each of its tokens was sampled.
+Tests compare logprobs with Hugging Face transformers. The reference uses the KV cache that the
+request had when each of its tokens was sampled.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ PROMPTS = [[3 + (5 * i + 13 * j * j) % 500 for j in range(4 + 11 * i)] for i in 
 
 
 def finish(folder: Path, seed: int, *, flat: bool) -> None:
-    """Give the norms weights of their own, which in a new model are all ones.
+    """Give the norms random weights, which are all ones in a new model.
 
-    flat: make the logits a quarter as large. The random model's are so large that rounding them to
-    16 bits, which both sides do, is by itself as much as the tolerance.
+    Args:
+        flat: make the logits a quarter as large. The random model's logits are so large that
+            rounding them to 16 bits, which both sides do, alone reaches the tolerance.
     """
     weights = load_file(folder / "model.safetensors")
     random = torch.Generator().manual_seed(seed)
@@ -47,8 +48,13 @@ def finish(folder: Path, seed: int, *, flat: bool) -> None:
 
 
 class Policies:
-    """``policies[k]`` was made with seed k, when first asked for. ``saved``: the dtype of its file;
-    ``dtype``: what the reference computes in; ``options`` as for ``make_model``."""
+    """Policies by seed: ``policies[k]`` is made with seed k at its first use.
+
+    Args:
+        saved: the dtype of the saved file.
+        dtype: the dtype in which the reference computes.
+        options: arguments of ``make_model``.
+    """
 
     def __init__(
         self,
@@ -74,7 +80,7 @@ class Policies:
 
 
 class Lab:
-    """A client whose engines began with ``policies[0]``, and which policy each version is."""
+    """A client whose engines start with ``policies[0]``, and the policy of each version."""
 
     def __init__(
         self, client: sglrl.Client, policies: Policies, tolerance: float = TOLERANCE
@@ -89,7 +95,7 @@ class Lab:
         return self.by_version[self.client.weight_version]
 
     async def update(self, seed: int, weights: Any = None, **options: Any) -> UpdateReport:
-        """To policy ``seed``, given as ``weights`` if not as its module."""
+        """Update to policy ``seed``. ``weights`` replaces the policy's module as the source."""
         policy = self.policies[seed]
         report = await self.client.update_weights(
             policy.model if weights is None else weights, **options
@@ -99,11 +105,11 @@ class Lab:
         return report
 
     async def other(self, **options: Any) -> UpdateReport:
-        """To another policy than the current one."""
+        """Update to a policy other than the current one."""
         return await self.update(1 if self.current is not self.policies[1] else 2, **options)
 
     async def check(self, prompts: Sequence[list[int]] = PROMPTS, count: int = 12) -> None:
-        """Every worker has the current policy: bit for bit, and in what it answers."""
+        """Check that every worker has exactly the current policy's weights and uses them."""
         client = self.client
         live = [w for w in client.workers if w.state == "ready"]
         assert live
@@ -131,16 +137,16 @@ class Lab:
             np.testing.assert_allclose(
                 completion.logprobs, chosen, atol=self.tolerance, rtol=0, equal_nan=False
             )
-            # In 16 bits two tokens may be so close that the order of summation decides.
+            # In 16 bits two logits may be so close that the order of summation decides.
             slack = 0 if self.tolerance == TOLERANCE else 2 * self.tolerance
             assert (chosen >= rows.max(axis=1) - slack).all()
 
     def expected(self, completion: sglrl.Completion, *, again: bool) -> NDArray[np.float32]:
-        """float32 [t]: logprobs of the output, each by the policy of its token's version.
+        """Return float32 [t]: logprobs of the output, each by the policy of its token's version.
 
-        The step that samples a token computes the KV of the tokens before it that have none yet,
-        and leaves what older policies computed as it is; with ``again`` it is all computed anew
-        where the version changes, and always where another worker went on.
+        The step that samples a token computes the missing KV of the tokens before it. KV that older
+        policies computed stays as it is. With ``again`` all KV is recomputed where the version
+        changes. All KV is always recomputed where another worker resumed the request.
         """
         prompt, output = completion.prompt_ids.tolist(), completion.output_ids.tolist()
         ids = [*prompt, *output]
@@ -165,13 +171,13 @@ class Lab:
         return np.concatenate(rows)[np.arange(len(output)), output]  # type: ignore[no-any-return]
 
     def check_history(self, completion: sglrl.Completion, *, again: bool = False) -> None:
-        """Its spans are contiguous and ascending, and each one's logprobs are its version's."""
+        """Check that spans are contiguous and ascending, with the logprobs of their versions."""
         spans = completion.versions
         assert spans[0].start == 0
         assert spans[-1].stop == len(completion.output_ids)
         for before, after in itertools.pairwise(spans):
             assert before.stop == after.start
-            # A worker that has the new version may be lost before another one gets it.
+            # A worker that has the new version may be lost before another worker gets it.
             assert before.version < after.version or completion.resumed
         np.testing.assert_allclose(
             completion.logprobs,
@@ -200,7 +206,7 @@ def on_phase(
 def phase_event(
     monkeypatch: pytest.MonkeyPatch, client: sglrl.Client, wanted: str
 ) -> asyncio.Event:
-    """Set when the next update reaches that phase."""
+    """Return an event that is set when the next update reaches the phase ``wanted``."""
     event = asyncio.Event()
     on_phase(monkeypatch, client, lambda phase, member: event.set() if phase == wanted else None)
     return event
@@ -209,8 +215,12 @@ def phase_event(
 def phase_held(
     monkeypatch: pytest.MonkeyPatch, client: sglrl.Client, wanted: str
 ) -> tuple[asyncio.Event, Callable[[], None]]:
-    """Set when the next update reaches that phase, which is not over before the function is called
-    or the update is given up: the last member is not asked until then."""
+    """Hold the next update in the phase ``wanted``: its last member is not asked yet.
+
+    Returns:
+        An event that is set when the update reaches the phase, and a function that releases the
+        update. Cancelling the update releases it as well.
+    """
     event = asyncio.Event()
     channel = client._pool.weights
     ask = channel._ask
@@ -233,26 +243,29 @@ def phase_held(
 
 
 async def until_running(client: sglrl.Client, count: int) -> None:
-    """Every answer to ``stats`` comes between two scheduler steps, so this waits by calls."""
+    """Wait until ``count`` requests run.
+
+    The engine answers each call of ``stats`` between two scheduler steps, so no sleep is needed.
+    """
     while sum(s.engine.running for s in await client.stats()) < count:
         pass
 
 
 async def until_idle(client: sglrl.Client) -> None:
-    """A request that has been answered may still stand in the engine's batch for a step."""
+    """Wait until the engine is idle: a finished request may stay in its batch for a step."""
     while any(s.engine.running or s.engine.waiting for s in await client.stats()):
         pass
 
 
 async def collect(stream: sglrl.Stream) -> sglrl.Completion:
-    """Read it to its end."""
+    """Read a stream to its end and return the completion."""
     async for _ in stream:
         pass
     return stream.completion
 
 
 class Gate:
-    """A tensor whose gathering waits, as that of a sharded one does for the other ranks."""
+    """A tensor whose gathering blocks, like a sharded tensor that waits for the other ranks."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._reached, self._opened = threading.Event(), threading.Event()
@@ -270,20 +283,20 @@ class Gate:
         self.tensor = torch.Tensor._make_subclass(Gated, tensor.detach())
 
     async def reached(self) -> None:
-        """Until the sender wants it."""
+        """Wait until the sender gathers the tensor."""
         assert await asyncio.get_running_loop().run_in_executor(None, self._reached.wait, 100)
 
     def open(self) -> None:
         self._opened.set()
 
     def fail(self) -> None:
-        """Open it, to an error."""
+        """Open the gate and raise an error in the sender."""
         self._failed = True
         self._opened.set()
 
 
 def gated(weights: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], Gate]:
-    """The same with a gate in place of the last tensor."""
+    """Return the weights with a gate in place of the last tensor, and the gate."""
     *others, last = weights
     gate = Gate(weights[last])
     return {**{name: weights[name] for name in others}, last: gate.tensor}, gate

@@ -1,4 +1,4 @@
-"""Programs of tests that have a scheduler to themselves: SGLang's is one of a kind in a process."""
+"""Run test programs that need their own process: a process can have only one SGLang scheduler."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _PRELOADED = "sglrl_workers.engine.sglang.scheduler"
 
 
 def run_program(name: str, *arguments: object, fresh: bool = False) -> Any:
-    """Run a program of this folder; return the last line that it prints, as JSON.
+    """Run a program of this folder and return the last line that it prints, as JSON.
 
     Args:
-        fresh: start a new interpreter. Else the program is forked from a process that has imported
-            SGLang, which takes 20 seconds.
+        fresh: start a new interpreter. By default the program is forked from a process that has
+            already imported SGLang, because the import takes 20 seconds.
     """
     module = f"{__package__}.{name}"
     words = [*map(str, arguments)]
@@ -56,7 +56,7 @@ def run_program(name: str, *arguments: object, fresh: bool = False) -> Any:
 
 
 def stop_programs() -> None:
-    """End the process that programs are forked from."""
+    """Stop the process from which programs are forked."""
     forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 
@@ -68,7 +68,7 @@ def _run(module: str, arguments: list[str], output: str) -> None:
 
 
 def make_scheduler(model: str, rendezvous: str, **arguments: Any) -> SglrlScheduler:
-    """On the CPU, in float32, of nobody's requests. ``arguments``: of SGLang."""
+    """Make an idle scheduler on the CPU, in float32. ``arguments`` are SGLang's."""
     from sglrl_workers.engine.sglang import compat
     from sglrl_workers.engine.sglang.run import _memory, _server_args
     from sglrl_workers.engine.sglang.scheduler import SglrlScheduler

@@ -1,4 +1,4 @@
-"""What Hugging Face transformers says about a model."""
+"""Reference logprobs and tokens of a model by Hugging Face transformers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 class Reference:
-    """A model in transformers. dtype: "auto" is the one it was saved in."""
+    """A model in transformers.
+
+    Args:
+        dtype: the dtype of the computation. "auto" is the dtype of the saved model.
+    """
 
     def __init__(self, folder: Path, dtype: str = "auto") -> None:
         self.folder = folder
@@ -33,11 +37,11 @@ class Reference:
     def logprobs(
         self, ids: Sequence[int] | NDArray[Any], temperature: float = 1.0
     ) -> NDArray[np.float32]:
-        """float32 [length, vocabulary]: row i is the distribution of token i + 1."""
+        """Return float32 [length, vocabulary]: row i is the distribution of token i + 1."""
         return torch.log_softmax(self.logits(ids) / temperature, dim=-1).numpy()
 
     def logits(self, ids: Sequence[int] | NDArray[Any]) -> torch.Tensor:
-        """float32 [length, vocabulary]: row i is of token i + 1."""
+        """Return float32 [length, vocabulary]: row i has the logits of token i + 1."""
         tokens = torch.tensor(np.asarray(ids, dtype=np.int64))[None]
         with torch.inference_mode():
             return self.model(input_ids=tokens).logits[0].float()  # type: ignore[no-any-return]
@@ -48,12 +52,12 @@ class Reference:
         output: NDArray[Any],
         temperature: float = 1.0,
     ) -> NDArray[np.float32]:
-        """float32 [len(output)]: of the tokens of ``output`` after ``prompt``."""
+        """Return float32 [len(output)]: logprobs of the tokens of ``output`` after ``prompt``."""
         rows = self.logprobs(np.concatenate([prompt, output]), temperature)
         return rows[len(prompt) - 1 : -1][np.arange(len(output)), output]
 
     def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
-        """The likeliest continuation, end-of-sequence tokens included."""
+        """Return the greedy continuation, end-of-sequence tokens included."""
         ids = list(prompt)
         for _ in range(count):
             ids.append(int(self.logprobs(ids)[-1].argmax()))

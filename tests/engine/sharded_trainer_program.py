@@ -1,8 +1,8 @@
-"""One of two ranks of a trainer whose weights are sharded between them.
+"""One of two ranks of a trainer whose weights are sharded between the ranks.
 
     python sharded_trainer_program.py ADDRESS FOLDER RANK PORT
 
-Rank 0 sends the weights of the folder; both take part in gathering them. Prints the version.
+Rank 0 sends the weights of the folder. Both ranks gather them. Prints the version.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""The same requests through a real scheduler as SGLang has it and as we have it: all that comes out
-and what is left in its prefix cache, as JSON. In the folder of tests:
-``python -m engine.steps_program MODEL normal|overlap``.
+"""Run the same requests through SGLang's original scheduler and through ours.
+
+Prints, as JSON, every output and the final content of the prefix cache. Run it in the folder of
+tests: ``python -m engine.steps_program MODEL normal|overlap``.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from .programs import make_scheduler
 ARGUMENTS: dict[str, Any] = {
     "chunked_prefill_size": 48,
     "max_running_requests": 12,
-    # So few that prefixes are evicted, and running requests are retracted; later versions do not do
-    # that the same way twice.
+    # In 0.5.17 the cache is so small that prefixes are evicted and running requests are retracted.
+    # Later versions evict and retract differently in each run.
     "max_total_tokens": 900 if compat.VERSION == "0.5.17" else 20_000,
     "schedule_conservativeness": 0.1,
 }
@@ -49,8 +50,10 @@ class _Done(Exception):
 
 
 class AtOnce(Executor):
-    """Compiles a grammar where it is asked for, and not when a thread comes to it: which request
-    runs in which step must not depend on that."""
+    """Compile a grammar synchronously instead of in a thread.
+
+    Which request runs in which step must not depend on the timing of a thread.
+    """
 
     def submit(self, function: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -59,8 +62,11 @@ class AtOnce(Executor):
 
 
 class Ends:
-    """Both ends of the scheduler: a few requests a step, of all kinds, some of them aborted; and
-    what it says of them."""
+    """Both ends of the scheduler: its input and its output.
+
+    The input has a few requests of all kinds per step and aborts some of them. The output is
+    recorded.
+    """
 
     socket = None
 
@@ -94,7 +100,7 @@ class Ends:
             case "penalty":
                 values["frequency_penalty"] = 0.5
         top = choose([0, 0, 0, 2])
-        # Prompts that share: all, much, a token, or nothing; and a long one in several parts.
+        # Shared prefixes: the whole prompt, much, one token or nothing. Long prompts have parts.
         shared = [[7, 8, 9, 10, 11, 12], [7, 8, 9, 40, 41], [300 + i % 5]][i % 3]
         ids = [*shared, *(100 + (i * j) % 7 for j in range(choose([0, 1, 8, 20, 70])))]
         args = GenerateArgs(
@@ -110,14 +116,14 @@ class Ends:
         request = convert.generate_request(i, args, params, None)
         request.extra_key = choose(["0", "1"])
         if "regex" not in values and choose([False, False, True]):
-            # Another worker has begun it.
+            # The request resumes after another worker has generated these tokens.
             begun = array("q", [140, 235, 60][: values["max_new_tokens"] - 1])
             return [Resume(request.rid, begun), request]
         return [request]
 
     def pull(self) -> list[Any]:
         if not self.left and not self.open:
-            # The loops with overlap have a step to put away.
+            # The overlapping loops still have a step to process.
             self.quiet += 1
             if self.quiet > 4:
                 raise _Done
@@ -155,7 +161,7 @@ class Ends:
 
 
 def tree(cache: Any) -> list[Any]:
-    """The prefix cache, without the numbers and times of its nodes."""
+    """Return the content of the prefix cache, without node ids and times."""
 
     def of(node: Any) -> list[Any]:
         children = sorted(node.children.items(), key=lambda item: str(item[0]))

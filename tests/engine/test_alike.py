@@ -1,4 +1,4 @@
-"""Prompts that begin alike and come together are computed once, and say what they say alone."""
+"""Concurrent prompts with a shared prefix compute it once and give the same results as alone."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ async def test_who_is_waited_for_may_be_cancelled(engine: sglrl.Client) -> None:
 async def test_scores_of_one_text_wait_for_nobody(
     engine: sglrl.Client, reference: Reference
 ) -> None:
-    """Logprobs of a prompt are computed, and not found in the cache."""
+    """Each prompt's logprobs are computed, because the cache does not hold them."""
     ids = draw(9, 200)
     found = await asyncio.gather(*(engine.score(ids) for _ in range(4)))
     wanted = reference.logprobs_of(ids[:1], np.array(ids[1:]))

@@ -1,4 +1,4 @@
-"""An engine with little KV cache says so, and a run gives it no more agents than it can hold."""
+"""An engine with little KV cache reports its load, and a rollout starts only agents that fit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 class Loads(DriverListener):
-    """Appends how many requests wait whenever the engine reports its load."""
+    """Appends the number of waiting requests whenever the engine reports its load."""
 
     def __init__(self, client: sglrl.Client, waiting: list[int]) -> None:
         self.client = client
@@ -31,8 +31,8 @@ async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:
 
 async def test_agents_are_as_many_as_the_kv_cache_holds(qwen: Path) -> None:
     items = [{"id": i, "input_ids": [3 + i, 5, 7]} for i in range(60)]
-    # Room for seven whole ones, and for some more at the beginning of their answers. By default
-    # SGLang would keep nearly all the room that a request may come to need.
+    # The cache has room for seven complete requests and for some more that have just started. By
+    # default SGLang would reserve nearly all the room that a request may need.
     async with sglrl.launch(
         qwen,
         device="cpu",
@@ -41,7 +41,7 @@ async def test_agents_are_as_many_as_the_kv_cache_holds(qwen: Path) -> None:
         schedule_conservativeness=0.1,
     ) as client:
         waiting: list[int] = []
-        # Whenever the engine says so, and not when this process gets its turn.
+        # Record every report of the engine; polling would depend on when this process runs.
         client._running().add_listener(Loads(client, waiting))
         async with sglrl.rollout(client, agent, items[:30], concurrency=30) as run:
             await run.take(30)

@@ -1,4 +1,4 @@
-"""The client's other promises, with a real engine: inputs, order, cancellation, routing, starts."""
+"""More tests of the client with a real engine: inputs, order, cancellation, routing, starts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
 
 
 async def until_idle(client: sglrl.Client) -> None:
-    """Every answer to ``stats`` comes between two scheduler steps, so this waits by calls."""
+    """Wait until the engine is idle.
+
+    The engine answers each call of ``stats`` between two scheduler steps, so no sleep is needed.
+    """
     while any(s.engine.running or s.engine.waiting for s in await client.stats()):
         pass
 
@@ -160,7 +163,7 @@ async def test_bad_requests(client: sglrl.Client, values: dict[str, object], say
 
 
 async def use_all_of(client: sglrl.Client) -> None:
-    """As many tokens as are allowed, in every kind of request."""
+    """Use the maximum number of tokens in every kind of request."""
     info = client.info
     prompt = [5 + i % 400 for i in range(info.max_prompt_tokens)]
     longest = await client.generate(input_ids=prompt, max_new_tokens=1)
@@ -174,7 +177,7 @@ async def use_all_of(client: sglrl.Client) -> None:
         with pytest.raises(sglrl.InvalidRequest, match=f"at most {room}$"):
             await client.generate(input_ids=prompt[:given], max_new_tokens=room + 1)
     assert len((await client.next_token_logprobs(prompt, 3)).logprobs) == 3
-    # Whatever can be made can be scored.
+    # Every output of maximum length can be scored.
     whole = [*made.prompt_ids, *made.output_ids]
     assert len(await client.score(whole)) == info.max_total_tokens
     with pytest.raises(sglrl.InvalidRequest, match=rf"{len(whole) + 1} .* at most {len(whole)} "):
@@ -202,7 +205,7 @@ async def test_a_cache_smaller_than_the_context_can_be_used_whole(qwen: Path) ->
 
 
 async def test_lengths_that_are_allowed_are_those_that_sglang_makes(qwen: Path) -> None:
-    """With pages too, which it has on GPUs only."""
+    """The lengths are also checked with pages, which SGLang supports only on GPUs."""
     assert run_program("lengths_program", qwen) == []
 
 

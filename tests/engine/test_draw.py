@@ -1,5 +1,6 @@
-"""The kernels that draw tokens on a GPU, interpreted, against numpy. What they draw follows the
-distribution: tests/gpu/test_draw.py.
+"""The kernels that draw tokens on a GPU, run by Triton's interpreter, compared with numpy.
+
+tests/gpu/test_draw.py checks that the drawn tokens follow the distribution.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ def philox(counter: np.ndarray, key: int) -> np.ndarray:
 
 
 def test_philox() -> None:
-    """The known answer of its authors' library (Random123, kat_vectors)."""
+    """Compare with the known answer of the authors' library (Random123, kat_vectors)."""
     ones = philox(np.full((1, 4), 0xFFFFFFFF, np.uint32), 0xFFFFFFFF_FFFFFFFF)
     assert ones.tolist() == [[0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]]
 
 
 def waits(row: int, columns: int) -> np.ndarray:
-    """Exponential, float64 [columns]: one for each token. Four lanes share a counter."""
+    """Return exponential variates, float64 [columns]: one per token. Four lanes share a counter."""
     parts = -(-columns // (4 * LANES))
     counters = np.zeros((parts * LANES, 4), np.uint32)
     counters[:, 0] = np.arange(parts * LANES)
@@ -68,7 +69,11 @@ def test_tokens_and_logprobs(name: str, said: dict[str, dict[str, Any]]) -> None
 
 
 def test_which_steps_a_worker_with_a_gpu_draws_like_this(said: dict[str, dict[str, Any]]) -> None:
-    """With this SGLang; with one that reads otherwise, its own sampler does all."""
+    """The kernels draw only in these steps.
+
+    This holds for the installed SGLang. A version whose source differs uses its own sampler for all
+    steps.
+    """
     sampled = said["sampled"]
     ids, logprobs, undrawable, kept = sampled["logprobs"]
     assert kept

@@ -1,4 +1,4 @@
-"""The driver of real engines is killed: nothing of it is left."""
+"""The driver of real engines is killed: no process, socket or shared memory remains."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.alone  # what others leave in /dev/shm meanwhile could not be told from what it leaves
+@pytest.mark.alone  # files of concurrent tests in /dev/shm would look like leftovers of the driver
 @pytest.mark.parametrize("stage", ["importing", "serving"])
 def test_nothing_outlives_the_driver(
     qwen: Path, tmp_path_factory: pytest.TempPathFactory, stage: str
 ) -> None:
-    # Short: unix sockets have short names.
+    # The path must be short, because names of unix sockets are short.
     folder = Path(tmp_path_factory.mktemp("d"))
     shared = set(os.listdir("/dev/shm"))
     driver = subprocess.Popen(
@@ -53,6 +53,6 @@ def test_nothing_outlives_the_driver(
     driver.send_signal(signal.SIGKILL)
     driver.communicate(timeout=30)
     assert wait_for_end(below, 5.0) == []
-    # SGLang and torch leave files of their own.
+    # SGLang and torch leave their own files, so only ours are checked.
     assert not list(folder.glob("sglrl-*")), "sockets or logs were left"
     assert set(os.listdir("/dev/shm")) <= shared

@@ -1,4 +1,4 @@
-"""What ends an output when several things could: the last token that fits is looked at as any."""
+"""Finish reasons when several apply: the last token that fits is checked like any other token."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 @pytest.mark.parametrize("room", [0, 1, 8])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_last_token_may_be_the_end(client: sglrl.Client, room: int, stream: bool) -> None:
-    """A grammar of one letter, then the end of the sequence; with or without room behind it."""
+    """The grammar allows one letter and then the end token, with or without room after it."""
     (eos,) = client.info.eos_token_ids
     wanted: dict[str, Any] = {"messages": ASK, "regex": "a", "max_new_tokens": 2 + room}
     if stream:
@@ -41,7 +41,7 @@ async def test_the_last_token_may_end_a_stop_string(client: sglrl.Client, room: 
     whole = await client.generate(input_ids=PROMPT, max_new_tokens=30, **GREEDY)
     ids = whole.output_ids.tolist()
     decode = client.tokenizer.decode
-    # The first position whose text is letters and comes for the first time.
+    # The first position whose text is letters and has not occurred before.
     at = next(
         i
         for i in range(3, 30)
@@ -64,7 +64,7 @@ async def test_the_last_token_may_end_a_stop_string(client: sglrl.Client, room: 
 
 @pytest.mark.parametrize("stop", ["answer", "日本"])
 async def test_stop_strings_are_found_in_whatever_tokens(client: sglrl.Client, stop: str) -> None:
-    """A model need not write a text in the tokens that its tokenizer makes of it."""
+    """A model need not write a text in the tokens that its tokenizer produces for the text."""
     wanted: dict[str, Any] = {"regex": f"xx {stop} yyyy zzz", "max_new_tokens": 60, "n": 20}
     for how in ({"stop": stop}, {"stop_regex": stop}):
         found = await client.generate(messages=ASK, temperature=2.0, **wanted, **how)
@@ -85,7 +85,7 @@ async def test_stop_tokens_count_also_where_the_models_own_end_does_not(
     )
     assert (made.finish_reason, made.stop_match) == ("stop", ids[at])
     assert made.output_ids.tolist() == ids[: at + 1]
-    # And that alone does.
+    # The stop token also works alone.
     (eos,) = client.info.eos_token_ids
     made = await client.generate(
         input_ids=PROMPT,
@@ -122,7 +122,7 @@ async def test_a_turn_that_the_model_has_ended_is_not_ended_again(
 
 
 async def test_the_oldest_version_is_of_a_token(qwen: Path, tmp_path: Path) -> None:
-    """A turn that waited in the engine when new weights returned it has nothing of the old ones."""
+    """New weights return a turn that waits in the engine: no token of it has the old version."""
     policies = Policies(tmp_path)
     async with sglrl.launch(qwen, device="cpu", max_running_requests=1) as client:
         long = asyncio.create_task(

@@ -1,4 +1,4 @@
-"""Mixtures of experts, whose modules hold in one tensor what their checkpoints hold in many."""
+"""Mixtures of experts: one tensor of the module holds many tensors of the checkpoint."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CONFIGS = {
     "qwen3": lambda: Qwen3MoeConfig(
         **SHAPES, head_dim=16, num_experts=4, moe_intermediate_size=24, norm_topk_prob=True
     ),
-    # With an expert that all tokens share, behind a gate.
+    # This model has an expert that all tokens share, behind a gate.
     "qwen2": lambda: Qwen2MoeConfig(
         **SHAPES,
         num_experts=4,
@@ -91,7 +91,7 @@ async def check(client: sglrl.Client, reference: Reference) -> None:
 
 
 class Sharded(torch.Tensor):
-    """As a trainer's that lies on several ranks: nothing but ``full_tensor`` may be asked of it."""
+    """A tensor that is sharded over a trainer's ranks: only ``full_tensor`` may be called."""
 
     asked: list[tuple[int, ...]]
     full: torch.Tensor
@@ -117,7 +117,7 @@ async def test_a_module_is_sent_as_its_checkpoint(
     await engine.update_weights(other, version=10)
     assert await engine.verify_weights(other) == []
     await check(engine, references[1])
-    # As a mapping, and in buckets of which each holds parts of several tensors.
+    # Send a mapping, in full and in buckets that each hold parts of several tensors.
     state = one.state_dict()
     for mode in ("full", "bucketed"):
         await engine.update_weights(other)
@@ -136,7 +136,7 @@ async def test_a_sharded_one_is_gathered_once_and_in_order(
         state = {name: Sharded.of(t, asked) for name, t in model.state_dict().items()}
         await engine.update_weights(state)
         sent, asked[:] = asked[:], []
-        # What the other ranks of the trainer do meanwhile.
+        # The other ranks of the trainer call ``gather`` during the update.
         gather(state)
         assert sent == asked == [tuple(t.shape) for t in state.values()]
         assert await engine.verify_weights(model) == []
@@ -149,7 +149,7 @@ async def test_what_differs_has_its_name_in_the_checkpoint(
     await engine.update_weights(model)
     changed = copy.deepcopy(model)
     with torch.no_grad():
-        # Of the third expert: the second half, which is the "up".
+        # The second half of the third expert, which is the "up" projection.
         changed.model.layers[1].mlp.experts.gate_up_proj[2, -1, 5] += 1
         changed.model.layers[0].mlp.experts.down_proj[3, 0, 0] += 1
     (down, up) = await engine.verify_weights(changed)
@@ -178,7 +178,7 @@ async def test_other_numbers_of_experts(engine: sglrl.Client, references: list[R
 async def test_parts_of_larger_tensors_are_verified(
     engine: sglrl.Client, references: list[Reference]
 ) -> None:
-    """A view that begins in the middle of its memory, and one that lies in another order."""
+    """Verify a view with an offset into its memory and a view with another memory layout."""
     state = references[1].model.state_dict()
     name = "model.layers.0.self_attn.k_proj.weight"
     larger = torch.cat([torch.zeros_like(state[name]), state[name]])
@@ -192,7 +192,7 @@ async def test_parts_of_larger_tensors_are_verified(
 async def test_an_engine_without_weights_gets_all_of_them(
     folders: list[Path], references: list[Reference], tmp_path: Path
 ) -> None:
-    """There is no checkpoint whose names would say what there is."""
+    """The engine has no checkpoint from which to read the names of the weights."""
     shutil.copy(folders[0] / "config.json", tmp_path)
     async with sglrl.launch(tmp_path, device="cpu", timeout=60, load_format="dummy") as client:
         await client.update_weights(references[1].model)

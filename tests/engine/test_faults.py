@@ -1,5 +1,7 @@
-"""A few seeded faults under load with real engines, by the code of ``bench.faults``: answers stay
-what they are without faults, token for token."""
+"""A few seeded faults under load with real engines, injected by ``bench.faults``.
+
+Every answer equals the answer without faults, token for token.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request gets behind which no token can be drawn; and what those beside it get."""
+"""Requests for which no token can be drawn fail, and other requests in the batch succeed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NOWHERE: dict[str, tuple[int, dict[str, Any]]] = {
     "too early an end": (1, {"regex": "[ab]", "min_new_tokens": 5}),
     "stop tokens only": (0, {"stop_token_ids": [*range(512)], "min_new_tokens": 5}),
 }
-"""What allows nothing, and behind how many tokens."""
+"""Sampling options that allow no next token, and the number of output tokens before that."""
 
 
 @pytest_asyncio.fixture(
@@ -51,7 +51,7 @@ async def engine(request: pytest.FixtureRequest, qwen: Path) -> AsyncIterator[sg
 
 
 async def check(client: sglrl.Client, reference: Reference) -> None:
-    """All answers are the reference's, in a batch of requests of many lengths."""
+    """Check that all answers equal the reference's, in a batch of requests of many lengths."""
     made = await client.generate(input_ids=PROMPTS, max_new_tokens=12, logprobs=True, temperature=0)
     for prompt, one in zip(PROMPTS, made, strict=True):
         expected = reference.logprobs_of(prompt, one.output_ids)
@@ -64,7 +64,7 @@ async def check(client: sglrl.Client, reference: Reference) -> None:
 async def test_requests_that_allow_nothing(
     engine: sglrl.Client, reference: Reference, what: str
 ) -> None:
-    """All ways of sampling are in the same batches, beside requests that go on."""
+    """All ways of sampling share the same batches with requests that succeed."""
     others = asyncio.ensure_future(check(engine, reference))
     count, impossible = NOWHERE[what]
     says = f"nothing is allowed behind the {count} tokens"
@@ -92,7 +92,7 @@ async def test_requests_that_allow_nothing(
 async def test_models_that_have_diverged(
     engine: sglrl.Client, reference: Reference, value: str
 ) -> None:
-    """Every request says so, and the next weights are served as if nothing had been."""
+    """Every request fails with an error, and the next weights are served normally."""
     good = load_file(reference.folder / "model.safetensors")
     bad = {name: tensor.clone() for name, tensor in good.items()}
     bad["model.layers.1.mlp.up_proj.weight"][0, 0] = float(value)

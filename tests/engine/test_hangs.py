@@ -1,4 +1,4 @@
-"""A real engine that hangs is found; one with much to do is not taken for it."""
+"""A real engine that hangs is detected. A busy engine is not mistaken for a hung engine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def pair(model: Path) -> AsyncIterator[sglrl.Client]:
 
 
 class Stillness:
-    """For how long, by its own beats, a worker made no progress in a phase."""
+    """Measures how long a worker makes no progress in a phase, according to its heartbeats."""
 
     def __init__(self, client: sglrl.Client, worker: int, phase: str) -> None:
         monitor = client._pool._monitor
@@ -52,7 +52,7 @@ class Stillness:
         self._begun: tuple[int, float] | None = None
         self.longest = 0.0
         self.too_long = asyncio.Event()
-        """Longer than is allowed of any other step."""
+        """Set when the worker makes no progress for longer than another phase allows."""
 
     def __enter__(self) -> Stillness:
         self._beat: Callable[..., None] = self._detector.heartbeat
@@ -78,7 +78,7 @@ class Stillness:
 
 async def test_a_long_prefill_is_no_hang(pair: sglrl.Client) -> None:
     pids = [worker.pid for worker in pair.workers]
-    # On a fast machine only the longer ones take long enough.
+    # On a fast machine only the longer prompts take long enough.
     for begin, length in enumerate((CONTEXT // 2 - 100, CONTEXT - 100)):
         prompts = [[(7 * i + begin + 10 * k) % 500 for i in range(length)] for k in range(2)]
         with Stillness(pair, 1, PREFILL) as stillness:

@@ -1,4 +1,4 @@
-"""A name on the hub that cannot be fetched: a few lines say so, whatever the libraries raise."""
+"""A model on the hub cannot be fetched: the error has a few lines, whatever the libraries raise."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ except sglrl.WorkerStartError as error:
 
 
 def test_without_a_network() -> None:
-    # In a process of its own: the variable is read when the library is imported.
+    # The test needs its own process, because the library reads the variable at its import.
     program = subprocess.run(
         [sys.executable, "-c", LAUNCHES],
         env={**os.environ, "HF_HUB_OFFLINE": "1"},

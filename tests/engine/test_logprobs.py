@@ -1,4 +1,4 @@
-"""Tokens and logprobs are those of Hugging Face transformers, however a request is run."""
+"""Tokens and logprobs equal those of Hugging Face transformers, however a request is run."""
 
 from __future__ import annotations
 
@@ -32,8 +32,11 @@ class Case:
 
 
 def flatten(folder: Path) -> None:
-    """Make the logits an eighth as large. The random model's are so large that rounding them to 16
-    bits, which both sides do, is by itself as much as the tolerance: of 4 and more, by 0.03."""
+    """Make the logits an eighth as large.
+
+    The random model's logits are so large that rounding them to 16 bits, which both sides do, alone
+    reaches the tolerance: logits of 4 and more are rounded by 0.03.
+    """
     weights = load_file(folder / "model.safetensors")
     weights["lm_head.weight"] /= 8
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -72,7 +75,7 @@ async def test_greedy_tokens_and_their_logprobs(case: Case) -> None:
         expected = case.reference.logprobs([*prompt, *completion.output_ids])[len(prompt) - 1 : -1]
         chosen = expected[np.arange(24), completion.output_ids]
         np.testing.assert_allclose(completion.logprobs, chosen, atol=case.tolerance, rtol=0)
-        # In 16 bits two tokens may be so close that the order of summation decides.
+        # In 16 bits two logits may be so close that the order of summation decides.
         slack = 0 if case.dtype == "float32" else 2 * case.tolerance
         assert (chosen >= expected.max(axis=1) - slack).all()
         if case.dtype == "float32":
@@ -81,7 +84,7 @@ async def test_greedy_tokens_and_their_logprobs(case: Case) -> None:
 
 @pytest.mark.parametrize("lengths", [[2], [16], [17], [3, 5, 8], [9, 1, 1]], ids=str)
 async def test_prompts_of_a_few_tokens(case: Case, lengths: list[int]) -> None:
-    """They are prefilled as a decode step, if they have no more than 16 tokens together."""
+    """SGLang prefills the prompts as a decode step if they have at most 16 tokens together."""
     prompts = [[3 + (5 * i + 7 * j * j) % 500 for j in range(n)] for i, n in enumerate(lengths)]
     assert await case.client.flush_cache()
     for _ in range(2):
@@ -91,7 +94,7 @@ async def test_prompts_of_a_few_tokens(case: Case, lengths: list[int]) -> None:
         for prompt, completion in zip(prompts, completions, strict=True):
             expected = case.reference.logprobs_of(prompt, completion.output_ids)
             np.testing.assert_allclose(completion.logprobs, expected, atol=case.tolerance, rtol=0)
-        # The next ones are cached, but for what they have more.
+        # All but the added tokens of the next prompts are cached.
         prompts = [
             [*prompt, *range(40, 40 + n % 5)] for prompt, n in zip(prompts, lengths, strict=True)
         ]
@@ -110,7 +113,7 @@ async def test_sampled_tokens_logprobs(case: Case) -> None:
 @pytest.mark.parametrize("temperature", [0.5, 1.7])
 async def test_logprobs_are_after_temperature(case: Case, temperature: float) -> None:
     (prompt, *_) = PROMPTS
-    # Filters change what is drawn, and not what is reported.
+    # Filters change the drawn tokens, but not the reported logprobs.
     completion = await case.client.generate(
         input_ids=prompt, max_new_tokens=20, temperature=temperature, top_p=0.9, logprobs=True
     )
@@ -167,7 +170,7 @@ async def test_scores_equal_generation_and_the_reference(case: Case) -> None:
 async def test_scores_from_a_position_on(case: Case, start: int) -> None:
     prompt = PROMPTS[3]
     assert len(prompt) == 30
-    # Twice: the second time the prefix is cached.
+    # Score twice: the second time the prefix is cached.
     for _ in range(2):
         scores = await case.client.score(prompt, start=start)
         assert scores.shape == (30 - start,)

@@ -1,4 +1,4 @@
-"""What is remembered of a trainer's tensors from one update to the next."""
+"""The client caches a description of a trainer's tensors from one update to the next."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_the_same_list_comes_for_the_same_names_dtypes_and_shapes() -> None:
     other = named(a=torch.ones(2, 3), tied=torch.ones(1), b=torch.ones(4))
     sent = manifest.take(other, WANTED)
     assert manifest.specs is specs
-    # The tensors are this call's.
+    # The tensors are those of the current call.
     assert sent[0][1] is other[0][1]
     assert sent[1][1] is other[2][1]
 
@@ -131,7 +131,7 @@ def wrapped_inside(wrap: Callable[[torch.nn.Module], torch.nn.Module]) -> torch.
     return torch.nn.Sequential(torch.nn.Linear(2, 3), wrap(linear))
 
 
-# What torch warns of in its own parts is not for the user of a module.
+# torch warns of its own modules here. Users of a module need not see these warnings.
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_what_torch_wraps_around_a_module(made: Callable[[], torch.nn.Module]) -
 
 
 class Sharded(torch.Tensor):
-    """As a trainer's on several ranks, where each gathering is one that the others must join."""
+    """A tensor that is sharded over a trainer's ranks: all ranks must join each gathering."""
 
     asked: list[str]
     called: str
@@ -180,7 +180,7 @@ def test_tied_shards_are_gathered_once_on_every_rank(tied: dict[str, str]) -> No
     shapes = {"embed": (4, 2), "a": (4, 2), "b": (4, 2), "head": (4, 2)}
     kept = [TensorSpec(n, "float32", shape) for n, shape in shapes.items() if n not in tied]
     asked: list[str] = []
-    # This rank has no row of "a" and "b", so both of its parts are empty; they are not tied.
+    # This rank has no rows of "a" and "b", so both shards are empty. The tensors are not tied.
     locals_ = {"embed": torch.ones(2, 2), "a": torch.ones(0, 2), "b": torch.ones(0, 2)}
     locals_["head"] = locals_["embed"].detach()
     given = [(n, Sharded.of(n, locals_[n], shape, asked)) for n, shape in shapes.items()]

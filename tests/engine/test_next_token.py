@@ -1,6 +1,8 @@
-"""The next token's distribution is that of Hugging Face transformers, in both of SGLang's loops
-(so by what a CPU does with queries, and by what a GPU does), however the request is batched, cut up
-or cached."""
+"""The next token's distribution equals that of Hugging Face transformers.
+
+This holds however the request is batched, split or cached. The tests run in both of SGLang's loops,
+because queries take one path in the normal loop (CPU) and another in the overlapping loop (GPU).
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ async def engine(request: pytest.FixtureRequest, qwen: Path) -> AsyncIterator[sg
 
 async def test_equals_the_reference(engine: sglrl.Client, reference: Reference) -> None:
     assert await engine.flush_cache()
-    # Again: the second time all but the last token of each is cached.
+    # The second time all but the last token of each prompt is cached.
     for again in range(2):
         found = await asyncio.gather(*(engine.next_token_logprobs(p) for p in PROMPTS))
         for prompt, one in zip(PROMPTS, found, strict=True):
@@ -73,7 +75,7 @@ async def test_the_likeliest_of_them(engine: sglrl.Client) -> None:
         np.testing.assert_allclose(
             top.logprobs, whole.logprobs[top.token_ids], atol=TOLERANCE, rtol=0
         )
-    # One after the other, it is the last one of its batch too.
+    # When run alone, the last request is also the last of its batch.
     alone = await engine.next_token_logprobs(PROMPTS[3], 5)
     np.testing.assert_allclose(alone.logprobs, order[:5], atol=TOLERANCE, rtol=0)
 
@@ -88,7 +90,7 @@ async def test_a_prompt_prefilled_in_parts(engine: sglrl.Client, reference: Refe
 
 
 async def test_among_generation(engine: sglrl.Client, reference: Reference) -> None:
-    """Whatever else is in the batch: sampling turns its logits into probabilities in place."""
+    """Other requests in the batch do not matter: sampling overwrites logits with probabilities."""
     assert await engine.flush_cache()
     sampled = [
         engine.generate(
@@ -115,7 +117,7 @@ async def test_among_generation(engine: sglrl.Client, reference: Reference) -> N
     )
     step = list(PROMPTS[1])
     for _ in range(10):
-        # As who samples by himself asks: each prompt is the last one and a token.
+        # Query like a client that samples by itself: each prompt adds one token to the last prompt.
         one = await engine.next_token_logprobs(step)
         expected = reference.logprobs(step)[-1]
         np.testing.assert_allclose(one.logprobs, expected, atol=TOLERANCE, rtol=0)
@@ -124,8 +126,11 @@ async def test_among_generation(engine: sglrl.Client, reference: Reference) -> N
 
 
 def grown(seed: int, count: int) -> list[list[int]]:
-    """Prompts, each of them one of those before it and up to 20 tokens more, or less some of its
-    own; few different tokens, so that they meet again."""
+    """Return prompts that grow from each other.
+
+    Each prompt is an earlier prompt, possibly without its last tokens, plus up to 20 new tokens.
+    There are only few different tokens, so prompts often share longer prefixes.
+    """
     rng = np.random.default_rng(seed)
     prompts = [[7]]
     while len(prompts) < count:
@@ -138,7 +143,7 @@ def grown(seed: int, count: int) -> list[list[int]]:
 async def ask_in_groups(
     client: sglrl.Client, reference: Reference, prompts: list[list[int]], seed: int
 ) -> list[sglrl.NextTokenLogprobs]:
-    """Several at once, some of them twice; all must be the reference's."""
+    """Query groups of prompts at once, two of them twice, and check all results."""
     rng = np.random.default_rng(seed)
     answers = []
     begin = 0
@@ -155,7 +160,7 @@ async def ask_in_groups(
 
 
 async def test_prompts_that_share_and_grow(engine: sglrl.Client, reference: Reference) -> None:
-    """SGLang checks, whenever it is idle, that no memory is lost; after a flush, all is free."""
+    """An idle SGLang checks that no memory is lost. After a flush, all memory is free."""
     assert await engine.flush_cache()
     prompts = grown(seed=1, count=300)
     found = await ask_in_groups(engine, reference, prompts, seed=2)
@@ -202,14 +207,14 @@ async def test_prompts_that_go_on_after_a_flush(engine: sglrl.Client, reference:
 
 
 async def test_where_memory_is_short(qwen: Path, reference: Reference) -> None:
-    """What is cached is given up for what is asked next, as for any other request."""
+    """Cached prefixes are evicted for new requests, as for any other request."""
     async with sglrl.launch(
         qwen, device="cpu", max_total_tokens=160, max_running_requests=8, context_length=128
     ) as client:
         prompts = [p for p in grown(seed=3, count=150) if len(p) < 100]
         found = await ask_in_groups(client, reference, prompts, seed=4)
         assert any(one.cached_tokens for one in found)
-        # One that goes on from what has been given up since, which left room.
+        # The last prompt extends a prefix that was evicted meanwhile, which freed memory.
         assert await client.flush_cache()
         begin = [3 + (i * 19 + i * i) % 500 for i in range(50)]
         await client.next_token_logprobs(begin)
@@ -225,7 +230,10 @@ async def test_where_memory_is_short(qwen: Path, reference: Reference) -> None:
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["normal", "overlap"])
 async def test_rows_in_memory_that_is_shared(models: Path, overlap: bool) -> None:
-    """A vocabulary as large as that is for: alone, together, beside others, and held for long."""
+    """The vocabulary is large enough for shared memory.
+
+    Queries run alone, together and with other requests, and rows are held for a long time.
+    """
     folder = make_model(models / "large", vocab_size=30_000)
     reference = Reference(folder)
     prompts = [[3 + (7 * i + 11 * j * j) % 29_000 for j in range(4 + i)] for i in range(40)]
@@ -253,7 +261,7 @@ async def test_rows_in_memory_that_is_shared(models: Path, overlap: bool) -> Non
             kept += whole[::4]
             assert reader.held >= len(kept)
         del found, whole, likeliest, one, top
-        # Those of calls that were given up are used again.
+        # Rows of cancelled calls are reused.
         for _ in range(3):
             calls = [asyncio.ensure_future(client.next_token_logprobs(p)) for p in prompts]
             await asyncio.sleep(0)

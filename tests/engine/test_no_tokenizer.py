@@ -1,4 +1,4 @@
-"""Models without a tokenizer: token ids go in and come out, and all that is text is refused."""
+"""Models without a tokenizer: token ids go in and come out, and all text is refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROMPTS = [[3 + (5 * i + 13 * j * j) % 500 for j in range(2 + 3 * i)] for i in r
 KEPT = {"config.json", "generation_config.json", "model.safetensors"}
 
 
-# Of the first transformers makes a tokenizer out of nothing, whose end of sequence is token 0.
+# For qwen3, transformers makes up a tokenizer whose end of sequence is token 0.
 @pytest_asyncio.fixture(scope="module", loop_scope="session", params=["qwen3", "llama"])
 async def engine(request: pytest.FixtureRequest, models: Path) -> AsyncIterator[sglrl.Client]:
     folder = make_model(models / f"{request.param}-no-tokenizer", architecture=request.param)

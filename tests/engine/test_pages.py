@@ -1,4 +1,4 @@
-"""Weights that exchange places with the live ones instead of being copied there."""
+"""Staged weights that swap places with the live weights instead of being copied."""
 
 from __future__ import annotations
 
@@ -72,8 +72,10 @@ def test_what_is_being_read_is_copied_to() -> None:
 
 
 class Driver:
-    """CUDA's memory, as far as ``pages`` speaks of it: what is where, and that nothing is done that
-    the driver would refuse."""
+    """A fake of the CUDA memory calls that ``pages`` makes.
+
+    Records which memory is mapped where, and fails on operations that the CUDA driver would refuse.
+    """
 
     granularity = 512
     free = 1 << 40
@@ -129,13 +131,13 @@ def test_what_cuda_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
         assert spare_of(pages) is memory
         assert driver.places == {live: 1 - turn % 2, other: turn % 2}
         assert not pages.fresh
-    # Where little is left for others what was live is given back.
+    # With little free memory for others, the memory of the old weights is released.
     monkeypatch.setattr(Driver, "free", 1 << 31)
     pages.make_live()
     pages.settle()
     assert driver.places == {live: 1, other: None}
     assert driver.handles.keys() == {1}
-    driver.handles[0] = -1  # names are not used again
+    driver.handles[0] = -1  # handles are not reused
     assert spare_of(pages) is memory
     assert pages.fresh
     assert driver.places == {live: 1, other: 2}
@@ -176,8 +178,11 @@ def test_what_shares_memory_with_others_stays_where_it_is() -> None:
 
 
 class Fused(torch.nn.Module):
-    """Keeps q and k in one, and its vocabulary padded; ``twice`` in two places, ``turned``
-    transposed."""
+    """A model that stores q and k in one tensor and pads its vocabulary.
+
+    Args:
+        odd: "twice" copies a part of k to two places, "turned" stores q transposed.
+    """
 
     def __init__(self, *odd: str) -> None:
         super().__init__()
@@ -220,7 +225,7 @@ def test_everything_lies_in_the_spare_memory_as_in_the_live_one() -> None:
     pages.make_live()
     assert torch.equal(model.qk, torch.cat([sent["q"], sent["k"]]))
     assert torch.equal(model.embed[:5], sent["embed"])
-    # What no update brings.
+    # Updates do not send these values.
     assert torch.equal(model.embed[5:], torch.full((3, 4), 9.0))
     assert torch.equal(model.scale, torch.ones(3))
 
@@ -246,7 +251,7 @@ async def lab(models: Path) -> AsyncIterator[Lab]:
 
 
 def mapped(client: Any) -> dict[str, str]:
-    """Which file in memory is behind which addresses of the worker."""
+    """Return the inode of the weights' memory file at each address range of the worker."""
     (worker,) = client.workers
     lines = Path(f"/proc/{worker.pid}/maps").read_text().splitlines()
     fields = [line.split() for line in lines if "memfd:sglrl-weights" in line]
@@ -278,12 +283,12 @@ def test_a_short_update_is_announced_when_it_begins() -> None:
         rank: Any = SimpleNamespace(_rate=rate, _engine=engine)
         return RankWeights._expect(rank, update)
 
-    assert not announced(0.0)  # nothing is known yet
+    assert not announced(0.0)  # no rate has been measured yet
     assert not announced(1000 / 0.009)
     assert told == []
     assert announced(1000 / 0.007)
     assert told == [(pytest.approx(0.007), True)]
-    # An engine that has been drained waits for it already.
+    # A drained engine already waits for the update.
     update.drained = True
     assert announced(1000 / 0.009)
     assert len(told) == 1

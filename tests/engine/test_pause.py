@@ -1,4 +1,4 @@
-"""Pausing, going on and ending calls with a real engine, in both of SGLang's loops."""
+"""Pause, resume and abort calls with a real engine, in both of SGLang's loops."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .policies import PROMPTS, Lab, Policies, until_idle, until_running
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-# None of them ends by itself before it is told to, however slow this process is.
+# These requests are so long that none finishes before the test ends it, even on a slow machine.
 ENDLESS: dict[str, Any] = {
     "max_new_tokens": 1900,
     "logprobs": True,
@@ -47,7 +47,7 @@ async def lab(request: pytest.FixtureRequest, models: Path) -> AsyncIterator[Lab
 
 @pytest_asyncio.fixture(autouse=True, loop_scope="session")
 async def at_rest(lab: Lab) -> AsyncIterator[None]:
-    """A test that fails leaves nothing behind for the next one."""
+    """Clean up after each test, so that a failed test leaves no calls for the next one."""
     yield
     await lab.client.resume()
     await lab.client.abort()
@@ -55,7 +55,7 @@ async def at_rest(lab: Lab) -> AsyncIterator[None]:
 
 
 async def until_grown(client: sglrl.Client) -> None:
-    """Until what runs has made some steps."""
+    """Wait until the running requests have made some steps."""
     (first,) = await client.stats()
     while (await client.stats())[0].engine.kv_tokens < first.engine.kv_tokens + 20:
         pass
@@ -69,8 +69,8 @@ def begin(client: sglrl.Client, count: int, wanted: dict[str, Any]) -> list[Any]
 
 
 async def standing(client: sglrl.Client) -> sglrl.EngineStats:
-    """What the engine holds; it must not change while it is asked again and again."""
-    # What has been cancelled leaves the engine in the turn of its loop that follows.
+    """Return the engine's stats, after checking that they do not change while it is paused."""
+    # A cancelled request leaves the engine in the next turn of its loop.
     await client.stats()
     (first,) = await client.stats()
     for _ in range(20):
@@ -82,7 +82,7 @@ async def standing(client: sglrl.Client) -> sglrl.EngineStats:
 
 
 def check(lab: Lab, completion: sglrl.Completion, *, again: bool = False) -> None:
-    """It may be one that had not begun."""
+    """Check the history of a completion, unless it has no tokens."""
     if len(completion.output_ids):
         lab.check_history(completion, again=again)
 
@@ -95,7 +95,7 @@ async def test_what_runs_goes_on(lab: Lab, mode: Any) -> None:
     await until_running(client, 4)
     await until_grown(client)
     for _ in range(3):
-        # Also right behind the answer, which comes before the next step.
+        # The engine sends its last answer before its next step, so the pause comes between.
         await client.pause(mode)
         stats = await standing(client)
         if mode == "in_place":
@@ -147,7 +147,7 @@ async def test_abort_returns_what_there_is(lab: Lab, paused: Any) -> None:
     assert await client.abort() == 7
     made = await asyncio.gather(*calls, *fresh)
     if paused:
-        # Still: nothing but what was asked for has ended.
+        # The engine is still paused: only the aborted calls have finished.
         await standing(client)
         assert not scored.done()
         assert await client.abort() == 0
@@ -181,7 +181,7 @@ async def test_pausing_with_abort(lab: Lab, before: Any) -> None:
     assert not later.done()
     await client.resume()
     lab.check_history(await later)
-    # Who goes on at once need not wait for what is being ended.
+    # Resuming at once need not wait for the calls that are being aborted.
     calls = begin(client, 6, ENDLESS)
     await until_running(client, 4)
     await asyncio.gather(client.pause("abort"), client.resume())
@@ -206,7 +206,7 @@ async def test_new_weights_while_it_is_paused(lab: Lab, inflight: str, mode: Any
         await until_grown(client)
         await client.abort()
     made = await asyncio.gather(*calls)
-    # The KV cache is only kept if nothing made the engine give it back.
+    # The KV cache is kept only if no retraction has released it.
     again = mode == "retract" or inflight == "retract"
     for completion in made:
         assert completion.finish_reason == "abort"
@@ -230,8 +230,10 @@ async def test_pausing_while_what_runs_is_being_ended(lab: Lab) -> None:
 
 @pytest.mark.parametrize("what", ["pause", "two pauses", "update", "bucketed update"])
 async def test_what_returns_nothing_does_not_hold_up_who_aborts(lab: Lab, what: str) -> None:
-    """Scores and next-token logprobs are computed again, with the weights that there are then, and
-    tell which they are."""
+    """Scores and next-token logprobs are recomputed with the current weights.
+
+    They report the version of these weights.
+    """
     client = lab.client
     texts = [[3 + (i * 7 + k * k) % 200 for k in range(300 + i)] for i in range(80)]
     before = client.weight_version
@@ -267,7 +269,7 @@ async def test_what_returns_nothing_does_not_hold_up_who_aborts(lab: Lab, what: 
             assert found.versions == ((0, len(ids), found.version),)
             logprobs, wanted = found[1:], rows[np.arange(len(ids) - 1), ids[1:]]
         assert abs(logprobs - wanted).max() < lab.tolerance
-    # One that ended before the update did may arrive after it.
+    # A result that is finished before the update may arrive after it.
     assert set(versions[: len(others)]) <= {before, client.weight_version}
     assert set(versions[len(others) :]) == {client.weight_version}
     await lab.check()

@@ -1,4 +1,4 @@
-"""One rank gives its weights to another: the worker's side, with engines that hold one tensor."""
+"""The worker's side of a peer copy between two ranks, with engines that hold one tensor."""
 
 from __future__ import annotations
 
@@ -19,12 +19,16 @@ from sglrl_workers.weights import peer_copy
 from sglrl_workers.weights.peer_copy import PeerCopy
 
 LIMIT = 20.0
-"""Seconds. Whatever takes longer hangs."""
+"""Seconds. A copy that takes longer hangs."""
 LONG = 1000.0
 
 
 class Engine:
-    """As much of one as a copy needs. ``readers``: threads that read its weights now."""
+    """The parts of an engine that a peer copy needs.
+
+    Attributes:
+        readers: number of threads that are reading the weights.
+    """
 
     device = torch.device("cpu")
 
@@ -56,7 +60,7 @@ class Engine:
 
 
 class Side:
-    """One of the two."""
+    """The sender or the receiver of a copy."""
 
     def __init__(self, value: float) -> None:
         self.engine = Engine(value)
@@ -79,15 +83,18 @@ class Side:
         return self.peer_copy._link._threads
 
     def ends(self) -> bool:
-        """Its threads do, by themselves."""
+        """Wait for the threads of the copy, and return whether all have exited by themselves."""
         self.peer_copy._link.join(LIMIT)
         return not any(thread.is_alive() for thread in self.threads)
 
 
 @pytest.mark.parametrize("how_far", ["it never came", "it came and is gone"])
 def test_a_sender_is_released_when_its_receiver_is_lost(how_far: str) -> None:
-    """Its thread would read the weights, and go before all others, for as long as a copy may
-    take."""
+    """The sender's thread must stop.
+
+    Otherwise it would read the weights with priority over all other threads for as long as a copy
+    may take.
+    """
     sender = Side(1.0)
     offer = sender.offer()
     if how_far == "it came and is gone":
@@ -127,5 +134,5 @@ def test_weights_are_given_whatever_the_system_says_of_autogroups(
     if content is None:
         assert not file.exists()
     else:
-        # Its nice value is what it was.
+        # The nice value is restored.
         assert file.read_text().split()[-1:] == ["5"] * bool(content)

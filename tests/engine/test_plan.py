@@ -1,4 +1,4 @@
-"""Loaders that do more than copy: an update that only copies would be another one."""
+"""Loaders that do more than copy are refused: an update that only copies would differ."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .programs import run_program
 
 
 class Model(torch.nn.Module):
-    """With one weight, and what follows from it; ``load`` puts what came there."""
+    """A model with one weight and a tensor derived from it. ``load`` writes a received tensor."""
 
     derived: torch.Tensor
 
@@ -80,7 +80,7 @@ def padded(model: Model, tensor: torch.Tensor) -> None:
 
 
 def test_names_that_are_guessed_must_be_all() -> None:
-    """A model that was started without weights has no checkpoint that says what is in it."""
+    """The names are guessed for a model that starts without weights: it has no checkpoint."""
     for load, rows in ((first_rows, 2), (padded, 1)):
         make_plan(Model(load), [("w", (rows, 3))], set(), all_of_it=True)
     for named in ([("w", (1, 3))], [("w", (1, 3)), ("again", (1, 3))], []):
@@ -90,8 +90,7 @@ def test_names_that_are_guessed_must_be_all() -> None:
 
 
 def test_where_the_files_of_a_model_are(tmp_path: Path) -> None:
-    """For a name on the hub, in the cache of what was fetched from there; whatever is in no cache
-    has none."""
+    """For a model name on the hub, the folder is in the hub's cache. An uncached name has none."""
     name = "some-owner/some-model"
     assert checkpoint_folder(str(tmp_path), None, None) == tmp_path
     assert not checkpoint_folder(name, None, str(tmp_path)).exists()
@@ -106,11 +105,11 @@ def test_where_the_files_of_a_model_are(tmp_path: Path) -> None:
         assert checkpoint_folder(name, wanted, str(tmp_path)) == snapshot
 
 
-# --- live weights stay as they are ----------------------------------------------------------------
+# --- live weights do not change -------------------------------------------------------------------
 
 
 class Scaled(torch.nn.Parameter):
-    """A parameter with a tensor of its own as an attribute, as some of SGLang's have."""
+    """A parameter with another tensor as an attribute, as some of SGLang's parameters have."""
 
     scale: torch.Tensor
 
@@ -264,7 +263,7 @@ FILLS: dict[str, Callable[[torch.Tensor], object]] = {
 @pytest.mark.parametrize("fill", FILLS)
 @pytest.mark.parametrize("place", PLACES)
 def test_padding_is_not_written_either(place: str, fill: str) -> None:
-    """A constant that a loader writes is taken for padding, which an update leaves as it is."""
+    """A constant that a loader writes is treated as padding, which an update does not change."""
     model = Holder(lambda model, tensor: FILLS[fill](PLACES[place](model)))
     before, held = bits(model), places(model)
     make_plan(model, [("w", (2, 3))], set())
@@ -326,7 +325,7 @@ def test_other_things_that_a_loader_does_are_refused(
 
 
 def test_a_live_tensor_that_the_loader_has_kept_is_not_changed() -> None:
-    """The loader reaches the model through a variable of its own, not through its parameters."""
+    """The loader reaches the model through its own variable, not through its parameters."""
     kept: list[Holder] = []
     for change in (
         lambda: kept[0].weight.data.mul_(2),
@@ -345,7 +344,7 @@ def test_a_live_tensor_that_the_loader_has_kept_is_not_changed() -> None:
 
 
 def test_the_plan_of_a_model_points_to_its_live_memory() -> None:
-    """Also for views with an offset and strides, in a storage that several parameters share."""
+    """This also holds for views with offsets and strides in a storage that parameters share."""
     memory = torch.arange(24.0)
 
     class Shared(torch.nn.Module):
@@ -371,10 +370,10 @@ def test_the_plan_of_a_model_points_to_its_live_memory() -> None:
 
 
 def test_the_engines_weights_survive_a_loader_of_sglang_that_computes_in_place(qwen: Path) -> None:
-    """A real model, one of whose parameters has the loader of Mamba2's ``A``."""
+    """Plan a real model in which one parameter has the loader of Mamba2's ``A``."""
     found = run_program("plan_program", qwen)
     assert "its loader does more than copy" in found["refused"]
     assert found["norm"] == [1.0, 2.0, 3.0]
     assert found["changed"] == []
-    # Without that parameter's loader the very same model can be updated.
+    # Without that parameter's loader the same model can be updated.
     assert found["tensors"] > 10

@@ -1,4 +1,4 @@
-"""Who is more urgent goes first: at the driver, and at an engine that schedules by priority."""
+"""More urgent requests run first: at the driver, and at an engine that schedules by priority."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def test_the_more_urgent_first(qwen: Path, options: dict[str, Any]) -> Non
         await asyncio.sleep(0)
         await asyncio.gather(*(call for priority in (0, 2, 1) for call in calls(priority)))
         await first
-    # Some next-token logprobs an engine has at once, whoever waits.
+    # The engine answers some next-token logprobs at once, even if more urgent calls wait.
     count = 3 if options["window"] == 1 else 2
     found = [priority for priority, kind in ended if kind < count]
     assert found == [2] * count + [1] * count + [0] * count

@@ -1,4 +1,4 @@
-"""Attention of many requests at once, against one token after the other in float64."""
+"""Attention of many requests at once, compared with one token after the other in float64."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def lengths(chance: np.random.Generator, kind: str) -> tuple[list[int], list[int
         return chance.integers(0, CONTEXT, n).tolist(), [1] * n
     begins, counts = [], []
     for _ in range(n):
-        # Of all magnitudes.
+        # Counts of all magnitudes.
         count = int(2 ** chance.uniform(0, 6))
         counts.append(count)
         begins.append(int(chance.integers(0, CONTEXT - count)) * int(chance.integers(0, 2)))
@@ -58,13 +58,13 @@ def test_every_token_attends_to_its_request_alone(
 ) -> None:
     chance = np.random.default_rng([heads, len(kind), window or 0])
     torch.manual_seed(int(chance.integers(1 << 30)))
-    # Several blocks of a request, and several calls for requests of a kind.
+    # These sizes give several blocks per request, and several calls per kind of request.
     monkeypatch.setattr(ragged_attention, "_BLOCK", 16)
     monkeypatch.setattr(ragged_attention, "_MASKED", 3_000)
     for _ in range(4):
         begins, counts = lengths(chance, kind)
         keys, values = torch.randn(SLOTS, shared, 8), torch.randn(SLOTS, shared, 10)
-        # What is nobody's may be anything.
+        # Slots that belong to no request may hold any value.
         keys[: SLOTS // 4] = torch.nan
         values[: SLOTS // 4] = torch.inf
         table = torch.from_numpy(chance.integers(0, SLOTS // 4, (REQUESTS, CONTEXT), np.int32))

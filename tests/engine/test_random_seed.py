@@ -32,8 +32,7 @@ async def draw(client: sglrl.Client, worker: int, seed: int | None = None) -> li
 
 
 async def test_unseeded_draws_differ(client: sglrl.Client) -> None:
-    """Between the workers, between a worker's first process and its replacement, and from those of
-    a worker that is added later."""
+    """All draws differ: between workers, after a worker's replacement, and on an added worker."""
     found = await draw(client, 0) + await draw(client, 1)
     await kill(client, 1)
     await client.wait_until_full(120)

@@ -1,4 +1,4 @@
-"""A new worker serves the current weights, wherever they are to be had, and never older ones."""
+"""A new worker gets the current weights from any available source, and never serves older ones."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def strike(client: sglrl.Client, *indices: int) -> None:
 
 
 async def kill(client: sglrl.Client, *indices: int) -> None:
-    """Returns when the losses have been noticed."""
+    """Kill workers and return when the driver has noticed the losses."""
     before = {index: client.workers[index].pid for index in indices}
     strike(client, *indices)
     async with asyncio.timeout(60):
@@ -80,13 +80,13 @@ async def test_from_the_other_worker_which_goes_on(lab: Lab) -> None:
     await finish(lab, calls)
     await lab.client.wait_until_full()
     await lab.check()
-    # The group is formed anew: the new worker has the name of one that was in it.
+    # The group is formed again: the new worker has the name of a lost member.
     await lab.update(1)
     await lab.check()
 
 
 async def test_a_loss_in_an_update(lab: Lab) -> None:
-    """The update goes on without it, and the replacement waits until it has ended."""
+    """The update continues without the lost worker, and the replacement waits until it finishes."""
     weights, gate = gated(lab.policies[2].model.state_dict())
     update = asyncio.ensure_future(lab.update(2, weights))
     await gate.reached()
@@ -109,14 +109,14 @@ async def test_an_added_worker(lab: Lab) -> None:
 
 
 async def test_nobody_has_them(lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
-    """Those that are back wait for the next update, and calls wait with them."""
+    """Replacements wait for the next update, and calls wait with them."""
     await lab.other()
     await kill(lab.client, 0, 1)
     await until(lab.client, "stale", "stale")
     assert "no other worker holds the current weights" in caplog.text
     call = begin(lab, 1)
     with pytest.raises(sglrl.WeightUpdateError, match=r"no worker has .*give all of them"):
-        # It would leave them with a part of what nobody has.
+        # A partial update would leave the workers with a part of weights that no worker has.
         name, tensor = next(iter(lab.current.model.state_dict().items()))
         await lab.client.update_weights({name: tensor}, partial=True)
     await lab.other()
@@ -146,7 +146,7 @@ async def test_the_sender_is_lost_too(lab: Lab, monkeypatch: pytest.MonkeyPatch)
 async def test_the_sender_is_lost_in_the_peer_copy(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The one that takes does not wait for it, but turns to another one."""
+    """The receiver does not wait for the lost sender, but copies from another worker."""
     await lab.other()
     (added,) = await lab.client.add_workers()
     channel = lab.client._pool.weights
@@ -204,7 +204,7 @@ async def test_from_the_files_of_the_last_update(lab: Lab) -> None:
 async def test_the_files_of_the_last_update_are_not_what_they_were(
     lab: Lab, caplog: pytest.LogCaptureFixture, tmp_path: Path, what: str
 ) -> None:
-    """A worker that reads them again would have weights that no version has."""
+    """A worker that loads the files again would have weights that belong to no version."""
     seed = 1 if lab.current is not lab.policies[1] else 2
     folder = tmp_path / "checkpoint"
     shutil.copytree(lab.policies[seed].folder, folder)
@@ -213,7 +213,7 @@ async def test_the_files_of_the_last_update_are_not_what_they_were(
     if what == "gone":
         shutil.rmtree(folder)
     else:
-        # The next checkpoint, in the same place.
+        # The next checkpoint replaces the files in the same folder.
         shutil.copytree(lab.policies[3 - seed].folder, folder, dirs_exist_ok=True)
     await kill(lab.client, 0, 1)
     await until(lab.client, "stale", "stale")
@@ -234,8 +234,10 @@ async def test_an_update_waits_for_a_worker(lab: Lab) -> None:
 async def on_message(
     lab: Lab, monkeypatch: pytest.MonkeyPatch, kind: str, act: Callable[[], None]
 ) -> None:
-    """Kill worker 1. Returns when its replacement's copy has come to the first message of this
-    kind, after which ``act`` is called at once."""
+    """Kill worker 1, and call ``act`` at a message of its replacement's copy.
+
+    Calls ``act`` right after the first message of this kind is sent, then returns.
+    """
     channel = lab.client._pool.weights
     send, sent = channel._send, asyncio.Event()
 
@@ -252,7 +254,7 @@ async def on_message(
 
 
 async def updates_soon(lab: Lab, *workers: int) -> None:
-    """These get an update, and all serve again, long before a copy's own time is over."""
+    """Update the given workers and wait until all serve, long before a copy would time out."""
     async with asyncio.timeout(60):
         report = await lab.other(timeout=5.0)
         assert set(workers) <= set(report.workers)
@@ -263,8 +265,11 @@ async def updates_soon(lab: Lab, *workers: int) -> None:
 async def test_a_replacement_is_lost_before_its_sender_answers(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sender is stopped until the loss has been noticed. Nothing waits for what can never come,
-    and the next replacement is not asked for what was asked of this one."""
+    """The sender is stopped until the loss has been noticed.
+
+    Nothing waits for messages that can never arrive, and the next replacement does not get the
+    messages that were meant for the lost one.
+    """
     await lab.other()
     (added,) = await lab.client.add_workers()
     sender, receiver = lab.client.workers[0].pid, -1
@@ -291,13 +296,13 @@ async def test_a_replacement_is_lost_before_its_sender_answers(
 async def test_a_replacement_is_lost_when_its_copy_has_begun(
     lab: Lab, monkeypatch: pytest.MonkeyPatch, kind: str, delay: float
 ) -> None:
-    """However far the copy has come."""
+    """The replacement is lost at any stage of the copy."""
     await lab.other()
     (added,) = await lab.client.add_workers()
     loop = asyncio.get_running_loop()
 
     def act() -> None:
-        # Its pid now: another one may have its place by then.
+        # Read the pid now: another process may have taken its place after the delay.
         loop.call_later(delay, kill_quietly, lab.client.workers[1].pid)
 
     await on_message(lab, monkeypatch, kind, act)

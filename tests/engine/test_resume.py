@@ -1,5 +1,7 @@
-"""A worker is killed in mid-decode: its requests go on elsewhere, and nobody could tell from the
-answers, but for ``resumed``."""
+"""A worker is killed in mid-decode: its requests resume on another worker.
+
+The results do not differ from those without a loss, except for ``resumed``.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
 WANTED: dict[str, Any] = {"max_new_tokens": 140, "logprobs": True, "ignore_eos": True}
 SEEN = 66
-"""Tokens that every request has when its worker is killed; more than one report's worth."""
+"""Tokens that every request has when its worker is killed. They take more than one report."""
 
 CASES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
@@ -41,12 +43,12 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-# In its overlapping loop SGLang tells its penalizers of a token a step late, or in time, or not at
-# all, depending on what it prefills meanwhile: there two runs of one request may differ without any
-# loss. So these have a test of their own, with nothing else in the engine.
+# In its overlapping loop SGLang reports a token to its penalizers in time, a step late or not at
+# all, depending on what it prefills meanwhile. There two runs of one request may differ without any
+# loss. A separate test checks these cases, with no other request in the engine.
 LATE = {"frequency", "presence", "repetition"}
 CALLED = ["greedy", "seed", "frequency", "regex"]
-"""Not streamed too."""
+"""Cases that also run without streaming."""
 
 
 @pytest_asyncio.fixture(
@@ -55,8 +57,10 @@ CALLED = ["greedy", "seed", "frequency", "regex"]
 async def pair(
     request: pytest.FixtureRequest, qwen: Path
 ) -> AsyncIterator[tuple[sglrl.Client, bool]]:
-    """Two workers, of which the second gets calls only when the first is gone; and whether their
-    loop is the overlapping one."""
+    """Two workers, and whether they use the overlapping loop.
+
+    The second worker gets calls only when the first one is lost.
+    """
     async with sglrl.launch(
         qwen, device="cpu", replicas=2, restarts=0, disable_overlap_schedule=not request.param
     ) as client:
@@ -70,7 +74,7 @@ async def pair(
 
 
 class Reader:
-    """Reads a stream, and says when it has seen enough."""
+    """Reads a stream, and sets ``enough`` when it has read ``SEEN`` tokens."""
 
     def __init__(self, stream: sglrl.Stream) -> None:
         self.stream = stream
@@ -88,7 +92,7 @@ class Reader:
 
 
 async def kill_first(client: sglrl.Client) -> None:
-    """When every call at the first worker has been heard of."""
+    """Kill the first worker when the driver has received reports about every call on it."""
     fabric = client._driver.fabric  # type: ignore[union-attr]
     while not all(call.state == RUNNING for call in fabric.members[0].calls.values()):
         await client.stats()
@@ -107,8 +111,11 @@ def same(made: sglrl.Completion, whole: sglrl.Completion, name: str) -> None:
 def likeliest_but_for_penalties(
     reference: Reference, made: sglrl.Completion, how: dict[str, Any], name: str
 ) -> None:
-    """Each token has the highest logit when all tokens before it have their penalties, or all but
-    the last one: SGLang may hear of it late, and has the prompt's last one in its stead."""
+    """Check that each token has the highest logit after the penalties of the tokens before it.
+
+    The last of these tokens may lack its penalty: SGLang's penalizers may receive it late. They
+    then have the prompt's last token in its place.
+    """
     output = made.output_ids.tolist()
     rows = reference.logits([*PROMPT, *output])[len(PROMPT) - 1 : -1]
     for i, token in enumerate(output):
@@ -134,7 +141,7 @@ async def test_requests_go_on_where_they_were(
     client, overlap = pair
     plain = {**WANTED, "temperature": 0}
     uncut = (await client.generate(input_ids=PROMPT, **plain)).text
-    # Strings that end a request after its worker was lost, at places of their own.
+    # Stop strings that end a request after its worker is lost, each at another position.
     stops = [uncut[at : at + 4] for at in range(len(uncut) - 40, len(uncut) - 4, 9)]
     stops = [stop for stop in stops if "\ufffd" not in stop and uncut.count(stop) == 1]
     assert stops
@@ -166,7 +173,7 @@ async def test_requests_go_on_where_they_were(
         (at,) = made.resumed_at
         assert SEEN <= at < len(made.output_ids), name
         assert whole.resumed_at == ()
-        # What was read piece by piece has no token twice and none missing.
+        # The streamed pieces contain every token exactly once.
         assert readers[name].ids == made.output_ids.tolist(), name
         assert readers[name].text == made.text, name
         same(made, whole, name)
@@ -206,9 +213,9 @@ async def test_penalties_go_on_in_the_overlapping_loop(
 async def test_a_resumed_request_goes_through_a_weight_update(
     pair: tuple[sglrl.Client, bool], qwen: Path
 ) -> None:
-    """Its spans are right though another worker made the first part."""
+    """The version spans are correct although another worker generated the first part."""
     client, _ = pair
-    # So many that it still runs when the worker is killed, behind the update.
+    # The output is so long that the request still runs when the worker is killed after the update.
     long = {**WANTED, "temperature": 0, "max_new_tokens": 1000}
     reader = Reader(client.stream(input_ids=PROMPT, **long))
     running = asyncio.ensure_future(reader.read())
@@ -229,7 +236,7 @@ async def test_a_resumed_request_goes_through_a_weight_update(
 async def test_with_overlap_penalties_count_every_token_once(
     qwen: Path, reference: Reference
 ) -> None:
-    """But for the last one, which may not be there yet; also while others are prefilled."""
+    """The last token may not be counted yet. This also holds while other requests are prefilled."""
     penalty = 0.7
     async with sglrl.launch(qwen, device="cpu", disable_overlap_schedule=False) as client:
         call = asyncio.ensure_future(

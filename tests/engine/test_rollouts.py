@@ -1,5 +1,7 @@
-"""Agents that run ahead of a trainer on the real engine: every trajectory that is handed out is
-replayed through transformers, with the weights of each of its version spans."""
+"""Agents that run ahead of a trainer on the real engine.
+
+Every trajectory of the run is replayed by transformers, with the weights of each version span.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ async def lab(models: Path) -> AsyncIterator[Lab]:
 
 
 def made() -> Any:
-    """As a function within one it can be sent to processes that need not import this module."""
+    """Return a nested function, which can run in processes that do not import this module."""
 
     async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:
         for observed in ([7, 8], [300]):
@@ -50,7 +52,7 @@ agent = made()
 
 
 def replay(lab: Lab, trajectory: sglrl.Trajectory) -> None:
-    """From the trajectory alone: tokens, versions and where the turns are."""
+    """Check a trajectory only by its own data: tokens, versions and turns."""
     ids, start = trajectory.input_ids, len(trajectory.prompt_ids)
     for turn in trajectory.turns:
         versions = trajectory.versions[turn.start : turn.stop].tolist()
@@ -122,7 +124,7 @@ async def test_the_same_seed_gives_the_same_rollouts(lab: Lab) -> None:
 
 
 async def test_conversations_in_other_processes(lab: Lab) -> None:
-    """They load the tokenizer there, and end up with the same tokens."""
+    """The processes load the tokenizer and produce the same tokens."""
 
     async def talk(session: sglrl.Session, item: Any) -> float:
         turn = await session.generate(max_new_tokens=8)
@@ -145,8 +147,7 @@ async def test_conversations_in_other_processes(lab: Lab) -> None:
 
 
 async def test_turns_of_a_group_share_the_prefix_cache(lab: Lab) -> None:
-    """Whatever a sample's turn finds of its prompt in the cache was computed with the weights that
-    it is sampled with."""
+    """Cached tokens of a sample's prompt were computed with the weights of its turn."""
     await lab.other()
     prompt = [3 + (7 * i) % 480 for i in range(200)]
     run = sglrl.rollout(

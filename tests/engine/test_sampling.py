@@ -22,15 +22,15 @@ PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
 
 
 def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
-    """How many standard deviations the statistic is above its mean (Wilson and Hilferty)."""
-    # Rare tokens together, so that each class is expected often enough.
+    """Return how many standard deviations the statistic is above its mean (Wilson and Hilferty)."""
+    # Merge rare tokens, so that every class has a sufficient expected count.
     order = np.argsort(expected)[::-1]
     counts, expected = counts[order], expected[order]
     common = int((expected >= 8).sum())
     if common < len(expected):
         counts = np.append(counts[:common], counts[common:].sum())
         expected = np.append(expected[:common], expected[common:].sum())
-    # What cannot happen has not happened, and is no class.
+    # Tokens of probability 0 must not occur, and form no class.
     assert not counts[expected == 0].any()
     counts, expected = counts[expected > 0], expected[expected > 0]
     statistic = float(((counts - expected) ** 2 / expected).sum())
@@ -47,9 +47,9 @@ async def test_temperature_1_follows_the_distribution(
     samples = await client.generate(input_ids=PROMPT, n=n, max_new_tokens=1, seed=seed)
     counts = np.bincount([int(s.output_ids[0]) for s in samples], minlength=512)
     expected = n * np.exp(reference.logprobs(PROMPT)[-1].astype(np.float64))
-    # Beyond 4 is less likely than 1 in 30,000.
+    # A value above 4 has a probability below 1 in 30,000.
     assert chi_square(counts, expected) < 4
-    # A distribution that is a little off does not pass.
+    # A slightly wrong distribution does not pass.
     assert chi_square(counts, np.roll(expected, 1)) > 4
 
 
@@ -64,7 +64,7 @@ async def test_samples_differ_and_a_seed_repeats(client: sglrl.Client) -> None:
     assert len(set(map(tuple, free))) == 4
     seeded = await draw(seed=3)
     assert len(set(map(tuple, seeded))) == 4
-    # The same alone, among others, and after a flush; sample i has the seed of its own.
+    # The same draws alone, in a batch and after a flush. Sample i has its own seed.
     others = asyncio.gather(draw(), draw(seed=99), draw(temperature=0))
     assert await draw(seed=3) == seeded
     await others
@@ -119,7 +119,7 @@ async def test_stop_strings(client: sglrl.Client) -> None:
     assert made.text == text[: text.index(stop)]
     count = len(made.output_ids)
     assert made.output_ids.tolist() == whole.output_ids.tolist()[:count]
-    # The ids go through the stop string, and not a token further.
+    # The ids end with the token that completes the stop string.
     assert stop in client.tokenizer.decode(made.output_ids)
     assert stop not in client.tokenizer.decode(made.output_ids[:-1])
     stream = client.stream(input_ids=PROMPT, stop=stop, **wanted)
@@ -183,7 +183,7 @@ async def test_grammars(client: sglrl.Client) -> None:
         assert value["ok"] in (True, False)
     made = await client.generate("x", max_new_tokens=20, ebnf='root ::= "yes" | "no"')
     assert made.text in ("yes", "no")
-    # A grammar's own end is not ignored: behind it there is nothing that it allows.
+    # The end of the grammar is not ignored: the grammar allows no token after it.
     made = await client.generate("x", max_new_tokens=20, regex="a{3}", ignore_eos=True)
     assert made.text == "aaa"
     assert made.output_ids[-1] in client.info.eos_token_ids
@@ -228,7 +228,7 @@ async def test_bad_grammars(client: sglrl.Client, grammar: dict[str, object]) ->
 async def test_tokens_to_go_on_from_that_do_not_fit_the_grammar(
     client: sglrl.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which no client of ours asks for, but another process may."""
+    """No sglrl client sends such a request, but another process may."""
     letters = np.array(client.tokenizer.encode("ab"), "<i4").tobytes()
 
     def make(*args: Any) -> GenerateArgs:
@@ -254,7 +254,7 @@ async def test_stop_regexes(client: sglrl.Client) -> None:
     made = await client.generate(input_ids=PROMPT, stop_regex=["no[0-9]{9}", "[a-z]{2}"], **wanted)
     assert (made.finish_reason, made.stop_match) == ("stop", "[a-z]{2}")
     assert made.output_ids.tolist() == whole.output_ids.tolist()[: len(made.output_ids)]
-    # What matched stays, and nothing comes behind the token that completed it.
+    # The text keeps the match, and no token follows the one that completed it.
     assert made.text.startswith(whole.text[: first.end()])
     assert not re.search("[a-z]{2}", client.tokenizer.decode(made.output_ids[:-1]))
     stream = client.stream(input_ids=PROMPT, stop_regex="[a-z]{2}", **wanted)
@@ -262,7 +262,7 @@ async def test_stop_regexes(client: sglrl.Client) -> None:
 
 
 async def test_stop_regexes_that_take_for_ever_end_alone(client: sglrl.Client) -> None:
-    """Such a one takes twice as long with every character; the others must not wait for it."""
+    """The time of this regex doubles with every character. Other requests must not wait for it."""
     pids = [worker.pid for worker in client.workers]
     wanted = {"max_new_tokens": 60, "ignore_eos": True, "timeout": 100}
     endless = {"input_ids": PROMPT, "stop_regex": r"(?:[\s\S]+)+\x00\x01", **wanted}

@@ -1,5 +1,8 @@
-"""Scores and next-token logprobs say which version of the weights computed them, also when an
-update comes between two parts of a prompt; in SGLang's normal loop and in its overlapping one."""
+"""Scores and next-token logprobs report the version of the weights that computed them.
+
+This also holds when an update comes between two parts of a prompt. The tests run in SGLang's normal
+loop and in its overlapping loop.
+"""
 
 from __future__ import annotations
 
@@ -44,14 +47,17 @@ async def lab(request: pytest.FixtureRequest, models: Path) -> AsyncIterator[Lab
 
 
 def expected(lab: Lab, ids: list[int], versions: Any) -> NDArray[np.float32]:
-    """float32 [len(ids)]: each span computed by its version, on the KV cache of those before. The
-    logits of a token come from the token before it."""
+    """Return float32 [len(ids)]: each span computed by its version.
+
+    Each span uses the KV cache of the spans before it. The logits of a token come from the token
+    before it.
+    """
     cache, rows, held = DynamicCache(), [], 0
     for span in versions:
         tokens = ids[held : span.stop - 1]
         held += len(tokens)
         if not tokens:
-            # Position 0 alone, which has no logprob.
+            # The span is only position 0, which has no logprob.
             continue
         with torch.inference_mode():
             logits = (
@@ -96,7 +102,7 @@ async def test_an_update_comes_between_two_parts_of_a_score(lab: Lab, start: int
             for span in found.versions
         ]
         if len(spans) > 1 or start == 0 or spans[0].version == old:
-            # Else an older version may have computed the KV cache of what comes before.
+            # In other cases an older version may have computed the KV cache before ``start``.
             np.testing.assert_allclose(
                 logprobs, expected(lab, ids, spans)[start:], atol=lab.tolerance, rtol=0
             )

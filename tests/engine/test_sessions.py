@@ -1,5 +1,7 @@
-"""Sessions on the real engine: what is in a trajectory is what the model saw and sampled, to the
-token; and what a chat template makes of the same conversation."""
+"""Sessions on the real engine: trajectories hold exactly the tokens that the model saw and sampled.
+
+The tests also compare sessions with a chat template's rendering of the same conversation.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,12 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 ASK = [{"role": "system", "content": "Answer."}, {"role": "user", "content": "2 + 3 = ?"}]
 WORDS: dict[str, Any] = {"regex": "[a-z]{3,8}( [a-z]{2,5}){1,3}", "max_new_tokens": 48}
-"""Answers that are text, and that the model ends itself."""
+"""Options for answers that are text and that the model ends itself."""
 
 
 @pytest.fixture
 def template(client: sglrl.Client) -> Iterator[Any]:
-    """Sets another chat template until the test ends."""
+    """Yield a function that sets another chat template until the test ends."""
     tokenizer = client.tokenizer
 
     def use(text: str) -> None:
@@ -45,12 +47,12 @@ def rendered(client: sglrl.Client, messages: list[dict[str, str]], **more: Any) 
 
 TEMPLATES = {
     "chatml": CHAT_TEMPLATE,
-    # No line end behind a turn, and another way to begin one.
+    # This template has no line end after a turn, and starts a turn differently.
     "tight": (
         "{% for m in messages %}<|im_start|>{{ m.role }}:{{ m.content }}<|im_end|>{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}"
     ),
-    # The turn's end is text, which no single token matches.
+    # The turn's end is text that no single token matches.
     "text": (
         "{% for m in messages %}[{{ m.role }}] {{ m.content }} [end]\n{% endfor %}"
         "{% if add_generation_prompt %}[assistant] {% endif %}"
@@ -86,7 +88,7 @@ async def test_a_conversation_is_what_the_template_makes_of_it(
         ids = session.ids
         whole = rendered(client, messages, tools=tools)
         text = client.tokenizer.decode(ids.tolist(), skip_special_tokens=False)
-        # The last turn is as the model ended it: the template goes on behind that.
+        # The last turn has the model's own end. The template continues after it.
         end = client.tokenizer.eos_token
         if name == "text":
             text = text.replace(end, "")
@@ -106,7 +108,7 @@ REASONING = (
     "{{ m.content.split('q')[-1] if m.role == 'assistant' and not loop.last else m.content }}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""Leaves out what an earlier answer has in front of a "q", as others leave out reasoning."""
+"""Omits the text before a "q" in earlier answers, as other templates omit reasoning."""
 
 
 async def test_a_template_that_rewrites_history_is_refused(
@@ -126,7 +128,7 @@ async def test_a_template_that_rewrites_history_is_refused(
         first = await session.generate()
         session.observe({"role": "user", "content": "Go on."})
         second = await session.generate()
-        # As sampled, reasoning included, and then what the template puts behind an answer.
+        # The answer as sampled, reasoning included, and then the template's text after an answer.
         text = client.tokenizer.decode(second.prompt_ids.tolist(), skip_special_tokens=False)
         assert text == (
             rendered(client, ASK, add_generation_prompt=True)
@@ -151,7 +153,7 @@ async def test_a_turn_cut_short_is_ended_as_the_template_does(client: sglrl.Clie
 async def test_messages_of_a_turn_that_failed_are_in_the_next_one(
     client: sglrl.Client, during: bool
 ) -> None:
-    """With what was observed while it was being sampled, or behind it: no answer is between."""
+    """Messages observed before or during the failed turn are included: it adds no answer."""
     async with client.session(messages=ASK, **WORDS) as session:
         first = await session.generate()
         session.observe({"role": "tool", "content": "5"})
@@ -180,13 +182,13 @@ async def test_messages_of_a_turn_that_failed_are_in_the_next_one(
 
 
 async def test_what_is_observed_while_messages_are_encoded(client: sglrl.Client) -> None:
-    """It comes behind that turn, and is not lost."""
+    """The observation is added after the running turn, and is not lost."""
     async with client.session(messages=ASK, **WORDS) as session:
         await session.generate()
         session.observe({"role": "user", "content": "one"})
         turn = asyncio.ensure_future(session.generate())
         await asyncio.sleep(0)
-        # As long as the encoding takes, and longer.
+        # This blocks for at least as long as the encoding takes.
         client.tokenizer(["two"] * 2000)
         session.observe(" TWO")
         await turn
@@ -244,7 +246,7 @@ async def lab(models: Path) -> AsyncIterator[Lab]:
 
 
 def check_replay(lab: Lab, session: sglrl.Session, trajectory: sglrl.Trajectory) -> None:
-    """Every sampled token's logprob, by transformers with the weights of the token's version."""
+    """Check every sampled token's logprob by transformers with the weights of its version."""
     turns = session.turns
     assert len(turns) == len(trajectory.turns)
     expected = np.zeros(len(trajectory.response_ids), np.float32)
@@ -254,7 +256,7 @@ def check_replay(lab: Lab, session: sglrl.Session, trajectory: sglrl.Trajectory)
 
 
 def check_simple_replay(reference: Reference, trajectory: sglrl.Trajectory) -> None:
-    """The same for a trajectory of one version: one pass over all of it."""
+    """Check a trajectory of one version the same way, in one pass over all of it."""
     logprobs = reference.logprobs_of(trajectory.prompt_ids, trajectory.response_ids)
     mask = trajectory.loss_mask
     np.testing.assert_allclose(trajectory.logprobs[mask], logprobs[mask], atol=1e-4, rtol=0)
@@ -275,7 +277,7 @@ async def test_turns_of_one_version_replay_in_one_pass(lab: Lab) -> None:
 
 
 async def test_a_session_through_weight_updates_replays_span_by_span(lab: Lab) -> None:
-    """Updates come between turns and into the middle of turns."""
+    """Updates come between turns and in the middle of turns."""
     long: dict[str, Any] = {"ignore_eos": True, "max_new_tokens": 200}
     sessions = [lab.client.session(input_ids=p, **long) for p in PROMPTS]
     first = lab.client.weight_version
@@ -294,7 +296,7 @@ async def test_a_session_through_weight_updates_replays_span_by_span(lab: Lab) -
         found = trajectory.versions[trajectory.loss_mask].tolist()
         assert found == sorted(found)
         assert trajectory.oldest_version == session.oldest_version == first
-        # Of the versions between, an update may have come too late for one.
+        # An update may come too late for one of the versions between.
         assert {first + 2, first + 4} <= set(found) <= {first + i for i in range(5)}
 
 
@@ -313,12 +315,12 @@ async def test_a_turn_that_an_update_returned_goes_on_with_the_new_weights(
         assert completion.finish_reason == "length"
         assert len(completion.output_ids) == 800
         if len(completion.versions) > 1:
-            # Else the turn had ended when the update came.
+            # Otherwise the turn had ended when the update came.
             break
     assert [s.version for s in completion.versions] == [first, first + 1]
     trajectory = session.trajectory(0.0)
     assert len(trajectory.turns) == 1
-    # What was there is computed again with the new weights: another request, another prefill.
+    # The new weights recompute the KV of all tokens: the resumed turn is a new request.
     np.testing.assert_allclose(
         trajectory.logprobs, lab.expected(completion, again=True), atol=lab.tolerance, rtol=0
     )

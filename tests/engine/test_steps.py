@@ -1,4 +1,4 @@
-"""What stands in for some of SGLang's own code does what that does."""
+"""Replacements of some of SGLang's own code behave exactly like the original code."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from .programs import run_program
 
 @pytest.mark.parametrize("loop", ["normal", "overlap"])
 def test_steps_are_as_sglang_makes_them(loop: str, qwen: Path) -> None:
-    """Requests of all kinds, in a cache so small that prefixes are evicted and requests retracted,
-    some of them aborted: the same in every answer, and in what the prefix cache holds then."""
+    """Requests of all kinds give the same results, and leave the same prefix cache.
+
+    The cache is so small that prefixes are evicted and requests are retracted. Some requests are
+    aborted.
+    """
     found = run_program("steps_program", qwen, loop)
     ours, theirs = found["ours"], found["theirs"]
     assert ours["said"] == theirs["said"]
     assert ours == theirs
     assert len([said for said in ours["said"] if said[0] == "aborted"]) >= 3
-    # And it was tried: this SGLang is a known one.
+    # Our code must really have run: the installed SGLang is a supported version.
     assert found["results"] == "Results"
     assert found["tokens"] > 1000
     if found["cache"] == "RadixCache":

@@ -1,5 +1,7 @@
-"""A worker is killed, or stops, in each phase of a weight update: the others all get the new
-weights or all keep the old ones, soon, and no call is lost."""
+"""A worker is killed or stopped in each phase of a weight update.
+
+All other workers soon get the new weights, or all keep the old ones. No call is lost.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ async def test_a_worker_fails_in_an_update(
 ) -> None:
     async with sglrl.launch(policies[0].folder, device="cpu", replicas=2, restarts=0) as client:
         lab = Lab(client, policies)
-        # How long a live process may take to say that it has given up.
+        # Seconds in which a live process must confirm that it has aborted.
         monkeypatch.setattr(channel, "ABORT_SECONDS", SECONDS)
         pid = client.workers[VICTIM].pid
         if phase != "join":
@@ -70,7 +72,7 @@ async def test_a_worker_fails_in_an_update(
         ]
         while sorted(s.engine.running for s in await client.stats()) < [1, 1]:
             pass
-        # In every phase a deadline of its own; a lost worker costs one attempt more.
+        # Every phase has its own deadline, and a lost worker costs one more attempt.
         async with asyncio.timeout(8 * SECONDS + 10):
             report = await lab.update(2, mode=mode, bucket_bytes=1 << 18, timeout=SECONDS)
         assert report.workers == [0]
@@ -92,7 +94,7 @@ async def test_a_worker_fails_in_an_update(
 async def test_a_worker_is_lost_when_the_other_has_half_of_the_new_weights(
     policies: Policies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It cannot go back, so it stays held until it has the rest."""
+    """The other worker cannot return to the old weights, so it stays held until it has the rest."""
     async with sglrl.launch(policies[0].folder, device="cpu", replicas=2, restarts=0) as client:
         lab = Lab(client, policies)
         pid = client.workers[VICTIM].pid

@@ -1,5 +1,7 @@
-"""Weights that are not finite, when they are given or when they have the engine's dtype, are
-refused by name; every worker keeps the weights that it has, and takes the next good ones."""
+"""Weights that are not finite, as sent or in the engine's dtype, are refused by name.
+
+Every worker keeps its weights and accepts the next good update.
+"""
 
 from __future__ import annotations
 
@@ -107,14 +109,14 @@ async def lab(models: Path) -> AsyncIterator[Lab]:
 
 
 class Gathered(torch.Tensor):
-    """As a DTensor: it has to be asked for all of its values."""
+    """A tensor like a DTensor: its values are available only through ``full_tensor``."""
 
     def full_tensor(self) -> torch.Tensor:
         return self.as_subclass(torch.Tensor)
 
 
 def spoilt(lab: Lab, seed: int, kind: str, *names: str) -> dict[str, torch.Tensor]:
-    """The weights of another policy, with one value that is not finite in each of these tensors."""
+    """Return another policy's weights with one value that is not finite in each named tensor."""
     value, dtype, _ = WRONG[kind]
     weights = {n: t.detach().clone() for n, t in lab.policies[seed].model.state_dict().items()}
     for name in names:

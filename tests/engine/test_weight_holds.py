@@ -1,5 +1,7 @@
-"""A scheduler that is held, for an update or for a copy of a peer's weights: what is made live when
-the hold ends belongs to that update, and nothing else is."""
+"""A scheduler is held for an update or for a copy of a peer's weights.
+
+When the hold ends, exactly the weights of that update become live.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trainer on another host than the rollouts' sends the weights."""
+"""A trainer on a different host than the rollouts sends the weights."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def test_a_trainer_on_another_host(models: Path) -> None:
                 assert (done["version"], done["workers"]) == (version, [0, 1])
                 lab.by_version[version] = policies[version]
                 await lab.check(PROMPTS[:2], 4)
-            # The link fails: both sides notice.
+            # The link fails, and both sides notice it.
             senders = client._pool.weights._senders
             assert len(senders) == 1
             there.up = False

@@ -1,5 +1,7 @@
-"""Weight updates of several workers: all or none, one after the other, however often, and given up
-cleanly at any point."""
+"""Weight updates of several workers: all workers or none, in order, repeatedly.
+
+An update can be cancelled cleanly at any point.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ WANTED = {"max_new_tokens": 24, "logprobs": True, "ignore_eos": True}
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def lab(models: Path) -> AsyncIterator[Lab]:
-    """Two workers, of a model large enough that a staging copy would be seen in their memory."""
+    """Two workers. Their model is so large that a staging copy would be visible in their memory."""
     policies = Policies(models / "wide", hidden_size=256)
     async with sglrl.launch(policies[0].folder, device="cpu", replicas=2) as client:
         yield Lab(client, policies)
@@ -62,7 +64,7 @@ async def test_modes_and_buckets(lab: Lab, mode: str, bucket_bytes: int) -> None
 async def test_a_worker_pauses_when_one_of_its_ranks_has_no_room(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever its other ranks have made room for; and other workers go on."""
+    """The worker pauses even if its other ranks have room. Other workers continue."""
     channel = lab.client._pool.weights
     mode = channel._mode
     monkeypatch.setattr(channel, "_mode", lambda run, m: "bucketed" if m[0] == 0 else mode(run, m))
@@ -111,7 +113,7 @@ async def test_fifty_updates_under_load(lab: Lab) -> None:
             completions.append(await client.generate(input_ids=prompt, **WANTED))
 
     def resident() -> list[int]:
-        """Bytes of memory of the driver and the workers."""
+        """Return the bytes of resident memory of the driver and of the workers."""
         pids = [None, *(w.pid for w in client.workers)]
         return [psutil.Process(pid).memory_info().rss for pid in pids]
 
@@ -119,7 +121,7 @@ async def test_fifty_updates_under_load(lab: Lab) -> None:
     at = 0
     early: list[int] = []
     for turn in range(1, 51):
-        # Some requests end in every version, so that none waits for another.
+        # Wait for completions at times, so that requests finish in many versions.
         at = len(completions)
         await lab.update(turn % 3, mode="bucketed" if turn % 5 == 0 else "full")
         while turn % 10 == 0 and len(completions) < at + 2:
@@ -161,11 +163,11 @@ async def test_an_update_may_refuse_to_wait(lab: Lab) -> None:
     with pytest.raises(sglrl.UpdateInProgress):
         await lab.client.update_weights(lab.policies[1].model, wait=False)
     behind = asyncio.ensure_future(lab.update(1))
-    # A version that is too low by the time of its turn.
+    # When this update's turn comes, its version is too low.
     late = asyncio.ensure_future(
         lab.client.update_weights(lab.policies[2].model, version=before + 1)
     )
-    # Old weights serve meanwhile.
+    # The workers serve old weights meanwhile.
     made = await lab.client.generate(input_ids=PROMPTS[0], **WANTED)
     assert [s.version for s in made.versions] == [before]
     lab.check_history(made)
@@ -181,7 +183,7 @@ async def test_an_update_may_refuse_to_wait(lab: Lab) -> None:
 async def test_one_that_never_begins_does_not_touch_the_one_that_runs(
     lab: Lab, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """Before the running one's tensors are read."""
+    """The other update stops before the tensors of the running update are read."""
     before = lab.client.weight_version
     with monkeypatch.context() as patch:
         reached, release = phase_held(patch, lab.client, "prepare")
@@ -220,7 +222,7 @@ async def test_a_cancelled_update_leaves_the_old_weights(
 ) -> None:
     client = lab.client
     if phase == "join":
-        # Or there is nothing to join.
+        # Without this the group exists already, and no member has to join.
         client._weights.close()
     before = client.weight_version
     old = lab.current
@@ -238,7 +240,7 @@ async def test_a_cancelled_update_leaves_the_old_weights(
     completion = await call
     assert completion.versions == ((0, WANTED["max_new_tokens"], before),)
     lab.check_history(completion)
-    # Nothing that was given up is waited for.
+    # The next update does not wait for the cancelled update.
     await lab.other(timeout=10)
     await lab.check(PROMPTS[:1], 4)
     assert [w.state for w in client.workers] == ["ready", "ready"]
@@ -265,7 +267,7 @@ async def test_an_update_is_cancelled_in_the_middle_of_a_broadcast(lab: Lab) -> 
 async def test_too_late_to_cancel(
     lab: Lab, monkeypatch: pytest.MonkeyPatch, phase: str, mode: str
 ) -> None:
-    """Live weights that are being overwritten are so to the end: that is then what there is."""
+    """Workers finish overwriting their live weights, so the update takes effect."""
     client = lab.client
     before = client.weight_version
     weights, gate = gated(lab.policies[3].model.state_dict())
@@ -308,7 +310,7 @@ async def test_one_that_waits_can_be_cancelled(lab: Lab) -> None:
 
 
 async def test_weights_that_cannot_be_gathered(lab: Lab) -> None:
-    """Something fails on the sender, in the middle of the broadcast."""
+    """Gathering fails on the sender in the middle of the broadcast."""
     client = lab.client
     before = client.weight_version
     weights, gate = gated(lab.policies[3].model.state_dict())
@@ -333,7 +335,7 @@ async def test_settings_that_differ_are_named(lab: Lab) -> None:
             await client.connect_weights()
         assert client.weight_version == 0
         assert await client.verify_weights(lab.policies[0].model) == []
-        # Files need no group.
+        # Updates from files need no group.
         await client.update_weights_from_disk(lab.policies[1].folder)
         assert await client.verify_weights(lab.policies[1].model) == []
     with pytest.raises(sglrl.SettingsMismatch):

@@ -1,5 +1,8 @@
-"""What becomes of requests that run or wait when new weights come, token by token; in SGLang's
-normal loop and in its overlapping one, where a step begins before the last one has been seen."""
+"""Effects of new weights on running and waiting requests, checked token by token.
+
+The tests run in SGLang's normal loop and in its overlapping loop, where a step begins before the
+results of the last step are known.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from .policies import PROMPTS, Lab, Policies, collect, phase_event, until_idle, 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 LONG: dict[str, Any] = {"max_new_tokens": 700, "logprobs": True, "ignore_eos": True}
-# None of them ends by itself before an update comes, however slow this process is.
+# These requests are so long that none finishes before an update comes, even on a slow machine.
 ENDLESS = {**LONG, "max_new_tokens": 1900}
 GREEDY: dict[str, Any] = {"temperature": 0, "top_logprobs": 3}
 
@@ -47,8 +50,11 @@ async def lab(request: pytest.FixtureRequest, models: Path) -> AsyncIterator[Lab
 
 
 async def through_updates(lab: Lab, **how: Any) -> tuple[list[sglrl.Completion], int]:
-    """Generations, the last of them streamed, that three updates come into before they are
-    aborted; and the version before."""
+    """Run generations, the last one streamed, through three updates and then abort them.
+
+    Returns:
+        The completions, and the version before the updates.
+    """
     client = lab.client
     first = client.weight_version
     calls = [
@@ -86,7 +92,7 @@ async def test_a_generation_through_three_updates(lab: Lab, inflight: str, mode:
         assert completion.finish_reason == "abort"
         assert [s.version for s in completion.versions] == [first + i for i in range(4)]
         lab.check_history(completion, again=again)
-        # The two ways differ, so the right one was found.
+        # The two histories differ, so the test distinguishes them.
         other = np.abs(lab.expected(completion, again=not again) - completion.logprobs)
         assert other[completion.versions[1].start :].max() > 100 * lab.tolerance
     greedy = completions[1]
@@ -103,7 +109,7 @@ async def test_abort_returns_what_there_is(lab: Lab) -> None:
     await until_idle(client)
     streamed = asyncio.ensure_future(collect(client.stream(input_ids=PROMPTS[1], **ENDLESS)))
     await until_running(client, 1)
-    # Three more run, two wait in the engine.
+    # Three more requests run, and two wait in the engine.
     calls = [
         asyncio.ensure_future(client.generate(input_ids=[*PROMPTS[2], i], **ENDLESS))
         for i in range(5)
@@ -138,9 +144,9 @@ async def test_drain_lets_them_end(lab: Lab, monkeypatch: pytest.MonkeyPatch, mo
     since = 0
     async for chunk in stream:
         if update is None:
-            # Draining has a time-out of its own.
+            # Draining has its own timeout.
             update = asyncio.ensure_future(lab.other(inflight="drain", mode=mode, timeout=0.7))
-        # By then the worker has been told, too.
+        # After this many tokens the worker has also received the message.
         if draining.is_set() and (since := since + len(chunk.output_ids)) > 20 and not meanwhile:
             meanwhile = asyncio.ensure_future(
                 client.generate(input_ids=PROMPTS[3], max_new_tokens=20, logprobs=True)
@@ -169,7 +175,7 @@ async def test_drain_lets_them_end(lab: Lab, monkeypatch: pytest.MonkeyPatch, mo
 async def test_calls_that_come_and_go_in_one_look_of_a_draining_worker(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They never run, neither then nor with the new weights."""
+    """Cancelled calls never run, neither during the drain nor with the new weights."""
     client = lab.client
     await until_idle(client)
     before = (await client.stats())[0].engine.generated_tokens
@@ -181,7 +187,7 @@ async def test_calls_that_come_and_go_in_one_look_of_a_draining_worker(
     async for chunk in stream:
         if update is None:
             update = asyncio.ensure_future(lab.other(inflight="drain", mode="bucketed"))
-        # By then the worker has been told, too.
+        # After this many tokens the worker has also received the message.
         if draining.is_set() and (since := since + len(chunk.output_ids)) > 20 and calls is None:
             worker.suspend()
             try:
@@ -248,7 +254,7 @@ async def test_a_drain_that_is_given_up_lets_new_calls_run(
             assert not meanwhile.done()
             update.cancel()
             late = await asyncio.wait_for(meanwhile, 100)
-            # The long one still runs.
+            # The long request still runs.
             assert (await client.stats())[0].engine.running > 0
     assert update is not None
     with pytest.raises(asyncio.CancelledError):
@@ -310,8 +316,10 @@ async def test_requests_that_waited_in_the_engine_use_no_old_kv(lab: Lab, inflig
 
 
 def slow_grammars() -> list[dict[str, Any]]:
-    """Arguments of calls whose grammars are new, and take long to compile: so they wait for them in
-    the engine."""
+    """Return arguments of calls that wait in the engine for their grammars.
+
+    The grammars are new and take long to compile.
+    """
     kinds = itertools.count(next(_grammars) * 1000)
 
     def schema(kind: int) -> str:
@@ -345,14 +353,14 @@ async def test_requests_that_waited_for_their_grammar_use_no_old_kv(
     warm = await client.generate(input_ids=wanted[0]["input_ids"], max_new_tokens=4)
     assert warm.versions[0].version == old
     calls = [asyncio.ensure_future(client.generate(**one)) for one in wanted]
-    # So many that the last of them still wait when the update has come.
+    # There are so many calls that the last ones still wait when the update has come.
     await until_waiting(client, 24)
     await lab.other(inflight=inflight)
     made = await asyncio.gather(*calls)
     late = [i for i, m in enumerate(made) if m.versions[0].version == old + 1]
     assert late
     if inflight == "continue":
-        # One of them computes the prompt. (With "retract" those that ran have done so.)
+        # A late call recomputes the prompt. With "retract" the calls that ran have done so.
         assert any(made[i].cached_tokens == 0 for i in late)
     for i in late[-4:]:
         again = await client.generate(**wanted[i])
@@ -373,7 +381,7 @@ async def test_requests_that_wait_for_their_grammar_are_returned_empty(lab: Lab,
     made = await asyncio.gather(*calls)
     returned = [m for m in made if m.finish_reason == "abort"]
     assert any(len(m.output_ids) == 0 for m in returned)
-    # None has a token that its grammar does not allow: the first one can only be a brace.
+    # No call has a token that its grammar forbids: the first token can only be a brace.
     texts = {m.text[:1] for m in returned}
     assert texts <= {"", "{"}
     await lab.check(PROMPTS[:1], 4)

@@ -1,5 +1,7 @@
-"""A trainer in another process than the rollouts' sends the weights; and what becomes of an update
-whose sender is killed."""
+"""A trainer in a different process than the rollouts sends the weights.
+
+The tests also kill the sender of an update.
+"""
 
 from __future__ import annotations
 
@@ -67,13 +69,13 @@ async def test_a_trainer_in_another_process(lab: Lab) -> None:
         refused = await other.ask(update=folder(lab, 1), mode="half")
         assert refused["error"] == "UsageError"
         await lab.check(PROMPTS[:1], 4)
-        # The two can take turns.
+        # The client and the other process can take turns.
         await lab.update(2)
         done = await other.ask(update=folder(lab, 1))
         assert (done["result"], done["version"]) == ("updated", 5)
         lab.by_version[5] = lab.policies[1]
         await lab.check(PROMPTS[:1], 4)
-        # The process's own group was not touched.
+        # The process's own default group still works.
         assert await other.ask(group=0) == {"result": "group", "ranks": 1, "total": 3}
         assert other.process.stdin is not None
         other.process.stdin.close()
@@ -84,7 +86,7 @@ async def test_a_trainer_in_another_process(lab: Lab) -> None:
 
 
 async def test_senders_are_refused_as_the_client_is(lab: Lab, models: Path) -> None:
-    """The sender needs no process of its own."""
+    """The sender runs in the client's process: it does not need its own."""
     before = lab.client.weight_version
     weights = lab.policies[3].model.state_dict()
     async with await Sender.connect(lab.client.weights_address) as sender:
@@ -106,7 +108,7 @@ async def test_senders_are_refused_as_the_client_is(lab: Lab, models: Path) -> N
         lab.by_version[report.version] = lab.policies[3]
         assert sender.weight_version == report.version == before + 1
         await lab.check(PROMPTS[:1], 4)
-        # Cancelled before it begins: behind another, which goes on.
+        # The second update is cancelled while it waits for the first one, which continues.
         one, two = (asyncio.ensure_future(sender.update(weights)) for _ in range(2))
         await asyncio.wait([two], timeout=0.001)
         two.cancel()
@@ -128,7 +130,7 @@ async def test_a_sender_gives_up(lab: Lab, monkeypatch: pytest.MonkeyPatch, phas
         update.cancel()
         with pytest.raises(asyncio.CancelledError):
             await update
-        # It may have been too late.
+        # The cancellation may have come too late.
         report = await sender.update(lab.policies[1].model, timeout=10)
         lab.by_version[report.version] = lab.policies[1]
         assert before < report.version <= before + 2
@@ -137,7 +139,7 @@ async def test_a_sender_gives_up(lab: Lab, monkeypatch: pytest.MonkeyPatch, phas
 
 @pytest.mark.parametrize("mode", ["full", "bucketed"])
 async def test_a_sender_gives_up_in_the_middle_of_a_broadcast(lab: Lab, mode: str) -> None:
-    """It has ended when ``update`` returns: then the trainer may change its tensors."""
+    """Reading has stopped when ``update`` returns, so the trainer may change its tensors."""
     before = lab.client.weight_version
     weights, gate = gated(lab.policies[3].model.state_dict())
     async with await Sender.connect(lab.client.weights_address) as sender:
@@ -149,7 +151,7 @@ async def test_a_sender_gives_up_in_the_middle_of_a_broadcast(lab: Lab, mode: st
                 await update
             gate.open()
         else:
-            # Live weights are being overwritten, so it is finished.
+            # Live weights are being overwritten, so the update must finish.
             await asyncio.wait([update], timeout=0.05)
             assert not update.done()
             gate.open()
@@ -189,7 +191,7 @@ async def test_a_sender_does_not_wait_in_vain(
     await sender.close()
     with pytest.raises(sglrl.Closed):
         await sender.update(weights)
-    # A driver that is there and takes nothing in.
+    # This driver is alive but processes no messages.
     sender = await Sender.connect(lab.client.weights_address)
     monkeypatch.setattr(lab.client._pool.weights, "on_peer", lambda identity, frames: True)
     monkeypatch.setattr(remote_sender, "LEAST_SILENCE", 0.1)
@@ -233,7 +235,7 @@ async def test_a_sender_that_is_never_closed(lab: Lab) -> None:
 
 @pytest.mark.parametrize("way", ["tensors", "files"])
 async def test_a_connected_client_has_the_version_of_its_own_update(lab: Lab, way: str) -> None:
-    """News of it may come later than its report."""
+    """The status message with the new version may arrive after the update's report."""
     async with sglrl.connect(lab.client.address) as other:
         other._running().on_news = lambda: None  # type: ignore[attr-defined]
         if way == "files":
@@ -262,7 +264,7 @@ async def test_a_wrong_address(lab: Lab) -> None:
 
 
 async def test_killed_senders(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One before its first update, one in the middle of a broadcast; a third is not hindered."""
+    """One sender is killed before its first update, one during a broadcast. A third succeeds."""
     client = lab.client
     monkeypatch.setattr(channel, "ABORT_SECONDS", 1.0)
     before = client.weight_version
@@ -276,7 +278,7 @@ async def test_killed_senders(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None
         second.tell(block=folder(lab, 3))
         await staging.wait()
         assert (await second.says())["result"] == "blocked"
-        # Another one waits its turn.
+        # The third trainer waits for its turn.
         behind = asyncio.ensure_future(third.ask(update=folder(lab, 3)))
         await second.kill()
         done = await behind
@@ -291,7 +293,7 @@ async def test_killed_senders(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 async def test_a_sharded_trainer(lab: Lab) -> None:
-    """DTensors are gathered by both ranks of the trainer, and sent by one."""
+    """Both ranks of the trainer gather the DTensors, and one rank sends them."""
     client = lab.client
     program = str(PROGRAM.with_name("sharded_trainer_program.py"))
     with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -326,7 +328,7 @@ async def test_a_sharded_trainer(lab: Lab) -> None:
 
 
 async def test_the_client_is_gone(models: Path) -> None:
-    """As when its process was killed: nothing is said any more."""
+    """The client sends nothing any more, as if its process were killed."""
     policies = Policies(models / "gone")
     async with (
         sglrl.launch(policies[0].folder, device="cpu") as client,

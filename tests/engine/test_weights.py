@@ -1,5 +1,7 @@
-"""New weights, in every form: what an engine answers afterwards is what Hugging Face transformers
-says of them, and what does not fit is refused."""
+"""New weights in every form: the engine's answers equal those of Hugging Face transformers.
+
+Weights that do not fit are refused.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ async def lab(models: Path) -> AsyncIterator[Lab]:
         yield Lab(client, policies)
 
 
-# --- what may be given ----------------------------------------------------------------------------
+# --- forms of weights -----------------------------------------------------------------------------
 
 
 FORMS: dict[str, Callable[[torch.nn.Module], Any]] = {
@@ -52,7 +54,7 @@ if find_spec("tensordict"):
     from tensordict import TensorDict
 
     FORMS["tensordict"] = lambda model: TensorDict(model.state_dict()).unflatten_keys(".")
-    # With all buffers, those that are in no checkpoint among them.
+    # This form has all buffers, also those that are in no checkpoint.
     FORMS["tensordict of a module"] = TensorDict.from_module
 
 
@@ -66,7 +68,7 @@ async def test_answers_are_those_of_the_new_weights(lab: Lab, form: str) -> None
 
 
 async def test_tensors_are_copied_by_one_thread_and_the_programs_own_keep_theirs(lab: Lab) -> None:
-    """Beside engines that want all cores, several would wait for each other."""
+    """Several copying threads would wait for each other, because engines use all cores."""
     seen = []
 
     class Asking(torch.Tensor):
@@ -92,7 +94,7 @@ OTHERS = {
     "llama": ({"architecture": "llama"}, "float32"),
     "tied": ({"tied": True}, "float32"),
     "bfloat16": ({"flat": True}, "bfloat16"),
-    # An MLP of 80: SGLang would make it 96 wide.
+    # The MLP is 80 wide. SGLang would make it 96 wide.
     "narrow": ({"hidden_size": 40}, "float32"),
 }
 
@@ -113,18 +115,18 @@ async def test_other_models(models: Path, kind: str) -> None:
         metadata = await client.model_metadata()
         assert {m.dtype for m in metadata.values()} == {dtype}
         assert ("lm_head.weight" in metadata) == (kind != "tied")
-        # A module gives tied tensors once.
+        # A module lists tied tensors once.
         await lab.update(0, given[0].model)
         await lab.check()
 
 
 async def test_what_is_tied_in_the_engine_and_not_in_the_trainer(models: Path) -> None:
-    """The engine has no place for the other one: to leave it out would change the policy."""
+    """The engine stores only one of the tensors, so a different second tensor must be refused."""
     policies = Policies(models / "tied", dtype="float32", tied=True)
     async with sglrl.launch(policies[0].folder, device="cpu") as client:
         lab = Lab(client, policies)
         weights = {n: t.clone() for n, t in policies[1].model.state_dict().items()}
-        # A copy of it is no other one.
+        # An equal copy of the tied tensor is accepted.
         await lab.update(1, weights)
         await lab.check()
         weights["lm_head.weight"][3, 5] += 1
@@ -228,7 +230,7 @@ async def test_what_is_refused_changes_nothing(lab: Lab, case: str) -> None:
     before = client.weight_version
     if isinstance(options.get("version"), int) and options["version"] is not True:
         options = {"version": before + options["version"]}
-    # Not the weights that are there, or it would not be seen if they were taken over.
+    # The refused weights differ from the current ones, so the test notices if they become live.
     new = lab.policies[1 if lab.current is lab.policies[0] else 0].model.state_dict()
     with pytest.raises(error, match=says) as caught:
         await client.update_weights(make(new), **options)
@@ -246,7 +248,7 @@ async def test_versions_may_be_given(lab: Lab) -> None:
 
 
 async def test_a_part_of_the_weights(lab: Lab) -> None:
-    # No memory of the engine's has the rest of them, but the live one.
+    # After two updates only the live memory holds the remaining weights.
     await lab.update(2)
     await lab.update(0)
     new = lab.policies[1].model.state_dict()
@@ -263,7 +265,7 @@ async def test_a_part_of_the_weights(lab: Lab) -> None:
 
 
 async def test_what_was_a_part_is_not_taken_for_the_whole(lab: Lab) -> None:
-    """Also if the very same tensors were just found to fit."""
+    """This also holds if the same tensors were just accepted as a partial update."""
     part = {NORM: lab.policies[0].model.state_dict()[NORM]}
     await lab.client.update_weights(part, partial=True)
     version = lab.client.weight_version
@@ -274,7 +276,7 @@ async def test_what_was_a_part_is_not_taken_for_the_whole(lab: Lab) -> None:
 
 
 async def test_a_manifest_is_looked_at_again_when_it_changes(lab: Lab) -> None:
-    """Names in another order, other dtypes, one that is not sent: each as if it were the first."""
+    """A changed order, dtype or shape is checked as in a first update."""
     whole = dict(lab.policies[1].model.state_dict())
     for weights in (
         whole,
@@ -313,7 +315,7 @@ async def test_two_updates_at_a_time_keep_their_own_manifests(
     await lab.update(0)
 
 
-# --- what the engine says of its weights ----------------------------------------------------------
+# --- what the engine reports about its weights ----------------------------------------------------
 
 
 async def test_metadata_is_that_of_the_checkpoint(lab: Lab) -> None:
@@ -329,7 +331,7 @@ async def test_verify_names_what_differs(lab: Lab) -> None:
     client = lab.client
     weights = {name: t.clone() for name, t in lab.current.model.state_dict().items()}
     assert await client.verify_weights(weights) == []
-    # The smallest change of one value; two values that change places; a sign.
+    # The smallest change of one value, a swap of two values, and a change of a sign.
     up = weights["model.layers.0.mlp.up_proj.weight"].view(-1)
     up[5] = torch.nextafter(up[5], torch.tensor(float("inf")))
     v = weights["model.layers.1.self_attn.v_proj.weight"]
@@ -372,7 +374,7 @@ async def test_weights_from_files(lab: Lab) -> None:
         assert report.mode == "disk"
         assert report.bytes == sum(t.nbytes for t in policy.model.state_dict().values())
         await lab.check()
-        # However long the files take: it has run before the update, and behind it.
+        # The call runs before and after the update, however long loading the files takes.
         await client.abort()
         completion = await call
         assert len(completion.versions) == 2
@@ -387,7 +389,7 @@ async def test_files_in_another_dtype(lab: Lab, models: Path) -> None:
     given = load_file(rounded.folder / "model.safetensors")
     assert {t.dtype for t in given.values()} == {torch.bfloat16}
     await lab.other()
-    # The same given as tensors.
+    # The same weights as tensors.
     report = await lab.client.update_weights(given)
     lab.by_version[report.version] = rounded
     await lab.check()
@@ -475,8 +477,10 @@ FIRST = "model-00001-of-00002.safetensors"
 
 
 async def test_files_beside_those_that_the_index_names(models: Path, tmp_path: Path) -> None:
-    """Mistral's folders have all weights again, with names of their own. Numbers that the engine
-    keeps none of may be of any kind."""
+    """Mistral's folders hold all weights a second time, under other names.
+
+    Tensors that the engine does not keep may have any dtype.
+    """
     policies = Policies(models / "policies")
     folders = []
     for seed in (0, 1):
@@ -539,7 +543,7 @@ async def test_what_the_readme_shows(lab: Lab, capsys: pytest.CaptureFixture[str
 
 
 async def test_updates_from_several_addresses_take_turns(lab: Lab) -> None:
-    """None ends the connection that another one is sent through."""
+    """No update closes the connection through which another update is sent."""
     client, policies = lab.client, lab.policies
     async with asyncio.timeout(60):
         reports = await asyncio.gather(

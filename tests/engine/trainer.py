@@ -1,4 +1,4 @@
-"""A trainer in a process of its own, which runs ``trainer_program.py``."""
+"""A trainer in its own process, which runs ``trainer_program.py``."""
 
 from __future__ import annotations
 

@@ -1,12 +1,14 @@
-"""A trainer in a process of its own: sends the weights of the folders named on its standard input.
+"""A trainer in its own process. It sends the weights of folders named on its standard input.
 
     python trainer_program.py ADDRESS [HOST HEARTBEAT_TIMEOUT]
 
-HOST: an address of its own, where workers on another host can reach it.
-Every line of input is a command in JSON, every line of output its result: ``{"update": folder}``
-with options of ``Sender.update``; ``{"block": folder}``, whose last tensor is never there:
-"blocked" comes when all others are on their way; ``{"group": 0}`` uses the process's own default
-group.
+HOST is an address of the trainer that workers on another host can reach.
+Every input line is a command in JSON, and every output line is the result of one:
+
+* ``{"update": folder}``, with options of ``Sender.update``, sends an update.
+* ``{"block": folder}`` sends an update whose last tensor never becomes available. The result is
+  "blocked" when all other tensors are on their way.
+* ``{"group": 0}`` uses the process's own default group.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Models for tests on CUDA devices, and arguments that every such device can serve them with."""
+"""Models for tests on CUDA devices, and engine arguments that work on every CUDA device."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from safetensors.torch import load_file, save_file
 
 from sglrl.tools.tiny_model import make_model
 
-# Kernels that every CUDA device has, and no minute of graph capture for prefill.
+# These kernels run on every CUDA device. Capturing prefill graphs would take a minute.
 ARGUMENTS = {
     "attention_backend": "triton",
     "sampling_backend": "pytorch",
     "disable_prefill_cuda_graph": True,
     "mem_fraction_static": 0.3,
 }
-# SGLang's kernels for CUDA know 16-bit floats only, and so does the reference for such a model.
+# SGLang's CUDA kernels support only 16-bit floats. The reference computes in 16 bits as well.
 TOLERANCE = 5e-2
 
 
 def make_gpu_model(folder: Path, seed: int, vocab_size: int = 512) -> Path:
-    """bfloat16, with logits so small that rounding them is less than the tolerance."""
+    """Make a bfloat16 model with logits so small that rounding errors stay below the tolerance."""
     make_model(folder, dtype="bfloat16", hidden_size=256, seed=seed, vocab_size=vocab_size)
     weights = load_file(folder / "model.safetensors")
     weights["lm_head.weight"] /= 8

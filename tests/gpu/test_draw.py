@@ -1,4 +1,4 @@
-"""What is drawn on a GPU follows the distribution, and its logprobs are those of torch."""
+"""Tokens drawn on a GPU follow the distribution, and their logprobs equal those of torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.test_sampling import chi_square
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(300),
-    # Of what SGLang imports.
+    # SGLang's imports raise these warnings.
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning"),
 ]
 
@@ -28,7 +28,7 @@ def draw() -> Any:
 
 
 def rows_of(row: torch.Tensor, draw: Any, temperature: float, batches: int) -> torch.Tensor:
-    """Tokens of 1,024 rows that are alike, in each batch."""
+    """Draw tokens for ``batches`` batches of 1,024 equal rows."""
     logits = row.cuda().expand(1024, -1).contiguous()
     temperatures = torch.full((1024, 1), temperature, device="cuda")
     return torch.cat([draw(logits, temperatures, KEY, STEP + 4 * i)[0] for i in range(batches)])
@@ -37,12 +37,12 @@ def rows_of(row: torch.Tensor, draw: Any, temperature: float, batches: int) -> t
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
 @pytest.mark.parametrize("scale", [0.0, 2.0])
 def test_the_distribution(draw: Any, temperature: float, scale: float) -> None:
-    """Tokens in groups of equal probability, most of which are too unlikely to be counted alone."""
+    """Compare groups of equal probability: most single tokens are too unlikely to be counted."""
     random = torch.Generator().manual_seed(3)
     row = torch.randn(VOCABULARY, generator=random) * scale
     ids = rows_of(row, draw, temperature, 200).cpu().numpy()
     probs = torch.softmax(row.double() / temperature, -1).numpy()
-    # By probability, and by place.
+    # Group the tokens by probability, then by position.
     for order in (np.argsort(probs, kind="stable"), np.arange(VOCABULARY)):
         group = np.empty(VOCABULARY, np.int64)
         group[order] = np.minimum((np.cumsum(probs[order]) * 64).astype(np.int64), 63)
@@ -52,15 +52,15 @@ def test_the_distribution(draw: Any, temperature: float, scale: float) -> None:
 
 def test_rows_are_drawn_apart(draw: Any) -> None:
     ids = rows_of(torch.zeros(VOCABULARY), draw, 1.0, 4)
-    # 8 pairs alike are expected among 4,096 of so many tokens that are alike.
+    # About 8 equal pairs are expected among 4,096 draws from this many equally likely tokens.
     assert len(set(ids.tolist())) > 4000
-    # And on the same row of another step.
+    # The same row draws different tokens in another step.
     assert not torch.equal(ids[:1024], ids[1024:2048])
     assert torch.equal(ids, rows_of(torch.zeros(VOCABULARY), draw, 1.0, 4))
 
 
 def test_unlikely_tokens_are_unlikely(draw: Any) -> None:
-    """Of all others together one in a million is drawn: nothing of theirs may win by rounding."""
+    """All other tokens together have probability 1e-6. Rounding must not make them more likely."""
     row = torch.zeros(VOCABULARY)
     row[100_000] = np.log(VOCABULARY) + np.log(1e6)
     ids = rows_of(row, draw, 1.0, 1000)

@@ -1,4 +1,4 @@
-"""Mixtures of experts on CUDA devices: what is generated, and updates from a module."""
+"""Mixtures of experts on CUDA devices: generation, and updates from a module."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHAPES: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "num_experts": 4,
-    # All of them for every token: else rounding, which is not the same everywhere, may choose.
+    # Every token uses all experts. Otherwise rounding, which differs between kernels, may choose.
     "num_experts_per_tok": 4,
     "moe_intermediate_size": 256,
     "decoder_sparse_step": 1,
@@ -36,7 +36,7 @@ CONFIGS = {
     "qwen3": lambda: Qwen3MoeConfig(**SHAPES, head_dim=64, norm_topk_prob=True),
     "qwen2": lambda: Qwen2MoeConfig(**SHAPES, shared_expert_intermediate_size=512),
 }
-# SGLang chooses these kernels for such models, on Hopper; not every host lets them run.
+# On Hopper, SGLang chooses these kernels for these models, but they do not run on every host.
 WITHOUT_FUSION = {"enforce_disable_flashinfer_allreduce_fusion": True}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "neighbour": {"gpus": [0]},
@@ -48,7 +48,7 @@ PROMPTS = [[3 + (7 * i + 11 * j * j) % 500 for j in range(5 + 30 * i)] for i in 
 
 
 def make(kind: str, seed: int, folder: Path) -> Path:
-    """bfloat16, with logits so small that rounding them is less than the tolerance."""
+    """Make a bfloat16 model with logits so small that rounding errors stay below the tolerance."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(CONFIGS[kind](), dtype=torch.bfloat16).eval()
     with torch.no_grad():

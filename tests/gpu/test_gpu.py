@@ -1,6 +1,7 @@
-"""The engine's promises on CUDA devices: overlap scheduling, CUDA graphs, tensor parallelism.
+"""Tests of the engine on CUDA devices: overlap scheduling, CUDA graphs, tensor parallelism.
 
-``pytest tests/gpu`` on a host with a GPU; what needs two is skipped where there is one.
+Run ``pytest tests/gpu`` on a host with a GPU. Tests that need two GPUs are skipped on a host with
+one.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ async def test_the_next_tokens_distribution_among_generation(
 
 
 async def test_prompts_that_grow_token_by_token(gpu: tuple[sglrl.Client, Reference]) -> None:
-    """Steps of queries, between those of generation; on two GPUs both ranks make the same."""
+    """Run query steps between generation steps. On two GPUs both ranks run the same steps."""
     client, reference = gpu
     running = asyncio.ensure_future(
         client.generate(input_ids=PROMPTS, max_new_tokens=200, ignore_eos=True, temperature=1.0)
@@ -108,8 +109,10 @@ async def test_prompts_that_grow_token_by_token(gpu: tuple[sglrl.Client, Referen
 
 
 async def test_rows_of_a_large_vocabulary(tmp_path: Path) -> None:
-    """They are copied to where the driver reads them, and stay what they are while they are held:
-    more than there is room for, others having been given up meanwhile."""
+    """Rows are copied to memory that the driver reads, and do not change while they are held.
+
+    The test holds more rows than the memory has room for, while other calls are cancelled.
+    """
     folder = make_gpu_model(tmp_path / "large", seed=3, vocab_size=150_000)
     reference = Reference(folder)
     prompts = [[3 + (7 * i + 11 * j * j) % 140_000 for j in range(4 + i % 20)] for i in range(64)]
@@ -178,7 +181,7 @@ async def test_a_stream_is_the_same_and_a_cancelled_call_ends(
     endless.cancel()
     with pytest.raises(asyncio.CancelledError):
         await endless
-    # The engine is idle, on every rank, when it agrees to empty its cache.
+    # The engine empties its cache only when it is idle on every rank.
     async with asyncio.timeout(60):
         while not await client.flush_cache():
             await client.generate(input_ids=PROMPTS[0], max_new_tokens=1)
@@ -201,7 +204,7 @@ async def test_workers_on_cpu_beside_gpus(gpu_model: Path) -> None:
 async def test_requests_behind_which_there_is_no_token(
     gpu: tuple[sglrl.Client, Reference], tmp_path: Path
 ) -> None:
-    """They end alone: a CUDA assertion would take all others with it."""
+    """Such a request fails alone. A CUDA assertion would fail every other request with it."""
     client, reference = gpu
     pids = [worker.pid for worker in client.workers]
     greedy = {"max_new_tokens": 24, "temperature": 0, "logprobs": True, "ignore_eos": True}
@@ -226,7 +229,7 @@ async def test_requests_behind_which_there_is_no_token(
     weights["model.layers.0.mlp.up_proj.weight"][0, 0] = float("nan")
     save_file(weights, diverged / "model.safetensors", metadata={"format": "pt"})
     await client.update_weights_from_disk(diverged, check_finite=False)
-    # By itself, and beside all others.
+    # Each request runs alone first, then in a batch with all others.
     for way in ({}, {"logprobs": True}):
         with pytest.raises(sglrl.EngineError, match="not finite"):
             await client.generate(input_ids=PROMPTS[1], max_new_tokens=9, **way)

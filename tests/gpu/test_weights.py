@@ -1,4 +1,7 @@
-"""Weight updates between CUDA devices: NCCL, a neighbour on the same GPU, both; one GPU or two."""
+"""Weight updates between CUDA devices: by NCCL, from a process on the same GPU, or both.
+
+The tests run on one GPU or two.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 async def check(client: sglrl.Client, reference: Reference) -> None:
-    """Every worker has the reference's weights, and generates with them."""
+    """Check that every worker has the reference's weights and generates with them."""
     assert await client.verify_weights(reference.model) == []
     for worker in client.workers:
         if worker.state != "ready":
@@ -93,7 +96,7 @@ async def test_updates(layout: str, gpu_model: Path, other_gpu_model: Path) -> N
 
 
 async def lose_a_worker(client: sglrl.Client, reference: Reference) -> None:
-    """SIGKILL while it receives: the update goes on without it, and so does the next."""
+    """Kill a worker while it receives. This update and the next one succeed without it."""
     channel = client._pool.weights
     ask = channel._ask
 
