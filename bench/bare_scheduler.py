@@ -1,4 +1,4 @@
-"""SGLang's scheduler with nothing around it: the bar that ``bench.engine`` measures against."""
+"""SGLang's scheduler with nothing around it: the reference speed for ``bench.engine``."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ from sglrl_workers.engine.sglang import compat
 
 
 class Feed:
-    """Stands at both ends of the scheduler: gives it requests, ``in_flight`` at a time, and counts
-    what comes out. Works through its plan, then asks the scheduler to end."""
+    """Feeds the scheduler with requests and counts its output tokens.
+
+    Keeps ``in_flight`` requests running. After the last repetition of its plan, it asks the
+    scheduler to shut down.
+    """
 
     def __init__(self) -> None:
         self.error: Exception | None = None
@@ -46,9 +49,18 @@ class Feed:
         mark: Callable[[], None],
         done: Callable[[int, int, float, list[float]], None],
     ) -> None:
-        """``flush()`` empties the prefix cache, False while the scheduler is not idle.
-        ``mark()`` is called before each repetition, and after it
-        ``done(repetition, tokens, seconds, latencies)``."""
+        """Set the plan and the load.
+
+        Args:
+            plan: (repetition, number of requests), in order.
+            prompts: ``prompts(repetition, count)`` returns the token ids of ``count`` requests.
+            in_flight: how many requests run at the same time.
+            new_tokens: tokens that each request generates.
+            temperature: the sampling temperature.
+            flush: empties the prefix cache. It returns False while the scheduler is not idle.
+            mark: called before each repetition.
+            done: ``done(repetition, tokens, seconds, latencies)`` is called after each repetition.
+        """
         self._plan = list(plan)
         self._prompts = prompts
         self._in_flight = in_flight
@@ -59,7 +71,7 @@ class Feed:
         self._done = done
 
     def pull(self) -> list[Any]:
-        """What the scheduler takes in before its next step."""
+        """Return the requests that the scheduler receives before its next step."""
         if self._stopping:
             return []
         try:
@@ -82,7 +94,7 @@ class Feed:
             if not self._plan:
                 return self._stop()
             if not self._flush():
-                # The last batch is not put away yet; the loop asks again.
+                # The scheduler still holds its last batch. The loop calls ``pull`` again.
                 return []
             repetition, count = self._plan.pop(0)
             self._ready = [
@@ -124,12 +136,12 @@ class Feed:
         )
 
     def send_output(self, output: Any, recv_obj: Any = None) -> None:
-        """What the scheduler gives out after a step."""
+        """Count the tokens that the scheduler sends after a step."""
         if not isinstance(output, BatchTokenIDOutput):
             return
         self._last = time.perf_counter()
         for i, rid in enumerate(output.rids):
-            # Outputs come in parts; those parts must hold the logprobs that were asked for.
+            # An output may hold only part of a request's tokens. Count tokens that have logprobs.
             self._tokens += min(len(output.output_ids[i]), len(output.output_token_logprobs_val[i]))
             if output.finished_reasons[i] is not None:
                 self._latencies.append(self._last - self._running.pop(rid))
@@ -146,7 +158,7 @@ class _Receiver(SchedulerRequestReceiver):  # type: ignore[misc]
 
 
 class BareScheduler(Scheduler):  # type: ignore[misc]
-    """The scheduler between the two ends of a ``Feed``; its loop is SGLang's own."""
+    """SGLang's scheduler with its own loop. A ``Feed`` sends the requests and gets the output."""
 
     def __init__(self, feed: Feed, *args: Any) -> None:
         self.bench_feed = feed

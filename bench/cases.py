@@ -1,4 +1,4 @@
-"""The cases of ``bench.engine``: a model, a load, and the arguments every system gets alike."""
+"""The cases of ``bench.engine``: a model, a load and the engine arguments of every system."""
 
 from __future__ import annotations
 
@@ -59,14 +59,18 @@ _SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 _RECIPE = 1
-"""Changes whenever what is written changes, so that an old folder is not used."""
+"""Change this number when the files written change. It keeps an old folder from being used."""
 
 
 class Case(NamedTuple):
-    """``model``: "tiny", or a key of the shapes above, whose weights are made up by SGLang.
+    """A model and the load on it.
 
-    prompt, new: tokens in and out of each request. requests: of one repetition. samples: requests
-    that have the same prompt, and are made by one call where a system has one for that.
+    Attributes:
+        model: "tiny", or a key of the shapes above. SGLang makes up the weights of a shape.
+        prompt: prompt tokens of each request.
+        new: tokens that each request generates.
+        requests: requests in one repetition.
+        samples: requests that have the same prompt. A system makes them in one call if it can.
     """
 
     name: str
@@ -83,7 +87,7 @@ class Case(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Generated in one repetition."""
+        """Tokens generated in one repetition."""
         return self.requests * self.new
 
 
@@ -105,29 +109,35 @@ GPU_ARGUMENTS: dict[str, Any] = {
 
 
 def environment(case: Case) -> dict[str, str]:
-    """For every system. On a CPU the engine's threads share the cores with its clients: threads
-    that spin while they wait for each other would measure the operating system's scheduler."""
+    """Return the environment variables for every system.
+
+    On a CPU, the engine's threads share the cores with its clients. If waiting threads spun, the
+    bench would measure the operating system's scheduler.
+    """
     return {"OMP_WAIT_POLICY": "PASSIVE"} if case.device == "cpu" else {}
 
 
 def engine_arguments(case: Case, extra: dict[str, Any]) -> dict[str, Any]:
-    """SGLang's ``ServerArgs`` for every system, beside model, device, dtype and tokenizer.
+    """Return SGLang's ``ServerArgs`` for every system, without model, device, dtype and tokenizer.
 
-    What this SGLang version does not have is left out; ``extra`` wins.
+    Arguments that this SGLang version does not have are omitted. ``extra`` overrides the rest.
     """
     from sglrl.api.launching import engine_argument_names
 
     arguments: dict[str, Any] = {"random_seed": 1}
     if case.device == "cuda":
         known = engine_argument_names()
-        # Decoding runs in a CUDA graph at the case's own batch size too.
+        # Capture a CUDA graph for the case's own batch size, so that full batches decode in one.
         wanted = GPU_ARGUMENTS | {"cuda_graph_max_bs_decode": case.in_flight}
         arguments |= {name: value for name, value in wanted.items() if name in known}
     return arguments | extra
 
 
 def model_folder(case: Case) -> Path:
-    """Config and tokenizer (for shapes without weights), made once without a network."""
+    """Return a folder with config and tokenizer. The first call makes it, without a network.
+
+    Only the tiny model's folder has weights.
+    """
     from sglrl.tools.tiny_model import make_tokenizer, tiny_model
 
     if case.model == "tiny":
@@ -144,7 +154,10 @@ def model_folder(case: Case) -> Path:
 
 
 def prompts(case: Case, repetition: int, count: int) -> list[list[int]]:
-    """Distinct random prompts, the same for every system, others for every repetition: so the
-    prefix cache is on, and finds nothing but what samples share. Repetition -1 is the warm-up."""
+    """Return distinct random prompts: equal for every system, different in every repetition.
+
+    So the prefix cache is on, and finds only the prompts that samples share. Repetition -1 is the
+    warm-up.
+    """
     draw = random.Random(f"{case.name} {repetition}")
     return [[draw.randrange(case.vocab) for _ in range(case.prompt)] for _ in range(count)]

@@ -1,7 +1,7 @@
-"""``python -m bench.engine``: what stands between an engine's speed and its users.
+"""``python -m bench.engine``: how much of an engine's speed reaches its users.
 
-The bare scheduler loop, our client, ``sglang.Engine`` and SGLang's HTTP server: same model, same
-requests, same engine arguments, one after the other in one run.
+The bench measures the bare scheduler loop, our client, ``sglang.Engine`` and SGLang's HTTP server
+one after the other in one run. All have the same model, requests and engine arguments.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def main(
         float, typer.Option(help="Seconds one system may take, start-up included.")
     ] = 240.0,
 ) -> None:
-    """Tokens/s and latency of four ways to ask one engine."""
+    """Measure tokens/s and latency of four ways to call one engine."""
     extra = dict(_argument(text) for text in set_ or [])
     systems = [s.value for s in system] if system else list(_SYSTEMS)
     cases = [CASES[c.value] for c in case]

@@ -1,7 +1,8 @@
-"""The four systems that ``bench.engine`` measures, each in a process of its own (see ``parts``).
+"""The four systems that ``bench.engine`` measures, each in its own process (see ``parts``).
 
-All get the same prompts, ask for the same number of tokens with their logprobs, and keep the same
-number of requests in flight. A repetition's time runs from its first request to its last answer.
+All systems get the same prompts, generate the same number of tokens with logprobs, and keep the
+same number of requests in flight. The time of a repetition runs from its first request to its last
+answer.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from .load import percentile
 from .parts import Note, serve_part
 
 Generate = Callable[[list[int]], Awaitable[int]]
-"""Send one prompt, wait for all samples, return the number of tokens that have a logprob."""
+"""Send one prompt, await all samples, and return the number of tokens that have a logprob."""
 
 Flush = Callable[[], Awaitable[Any]]
-"""Empty the prefix cache: a repetition does not pay for evicting what the ones before it left."""
+"""Empty the prefix cache, so that no repetition pays for evicting older prompts."""
 
 _TEMPERATURE = 1.0
 
@@ -46,7 +47,7 @@ class _Repetitions:
         note("warming up")
 
     def plan(self) -> list[tuple[int, int]]:
-        """(repetition, requests), first the warm-up: one full batch of the same shape."""
+        """Return (repetition, requests). The first is the warm-up: one full batch of this shape."""
         case = self.case
         return [(-1, self._warm), *((i, case.requests) for i in range(self.repeats))]
 
@@ -55,12 +56,16 @@ class _Repetitions:
         return min(self.case.in_flight, self.case.requests)
 
     def mark(self) -> None:
-        """Call right before a repetition's clock starts."""
+        """Store the CPU time. Call this right before the clock of a repetition starts."""
         self._cpu_before = _cpu_seconds()
 
     def add(self, repetition: int, tokens: int, seconds: float, latencies: list[float]) -> None:
-        """Raises ValueError when the answers are not as long as was asked for."""
-        # The bare loop's are of requests, which are as many for each call as there are samples.
+        """Record a repetition. The warm-up is checked, but not recorded.
+
+        Raises:
+            ValueError: the answers do not have the requested number of tokens.
+        """
+        # Latencies are per call. The bare loop has no calls, so its latencies are per request.
         expected = self.case.new * (self.case.requests if repetition >= 0 else self._warm)
         if tokens != expected:
             raise ValueError(f"{tokens} tokens with logprobs came back, {expected} were asked for")
@@ -83,7 +88,7 @@ class _Repetitions:
 
 
 def _cpu_seconds() -> float:
-    """User and system time of this process and all its children: client, server, engine."""
+    """Return user and system seconds of this process and its children: client, server, engine."""
     me = psutil.Process()
     total = 0.0
     for process in (me, *me.children(recursive=True)):
@@ -96,8 +101,11 @@ def _cpu_seconds() -> float:
 async def _measure(
     generate: Generate, flush: Flush, case: Case, repeats: int, begun: float, note: Note
 ) -> dict[str, Any]:
-    """The load of an asyncio client: ``in_flight`` tasks, each sending its next prompt when its
-    last one is answered."""
+    """Measure a system under the load of an asyncio client.
+
+    ``in_flight`` samples run at the same time. Each task sends its next prompt when its last one is
+    answered.
+    """
     repetitions = _Repetitions(case, repeats, begun, note)
     clock = time.perf_counter
     for repetition, count in repetitions.plan():
@@ -160,10 +168,10 @@ async def _sglrl_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
 
 
 def _bare(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
-    """SGLang's scheduler loop alone: requests are handed over in memory, outputs only counted.
+    """Run SGLang's scheduler loop alone. Requests arrive in memory, and outputs are only counted.
 
-    So this is what any way of asking an engine could reach at best. Requests are made before the
-    clock starts.
+    This is the upper limit for every way to call an engine. The requests are made before the clock
+    starts.
     """
     case, begun = Case(*options["case"]), time.perf_counter()
     note("starting")
@@ -178,7 +186,7 @@ def _bare(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
         from sglrl_workers.engine.sglang.accelerations import cpu_attention
 
         cpu.prepare(os.cpu_count() or 1)
-        # As in our worker: between the two is the fabric alone.
+        # Our worker does the same. So only the fabric can cause a difference between the two.
         cpu_attention.install()
     server_args = ServerArgs(**_server_arguments(options))
     port_args = PortArgs.init_new(server_args)
@@ -207,7 +215,7 @@ def _bare(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
 
 
 def _server_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
-    """``ServerArgs`` of the systems that are SGLang's own."""
+    """Return the ``ServerArgs`` for the systems that are SGLang's own."""
     from . import sglang_cpu
 
     case = Case(*options["case"])
@@ -245,7 +253,7 @@ def _engine(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
         return _tokens(answer)
 
     try:
-        # The loop that the engine made for itself; SGLang sets uvloop's policy on import.
+        # Use the engine's own loop. SGLang sets uvloop's policy on import.
         result: dict[str, Any] = engine.loop.run_until_complete(
             _measure(
                 generate,
@@ -297,7 +305,7 @@ async def _http_main(
     import msgspec
 
     case = Case(*options["case"])
-    # The JSON codec that costs the client least.
+    # This JSON codec costs the client least.
     encode, decode = msgspec.json.Encoder().encode, msgspec.json.Decoder().decode
     headers = {"content-type": "application/json"}
     request = {"sampling_params": _sampling(case), "return_logprob": True, "stream": False}
@@ -324,5 +332,5 @@ async def _http_main(
 if __name__ == "__main__":
     serve_part({"sglrl": _sglrl, "bare": _bare, "engine": _engine, "http": _http})
     sys.stderr.flush()
-    # SGLang's threads and CUDA teardown can take seconds and have nothing left to save.
+    # SGLang's threads and CUDA teardown can take seconds and have nothing to save.
     os._exit(0)

@@ -1,7 +1,7 @@
-"""``python -m bench.fabric``: what a call costs through the fabric, and through HTTP and Ray.
+"""``python -m bench.fabric``: the cost of a call through the fabric, through HTTP and through Ray.
 
-The engine is fake, so that what is measured is the way to it and back: 64 token ids in, 64 ids and
-64 logprobs out, the whole path of ``await client.generate(...)`` on one event loop.
+The engine is fake, so that the bench measures the way to the engine and back: 64 token ids in, 64
+ids and 64 logprobs out, over the whole path of ``await client.generate(...)`` on one event loop.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main(
         Literal["ipc", "tcp", "both"], typer.Option(help="Transport of our fabric.")
     ] = "both",
 ) -> None:
-    """Latency, rate and cost of a call: our fabric, an HTTP echo and a Ray actor, in one run."""
+    """Measure latency, rate and cost of a call: our fabric, an HTTP echo and a Ray actor."""
     if quick:
         seconds, repeats = 0.3, 2
     info = machine()
@@ -181,7 +181,7 @@ def _print(results: dict[str, Any], failed: dict[str, str]) -> None:
 
 
 def _targets(results: dict[str, Any]) -> list[Target]:
-    """What was asked of the fabric, over the first transport measured."""
+    """Return the fabric's targets, with the figures of the first transport measured."""
     name = next((n for n in results if n.startswith("sglrl ")), None)
     ours = results.get(name) if name else None
     rate = _rate(ours)

@@ -1,4 +1,4 @@
-"""The cases of ``bench.faults``: a pool, its load, and what happens to it."""
+"""The cases of ``bench.faults``: a pool, its load and its faults."""
 
 from __future__ import annotations
 
@@ -12,11 +12,17 @@ from .fault_schedule import DROP, HANG, KILL, SLOW, STOP, UPDATE
 
 
 class FaultCase(NamedTuple):
-    """gap: seconds between faults on average. shares: of the kinds of faults. tolerance: how far a
-    logprob may be off, 0 for not at all; a real engine computes in another batch and order. None:
-    only the number of tokens is compared, because in 16 bits another batch may choose other ones.
-    wait_target, back_target: milliseconds that are asked for, from a SIGKILL to the next token and
-    to full strength."""
+    """A pool, its load and its faults.
+
+    Attributes:
+        gap: average seconds between faults.
+        shares: relative frequency of each kind of fault.
+        tolerance: largest allowed difference of a logprob. It is 0 for the fake engine. A real
+            engine computes in another batch and order. None compares only the number of tokens:
+            with 16 bits, another batch may choose other tokens.
+        wait_target: milliseconds allowed from a SIGKILL to the next token.
+        back_target: milliseconds allowed from a SIGKILL to full strength.
+    """
 
     name: str
     replicas: int
@@ -35,7 +41,7 @@ class FaultCase(NamedTuple):
 
     @property
     def model(self) -> str:
-        """A folder, made if need be."""
+        """The model's folder, made on first use."""
         if self.is_fake:
             return "fake"
         return str(model_folder(ENGINE_CASES["8b" if self.on_gpus else "tiny-cpu"]))
@@ -51,7 +57,7 @@ class FaultCase(NamedTuple):
             longest, new = 512, (256, 512)
         return [
             Prompt(
-                # The number in front makes each prompt another one.
+                # The first token id makes every prompt distinct.
                 [i + 3, *(draw.randrange(3, 500) for _ in range(draw.randrange(1, longest)))],
                 {
                     "max_new_tokens": draw.randint(*new),
@@ -63,7 +69,10 @@ class FaultCase(NamedTuple):
         ]
 
     def arguments(self) -> dict[str, Any]:
-        """For ``launch``. A fake step yields four tokens in 10 ms, so calls take 0.1 to 0.4 s."""
+        """Return arguments for ``launch``.
+
+        A fake step yields four tokens in 10 ms, so calls take 0.1 to 0.4 s.
+        """
         if self.is_fake:
             return {"engine": "fake", "tokens_per_step": 4, "step_seconds": 0.01}
         if self.on_gpus:
@@ -96,7 +105,7 @@ CASES = {
             tolerance=1e-4,
             back_target=1000.0,
         ),
-        # A GPU each. The replacement's start is SGLang's own, 20 s and more.
+        # Each replica has its own GPU. SGLang takes 20 s and more to start a replacement.
         FaultCase(
             "8b",
             replicas=2,

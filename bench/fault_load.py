@@ -1,7 +1,7 @@
-"""Callers in a closed loop whose every answer is known, and the books about what they got.
+"""Callers in a closed loop with known answers, and counts of the answers that they get.
 
-A prompt belongs to one caller, so no two calls under way have the same one: that is how a call at a
-worker is told from the others. Calls are unary and streamed in turn.
+A prompt belongs to one caller, so no two running calls have the same prompt. The prompt therefore
+identifies a call at a worker. Calls are unary and streamed in turn.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from sglrl.core.calls import RUNNING, SENT
 from sglrl.inference import replies
 
 _TIMEOUT = 60.0
-"""Seconds after which a call that nobody answers counts as lost."""
+"""Seconds after which a call without an answer counts as lost."""
 _EXAMPLES = 20
 _REMEMBERED = 2_000
-"""Ends of calls; a soak must not grow by its own bookkeeping once it is warm."""
+"""Ended calls remembered. The limit keeps the bench's own memory from growing during a soak."""
 
 
 class Prompt(NamedTuple):
-    """ids, and the sampling arguments: greedy, so that there is one right answer."""
+    """Token ids and sampling arguments. Sampling is greedy, so that there is one right answer."""
 
     ids: list[int]
     options: dict[str, Any]
@@ -40,7 +40,12 @@ class Prompt(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What a prompt's answer is without faults. ids: int32 [t]; logprobs: float32 [t]."""
+    """The answer to a prompt without faults.
+
+    Attributes:
+        ids: int32 [t].
+        logprobs: float32 [t].
+    """
 
     ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
@@ -53,10 +58,11 @@ class Strike:
 
     Attributes:
         held: calls that the worker held.
-        waits: of each stream that it held, until the first token that another worker made.
-        back: until its replacement was ready.
-        alone: no worker stood still or was slow then, so that no call could get from one fault
-            into another.
+        waits: for each stream that the worker held, seconds until the first token from another
+            worker.
+        back: seconds until the replacement was ready.
+        alone: no other worker was stopped or slow at that time, so that no call could get from
+            one fault into another.
     """
 
     kind: str
@@ -71,8 +77,11 @@ class Strike:
 
 @dataclass
 class Books:
-    """What became of the calls. Every one that was submitted is answered or lost, and an answer is
-    right, duplicated (it has tokens twice, or more of them than it should) or wrong."""
+    """Counts the outcomes of calls.
+
+    Every submitted call is answered or lost. An answer is right, duplicated (it has tokens twice,
+    or too many tokens) or wrong.
+    """
 
     submitted: int = 0
     answered: int = 0
@@ -92,21 +101,27 @@ class Books:
         return settled and not (self.lost or self.duplicated or self.wrong)
 
     def complain(self, what: str) -> None:
-        """Keep an example of what went wrong."""
+        """Keep an example of an error."""
         if what in self.reasons or len(self.reasons) < _EXAMPLES:
             self.reasons[what] += 1
 
 
 class _Reading:
-    """A stream under way: when its tokens came, and who was struck while it held it."""
+    """A running stream: when its tokens arrived, and the strikes on workers that held it."""
 
     def __init__(self) -> None:
         self.pieces: list[tuple[float, int]] = []
         self.strikes: list[Strike] = []
 
     def settle(self, seams: Sequence[int]) -> None:
-        """``seams``: the positions at which another worker went on. What the struck worker had sent
-        before its end may still arrive after the strike; that is no continuation."""
+        """Record each strike's wait until the stream continued at another worker.
+
+        Tokens that the struck worker had sent before may still arrive after the strike. They are no
+        continuation.
+
+        Args:
+            seams: the positions at which another worker continued.
+        """
         for strike in self.strikes:
             for at, start in self.pieces:
                 if at > strike.at and start in seams:
@@ -115,8 +130,10 @@ class _Reading:
 
 
 class Load:
-    """``in_flight`` callers that ask for the prompts over and over until ``stop``, each ``pause``
-    seconds after its last answer."""
+    """Runs ``in_flight`` callers, which ask for the prompts again and again until ``stop``.
+
+    Each caller waits ``pause`` seconds between an answer and its next call.
+    """
 
     def __init__(
         self,
@@ -149,12 +166,15 @@ class Load:
                     group.create_task(self._call(caller))
 
     def stop(self) -> None:
-        """Calls under way are still awaited."""
+        """Start no more calls. Running calls are still awaited."""
         self._stopping = True
 
     def struck(self, strike: Strike) -> None:
-        """Note which calls the worker holds; to be called right after the signal. The client's
-        public face does not tell which call is where."""
+        """Record the calls that the worker holds. Call this right after the signal.
+
+        The client's public interface does not show which worker holds a call, so this reads the
+        driver's tables.
+        """
         member = self.client._pool.driver.fabric.members[strike.worker]
         for call in member.calls.values():
             if call.state in (SENT, RUNNING):
@@ -189,14 +209,14 @@ class Load:
         except sglrl.SglrlError as error:
             books.lost += 1
             books.complain(f"{type(error).__name__}: {error}")
-            # A pool that has no worker left refuses at once, and the loop must get its turn.
+            # A pool without workers rejects calls at once. Let the event loop run in between.
             await asyncio.sleep(0.01)
             return
         books.answered += 1
         books.resumed += made.resumed > 0
         books.losses += made.resumed
         books.tokens += len(made.output_ids)
-        # A call that was lost before its first token is prefilled from its beginning again.
+        # A call that was lost before its first token is prefilled again from its start.
         books.recomputed += sum(made.resumed_at) + made.resumed * len(prompt.ids)
         self._check(prompt, answer, made, pieces)
 
@@ -215,7 +235,7 @@ class Load:
         finally:
             del self._readings[prompt.key]
         made = stream.completion
-        # Who was lost before it had sent anything is not among the positions.
+        # ``resumed_at`` does not list a worker that was lost before it had sent a token.
         early = (0,) if made.resumed > len(made.resumed_at) else ()
         reading.settle(early + made.resumed_at)
         return made, pieces
@@ -223,7 +243,11 @@ class Load:
     def _check(
         self, prompt: Prompt, answer: Answer, made: sglrl.Completion, pieces: Sequence[Any]
     ) -> None:
-        """``pieces``: of a stream, its chunks, which must come to the same as the whole."""
+        """Compare an answer with the right one, and count the outcome.
+
+        Args:
+            pieces: the chunks of a stream, which must add up to the whole answer.
+        """
         books = self.books
         expected, count = answer.ids, len(answer.ids)
         ids = np.concatenate([p.output_ids for p in pieces])
@@ -257,14 +281,17 @@ class Load:
 
     @contextmanager
     def _count_ends(self) -> Iterator[None]:
-        """A second end of one call would go unnoticed by its caller, who has left: it is seen where
-        the driver delivers it."""
+        """Count calls that end twice.
+
+        The caller has returned by then and cannot notice the second end. So this replaces the
+        methods through which the driver delivers the end.
+        """
         ended: dict[tuple[int, float], None] = {}
         originals = [(kind, kind.end) for kind in (replies.GenerationReply, replies.ChunkReply)]
 
         def counted(original: Any) -> Any:
             def end(reply: Any, call: Any, outcome: Any, frames: Any) -> None:
-                # Another pool of this process has calls of the same numbers.
+                # Another pool of this process has calls with the same numbers.
                 key = (call.id, call.submitted_at)
                 if key in ended:
                     self.books.duplicated += 1
@@ -288,8 +315,12 @@ class Load:
 async def fault_free(
     client: sglrl.Client, prompts: Sequence[Prompt], in_flight: int, tolerance: float | None
 ) -> list[Answer | None]:
-    """The answers of an undisturbed pool. None: the prompt has more than one right answer, because
-    somewhere the two likeliest tokens are as close as two logprobs that are off by ``tolerance``.
+    """Return the answers of a pool without faults.
+
+    Returns:
+        One answer a prompt. It is None if the prompt has more than one right answer: at some
+        position, the two likeliest tokens are so close that logprobs that are off by ``tolerance``
+        may swap them.
     """
     room = asyncio.Semaphore(in_flight)
 

@@ -1,7 +1,7 @@
-"""Which faults are to happen, to whom and when: drawn from a seed, so that a run can be repeated.
+"""Draw kind, worker and time of each fault from a seed, so that a run can be repeated.
 
-The times are kept as well as the machine can; whatever else differs between two runs of one seed
-does so because the processes race each other, which is the point.
+A run keeps these times as well as the machine allows. Two runs of one seed still differ, because
+the processes race each other. The bench is made to test these races.
 """
 
 from __future__ import annotations
@@ -13,30 +13,34 @@ from typing import NamedTuple
 KILL = "kill"
 """SIGKILL."""
 STOP = "stop"
-"""SIGSTOP, and SIGCONT before anybody takes the worker for dead."""
+"""SIGSTOP, then SIGCONT before the driver treats the worker as dead."""
 HANG = "hang"
-"""SIGSTOP for good: the driver has to find out and to end it."""
+"""SIGSTOP without SIGCONT. The driver has to detect and kill the worker."""
 DROP = "drop"
-"""Its connections to the driver are shut down, while it runs."""
+"""The worker's connections to the driver are shut down while it runs."""
 SLOW = "slow"
-"""Stopped and continued in turn, so that it does a fraction of its work."""
+"""The worker is stopped and continued in turn, so that it does a fraction of its work."""
 UPDATE = "update"
-"""A weight update begins and the worker is killed in the middle of it."""
+"""A weight update begins, and the worker is killed in the middle of it."""
 
 FATAL = (KILL, HANG, DROP, UPDATE)
-"""The worker has to be replaced."""
+"""Faults after which the worker has to be replaced."""
 STANDING = (STOP, HANG, SLOW)
-"""The worker keeps its calls, and gets more of them, while it does nothing or little."""
+"""Faults during which the worker keeps its calls and gets more, but does little or no work."""
 
 _BURST = 0.2
-"""Share of faults that come together with the one before."""
+"""Share of faults that happen together with the previous fault."""
 _SECONDS = {STOP: (0.05, 0.8), SLOW: (0.2, 1.0), UPDATE: (0.0, 0.08)}
 
 
 class Fault(NamedTuple):
-    """One fault. ``gap``: seconds after the fault before; ``worker``: a draw, to be taken modulo
-    the number of workers that can be struck then; ``seconds``: how long it lasts, or for UPDATE
-    when the worker is killed."""
+    """One fault.
+
+    Attributes:
+        gap: seconds after the previous fault.
+        worker: a random number. Take it modulo the number of workers that can be struck.
+        seconds: how long the fault lasts. For UPDATE: seconds until the worker is killed.
+    """
 
     kind: str
     gap: float
@@ -45,7 +49,7 @@ class Fault(NamedTuple):
 
 
 def schedule(seed: int, count: int, gap: float, shares: Mapping[str, float]) -> list[Fault]:
-    """``count`` faults, ``gap`` seconds apart on average, of kinds in proportion to ``shares``."""
+    """Return ``count`` faults, ``gap`` seconds apart on average, in proportion to ``shares``."""
     draw = random.Random(seed)
     kinds = draw.choices(list(shares), list(shares.values()), k=count)
     return [

@@ -1,7 +1,7 @@
-"""Faults done to the workers of a running client, from outside: signals and shut-down connections.
+"""Inflict faults on the workers of a running client, with signals and shut-down connections.
 
-Only processes that ``client.workers`` names are touched, each through a descriptor of its own, so
-that a number that the system has given to another process meanwhile does no harm.
+Only processes in ``client.workers`` are struck, each through its own pidfd. So no harm is done if
+the system has given the process number to another process meanwhile.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from .fault_load import Load, Strike
 from .fault_schedule import DROP, FATAL, HANG, KILL, SLOW, STANDING, STOP, UPDATE, Fault
 
 _POLL = 0.004
-"""Seconds between two looks at the workers' states: the error of the time to full strength."""
+"""Seconds between checks of the workers' states. This is the error of the time to full strength."""
 _PATIENCE = 60.0
-"""Seconds that the pool may take to be whole again."""
+"""Seconds that the pool may take until all workers are ready again."""
 _RUN, _REST = 0.02, 0.06
-"""Seconds that a slow worker runs and stands still, in turn."""
+"""Seconds that a slow worker runs and is stopped, in turn."""
 _AFTERMATH = 0.5
-"""Seconds after a fault in which a call of its worker may get into the next one."""
+"""Seconds after a fault in which a call of its worker may get into the next fault."""
 _PIDFD_GETFD = 438
 
 _SIGNALS = {
@@ -43,10 +43,12 @@ _SIGNALS = {
 
 
 class Striker:
-    """Carries out faults, each in a task of its own, so that they overlap.
+    """Carries out faults, each in its own task, so that they overlap.
 
-    ``spare``: so many ready workers are left alone at any time; ``among``: only these are struck;
-    ``update`` makes one weight update.
+    Args:
+        spare: how many ready workers have no fault at any time.
+        among: the workers that may be struck; None for all.
+        update: makes one weight update.
     """
 
     def __init__(
@@ -66,20 +68,23 @@ class Striker:
         self.strikes: list[Strike] = []
         self.updates = 0
         self.refused: Counter[str] = Counter()
-        """Weight updates that raised, and why: they may, if all workers keep what they had."""
+        """Counts weight updates that raised, by error. They may raise if all workers keep their old
+        weights."""
         self._disturbed: set[int] = set()
         self._standing: set[int] = set()
         self._replaced: dict[int, Strike] = {}
         self._whole = asyncio.Event()
 
     async def run(self, faults: Sequence[Fault]) -> None:
-        """Returns when all have happened and the pool is whole again, or ``missing`` says what of
-        it is not."""
+        """Carry out all faults. Return when the pool is whole again.
+
+        Also return after ``_PATIENCE`` seconds. ``missing`` then lists the lost workers.
+        """
         watch = asyncio.ensure_future(self._watch())
         try:
             async with asyncio.TaskGroup() as group:
                 with contextlib.suppress(TimeoutError):
-                    # No worker to strike for so long: ``missing`` tells what has become of them.
+                    # No worker could be struck for too long. ``missing`` lists the reasons.
                     for fault in faults:
                         await asyncio.sleep(fault.gap)
                         worker, handle = await self._target(fault.worker)
@@ -94,7 +99,7 @@ class Striker:
 
     @property
     def missing(self) -> list[str]:
-        """Workers that are not what they were before the faults."""
+        """Describe the workers that are not ready, and the lost workers that were not replaced."""
         states = [f"worker {w.id} is {w.state}" for w in self.client.workers if w.state != "ready"]
         return states + [
             f"worker {strike.worker} was not replaced after {strike.kind!r}"
@@ -102,7 +107,7 @@ class Striker:
         ]
 
     async def _target(self, drawn: int) -> tuple[sglrl.WorkerInfo, int]:
-        """A ready worker that nothing is done to yet, and a descriptor of its process."""
+        """Return a ready worker without a current fault, and a pidfd of its process."""
         async with asyncio.timeout(_PATIENCE):
             while True:
                 ready = [w for w in self.client.workers if w.state == "ready"]
@@ -119,7 +124,7 @@ class Striker:
     async def _strike(self, fault: Fault, worker: sglrl.WorkerInfo, handle: int) -> None:
         fatal = False
         try:
-            # Who has ended meanwhile, because an update was given up, say, is not struck.
+            # Do not strike a process that has exited meanwhile, for example after a failed update.
             with contextlib.suppress(ProcessLookupError):
                 if fault.kind == UPDATE:
                     await self._update(fault, worker, handle)
@@ -173,7 +178,7 @@ class Striker:
                 self.refused[f"{type(error).__name__}: {error}"] += 1
 
     async def _watch(self) -> None:
-        """Notes when the replacements of struck workers are ready, and whether all are."""
+        """Record when the replacements of struck workers are ready, and whether all workers are."""
         while True:
             await asyncio.sleep(_POLL)
             workers = self.client.workers
@@ -190,7 +195,7 @@ class Striker:
 
 
 async def _slow_down(handle: int, seconds: float) -> None:
-    """The process has been stopped; it goes on in the end."""
+    """Continue and stop a stopped process in turn. At the end the process runs."""
     until = time.monotonic() + seconds
     while True:
         await asyncio.sleep(_REST)
@@ -202,11 +207,16 @@ async def _slow_down(handle: int, seconds: float) -> None:
 
 
 def shut_connections(pid: int, handle: int) -> None:
-    """Shut down the connections of a process to the driver, both ways, as a network would: neither
-    side is told beforehand and what is on its way is gone. ``handle``: a pidfd of it.
+    """Shut down a process's connections to the driver in both directions, like a network failure.
+
+    Neither side gets a warning, and messages under way are lost.
+
+    Args:
+        pid: the process.
+        handle: a pidfd of the process.
 
     Raises:
-        ProcessLookupError: it has ended, or has no such connection any more.
+        ProcessLookupError: the process has exited, or has no connection to the driver.
         PermissionError: the system does not let us take another process's socket.
     """
     library = ctypes.CDLL(None, use_errno=True)
@@ -229,7 +239,7 @@ def shut_connections(pid: int, handle: int) -> None:
             continue
         with socket.socket(fileno=descriptor) as connection, contextlib.suppress(OSError):
             peer = connection.getpeername()
-            # The driver's socket is the one in a pool's folder.
+            # The driver's socket is in a pool's folder.
             if isinstance(peer, str) and "/pool-" in peer:
                 connection.shutdown(socket.SHUT_RDWR)
                 shut += 1

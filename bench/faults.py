@@ -1,5 +1,7 @@
-"""``python -m bench.faults``: a pool under load whose workers are killed, stopped, slowed down and
-cut off, time and again. What became of every call, and how long its caller had to wait.
+"""``python -m bench.faults``: a pool under load with repeated faults.
+
+Workers are killed, stopped, slowed down and disconnected. The bench reports the outcome of every
+call, and how long its caller had to wait.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ def main(
     seed: Annotated[int, typer.Option(help="Of the schedule and the prompts.")] = 0,
     limit: Annotated[float, typer.Option(help="Seconds one case may take.")] = 1800.0,
 ) -> None:
-    """Faults under load: what is lost, duplicated or wrong, and how long recovery takes."""
+    """Inject faults under load: count lost, duplicated and wrong calls, and time the recovery."""
     cases = []
     for name in case or [name for name in CaseName if not CASES[name.value].on_gpus]:
         one = CASES[name.value]
@@ -100,7 +102,7 @@ def main(
 
 @contextmanager
 def _progress(case: FaultCase) -> Iterator[Note]:
-    """A bar over a case's faults, on stderr; without a terminal a line now and then."""
+    """Show a bar over a case's faults on stderr. Without a terminal, print a line now and then."""
     errors = Console(stderr=True)
     if not errors.is_terminal:
         print_note(case.name)

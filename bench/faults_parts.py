@@ -1,4 +1,4 @@
-"""One case of ``bench.faults``, in a process of its own (see ``parts``); the tests use it too."""
+"""One case of ``bench.faults``, in its own process (see ``parts``). The tests use it too."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _IDLE_SECONDS = 30.0
 
 
 async def measure(case: FaultCase, model: str, seed: int, note: Note) -> dict[str, Any]:
-    """Put a new pool under load, let the faults happen to it, and say what became of the calls.
+    """Put a new pool under load, inject the faults, and return the outcome of the calls.
 
-    Notes begin with the number of faults that have happened.
+    Each note begins with the number of faults so far.
     """
     note("0 faults; starting")
     async with sglrl.launch(
@@ -68,7 +68,7 @@ async def measure(case: FaultCase, model: str, seed: int, note: Note) -> dict[st
 async def with_answers(
     case: FaultCase, client: sglrl.Client, seed: int
 ) -> tuple[list[Prompt], list[Answer]]:
-    """Prompts that have one right answer each, and this: what a pool makes of it without faults."""
+    """Return prompts with one right answer each, and these answers: a pool's without faults."""
     prompts = case.prompts(seed)
     if case.is_fake:
         return prompts, [_by_formula(prompt) for prompt in prompts]
@@ -78,14 +78,14 @@ async def with_answers(
 
 
 def _by_formula(prompt: Prompt) -> Answer:
-    """See ``workers/engine/fake.py``."""
+    """Compute a fake engine's answer, see ``workers/engine/fake.py``."""
     count = prompt.options["max_new_tokens"]
     logprobs = (-(np.arange(count, dtype=np.float32) + 1) / 1024).astype("<f4")
     return Answer(np.resize(np.array(prompt.ids, dtype=np.int32), count), logprobs, "length")
 
 
 def weights_of(model: str) -> dict[str, Any]:
-    """Those that the workers have already: an answer is the same before and after."""
+    """Return the weights that the workers already have, so that an update changes no answer."""
     from safetensors.torch import load_file
 
     return {k: v for file in Path(model).glob("*.safetensors") for k, v in load_file(file).items()}
@@ -102,7 +102,7 @@ async def _notes(load: Load, striker: Striker, note: Note) -> None:
 
 
 async def _troubles(client: sglrl.Client, load: Load) -> list[str]:
-    """What is not as it should be in a pool that has nothing more to do."""
+    """Describe everything that is wrong in a pool that should be idle."""
     found = []
     driver = client._pool.driver
     validate(driver.fabric)
@@ -120,7 +120,7 @@ async def _troubles(client: sglrl.Client, load: Load) -> list[str]:
     stats = await client.stats()
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_IDLE_SECONDS):
-            # A request that has been answered may stand in the engine's batch for a step more.
+            # An answered request may stay in the engine's batch for one more step.
             while any(s.engine.running or s.engine.waiting for s in stats):
                 stats = await client.stats()
     if len(stats) != len(client.workers):
@@ -164,9 +164,9 @@ def _summary(load: Load, striker: Striker, seconds: float, troubles: list[str]) 
         "updates": striker.updates,
         "updates_refused": dict(striker.refused),
         "flawless": books.flawless and not troubles,
-        # The first token of any of the worker's streams, and the next token of each of them;
-        # "kill alone": of those kills after which no call could get to a worker that stood still;
-        # "kill by itself": of these, those during which no other worker was being replaced.
+        # "first_ms": until the first token of any of the worker's streams. "stream_ms": until the
+        # next token of each stream. "kill alone": kills after which no call could get to a stopped
+        # worker. "kill by itself": such kills while no other worker was being replaced.
         "first_ms": {
             kind: _spread([min(s.waits) for s in strikes if s.waits])
             for kind, strikes in fatal.items()
@@ -190,7 +190,7 @@ def _overlap(one: Strike, other: Strike) -> bool:
 
 
 def _spread(seconds: list[float]) -> dict[str, float]:
-    """Milliseconds."""
+    """Return count, median, 99th percentile and maximum, in milliseconds."""
     if not seconds:
         return {"count": 0}
     p50, p99, worst = (float(v) * 1e3 for v in np.percentile(seconds, (50, 99, 100)))

@@ -1,6 +1,6 @@
-"""``python -m bench.finite_weights``: how long the check takes that weights are finite.
+"""``python -m bench.finite_weights``: how long the check for finite weights takes.
 
-They are on a GPU and have the shapes of Qwen3 8B, 16 GB of bfloat16, unless told otherwise.
+By default the weights are on a GPU and have the shapes of Qwen3 8B: 16 GB of bfloat16.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sglrl.weights.finite import FiniteCheck
 
 LAYER = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (12288, 4096), (12288, 4096),
          (4096, 12288), (4096,), (4096,), (128,), (128,)]  # fmt: skip
-"""q, k, v, o, gate, up, down, and four norms."""
+"""Shapes of q, k, v, o, gate, up, down and four norms."""
 ENDS = [(151_936, 4096), (151_936, 4096), (4096,)]
 
 
@@ -27,7 +27,7 @@ def main(
     layers: Annotated[int, typer.Option(min=1, help="Of the model; 36 make 16 GB.")] = 36,
     rounds: Annotated[int, typer.Option(min=1, help="The median counts.")] = 20,
 ) -> None:
-    """Milliseconds of the check, and of other ways to do it."""
+    """Measure the milliseconds of the check, and of other ways to check."""
     shapes = [*LAYER * layers, *ENDS]
     tensors = [torch.full(s, 0.02, dtype=torch.bfloat16, device=device) for s in shapes]
     size = sum(tensor.nbytes for tensor in tensors)
@@ -57,7 +57,7 @@ def main(
             took.append((time.perf_counter() - begun) * 1e3)
         ms = statistics.median(took)
         print(f"{name:>14}: {ms:8.2f} ms, {size / ms / 1e9:5.2f} TB/s")
-    # On a GPU as on a CPU: one value anywhere is found.
+    # The check must find one bad value anywhere, on a GPU and on a CPU.
     for value in (math.nan, math.inf, -math.inf):
         for tensor in (tensors[0], tensors[-1]):
             tensor.view(-1)[-1] = value

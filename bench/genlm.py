@@ -1,7 +1,7 @@
-"""Distributions of the next token: sglrl under genlm's interface, and genlm-backend's own classes.
+"""Next-token distributions: sglrl with genlm's interface, and genlm-backend's own classes.
 
-``python -m bench.genlm --json FILE``: 1 to 512 tasks that extend prompts of their own by one token
-after the other, as genlm's inference does; the prompts share their beginning, or share nothing.
+``python -m bench.genlm --json FILE`` runs 1 to 512 tasks. Each task extends its own prompt by one
+token after the other, as genlm's inference does. The prompts share a prefix, or share nothing.
 Peers need genlm-backend.
 """
 
@@ -46,7 +46,7 @@ def main(
     new: Annotated[int, typer.Option(help="Tokens that a task appends.")] = 8,
     system: Annotated[list[str] | None, typer.Option(help="Only these; repeatable.")] = None,
 ) -> None:
-    """Queries per second, and for how long the event loop of who asks was blocked."""
+    """Measure queries per second, and for how long the caller's event loop was blocked."""
     tasks = concurrency or [1, 8, 64, 512]
     folder = model or str(tiny_model(vocab_size=vocab))
     options = {

@@ -1,7 +1,7 @@
-"""The systems that ``bench.genlm`` measures, each in a process of its own.
+"""The systems that ``bench.genlm`` measures, each in its own process.
 
-genlm-backend's classes run as they are, with their defaults; but no vocabulary is looked up on the
-hub, and on a CPU SGLang gets what it needs to run there at all.
+genlm-backend's classes run unchanged, with their defaults, with two exceptions: no vocabulary is
+looked up on the hub, and on a CPU SGLang gets the arguments that it needs to run there.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from .parts import Note, serve_part
 
 Ask = Callable[[list[int]], Awaitable[Any]]
 _TICK = 0.001
-"""Seconds between looks at the loop's clock."""
+"""Seconds between checks of the event loop's clock."""
 _TURN = 16
-"""So many prompts and tasks are made before the loop gets its turn: making 512 takes asyncio longer
-than what is watched, the queries."""
+"""How many prompts and tasks are made before the event loop runs again. Making 512 at once takes
+asyncio longer than the queries, which are to be measured."""
 
 
 def _prompt(kind: str, length: int, repetition: int, task: int, vocab: int) -> list[int]:
-    """Of one repetition, all differ; with "shared" only in their last two tokens."""
+    """Return a prompt. All of one repetition differ; "shared" ones only in the last two tokens."""
     salt = repetition * 31 if kind == "shared" else repetition * 31 + task * 977
     begin = [(salt + 7 * i * i + 13 * i) % vocab for i in range(length - 2)]
     return [*begin, task // vocab % vocab, task % vocab]
@@ -38,13 +38,16 @@ def _prompt(kind: str, length: int, repetition: int, task: int, vocab: int) -> l
 async def _extend(ask: Ask, ids: list[int], task: int, new: int, vocab: int) -> None:
     for i in range(new):
         await ask(ids)
-        # A new list, as genlm passes one.
+        # genlm passes a new list, too.
         ids = [*ids, (task + 11 * i) % vocab]
 
 
 async def measure(ask: Ask, vocab: int, options: Mapping[str, Any], note: Note) -> dict[str, Any]:
-    """By kind of prefix, and number of tasks: queries a second, and for how long the loop of who
-    asks was blocked."""
+    """Measure queries per second, and for how long the caller's event loop was blocked.
+
+    Returns:
+        The figures by kind of prefix and number of tasks.
+    """
     repetition = 0
     found: dict[str, Any] = {}
     for kind in options["prefixes"]:
@@ -58,7 +61,7 @@ async def measure(ask: Ask, vocab: int, options: Mapping[str, Any], note: Note) 
             for measured in range(1000):
                 repetition += 1
                 if measured == 1:
-                    # Not while it is watched: with torch loaded it takes a second.
+                    # Collect before the loop is watched: with torch loaded this takes a second.
                     gc.collect()
                     watch.begin()
                 prompts = []
@@ -89,7 +92,7 @@ async def measure(ask: Ask, vocab: int, options: Mapping[str, Any], note: Note) 
 
 
 class _Watch:
-    """The longest time that the loop did not come round."""
+    """Measures the longest time for which the event loop was blocked."""
 
     def begin(self) -> None:
         self._longest = 0.0
@@ -107,7 +110,7 @@ class _Watch:
 
 
 def _engine_arguments(device: str) -> dict[str, Any]:
-    """``ServerArgs`` for both systems that run SGLang."""
+    """Return the ``ServerArgs`` for both systems that run SGLang."""
     arguments: dict[str, Any] = {"device": device}
     if device == "cuda":
         known = engine_argument_names()
@@ -130,7 +133,7 @@ def _sglrl(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
 def _without_vocabulary() -> None:
     import genlm.backend.llm.base as base
 
-    # It asks the hub for GPT-2's tokenizer.
+    # The original function fetches GPT-2's tokenizer from the hub.
     base.decode_vocab = lambda tokenizer: ([], [])
 
 
@@ -157,7 +160,7 @@ def _genlm_hf(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
 
     _without_vocabulary()
     if not hasattr(DynamicCache, "from_legacy_cache"):
-        # Of transformers 4; it is only called without a cache here.
+        # The method is part of transformers 4. Here it is only called without a cache.
         DynamicCache.from_legacy_cache = staticmethod(lambda past: None if past is None else past)
     mod = AutoModelForCausalLM.from_pretrained(options["model"], dtype="auto")
     mod = mod.to(options["device"])
@@ -169,5 +172,5 @@ def _genlm_hf(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
 if __name__ == "__main__":
     serve_part({"sglrl": _sglrl, "genlm_sgl": _genlm_sgl, "genlm_hf": _genlm_hf})
     sys.stderr.flush()
-    # SGLang's threads and CUDA teardown can take seconds and have nothing left to save.
+    # SGLang's threads and CUDA teardown can take seconds and have nothing to save.
     os._exit(0)

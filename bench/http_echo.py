@@ -1,6 +1,6 @@
-"""The HTTP peer's server: a bare ASGI application on uvicorn, in a process of its own.
+"""The server of the HTTP peer: a bare ASGI application on uvicorn, in its own process.
 
-It is given a socket that already listens, so its client needs no polling to find it ready.
+It receives a socket that already listens. So its client can connect at once and need not poll.
 """
 
 from __future__ import annotations

@@ -12,26 +12,31 @@ from typing import Any, NamedTuple
 import numpy as np
 
 Call = Callable[[int], Awaitable[Any]]
-"""``call(i)`` makes the i-th call; awaiting what it returns gives the answer."""
+"""``call(i)`` makes the i-th call. Awaiting the result gives the answer."""
 
 WARM_SECONDS = 0.3
 _GC_THRESHOLDS = (50_000, 20, 100)
 
 
 def settle_collector() -> None:
-    """For every system alike, what ``sglrl.rollout`` advises a program to do. Thousands of calls or
-    agents are some hundred thousand objects: Python's own thresholds have the collector walk them
-    again and again, and all that the imports made with each full collection."""
+    """Set the garbage collector as ``sglrl.rollout`` advises. The bench does so for every system.
+
+    Thousands of calls or agents are some hundred thousand objects. With Python's own thresholds the
+    collector walks them again and again, and each full collection walks all objects of the imports.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(*_GC_THRESHOLDS)
 
 
 class Window(NamedTuple):
-    """What was counted between two moments while the load went on.
+    """Counts between two moments under load.
 
-    seconds: length. cpu_seconds: of all threads of this process. loop_seconds: of the event
-    loop's thread. latencies: seconds of each call, when they were recorded.
+    Attributes:
+        seconds: length of the window.
+        cpu_seconds: CPU time of all threads of this process.
+        loop_seconds: CPU time of the event loop's thread.
+        latencies: seconds of each call, if recorded.
     """
 
     calls: int
@@ -46,21 +51,21 @@ class Window(NamedTuple):
 
     @property
     def cpu_us(self) -> float:
-        """Microseconds of this process's CPU time a call."""
+        """CPU time of this process per call, in microseconds."""
         return self.cpu_seconds / self.calls * 1e6
 
     @property
     def loop_us(self) -> float:
-        """Microseconds of the event loop's thread a call: what one core must spend."""
+        """CPU time of the event loop's thread per call, in microseconds. One core must spend it."""
         return self.loop_seconds / self.calls * 1e6
 
 
 async def closed_loop(
     call: Call, in_flight: int, seconds: float, repeats: int, *, record: bool = False
 ) -> list[Window]:
-    """``repeats`` windows of ``seconds`` under constant load, after a warm-up.
+    """Return ``repeats`` windows of ``seconds`` under constant load, after a warm-up.
 
-    Latencies are recorded only when asked for: reading the clock twice would be part of the cost.
+    Latencies are recorded only with ``record``, because reading the clock twice adds to the cost.
     """
     settle_collector()
     count = 0
@@ -92,7 +97,7 @@ async def closed_loop(
             begun = (count, clock(), time.process_time(), time.thread_time())
             await asyncio.sleep(seconds)
             ended = (count, clock(), time.process_time(), time.thread_time())
-            # In a steady state as many calls begin as end.
+            # In a steady state, as many calls begin as end.
             windows.append(
                 Window(
                     ended[0] - begun[0],
@@ -111,7 +116,7 @@ def percentile(latencies: Sequence[float], percent: float) -> float:
 
 
 def latency_summary(windows: Sequence[Window]) -> dict[str, float]:
-    """Medians over the windows of their percentiles and of the CPU time a call, in microseconds."""
+    """Return medians over the windows: percentiles and CPU time a call, in microseconds."""
     return {
         "cpu_us": statistics.median(w.cpu_us for w in windows),
         "loop_us": statistics.median(w.loop_us for w in windows),
@@ -122,7 +127,7 @@ def latency_summary(windows: Sequence[Window]) -> dict[str, float]:
 
 
 def rate_summary(windows: Sequence[Window]) -> dict[str, float]:
-    """Medians over the windows; ``lowest`` and ``highest`` show how steady the rate was."""
+    """Return medians over the windows. ``lowest`` and ``highest`` show how steady the rate was."""
     rates = [w.rate for w in windows]
     return {
         "rate": statistics.median(rates),

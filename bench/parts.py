@@ -1,8 +1,8 @@
-"""Parts: each measured system runs in a process of its own, started after the one before has ended.
+"""Parts: each measured system runs in its own process, started after the previous one has exited.
 
-So systems share neither a core, nor a GPU, nor a garbage collector, and one that fails becomes a
-row with the reason. A part's process writes JSON lines (``note`` and then ``result`` or
-``error``) to a pipe; whatever it and its children print goes to a log, shown if it fails.
+So no two systems share a core, a GPU or a garbage collector. A system that fails becomes a row with
+the reason. A part's process writes JSON lines (``note``, then ``result`` or ``error``) to a pipe.
+Output of the process and its children goes to a log, which is shown if the part fails.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _LOG_TAIL = 12
 _END_SECONDS = 30.0
 
 Note = Callable[[str], None]
-"""Tells the user what a part is doing."""
+"""Show the user what a part is doing."""
 Part = Callable[[Mapping[str, Any], Note], dict[str, Any]]
 
 
 class PartFailed(Exception):
-    """A part could not be measured; the message is the reason, ``log`` its last output."""
+    """A part could not be measured. The message is the reason, ``log`` is its last output."""
 
     def __init__(self, reason: str, log: str) -> None:
         super().__init__(reason)
@@ -52,11 +52,14 @@ def run_part(
 ) -> dict[str, Any]:
     """Measure part ``name`` of ``module`` in a new process and return its result.
 
-    ``limit``: seconds after which the part is ended. All of its processes are gone on return.
-    ``env``: environment variables beside the bench's own.
+    All processes of the part have exited on return.
+
+    Args:
+        limit: seconds after which the part is killed.
+        env: environment variables in addition to the bench's own.
 
     Raises:
-        PartFailed: it ended without a result, raised, or took too long.
+        PartFailed: the part exited without a result, raised, or took too long.
     """
     read_end, write_end = os.pipe()
     with tempfile.TemporaryFile(mode="w+", errors="replace") as log:
@@ -91,7 +94,7 @@ def run_part(
 
 
 def _listen(pipe: IO[bytes], note: Note, limit: float) -> dict[str, Any]:
-    """The part's last word: {"result": ...}, {"error": ...}, or {} when it died without one."""
+    """Return the part's result: {"result": ...}, {"error": ...}, or {} if it exited without one."""
     deadline = time.monotonic() + limit
     pending = b""
     with selectors.DefaultSelector() as selector:
@@ -114,7 +117,7 @@ def _listen(pipe: IO[bytes], note: Note, limit: float) -> dict[str, Any]:
 
 
 def _end(process: subprocess.Popen[bytes], patience: float) -> None:
-    """Wait until the part's processes are gone (only then is a GPU free), with force if needed."""
+    """Wait until the part's processes have exited, and kill them if needed: it frees the GPU."""
     family = _group(process.pid)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(timeout=patience)
@@ -141,9 +144,9 @@ def _group(leader: int) -> list[psutil.Process]:
 
 
 def serve_part(parts: Mapping[str, Part]) -> None:
-    """The main function of a module of parts: measure the one that the command line names."""
+    """Measure the part that the command line names. This is the main function of such a module."""
     name, options, descriptor = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
-    # Only this process speaks on it: a child that held it open would hide this one's death.
+    # Children must not hold the pipe, or the bench would not notice that this process exits.
     os.set_inheritable(descriptor, False)
     threading.Thread(target=_die_with_the_bench, args=(descriptor,), daemon=True).start()
     pipe = os.fdopen(descriptor, "w", buffering=1)
@@ -161,7 +164,7 @@ def serve_part(parts: Mapping[str, Part]) -> None:
 
 
 def _die_with_the_bench(descriptor: int) -> None:
-    """The bench holds the pipe's other end; when that closes nobody waits for this part."""
+    """Kill this process group when the bench closes its end of the pipe."""
     poller = select.poll()
     poller.register(descriptor, 0)
     poller.poll()

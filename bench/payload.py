@@ -1,4 +1,4 @@
-"""What every system of ``bench.fabric`` carries: 64 token ids in, 64 ids and 64 logprobs out."""
+"""The payload of every system of ``bench.fabric``: 64 token ids in, 64 ids and 64 logprobs out."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _STREAM_BITS = 17
 
 
 class Prompts:
-    """``prompts[i]``: a list of 64 token ids; 131,072 distinct ones.
+    """131,072 distinct prompts. ``prompts[i]`` is a list of 64 token ids.
 
-    They are windows of one random stream, cut when asked for: a list for each beforehand would
-    make the garbage collector's work part of the figures.
+    The prompts are windows of one random stream, cut on request. If all lists existed, the garbage
+    collector's work on them would be part of the figures.
     """
 
     def __init__(self, seed: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""What every bench prints and writes: the machine, one table, what was asked, one JSON file."""
+"""The output of every bench: the machine, one table, the targets and one JSON file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _errors = Console(stderr=True)
 
 
 class Target(NamedTuple):
-    """A figure that was asked for. ``measured`` is None when it could not be measured."""
+    """A target for a figure. ``measured`` is None if the figure could not be measured."""
 
     name: str
     asked: float
@@ -40,7 +40,7 @@ class Target(NamedTuple):
 
 
 def machine() -> dict[str, Any]:
-    """CPU model, cores, GPUs and versions: a figure means nothing without them."""
+    """Return CPU model, cores, GPUs and versions. A figure means nothing without them."""
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
@@ -85,7 +85,7 @@ def _cpu_model() -> str:
 
 
 def _gpus() -> list[str]:
-    """Names of the NVIDIA GPUs, read without a CUDA library."""
+    """Return the names of the NVIDIA GPUs, read without a CUDA library."""
     found: list[str] = []
     for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
         lines = path.read_text().splitlines()
@@ -104,9 +104,11 @@ def describe(info: dict[str, Any]) -> str:
 
 @contextmanager
 def steps(total: int) -> Iterator[tuple[Note, Note]]:
-    """A progress bar over the parts, on stderr: ``(begin a part, say what it is doing)``.
+    """Show a progress bar over the parts on stderr. Without a terminal, print lines.
 
-    Without a terminal each becomes a line.
+    Yields:
+        ``begin`` and ``note``: ``begin(text)`` starts the next part, ``note(text)`` shows what the
+        part is doing.
     """
     if not _errors.is_terminal:
         yield (lambda text: print_note(text), lambda text: print_note("  " + text))
@@ -131,7 +133,7 @@ def print_note(text: str) -> None:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print; the first column is left-aligned, the others right-aligned."""
+    """Print a table. The first column is left-aligned, the others are right-aligned."""
     drawn = Table(title=title, title_justify="left", title_style="bold")
     for i, column in enumerate(columns):
         drawn.add_column(column, justify="right" if i else "left")
@@ -158,7 +160,10 @@ def print_targets(targets: Sequence[Target]) -> None:
 
 
 def number(value: float | None) -> str:
-    """At most four significant digits, thousands separated; nothing for None."""
+    """Format a number with at most four significant digits, or with thousands separators.
+
+    None becomes an empty string.
+    """
     if value is None:
         return ""
     if value >= 1000:

@@ -1,8 +1,9 @@
-"""``python -m bench.rollout``: what agents cost their driver, and how busy they keep the engines.
+"""``python -m bench.rollout``: the driver's cost of agents, and how busy they keep the engines.
 
-Without a GPU: thousands of agents with simulated tools over fake engines, next to the same agents
-over HTTP, and next to batches that are waited for. With one (``--case h200``): how much of what the
-prefix cache of a real engine holds is found in it.
+Without a GPU, thousands of agents with simulated tools run over fake engines. The bench compares
+them with the same agents over HTTP, and with batches that wait for their last agent. With a GPU
+(``--case h200``), the bench measures how much of the contents of a real engine's prefix cache its
+requests find there.
 """
 
 from __future__ import annotations
@@ -67,11 +68,11 @@ def main(
         Literal["cuda", "cpu"], typer.Option(help="Of --case h200; cpu: the tiny model.")
     ] = "cuda",
 ) -> None:
-    """Cost of an agent's turn, how busy engines are, hits in the prefix cache."""
+    """Measure the cost of an agent's turn, how busy engines are, and hits in the prefix cache."""
     if case == "fake":
         count = agents or (400 if quick else 10_000)
         if processes is None:
-            # Beside these, the driver and the engines want cores of their own.
+            # The driver and the engines need their own cores.
             processes = 4 if (os.cpu_count() or 1) >= 12 else 0
         _fake(json, count, 1 if quick else repeats, replicas, processes, quick, peers)
     else:
@@ -98,7 +99,7 @@ def _fake(
         "replicas": replicas,
         "repeats": repeats,
     }
-    # The tools of the quick agents take about as long as their turns do.
+    # The tools of the quick agents take about as long as their turns.
     busy = load | {
         "tool": (0.005, 0.025) if quick else (0.02, 0.1),
         "slower": 4,

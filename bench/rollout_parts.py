@@ -1,4 +1,4 @@
-"""What ``bench.rollout`` measures, each in a process of its own (see ``parts``)."""
+"""The systems that ``bench.rollout`` measures, each in its own process (see ``parts``)."""
 
 from __future__ import annotations
 
@@ -29,8 +29,11 @@ _DELAYS = 1 << 12
 
 
 class Tool:
-    """A simulated tool: after a time that is drawn for this agent and turn it answers with 16 token
-    ids. ``seconds``: shortest and longest time."""
+    """A simulated tool. It answers with 16 token ids after a time drawn for this agent and turn.
+
+    Args:
+        seconds: shortest and longest time.
+    """
 
     def __init__(self, seconds: Sequence[float]) -> None:
         draw = random.Random(0)
@@ -43,8 +46,12 @@ class Tool:
 
 
 class Cost(NamedTuple):
-    """What some turns cost this process. loop_us: of the event loop's thread; cpu_us: of all
-    threads, ZeroMQ's included."""
+    """The cost of some turns in this process.
+
+    Attributes:
+        loop_us: CPU time of the event loop's thread per turn.
+        cpu_us: CPU time of all threads per turn, including ZeroMQ's.
+    """
 
     turns: int
     seconds: float
@@ -70,7 +77,7 @@ async def _cost(turns: int, work: Coroutine[Any, Any, None]) -> Cost:
 
 
 def _summary(costs: Sequence[Cost]) -> dict[str, float]:
-    """Medians over the repetitions."""
+    """Return medians over the repetitions."""
     rates = [cost.rate for cost in costs]
     return {
         "rate": statistics.median(rates),
@@ -82,7 +89,7 @@ def _summary(costs: Sequence[Cost]) -> dict[str, float]:
 
 
 class _PeakMemory:
-    """RSS of this process, looked at every 50 ms."""
+    """The peak RSS of this process in bytes, read every 50 ms."""
 
     def __init__(self) -> None:
         self._process = psutil.Process()
@@ -108,12 +115,16 @@ class _PeakMemory:
 
 
 def _agents(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
-    """``sglrl.rollout`` over engines that answer at once: all agents at the same time."""
+    """Run ``sglrl.rollout`` over engines that answer at once, with all agents at the same time."""
     return uvloop.run(_agents_main(options, note))
 
 
 async def _agents_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
-    """``processes``: in which the agents run; none: in this one. Their start is not measured."""
+    """Measure the rollout. The start of the agents' processes is not measured.
+
+    The option ``processes`` is the number of processes in which the agents run. Without it, they
+    run in this process.
+    """
     import sglrl
 
     count, turns, replicas = options["agents"], options["turns"], options["replicas"]
@@ -168,8 +179,10 @@ async def _agents_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]
 
 
 def _beside(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
-    """Agents whose rewards take a millisecond of Python each, while a thread of the driver computes
-    in Python or does not; in the driver, and in processes of their own."""
+    """Run agents whose rewards take a millisecond of Python each, in the driver and in processes.
+
+    A thread of the driver computes in Python meanwhile, or does not.
+    """
     return uvloop.run(_beside_main(options, note))
 
 
@@ -209,7 +222,7 @@ async def _beside_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]
     ) as client:
         for processes in (None, *options["ways"]):
             for computes, interval in ((False, 0.005), (True, 0.005), (True, 0.0005)):
-                # 5 ms is Python's own: for so long a thread may keep the interpreter from others.
+                # A thread may keep the interpreter this long. Python's default is 5 ms.
                 sys.setswitchinterval(interval)
                 beside = f"{interval * 1e3:g} ms beside a computing thread" if computes else "alone"
                 note(f"agents in {processes or 'the same'} process(es), {beside}")
@@ -249,8 +262,10 @@ async def _beside_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]
 
 
 def _http(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
-    """``asyncio.gather`` over the same agents, with a semaphore around each request; of an agent
-    the lists of its ids and logprobs are kept, and nothing else is done with them."""
+    """Run the same agents with ``asyncio.gather`` and a semaphore around each request.
+
+    An agent only keeps the lists of its ids and logprobs.
+    """
     with socket.create_server(("127.0.0.1", 0), backlog=8192) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}/"
         server = subprocess.Popen(
@@ -275,7 +290,7 @@ async def _http_main(url: str, options: Mapping[str, Any], note: Note) -> dict[s
 
     count, turns = options["agents"], options["turns"]
     prompts, tool = Prompts(), Tool(options["tool"])
-    # The JSON codec that costs the peer least.
+    # This JSON codec costs the peer least.
     encode = msgspec.json.Encoder().encode
     decode = msgspec.json.Decoder(Answer).decode
     headers = {"content-type": "application/json"}
@@ -314,8 +329,10 @@ async def _http_main(url: str, options: Mapping[str, Any], note: Note) -> dict[s
 
 
 def _busy(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
-    """Agents of which one in four is slow, over engines that take time and have a bounded number of
-    places, run in several ways on the same engines."""
+    """Run agents in several ways on the same engines. One agent in four is slow.
+
+    The engines take time and run a limited number of requests at once.
+    """
     return uvloop.run(_busy_main(options, note))
 
 
@@ -355,8 +372,10 @@ async def _busy_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
             await client.generate(input_ids=prompts[i], max_new_tokens=TOKENS, logprobs=True)
 
         async def capacity() -> float:
-            """Tokens/s of the same engines when twice as many requests as they have places are
-            always there."""
+            """Measure tokens/s of the same engines under full load.
+
+            The load is always twice the number of requests that the engines can run at once.
+            """
             before: list[Any] = []
 
             async def look(after: float) -> None:
@@ -371,7 +390,7 @@ async def _busy_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
             return float((later - tokens) / (ended - begun))
 
         async def measured(take: Callable[[int], Any], agents: int, warm: int) -> dict[str, float]:
-            """``await take(n)`` returns the groups of the next n agents that end."""
+            """Measure the next agents. ``await take(n)`` returns the next n groups that end."""
             await take(warm)
             gc.collect()
             gc.freeze()
@@ -397,7 +416,7 @@ async def _busy_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
                 async def take(n: int) -> list[sglrl.Group]:
                     return [(await run.take())[0] for _ in range(n)]
 
-                # The first to end are quick ones: wait until slow ones have ended too.
+                # The first agents to end are quick ones. Wait until slow ones have ended too.
                 found = await measured(take, agents, max(agents // 4, 3 * run.concurrency))
                 return found | {"concurrency": run.concurrency}
 
@@ -451,8 +470,11 @@ def _prefix(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
 
 
 async def _prefix_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
-    """Agents with one system prompt, all at the same time: what the engine took from its prefix
-    cache, and what it could have taken."""
+    """Run agents with one system prompt, all at the same time.
+
+    The result compares the tokens that the engine took from its prefix cache with the tokens that
+    it could have taken.
+    """
     import sglrl
 
     count, turns, new = options["agents"], options["turns"], options["new"]
@@ -520,10 +542,13 @@ async def _prefix_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]
 
 
 def _cached(trajectories: Sequence[Any], system: int) -> list[list[int]]:
-    """For each turn, over all agents: tokens of the prompt, those that came from the cache, and
-    those whose KV cache some request before had computed: the system prompt, and in later turns all
-    of the turn before but its last token, which no step was given. The rest was drawn at random, so
-    nobody shares it."""
+    """Return three token counts for each turn, over all agents.
+
+    The counts are: tokens of the prompt; tokens that came from the cache; and tokens whose KV cache
+    an earlier request had computed. The last are the system prompt and, in later turns, all tokens
+    of the previous turn except the last, which was the input of no step. No agent shares the other
+    tokens, because they are drawn at random.
+    """
     rows = []
     for number in range(len(trajectories[0].turns)):
         turns = [t.turns[number] for t in trajectories]
@@ -543,5 +568,5 @@ if __name__ == "__main__":
         {"agents": _agents, "beside": _beside, "http": _http, "busy": _busy, "prefix": _prefix}
     )
     sys.stderr.flush()
-    # As in bench.engine: what SGLang brings can take seconds to end.
+    # As in bench.engine: SGLang's threads can take seconds to end.
     os._exit(0)

@@ -1,7 +1,7 @@
-"""SGLang's Engine and HTTP server on a CPU-only machine, with what our own worker does for itself.
+"""SGLang's Engine and HTTP server on a CPU-only machine, prepared like our own worker.
 
-They start their scheduler in a process of its own, through a function that can be given: this one
-prepares that process first. Everything else is theirs.
+Both start their scheduler in its own process, through a function that can be replaced. The function
+here prepares the process first. Everything else is SGLang's own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def run_scheduler_process(*args: Any, **kwargs: Any) -> Any:
 
 
 def arguments(device: str) -> dict[str, Any]:
-    """``ServerArgs`` that a CPU needs, as our worker sets them for one replica."""
+    """Return the ``ServerArgs`` that a CPU needs, as our worker sets them for one replica."""
     if device != "cpu":
         return {}
     from sglrl_workers.engine.sglang import cpu

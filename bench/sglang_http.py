@@ -1,4 +1,4 @@
-"""Starts ``bench.sglang_server`` for as long as a peer is measured."""
+"""Run ``bench.sglang_server`` while a peer is measured."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def serve(arguments: Mapping[str, Any]) -> Iterator[int]:
-    """The port of a server with these ``ServerArgs``, on loopback. ``RuntimeError`` if it ends
-    before it serves."""
+    """Run a server with these ``ServerArgs`` on loopback, and yield its port.
+
+    Raises:
+        RuntimeError: the server exits before it is ready.
+    """
     port = free_port()
     read_end, write_end = os.pipe()
     server = subprocess.Popen(

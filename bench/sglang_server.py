@@ -1,6 +1,6 @@
-"""SGLang's own HTTP server, as ``python -m sglang.launch_server`` runs it.
+"""SGLang's own HTTP server, run as by ``python -m sglang.launch_server``.
 
-Writes one byte to a pipe when it serves, so that its client needs no polling.
+Writes one byte to a pipe when it is ready, so that its client need not poll.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""``python -m bench.soak``: does anything grow? Minutes of load on two pools with kills, weight
-updates and callers who leave early, and the memory, open files and threads of every process.
+"""``python -m bench.soak``: find leaks under minutes of load.
+
+Two pools run with kills, weight updates and callers who cancel early. The bench measures memory,
+open files and threads of every process.
 """
 
 from __future__ import annotations
@@ -34,22 +36,28 @@ from .report import Target, console, describe, machine, number, print_targets, t
 
 _UPDATE_SECONDS = 20.0
 _PAUSE_SECONDS = 0.2
-"""Between two calls of a caller: a machine can do something else meanwhile."""
+"""Seconds between two calls of a caller. The pause keeps the machine usable for other work."""
 _CACHE_TOKENS = 8192
-"""Of SGLang's prefix cache. It keeps objects for every answer until it is full, which is no leak: a
-cache this small is full before the looks count."""
+"""Size of SGLang's prefix cache. The cache keeps objects for every answer until it is full, which
+is not a leak. A cache of this size is full before the measurement counts."""
 _SLACK = 2
-"""Open files and threads that one more of is no growth: a look may fall into an update."""
+"""Additional open files and threads that do not count as growth: an update may be running."""
 
 POOLS = (
     CASES["fake"]._replace(replicas=4, in_flight=24, gap=10.0, shares={KILL: 3, DROP: 1}),
     CASES["sglang-cpu"]._replace(replicas=2, in_flight=4, gap=60.0, shares={KILL: 1, UPDATE: 1}),
 )
-"""Worker 0 of each is never struck, so it has the whole time to grow."""
+"""Worker 0 of each pool is never struck, so it has the whole time to grow."""
 
 
 class Look(NamedTuple):
-    """At one process. minute: since the begin; rss: MB; own: MB of it that no file backs."""
+    """One measurement of a process.
+
+    Attributes:
+        minute: minutes since the start.
+        rss: resident memory in MB.
+        own: resident memory in MB that no file backs.
+    """
 
     minute: float
     rss: float
@@ -59,7 +67,7 @@ class Look(NamedTuple):
 
 
 class Soak:
-    """The pools under load, and what was seen of their processes."""
+    """The pools under load, and the measurements of their processes."""
 
     def __init__(self, cases: tuple[FaultCase, ...], minutes: float, seed: int) -> None:
         self.cases = cases
@@ -74,7 +82,12 @@ class Soak:
         self.begun = 0.0
 
     async def run(self, interval: float, on_look: Callable[[float], None]) -> None:
-        """``interval``: seconds between two looks at all processes; ``on_look(minute)``."""
+        """Run the load.
+
+        Args:
+            interval: seconds between two measurements of all processes.
+            on_look: called with the minute after each measurement.
+        """
         async with contextlib.AsyncExitStack() as stack:
             running = [await stack.enter_async_context(self._pool(case)) for case in self.cases]
             self.begun = time.monotonic()
@@ -143,7 +156,7 @@ class Soak:
                 self.updates += 1
 
     async def _leave_early(self, case: FaultCase) -> None:
-        """Callers who do not wait for their answers: what they asked for must not be kept."""
+        """Make calls and do not wait for their answers. The pool must not keep their requests."""
         client = self.clients[case.name]
         wanted = {"input_ids": [1, 2, 3], "max_new_tokens": 150, "ignore_eos": True}
         for turn in itertools.count():
@@ -170,7 +183,7 @@ class Soak:
     async def _look(self, interval: float, on_look: Callable[[float], None]) -> None:
         libc = ctypes.CDLL(None)
         while True:
-            # What malloc holds for later is no leak of the driver's; a worker has no such hook.
+            # Memory that malloc keeps for later is no leak of the driver. Workers cannot trim it.
             libc.malloc_trim(0)
             minute = (time.monotonic() - self.begun) / 60
             for name, pid in self._processes():
@@ -202,7 +215,7 @@ class Soak:
         return found
 
     def rows(self, warm_up: float) -> dict[str, dict[str, Any]]:
-        """Of each process that was there from ``warm_up`` minutes on until near the end."""
+        """Return figures of each process that lived from ``warm_up`` minutes until near the end."""
         found = {}
         last = max(looks[-1].minute for looks in self.looks.values())
         for name, looks in self.looks.items():
@@ -219,9 +232,9 @@ class Soak:
                 "rss_mb": [warm[0].rss, warm[-1].rss],
                 "highest_rss_mb": max(look.rss for look in warm),
                 "mb_per_minute": float(slope),
-                # Without pages of libraries, which are read in when their code first runs.
+                # Pages of libraries do not count here: they are read when their code first runs.
                 "own_mb_per_minute": float(own),
-                # The least of a quarter: what an update or a kill opens for a moment is no growth.
+                # Take the minimum of a quarter: an update or a kill opens some for a moment.
                 "files": [min(look.files for look in part) for part in (begin, end)],
                 "threads": [min(look.threads for look in part) for part in (begin, end)],
             }
@@ -229,7 +242,7 @@ class Soak:
 
 
 def growth(rows: dict[str, dict[str, Any]]) -> list[str]:
-    """Processes with more open files or threads at the end than at the begin."""
+    """Describe processes with more open files or threads at the end than at the beginning."""
     return [
         f"{name}: {what} grew from {row[what][0]} to {row[what][1]}"
         for name, row in rows.items()
@@ -250,7 +263,7 @@ def main(
     seed: Annotated[int, typer.Option(help="Of prompts and kills.")] = 0,
     json: Annotated[Path | None, typer.Option(help="Write all figures to this file.")] = None,
 ) -> None:
-    """Memory, open files and threads of driver and workers over a long time."""
+    """Measure memory, open files and threads of driver and workers over a long time."""
     info = machine()
     warm_up = minutes / 5 if warm_up is None else warm_up
     soak = Soak(POOLS if sglang else POOLS[:1], minutes, seed)

@@ -8,9 +8,18 @@ from .cases import Case, engine_arguments, model_folder
 
 
 class WeightCase(NamedTuple):
-    """model: as in ``cases``. static: share of a GPU's memory for weights and KV cache; the rest
-    has to hold a second copy of the weights. prompt, new: tokens of each request; in_flight: of one
-    worker. Targets are milliseconds: end to end while decoding, and with the engine paused."""
+    """A model, and the load that decodes while its weights are updated.
+
+    Attributes:
+        model: as in ``cases``.
+        static: share of a GPU's memory for weights and KV cache. The rest has to hold a second
+            copy of the weights.
+        prompt: prompt tokens of each request.
+        new: tokens that each request generates.
+        in_flight: requests in flight at one worker.
+        target_ms: milliseconds allowed for an update end to end, while decoding.
+        paused_target_ms: milliseconds allowed with the engine paused.
+    """
 
     name: str
     model: str
@@ -36,7 +45,7 @@ class WeightCase(NamedTuple):
         return str(model_folder(self.engine_case))
 
     def arguments(self) -> dict[str, Any]:
-        """SGLang's, for every system."""
+        """Return SGLang's arguments for every system."""
         found = engine_arguments(self.engine_case, {})
         if self.device == "cuda":
             found["mem_fraction_static"] = self.static

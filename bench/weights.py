@@ -1,6 +1,7 @@
-"""``python -m bench.weights``: how long new weights take to reach running engines, and how long
-decoding stops for them. Ours, the bare broadcast of the same bytes, and SGLang's own ways, in one
-run.
+"""``python -m bench.weights``: how long new weights take to reach running engines.
+
+The bench also measures how long decoding stops meanwhile. It compares our update, the bare
+broadcast of the same bytes and SGLang's own ways in one run.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _MODES = ("decoding", "idle", "paused")
 _PHASES = ("prepare", "broadcast", "stage", "commit")
 _WAYS = ("one request", "flattened 512 MB", "per parameter")
 _TORCHRL = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_CUMEM_ENABLE": "0"}
-"""What TorchRL's weight-sync scheme sets on both sides."""
+"""The settings of TorchRL's weight-sync scheme on both sides."""
 
 _AS_TORCHRL = "TorchRL's settings"
 _PART_OF = {
@@ -67,7 +68,7 @@ def main(
     peers: Annotated[bool, typer.Option(help="Measure SGLang's own ways too (on GPUs).")] = True,
     limit: Annotated[float, typer.Option(help="Seconds one system may take.")] = 240.0,
 ) -> None:
-    """End-to-end time and pause of a weight update."""
+    """Measure end-to-end time and pause of a weight update."""
     cases = [CASES[c.value] for c in case]
     if updates is not None:
         cases = [c._replace(updates=updates) for c in cases]
@@ -206,7 +207,7 @@ def _ratio(a: float | None, b: float | None) -> float | None:
 
 
 def _plot(path: Path, case: WeightCase, found: dict[str, dict[str, Any]]) -> None:
-    """Decode steps of one request against the phases of one update."""
+    """Plot the decode steps of one request against the phases of one update."""
     timeline = found.get("sglrl", {}).get("modes", {}).get("decoding", {}).get("timeline")
     if not timeline:
         return

@@ -1,7 +1,7 @@
-"""The systems that ``bench.weights`` measures, each in a process of its own (see ``parts``).
+"""The systems that ``bench.weights`` measures, each in its own process (see ``parts``).
 
-The sender is on GPU 0 and the engines on the others (on a CPU: everything is on it). All send the
-same tensors: those that the model takes, filled with small random numbers.
+The sender is on GPU 0 and the engines are on the other GPUs. On a CPU all share it. All systems
+send the same tensors: the model's parameters, filled with small random numbers.
 """
 
 from __future__ import annotations
@@ -96,12 +96,12 @@ async def _measure_sglrl(options: Mapping[str, Any], note: Note) -> dict[str, An
                 await client.update_weights(weights, mode=mode)
                 reports = []
                 for _ in range(case.updates):
-                    # At another place in a step each time.
+                    # Start each update at another point of a decode step.
                     await asyncio.sleep(0.1 + random.random() * 0.05)
                     begun = time.perf_counter()
                     reports.append(await client.update_weights(weights, mode=mode))
                     last = (begun, time.perf_counter())
-                # What comes after the last one belongs on the picture.
+                # The plot also shows the tokens after the last update.
                 await asyncio.sleep(0.15)
             note(f"{name}: {reports[-1]}")
             result["modes"][name] = _summary(reports)
@@ -116,8 +116,11 @@ async def _measure_sglrl(options: Mapping[str, Any], note: Note) -> dict[str, An
 
 @contextlib.asynccontextmanager
 async def _decoding(client: Any, case: WeightCase, replicas: int) -> AsyncIterator[list[float]]:
-    """Keep every engine busy. Yields the times at which tokens of one request of worker 0 arrived,
-    one a decode step."""
+    """Keep every engine busy.
+
+    Yields:
+        The times at which tokens of one request of worker 0 arrived, one for each decode step.
+    """
     steps: list[float] = []
     warm = asyncio.Event()
 
@@ -166,7 +169,7 @@ def _summary(reports: list[Any]) -> dict[str, Any]:
 
 
 def _timeline(steps: list[float], begun: float, ended: float, report: Any) -> dict[str, Any]:
-    """Milliseconds from the update's begin, of the tokens around it."""
+    """Return the phases and the tokens around the update, in milliseconds from its begin."""
     near = [s for s in steps if begun - 0.15 < s < ended + 0.15]
     at = 0.0
     phases = []
@@ -177,11 +180,11 @@ def _timeline(steps: list[float], begun: float, ended: float, report: Any) -> di
     return {"tokens_ms": [(s - begun) * 1e3 for s in near], "phases": phases}
 
 
-# --- the least that it can take -------------------------------------------------------------------
+# --- the lower limit ------------------------------------------------------------------------------
 
 
 def _bare(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
-    """The same bytes in a broadcast between processes that do nothing else."""
+    """Broadcast the same bytes between processes that do nothing else."""
     case = _case(options)
     receivers = options["receivers"]
     total = options["bytes"]
@@ -250,7 +253,7 @@ def _sglang_arguments(case: WeightCase) -> dict[str, Any]:
 
 
 def _sglang_engine(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
-    """SGLang's own way, asked for through ``sglang.Engine`` in this process."""
+    """Measure SGLang's own way, called through ``sglang.Engine`` in this process."""
     import sglang
 
     note("starting")
@@ -268,7 +271,7 @@ def _sglang_engine(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
 
 
 def _sglang_http(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
-    """SGLang's own way, asked for at its HTTP server, over one connection that stays open."""
+    """Measure SGLang's own way, called over one persistent connection to its HTTP server."""
     note("starting")
     with sglang_http.serve(_sglang_arguments(_case(options))) as port:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
@@ -286,8 +289,11 @@ def _sglang_http(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
 
 
 def _sglang_ways(options: Mapping[str, Any], note: Note, ask: Ask) -> dict[str, Any]:
-    """``update_weights_from_distributed`` with generation stopped: all names in one request, in
-    flattened buckets, and one request a parameter. Without load: its users pause the engine."""
+    """Measure ``update_weights_from_distributed`` while generation is stopped.
+
+    The ways are: all names in one request, flattened buckets, and one request for each parameter.
+    There is no load, because users of these ways pause the engine.
+    """
     from sglang.srt.utils import init_custom_process_group
 
     result: dict[str, Any] = {}
@@ -323,7 +329,7 @@ def _sglang_ways(options: Mapping[str, Any], note: Note, ask: Ask) -> dict[str, 
     (group,) = joined
 
     def update(part: list[tuple[str, torch.Tensor]], load_format: str | None) -> None:
-        """One request, and the broadcasts that it waits for."""
+        """Make one request and the broadcasts that it waits for."""
 
         def send() -> None:
             if load_format is None:

@@ -1,4 +1,4 @@
-"""The far end of ``bench.fabric``'s row "transport alone": sends every message back."""
+"""The echo process for ``bench.fabric``'s row "transport alone": sends every message back."""
 
 from __future__ import annotations
 

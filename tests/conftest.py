@@ -1,5 +1,7 @@
-"""Nothing may outlive the test run: every process that a test has started is gone at the end, once
-the fork servers, of which a program has one of a kind, have ended as at interpreter exit."""
+"""Check that every process that a test has started has exited at the end of the test run.
+
+A program has one fork server of each kind. The check first stops them, as interpreter exit does.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +14,22 @@ import pytest
 from hypothesis import settings
 from processes import descendants
 
-# On a busy machine an example may take any time. The time limit of pytest ends one that hangs.
+# On a busy machine an example may take any time. The time limit of pytest stops a hanging example.
 settings.register_profile("sglrl", deadline=None)
 settings.load_profile("sglrl")
 
-# A shell that runs the tests in the background has SIGINT ignored, and children inherit that: the
-# programs that tests interrupt, too.
+# A shell that runs the tests in the background ignores SIGINT. Children inherit that, including the
+# programs that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """In two processes (``pytest -n 2 --dist loadscope``): beside most of those that share a fork
-    server for SGLang run all others, in about the same time."""
+    """Split the tests between two processes (``pytest -n 2 --dist loadscope``).
+
+    One process runs most of the tests that share a fork server for SGLang. The other runs all other
+    tests. Both take about the same time.
+    """
     if config.getoption("dist") != "loadscope":
         return None
     from xdist.scheduler import LoadScopeScheduling
@@ -39,7 +44,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Of tests that were asked for by name, those that run alone or the others may be none."""
+    """Accept an empty selection when tests are chosen by name and by the mark ``alone``."""
     by_mark = session.config.getoption("markexpr") in ("alone", "not alone")
     if by_mark and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
         session.exitstatus = pytest.ExitCode.OK

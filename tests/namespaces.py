@@ -12,7 +12,7 @@
 ``another_host`` joins one namespace to the test's own, so that the test itself can be one end.
 
 Programs and the test exchange JSON, one object a line, over the program's standard input and
-output. Leaving the block kills the programs and removes the namespaces.
+output. At the end, the block kills the programs and removes the namespaces.
 
 This needs root. Without it the test is skipped. With the environment variable CI set it fails
 instead.
@@ -47,7 +47,7 @@ class Program:
         self.process = process
 
     def says(self) -> dict[str, Any]:
-        """The next line that the program prints."""
+        """Return the next line that the program prints."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, f"the program ended with status {self.process.wait(_END_SECONDS)}"
@@ -61,7 +61,7 @@ class Program:
         return self.says()
 
     def leave(self) -> None:
-        """Close its standard input, and wait until it has ended by itself."""
+        """Close the program's standard input, and wait until the program exits."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         assert self.process.wait(_END_SECONDS) == 0
@@ -73,8 +73,14 @@ class Program:
 
 
 class Host:
-    """One namespace; without a ``namespace``, that of the test. ``address``: its IPv4 address on
-    the link. ``name``: of its interface."""
+    """One network namespace.
+
+    Args:
+        namespace: the name of the namespace; None for the namespace of the test.
+        name: the name of the interface.
+        address: the IPv4 address on the link.
+        other: the IPv4 address of the other host.
+    """
 
     def __init__(
         self, namespace: str | None, name: str, address: str, other: str, stack: ExitStack
@@ -84,7 +90,7 @@ class Host:
         self._name = name
         self._other = other
         self._stack = stack
-        # A thread of its own enters the namespace. The processes that it starts are in it, too.
+        # This thread enters the namespace. Processes that it starts are in the namespace, too.
         self._thread = stack.enter_context(ThreadPoolExecutor(1))
         self._netlink = self._do(self._enter)
         stack.callback(self._do, self._netlink.close)
@@ -106,7 +112,7 @@ class Host:
         return found
 
     def join(self, other: Host) -> None:
-        """Make the link."""
+        """Create the link."""
 
         def make() -> None:
             peer = {"ifname": other._name, "net_ns_fd": other._namespace}
@@ -169,14 +175,14 @@ class Host:
 
 @contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Two namespaces that are joined to each other, and to nothing else."""
+    """Yield two namespaces that are joined to each other, and to nothing else."""
     with _joined(2) as hosts:
         yield hosts
 
 
 @contextmanager
 def another_host() -> Iterator[tuple[Host, Host]]:
-    """The test's own namespace, and another one that is joined to it."""
+    """Yield the test's own namespace, and another one that is joined to it."""
     with _joined(1) as hosts:
         yield hosts
 
@@ -190,7 +196,7 @@ def _joined(count: int) -> Iterator[tuple[Host, Host]]:
         pytest.skip(reason)
     from pyroute2 import netns
 
-    # Tests that run at the same time share a namespace.
+    # Tests that run at the same time create namespaces in the same system.
     tag = secrets.token_hex(4)
     net = f"10.77.{secrets.randbelow(256)}"
     with ExitStack() as stack:

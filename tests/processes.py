@@ -1,4 +1,4 @@
-"""Which processes there are below another, and the wait for their end."""
+"""List the processes below another process, and wait until processes exit."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from pathlib import Path
 
 
 def descendants(pid: int | None = None) -> dict[int, str]:
-    """Command names of all processes below ``pid`` (this process by default), but for zombies, and
-    for the resource tracker of multiprocessing, which TorchRL starts here: it ends when we do."""
+    """Return the command names of all processes below ``pid``, by default this process.
+
+    Zombies are not included. Nor is the resource tracker of multiprocessing, which TorchRL starts
+    here: it exits with this process.
+    """
     below: dict[int, list[tuple[int, str]]] = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -34,7 +37,7 @@ def descendants(pid: int | None = None) -> dict[int, str]:
 
 
 def wait_for_end(pids: list[int], seconds: float) -> list[int]:
-    """Wait for processes that need not be our children; those that have not ended by then."""
+    """Wait for processes, which need not be our children. Return those that have not exited."""
     left = dict.fromkeys(pids)
     with contextlib.ExitStack() as stack:
         poll = select.poll()
@@ -59,15 +62,17 @@ def wait_for_end(pids: list[int], seconds: float) -> list[int]:
 
 
 def strike(pid: int, fault: int, seconds: float = 10.0) -> None:
-    """SIGKILL or SIGSTOP, and return when it has come to every thread: ``os.kill`` returns before,
-    and a thread on another core may still answer a message that is sent after it."""
+    """Send SIGKILL or SIGSTOP, and return when every thread has received it.
+
+    ``os.kill`` returns earlier. A thread on another core may then still answer a later message.
+    """
     os.kill(pid, fault)
     if fault == signal.SIGKILL:
         assert wait_for_end([pid], seconds) == []
         return
     assert fault == signal.SIGSTOP
     until = time.monotonic() + seconds
-    # Nothing tells who is not the parent.
+    # The system notifies only the parent of a stop, so poll.
     while any(state != "T" for state in _thread_states(pid)):
         assert time.monotonic() < until
         os.sched_yield()

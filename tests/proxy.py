@@ -1,4 +1,4 @@
-"""A TCP proxy between the two ends of a connection, which can stop to forward without closing."""
+"""A TCP proxy between the two ends of a connection. It can stop forwarding without closing."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from typing import Self
 
 
 class Proxy:
-    """``async with Proxy() as proxy``: listens at ``address`` and forwards to ``target``, both like
-    "tcp://127.0.0.1:5555". ``target`` may be set after entering, but before the first connection.
+    """``async with Proxy() as proxy``: listens at ``address`` and forwards to ``target``.
+
+    Both look like "tcp://127.0.0.1:5555". ``target`` may be set after entering, but before the
+    first connection.
     """
 
     def __init__(self, target: str = "") -> None:
         self.target = target
         self.address = ""
         self.count = 0
-        """Connections so far."""
+        """Number of connections so far."""
         self._open: dict[int, asyncio.Event] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -32,7 +34,7 @@ class Proxy:
             await asyncio.wait(self._tasks)
 
     def silence(self, number: int) -> None:
-        """Forward nothing more of a connection, in either direction. The first has number 0."""
+        """Forward no more data of a connection, in either direction. The first has number 0."""
         self._open[number].clear()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,4 +1,4 @@
-"""The documents' examples, for the tests that run them."""
+"""Find the examples in the documents, for the tests that run them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ DOCS = README.parent / "docs"
 
 
 def example(word: str, document: Path = README) -> str:
-    """The one block of Python code that has this word in it."""
+    """Return the only block of Python code that contains this word."""
     blocks = re.findall(r"```python\n(.*?)```", document.read_text(), re.DOTALL)
     (found,) = [block for block in blocks if word in block]
     return str(found)

@@ -1,1 +1,1 @@
-"""The pure core and the wire: no event loop, no I/O, nothing installed but msgspec and numpy."""
+"""Tests of the core and the wire. They need no event loop, no I/O, only msgspec and numpy."""

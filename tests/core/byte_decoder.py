@@ -1,4 +1,4 @@
-"""Tokenizers of a few tokens, which break text as the real ones do: in the middle of characters."""
+"""Tokenizers with a few tokens. Like real ones, they split text in the middle of characters."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ SPECIAL = 300
 """A special token, shown as ``<end>`` unless special tokens are skipped."""
 
 PIECES = 400
-"""From here on: whole words of a decoder that drops the space in front of the first word."""
+"""Tokens from here on are whole words of a decoder that drops the space before the first word."""
 
 
 def decode_bytes(ids: Sequence[int], skip_special_tokens: bool) -> str:
-    """Tokens 0 to 255 are bytes, as in byte-level BPE; incomplete characters become U+FFFD."""
+    """Decode tokens 0 to 255 as bytes, like byte-level BPE.
+
+    Incomplete characters become U+FFFD.
+    """
     data = bytearray()
     for token in ids:
         if token == SPECIAL:
@@ -23,7 +26,7 @@ def decode_bytes(ids: Sequence[int], skip_special_tokens: bool) -> str:
 
 
 def decode_words(ids: Sequence[int], skip_special_tokens: bool) -> str:
-    """Tokens from ``PIECES`` on are words with a space in front, as sentencepiece writes them."""
+    """Decode tokens from ``PIECES`` on as words with a space in front, like sentencepiece."""
     text = ""
     for token in ids:
         if token == SPECIAL:

@@ -1,8 +1,8 @@
-"""What ``sglrl.core.fabric`` promises, said again as simply as possible: sets, lists, no indexes.
+"""A model of ``sglrl.core.fabric`` that is as simple as possible: sets and lists, no indexes.
 
-The model decides nothing about routing. It says which effects a step must have, and then judges
-every ``Send``: may that call go to that member, and was no other call before it? Of calls that wait
-it knows to which member the one before of their session or conversation went.
+The model decides nothing about routing. It computes the effects that a step must have. Then it
+checks every ``Send``: the call may go to that member, and no other call had to go first. For each
+waiting call the model knows the member of the previous call of its session or conversation.
 """
 
 from __future__ import annotations
@@ -33,8 +33,12 @@ class ModelMember:
 
 @dataclass(eq=False)
 class ModelClient:
-    """``turn``: when a call of it that waited was last sent, as a number that rises. ``unread``:
-    bytes that it has not read."""
+    """A client.
+
+    Attributes:
+        turn: the time at which a waiting call of the client was last sent, as an increasing number.
+        unread: bytes that the client has not read.
+    """
 
     turn: int
     max_unread: int
@@ -51,10 +55,10 @@ class ModelCall:
     answers: int = 0
     cancelled: bool = False
     home: int | None = None
-    """The member that has it return to it, while it waits."""
+    """The member to which the call returns, while the call waits."""
     waited: bool = False
     passed: int = 0
-    """How often another call went before it, while it waits."""
+    """How often another call went before this one, while this one waits."""
 
     @property
     def pinned(self) -> int | None:
@@ -66,7 +70,7 @@ class ModelCall:
 
     @property
     def conversation(self) -> object:
-        """What it goes on with, by name or by itself."""
+        """The conversation that the call continues, with a name or without."""
         route = self.call.route
         if route is None:
             return None
@@ -84,10 +88,10 @@ class Model:
         self.members: dict[int, ModelMember] = {}
         self.calls: dict[int, ModelCall] = {}
         self.homes: dict[object, int] = {}
-        """Where the last call of each session or conversation went."""
+        """The member of the last call of each session or conversation."""
         self.closed = False
 
-    # --- what is so -------------------------------------------------------------------------------
+    # --- facts ------------------------------------------------------------------------------------
 
     def alive(self) -> bool:
         return any(m.state != "retired" for m in self.members.values())
@@ -101,7 +105,7 @@ class Model:
         return any(m.has_room for m in self.members.values())
 
     def unread(self, client: ModelClient) -> int:
-        """With answers of known size that are on their way."""
+        """Return the client's unread bytes, with answers of known size that are on their way."""
         held = {id_ for member in self.members.values() for id_ in member.held}
         mine = (self.calls[id_] for id_ in held if self.calls[id_].client is client)
         return client.unread + sum(c.call.answer_bytes for c in mine)
@@ -110,13 +114,13 @@ class Model:
         return self.unread(client) >= client.max_unread
 
     def may_go(self) -> list[ModelCall]:
-        """Those that wait for a member with room, and for nothing else."""
+        """Return the calls that only wait for a member with room."""
         found = self.in_state(WAITING)
         blocked = [client for client in self.clients if self.blocked(client)]
         return [c for c in found if c.client not in blocked]
 
     def queued_bytes(self, *more: Call) -> int:
-        """Of all that wait, if these calls did, too."""
+        """Return the bytes of all waiting calls, as if ``more`` waited, too."""
         calls = [c.call for c in self.in_state(WAITING)] + list(more)
         own = sum(c.extra_bytes + len(c.args) + sum(map(len, c.frames)) for c in calls)
         return own + sum(
@@ -125,7 +129,7 @@ class Model:
         )
 
     def refusal(self, call: Call, client: ModelClient) -> type[Exception] | None:
-        """What ``submit`` must raise for this call now."""
+        """Return the error that ``submit`` must raise for this call now."""
         if self.closed:
             return Closed
         if call.pinned is not None:
@@ -169,21 +173,21 @@ class Model:
             call.home = self.homes.get(call.conversation)
 
     def forget_prompts(self) -> None:
-        """Those that no waiting call has."""
+        """Forget the prompts that no waiting call has."""
         routes = {c.call.route for c in self.in_state(WAITING)}
         self.prompts = {route: size for route, size in self.prompts.items() if route in routes}
 
     def _left(self, index: int) -> None:
-        """What it held is nobody's."""
+        """Remove the member as home of conversations and of waiting calls."""
         self.homes = {what: home for what, home in self.homes.items() if home != index}
         for call in self.in_state(WAITING):
             if call.home == index:
                 call.home = None
 
-    # --- what must follow: each returns the effects wanted, except SENDs -------------------------
+    # --- events: each returns the effects wanted, except SENDs -----------------------------------
 
     def results(self, index: int, items: list[Item]) -> tuple[list[Any], int]:
-        """The effects, and how many of the items are strays."""
+        """Return the effects, and how many of the items are strays."""
         member = self.members[index]
         wanted: list[Any] = []
         strays = 0
@@ -208,7 +212,10 @@ class Model:
         return wanted, strays
 
     def abandon(self, call: ModelCall) -> list[Any]:
-        """The caller is answered or gone. A worker that holds the call is told, and keeps it."""
+        """Abandon a call that was answered, or whose caller is gone.
+
+        A worker that holds the call gets a ``SendCancel``, and keeps the call.
+        """
         if call.state == WAITING:
             call.state = ENDED
             return []
@@ -242,7 +249,7 @@ class Model:
         return idle + self._end_all(stranded, WorkerLost)
 
     def retire(self, index: int) -> list[Any]:
-        """No replacement for this lost worker."""
+        """Retire a lost worker that gets no replacement."""
         self.members[index].state = "retired"
         stranded = [c for c in self.in_state(WAITING) if c.pinned == index or not self.alive()]
         return self._end_all(stranded, WorkerLost)
@@ -280,10 +287,10 @@ class Model:
             wanted.append((End, call.call.id, error))
         return wanted
 
-    # --- what did follow --------------------------------------------------------------------------
+    # --- checks of the effects --------------------------------------------------------------------
 
     def judge(self, effects: list[Any], wanted: list[Any]) -> None:
-        """Check the effects of one step against those wanted, and every Send on its own."""
+        """Compare the effects of one step with those wanted, and check each Send on its own."""
         seen: list[Any] = []
         for effect in effects:
             match effect:
@@ -339,9 +346,12 @@ class Model:
         member.held.add(sent.id)
 
     def _judge_turn(self, call: ModelCall, index: int, rivals: list[ModelCall]) -> None:
-        """Calls that return to another member are left to that, unless the call that is next is of
-        higher priority, or was passed by too often, or there are no others: then that goes. (It is
-        called the oldest here, as with one client it is.)"""
+        """Check that this call may go to this member before its rivals.
+
+        Calls that return to another member are left to that member. The next call goes
+        nevertheless if it has a higher priority, or was passed too often, or if there are no other
+        calls. (The next call is called the oldest here. With one client it is the oldest.)
+        """
         oldest = min(rivals, key=lambda c: c.order)
         waiting = self.in_state(WAITING)
         same = sum(c.client is oldest.client for c in waiting)
@@ -351,7 +361,7 @@ class Model:
         def may_pass(one: ModelCall) -> bool:
             return patient and one.call.priority == oldest.call.priority
 
-        # Of others the model does not know who holds what they begin with.
+        # For other calls, the model does not know which members hold a prefix of their prompts.
         certain = [c for c in rivals if c.home == index or c.call.route is None]
         first = min(filter(may_pass, certain), key=lambda c: c.order, default=None)
         if call.home not in (None, index):

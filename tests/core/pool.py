@@ -1,4 +1,4 @@
-"""A fabric with members that are ready, and calls for it."""
+"""A fabric with ready members, and calls for it."""
 
 from __future__ import annotations
 
@@ -47,6 +47,6 @@ def finish(fabric: Fabric, call: Call, kind: int = ItemKind.DONE) -> None:
 
 
 def sent(fabric: Fabric) -> list[Call]:
-    """The calls sent since this was last asked, in order."""
+    """Return the calls sent since the last call of this function, in order."""
     effects, fabric.outbox = fabric.outbox, []
     return [effect.call for effect in effects if isinstance(effect, Send)]

@@ -1,4 +1,4 @@
-"""Arguments of an endpoint: bound by name, checked against annotations, arrays and bytes apart."""
+"""Arguments of an endpoint: bound by name, type-checked, with arrays and bytes as frames."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def arguments_of(function: Callable[..., Any]) -> Arguments:
 
 
 def there(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """What the endpoint gets, through bytes."""
+    """Return the arguments that the endpoint gets after encoding and decoding."""
     arguments = arguments_of(function)
     body, frames = arguments.encode(args, kwargs)
     return arguments.decode(bytes(body), [bytes(frame) for frame in frames])
@@ -222,7 +222,7 @@ header = st.tuples(
 
 @given(header=header, frame=st.binary(max_size=16), code=st.integers(0, 2))
 def test_hostile_arrays(header: tuple[int, str, list[int]], frame: bytes, code: int) -> None:
-    """An array header that lies about its frame, dtype or shape."""
+    """An array header that does not match its frame, dtype or shape is refused."""
     try:
         data = msgspec.msgpack.encode(header)
     except UnicodeEncodeError:

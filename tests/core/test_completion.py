@@ -1,4 +1,4 @@
-"""A completion from its chunks: arrays, spans, timing, text when asked for."""
+"""A completion is made from chunks: arrays, spans, timing, and text on request."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def pickled(value: Any) -> Any:
 def test_it_can_be_sent_elsewhere(copied: Callable[[Any], Any]) -> None:
     completion = complete(CHUNKS, decode=TokenizerBox("a/model").decode)
     for _ in range(2):
-        # The second time with what has been worked out meanwhile.
+        # The second copy includes the values computed for the comparisons.
         again = copied(completion)
         for name in ("prompt_ids", "output_ids", "logprobs"):
             np.testing.assert_array_equal(getattr(again, name), getattr(completion, name))
@@ -144,7 +144,7 @@ def test_repr_is_for_people() -> None:
 
 @given(parts=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2))))
 def test_version_spans(parts: list[tuple[int, int]]) -> None:
-    """In order, without gaps or overlaps, neighbours differ, and each token has its version."""
+    """Spans are in order and without gaps or overlaps. Neighbours differ. Tokens keep versions."""
     spans = version_spans([TokenChunk(i4([7] * n), version=v) for n, v in parts])
     by_token = [v for n, v in parts for _ in range(n)]
     assert [s.version for s in spans for _ in range(s.start, s.stop)] == by_token

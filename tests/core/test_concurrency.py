@@ -1,4 +1,4 @@
-"""The limit of agents at a time, against engines that are simulated by a line of arithmetic."""
+"""The limit of concurrent agents, tested with engines simulated by simple arithmetic."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from sglrl.core.concurrency import INTERVAL, Concurrency, Load
 
 
 def run(limit: Concurrency, room: int, looks: int, start: float = 0.0) -> list[int]:
-    """An engine that holds ``room`` requests; all agents generate all the time. Above that some
-    wait, and far above it has to take some out of its cache again."""
+    """Simulate an engine that holds ``room`` requests, with all agents generating all the time.
+
+    Above ``room``, requests wait. Far above it, the engine preempts requests.
+    """
     seen, preempted = [], 0
     for i in range(looks):
         running = limit.limit
@@ -35,7 +37,7 @@ def test_it_fills_the_engine_and_no_more(room: int, least: int) -> None:
 def test_preemptions_take_it_back(room: int) -> None:
     limit = Concurrency(4)
     run(limit, room, 60)
-    # The requests become ten times as long: a tenth of them fits.
+    # The requests become ten times as long, so a tenth of them fits.
     seen = run(limit, room // 10, 60, start=1e3)
     assert seen[-1] <= 2 * (room // 10) + 4
     assert seen == sorted(seen, reverse=True)
@@ -60,7 +62,7 @@ def test_a_change_must_have_shown_before_the_next_one() -> None:
     limit = Concurrency(8)
     assert limit.look(0.0, 8, 0, [Load(0.1, 0, 0)])
     assert not limit.look(INTERVAL / 2, limit.limit, 0, [Load(0.1, 0, 0)])
-    # But work done twice is seen at once, and once.
+    # But preemptions lower the limit at once, and only once.
     assert limit.look(INTERVAL / 2, limit.limit, 0, [Load(1.0, 9, 3)])
     was = limit.limit
     assert not limit.look(INTERVAL * 0.6, was, 0, [Load(1.0, 9, 5)])

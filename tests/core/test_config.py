@@ -1,4 +1,4 @@
-"""Settings that many calls take."""
+"""Timeouts of calls and of heartbeats."""
 
 from __future__ import annotations
 

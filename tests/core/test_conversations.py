@@ -1,4 +1,4 @@
-"""Messages on their way in: lists of them, or an error that says which one lacks what."""
+"""Lists of messages are accepted, or refused with an error that names the message and the fault."""
 
 from __future__ import annotations
 

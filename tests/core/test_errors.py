@@ -1,4 +1,4 @@
-"""The error tree: as drawn, picklable, and rebuilt from what a worker says."""
+"""The error tree: its shape, pickling, and errors rebuilt from a worker's message."""
 
 from __future__ import annotations
 
@@ -84,7 +84,10 @@ def test_text_includes_what_the_worker_said() -> None:
 
 
 def test_an_update_that_was_given_up_can_be_caught_as_such() -> None:
-    """All that left every worker with its old weights, except what the caller has to put right."""
+    """This covers errors that left every worker with its old weights.
+
+    The exceptions are errors that the caller has to fix.
+    """
     assert issubclass(errors.SettingsMismatch, errors.WeightUpdateError)
     assert issubclass(errors.UpdateInProgress, errors.WeightUpdateError)
     assert not issubclass(errors.WeightUpdateError, UsageError)

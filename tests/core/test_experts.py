@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint one tensor of all experts is made of."""
+"""Which tensors of a checkpoint make up one tensor of all experts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_down() -> None:
 
 def test_mixtral_has_other_names() -> None:
     prefix = "block_sparse_moe.experts"
-    # Nothing in the module's own name is left of them.
+    # The module's own name contains none of these names.
     known = {f"model.layers.0.{name}": None for name in MIXTRAL}
     assert parts_of("model.layers.0.mlp.gate.weight", (2, 4), known) == [
         Part("model.layers.0.block_sparse_moe.gate.weight")
@@ -59,7 +59,7 @@ def test_mixtral_has_other_names() -> None:
         ("model.layers.1.mlp.experts.down_proj", (4, 5, 4)),
         # Another layer.
         ("model.layers.2.mlp.experts.down_proj", (3, 5, 4)),
-        # Nothing that could be a gate and an up of the same size.
+        # Shapes that cannot be a gate and an up of the same size.
         ("model.layers.1.mlp.experts.gate_up_proj", (3, 7, 5)),
         ("model.layers.1.mlp.experts.gate_up_proj", (3, 8)),
         ("model.layers.1.mlp.experts.gate_up_proj", (0, 8, 5)),

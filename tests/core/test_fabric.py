@@ -1,4 +1,4 @@
-"""Single promises of the fabric that the state machine is too short or too random to show."""
+"""Single guarantees of the fabric. The state machine is too short or too random to show them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .pool import finish, make_call, make_fabric, route, sent, submit, worker_of
 
 
 def ends(fabric: Fabric) -> list[Any]:
-    """The ``End`` effects in the outbox."""
+    """Return the ``End`` effects in the outbox."""
     return [effect for effect in fabric.outbox if isinstance(effect, End)]
 
 
 def last_end(fabric: Fabric) -> Any:
-    """The last effect in the outbox, which ends a call."""
+    """Return the last effect in the outbox, which must end a call."""
     assert isinstance(fabric.outbox[-1], End)
     return fabric.outbox[-1]
 
@@ -109,7 +109,7 @@ def test_a_resumable_call_moves_as_long_as_it_comes_forward(stream: bool) -> Non
         fabric.member_lost(call.worker.index, "it was killed", 2.0)
         assert call.first_at == 1.0, "its first chunk is its first chunk"
     assert End not in [type(effect) for effect in fabric.outbox]
-    # Two losses in a row, and it may be what kills them.
+    # After two losses in a row, the call may be the reason for the losses.
     assert call.worker is not None
     fabric.member_lost(call.worker.index, "it was killed", 9.0)
     end = last_end(fabric)
@@ -287,7 +287,7 @@ def test_clients_take_turns_within_a_priority() -> None:
         finish(fabric, running)
         (running,) = sent(fabric)
         order.append(running)
-    # The one that was served last, with a higher priority, goes last.
+    # The client whose call was sent last, with a higher priority, comes last.
     turns = [own[0], first[0], second[0], own[1], first[1], second[1], own[2], second[2]]
     assert order == [before, *turns]
     validate(fabric)
@@ -308,7 +308,10 @@ def test_repeated_calls_go_before_younger_ones_of_their_client() -> None:
 
 
 def test_a_call_of_few_is_passed_by_less_often_than_one_of_many() -> None:
-    """For as long again as it would wait, which for the only call of its client is not long."""
+    """A call may be passed for as long as it would wait anyway.
+
+    That is not long for the only call of a client.
+    """
     fabric = make_fabric(2, window=1, routing=("requests",))
     client = fabric.add_client()
     slow, quick = (route([n]) for n in range(2))

@@ -1,4 +1,4 @@
-"""Any order of anything that can happen to a pool, against the model."""
+"""Run any order of events of a pool, and compare the fabric with the model."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from .fabric_model import (
 )
 
 pick = st.integers(0, 1 << 16)
-"""Chooses one of what is there at the moment, modulo its number."""
+"""Chooses one of the objects that exist at the moment, modulo their number."""
 
 rarely = st.sampled_from([False, False, True])
-"""Ends are rarer than beginnings, or nothing would be left to test."""
+"""Ends must be rarer than beginnings, or there would be nothing to test."""
 
 routes = st.none() | st.builds(
     Route,
@@ -79,7 +79,7 @@ class FabricStates(RuleBasedStateMachine):
             prefix_entries=8,
             overload_slack=1,
         )
-        # The first one is the pool's own.
+        # The first client is the pool's own.
         self.model = Model(config, [1 << 30, *max_unread])
         self.fabric = Fabric(config)
         clients: list[ClientState | None] = [None]
@@ -129,7 +129,7 @@ class FabricStates(RuleBasedStateMachine):
 
     @rule(n=pick, stale=st.booleans())
     def wait_for_weights(self, n: int, stale: bool) -> None:
-        """A worker that is up and has old weights gets no calls, whatever it waits for."""
+        """A worker that is up but has old weights gets no calls, in every state of its update."""
         member = self.member(n)
         if member is None:
             return
@@ -221,13 +221,13 @@ class FabricStates(RuleBasedStateMachine):
         )
     )
     def submit_several(self, settings: list[tuple[int, str, bool, bool, int]]) -> None:
-        """More work at once, for any worker: most histories begin with some to be interesting."""
+        """Submit several calls for any worker: most histories need some work to be interesting."""
         for priority, retry, stream, timed, client in settings:
             self.submit_one(priority, None, 4 if timed else None, retry, stream, None, client, 0)
 
     @rule(turns=st.lists(st.tuples(pick, st.integers(0, 1)), min_size=3, max_size=10))
     def converse(self, turns: list[tuple[int, int]]) -> None:
-        """Next turns of a few conversations, each of one client."""
+        """Submit the next turns of a few conversations. Each conversation belongs to one client."""
         for n, priority in turns:
             n %= len(self.conversations)
             one = self.conversations[n]
@@ -240,7 +240,7 @@ class FabricStates(RuleBasedStateMachine):
         answers=st.lists(st.sampled_from([0, 30]), max_size=4),
     )
     def leave_unread(self, n: int, size: int, answers: list[int]) -> None:
-        """A client in another process does not read what it was sent, and asks for more."""
+        """A client in another process does not read its answers, and submits more calls."""
         n = 1 + n % (len(self.clients) - 1)
         state, client = self.clients[n]
         assert state is not None
@@ -260,7 +260,7 @@ class FabricStates(RuleBasedStateMachine):
 
     @rule(every=st.integers(1, 3))
     def progress(self, every: int) -> None:
-        """A chunk for every call, or every second or third."""
+        """Report a chunk for every call, or for every second or third call."""
         for member in self.model.members.values():
             items = [Item(id_, ItemKind.CHUNK) for id_ in sorted(member.held)[::every]]
             wanted, _ = self.model.results(member.index, items)
@@ -319,7 +319,7 @@ class FabricStates(RuleBasedStateMachine):
         ),
     )
     def results(self, n: int, picks: list[tuple[int, int, bool]]) -> None:
-        """Items for calls that the member holds, and some for calls that it does not."""
+        """Report items for calls that the member holds, and some for other calls."""
         holders = [m for m in self.model.members.values() if m.held]
         member = holders[n % len(holders)] if holders and n % 8 else self.member(n)
         if member is None:
@@ -369,7 +369,7 @@ class FabricStates(RuleBasedStateMachine):
             self.fabric.close()
             self.judge(self.model.close())
 
-    # --- always -----------------------------------------------------------------------------------
+    # --- invariants -------------------------------------------------------------------------------
 
     @invariant()
     def same_as_the_model(self) -> None:

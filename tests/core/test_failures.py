@@ -1,4 +1,4 @@
-"""Failures of a run: when too many fail, and which are worth a line of the log."""
+"""Failures of a run: when there are too many, and which of them are logged."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_messages_that_differ_every_time_are_one_kind_in_the_end() -> None:
     lines = sum(
         failures.count("ValueError", "a.py:3", f"bad answer {i}").is_due() for i in range(2400)
     )
-    # The first ones, and those of all others: 1, 10, 100, 1000.
+    # The first messages are logged, then number 1, 10, 100 and 1000 of all others.
     assert lines == MOST_MESSAGES + 4
     assert sum(kind.count for kind in failures.kinds.values()) == 2400
     assert failures.count("ValueError", "b.py:1", "bad answer 7").count == 1, "of another place"

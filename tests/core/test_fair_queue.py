@@ -1,4 +1,4 @@
-"""In which order waiting calls are served, against sorting them each time."""
+"""The order in which waiting calls are served, compared with sorting them each time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def made(id_: int, priority: int = 0) -> Call:
 
 
 class WaitingStates(RuleBasedStateMachine):
-    """A call that was taken may come again, and one may stand in the queue twice."""
+    """A call that was sent may return, and a call may be in the queue twice."""
 
     @initialize()
     def begin(self) -> None:
@@ -81,7 +81,7 @@ class WaitingStates(RuleBasedStateMachine):
     def come_again(self, n: int) -> None:
         call = self.some(n, SENT)
         if call is not None:
-            # Where it stood before it may still stand, or be passed over already.
+            # The call's old entry may still be in the queue, or may have been removed.
             self.queue.bound(0)
             self.inside = [call for call in self.inside if call.state == QUEUED]
             call.state = QUEUED
@@ -111,7 +111,7 @@ TestWaiting.settings = settings(max_examples=60, stateful_step_count=60, deadlin
 
 
 class FairStates(RuleBasedStateMachine):
-    """Calls of three clients that take turns, one of which may be blocked, against sorting."""
+    """Calls of three clients that take turns, compared with sorting. One client may be blocked."""
 
     @initialize()
     def begin(self) -> None:
@@ -140,7 +140,7 @@ class FairStates(RuleBasedStateMachine):
         into=st.sampled_from([[0], [1], [0, 1]]),
     )
     def submit(self, client: int, priorities: list[int], into: list[int]) -> None:
-        """Into one queue, or both, as calls are that had best go to one member."""
+        """Push calls into one queue or both. Calls that prefer one member are in both."""
         for priority in priorities:
             call = made(self.count, priority)
             call.client = self.clients[client % 3]
@@ -186,7 +186,7 @@ class FairStates(RuleBasedStateMachine):
 
     @rule(client=pick, really=rarely)
     def drop(self, client: int, really: bool) -> None:
-        """All its calls have ended."""
+        """Drop a client after all its calls have ended."""
         if not really:
             return
         gone = self.clients[client % 3]

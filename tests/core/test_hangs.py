@@ -1,4 +1,4 @@
-"""When a worker hangs: by example, and in any order of events against a model that counts anew."""
+"""When a worker hangs: by example, and in any order of events against a simple model."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from sglrl.core.hangs import PAUSED, PREFILL, PREFILL_TIMES, WEIGHTS, HangDetector, interval_of
 
 TIMEOUT = 10.0
-"""The interval is one second then."""
+"""With this timeout the interval is one second."""
 
 
 class Clock:
-    """A detector of one worker, number 4, and the time."""
+    """A detector that watches one worker, number 4, and the time."""
 
     def __init__(self, timeout: float = TIMEOUT) -> None:
         self.now = 100.0
@@ -34,8 +34,11 @@ class Clock:
         return self.detector.check({4: self.load}, self.now)
 
     def seconds_until_hung(self, progress: int | None, phase: str = "") -> float | None:
-        """It beats like this before every check (``None``: not); how long until it is said to
-        hang."""
+        """Return the seconds until the worker is reported to hang, or None.
+
+        A heartbeat with this progress and phase arrives before every check. With progress None, no
+        heartbeat arrives.
+        """
         begun = self.now
         while self.now < begun + 3 * PREFILL_TIMES * TIMEOUT:
             if progress is not None:
@@ -47,7 +50,7 @@ class Clock:
 
 def test_a_worker_that_is_not_heard_of() -> None:
     clock = Clock()
-    # The first check finds out that it holds calls: that is when its time begins.
+    # The first check finds that the worker holds calls. Its time begins there.
     assert clock.seconds_until_hung(None) == TIMEOUT + 1
 
 
@@ -131,7 +134,7 @@ def test_a_weight_update_is_no_excuse_for_silence() -> None:
 
 
 def silent(clock: Clock) -> None:
-    """Not a word after the first one, which was that it prefills."""
+    """Send no heartbeat. The first heartbeat reported a prefill."""
 
 
 def stuck(clock: Clock) -> None:
@@ -152,7 +155,7 @@ def test_a_driver_that_was_away_blames_nobody(
     assert clock.check() == {}
     if not beats_first:
         clock.beat(1, PREFILL)
-    # All of the time that it now gets is its own.
+    # The worker must get the full timeout again.
     turns = 0
     found: dict[int, str] = {}
     while not found:
@@ -167,7 +170,7 @@ def test_a_driver_that_was_away_blames_nobody(
 def test_a_driver_that_is_often_away_still_finds_it(
     behaves: Callable[[Clock], None], away: float, turns: int
 ) -> None:
-    """Only the time counts in which it was there; two intervals at once are a little late only."""
+    """Time counts only while the driver runs. Two intervals between checks are not too late."""
     clock = Clock()
     clock.beat(1, PREFILL)
     found: dict[int, str] = {}
@@ -205,7 +208,7 @@ WORKERS = (0, 1)
 
 worker = st.sampled_from(WORKERS)
 phases = st.sampled_from(["", "", PREFILL, WEIGHTS])
-# Quarters of an interval: all times are exact.
+# Quarters of an interval keep all times exact.
 pauses = st.sampled_from([0, 0, 1, 2, 3, 5, 8, 9, 20])
 events = st.one_of(
     st.tuples(st.just("beat"), worker, st.integers(0, 1), phases),
@@ -218,14 +221,18 @@ events = st.one_of(
 
 
 class Model:
-    """Remembers all that happened to one worker and, at every check, judges from the beginning."""
+    """Stores all events of one worker, and judges them from the beginning at every check."""
 
     def __init__(self) -> None:
         self.beats: list[tuple[float, int, str]] = []
         self.holding_since: float | None = None
 
     def hangs(self, timeout: float, load: int, checks: list[float]) -> bool:
-        """``checks``: the times of all so far; the last one is now."""
+        """Return whether the worker hangs.
+
+        Args:
+            checks: the times of all checks so far. The last one is now.
+        """
         now = checks[-1]
         since = self.holding_since
         if not load:
@@ -249,7 +256,7 @@ class Model:
 
 
 def awake(checks: list[float], since: float) -> float:
-    """Seconds after ``since`` in which the driver was there, by the times of its checks."""
+    """Return the seconds after ``since`` in which the driver ran, by the times of its checks."""
     return sum(
         max(0.0, end - max(begin, since)) for begin, end in pairwise(checks) if end - begin <= 2.0
     )

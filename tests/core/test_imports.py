@@ -1,4 +1,4 @@
-"""Who may import whom, read from the source; and what importing the core brings with it."""
+"""Which package may import which, read from the source; and what an import of the core loads."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ IMPURE = {
 
 
 def modules(path: Path) -> Iterator[str]:
-    """Absolute names of the modules that a file imports, wherever in it."""
+    """Yield the absolute names of all modules that a file imports anywhere."""
     package = [*path.relative_to(ROOT).parts[:-1]]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -145,7 +145,7 @@ def test_type_checkers_see_the_same_names() -> None:
 def test_each_public_name_is_defined_where_it_says(name: str) -> None:
     home = ROOT.joinpath("sglrl", *sglrl._HOME[name].split("."))
     if home.is_dir():
-        # A package's face: which of its modules it is from.
+        # Find the module of the package from which its ``__init__`` imports the name.
         face = ast.parse((home / "__init__.py").read_text())
         (home,) = (
             home / str(node.module)

@@ -1,4 +1,4 @@
-"""Who has the least load, against counting it each time."""
+"""The member with the least load, compared with counting the load each time."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class LoadStates(RuleBasedStateMachine):
 
     @rule()
     def ask(self) -> None:
-        """Not after every step: what has changed since somebody asked is put in order then."""
+        """Ask not after every step: a query sorts all changes since the last query."""
         self.checked_least()
 
     def checked_least(self) -> Member | None:
@@ -101,7 +101,7 @@ def test_equally_loaded_members_take_turns() -> None:
 
 
 def test_a_window_may_be_as_large_as_a_number() -> None:
-    """As that of a driver in another process, which looks like one worker."""
+    """A driver in another process looks like one worker with a huge window."""
     index = LoadIndex()
     members = [Member(i) for i in range(2)]
     for member in members:

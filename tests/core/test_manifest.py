@@ -1,4 +1,4 @@
-"""Manifests: what does not fit the model is said, and all that fits is laid out once."""
+"""Manifests: the error names everything that does not fit the model; the rest is laid out once."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
 
 @pytest.mark.parametrize("count", [1, 8, 9, 500])
 def test_long_lists_are_shortened(count: int) -> None:
-    """However many tensors there are, every kind of trouble is named."""
+    """Every kind of problem is named, for any number of tensors."""
     tensors = [TensorSpec(f"w{i}", "bfloat16", (2, 2)) for i in range(count)]
     model = ModelDescription(
         [*tensors, *(TensorSpec(f"m{i}", "bfloat16", (2,)) for i in range(count))], []
@@ -187,7 +187,7 @@ def test_every_tensor_has_a_place_of_its_own(specs: list[TensorSpec], bucket_byt
     assert len(places) == len(specs)
     assert [p.nbytes for p in places] == [prod(s.shape) * FLOAT_BYTES[s.dtype] for s in specs]
     assert total_bytes(specs) == sum(p.nbytes for p in places)
-    # In order, one after the other: so no two overlap.
+    # Places follow each other in order, so no two overlap.
     bucket, end = 0, 0
     for place in places:
         if place.bucket != bucket:
@@ -261,7 +261,7 @@ def test_nothing_to_lay_out() -> None:
 
 
 def test_what_ranks_take_together() -> None:
-    """Each has experts of its own, and says of the others' that it leaves them out."""
+    """Each rank has its own experts, and lists the experts of the other ranks as ignored."""
     first, second = (
         ModelDescription(
             [NORM, TensorSpec(f"expert.{mine}", "float32", (4, 2))],

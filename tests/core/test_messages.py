@@ -1,4 +1,4 @@
-"""Every message there and back, and nothing but ``ProtocolError`` for what is no message."""
+"""Every message survives encoding and decoding. Other bytes raise only ``ProtocolError``."""
 
 from __future__ import annotations
 
@@ -265,7 +265,7 @@ def test_random_bytes(data: bytes) -> None:
 
 @given(message=to_worker | to_driver | to_rank | from_rank | heartbeats, data=st.data())
 def test_damaged_bytes(message: Any, data: st.DataObject) -> None:
-    """One byte changed, some cut off, some added: a message or ``ProtocolError``."""
+    """Bytes that were changed, cut off or added give a message or ``ProtocolError``."""
     whole = bytearray(encode(message))
     at = data.draw(st.integers(0, len(whole) - 1))
     whole[at] = data.draw(st.integers(0, 255))

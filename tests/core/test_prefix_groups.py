@@ -1,4 +1,4 @@
-"""Who waits for whom, against prompts compared token by token."""
+"""Which prompts wait for which, compared with prompts matched token by token."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from sglrl.core.prefix_groups import LEAST, Prompt, followers
 
 pieces = st.lists(st.tuples(st.integers(0, 2), st.sampled_from([1, 40, 64, 130, 700])), max_size=5)
-"""Prompts of runs of a few tokens: they often begin alike."""
+"""Prompts are runs of a few tokens, so they often share a prefix."""
 
 
 def tokens_of(runs: list[tuple[int, int]]) -> bytes:

@@ -1,4 +1,4 @@
-"""What an endpoint returns: typed on arrival, with bytes and arrays as frames."""
+"""The result of an endpoint: typed on arrival, with bytes and arrays as frames."""
 
 from __future__ import annotations
 

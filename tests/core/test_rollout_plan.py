@@ -1,4 +1,4 @@
-"""The plan of a run, against a model that writes everything down and looks it up again."""
+"""The plan of a run, compared with a model that records everything and searches its records."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from sglrl.core.rollout_plan import (
 
 
 class PlanMachine(RuleBasedStateMachine):
-    """Random events; ``fate`` is what the model knows of each item, ``seen`` of each sample."""
+    """Random events for a plan, compared with the groups and samples that the model records."""
 
     @initialize(
         group_size=st.integers(1, 4),
@@ -74,12 +74,12 @@ class PlanMachine(RuleBasedStateMachine):
         self.taken: list[Group] = []
         self.filtered = 0
         self.runs: Counter[tuple[int, int]] = Counter()
-        """Runs of each sample of each item, without those whose process was lost."""
+        """Runs of each sample of each item, except runs whose process was lost."""
         self.losses: Counter[tuple[int, int]] = Counter()
         self.final: set[tuple[int, int]] = set()
         self.condemned: set[Group] = set()
         self.counted: dict[Group, int] = {}
-        """Samples that were DONE when somebody last looked at the READY group."""
+        """Samples that were DONE when the READY group was last checked."""
 
     @staticmethod
     def name(sample: Sample) -> tuple[int, int]:
@@ -105,7 +105,7 @@ class PlanMachine(RuleBasedStateMachine):
         waiting_to_be_taken = [g for g in live if g.state is READY]
         may = len(waiting_to_be_taken) < self.ahead
         if self.staleness is not None:
-            # AReaL, equation 3, with what was taken and what is under way.
+            # AReaL, equation 3, counted over the groups taken and the groups in progress.
             begun = len(self.taken) + len(live)
             steps = self.version - self.first
             may = may and begun < (steps + self.staleness + 1) * self.batch_size
@@ -207,7 +207,7 @@ class PlanMachine(RuleBasedStateMachine):
 
         ready = [g for g in self.order if g.state is READY]
         eligible = [g for g in ready if len(fresh(g)) >= self.min_group]
-        # What is too old leaves first, so the others' ages are those of what is fresh.
+        # Samples that are too old are removed first. So the groups' ages come from fresh samples.
         expected = min(
             eligible,
             key=lambda g: (min(s.oldest for s in fresh(g)), self.order.index(g)),
@@ -249,7 +249,7 @@ class PlanMachine(RuleBasedStateMachine):
 
     @rule()
     def the_data_set_ends(self) -> None:
-        """Then the run is over when nothing is left; the rest of the test has no such end."""
+        """Exhaust the data set for a moment. The run is over if nothing is left."""
         self.plan.exhausted = True
         live = [g for g in self.groups if g.state in (RUNNING, READY)]
         assert self.plan.over == (not live and not self.plan.again)
@@ -267,7 +267,7 @@ class PlanMachine(RuleBasedStateMachine):
         assert plan.samples_done == len(done)
         lost = [s for g in self.groups for s in g.samples if s.state is LOST]
         assert sum(plan.lost.values()) == len(lost)
-        # Every item that was begun has exactly one fate.
+        # Every item that was begun has exactly one outcome.
         by_item: dict[int, list[Group]] = {}
         for group in self.groups:
             by_item.setdefault(group.index, []).append(group)
@@ -332,7 +332,7 @@ def test_a_straggler_is_of_no_use_when_its_tokens_are_too_old() -> None:
     assert not plan.is_stale(straggler, 1)
     assert not plan.is_stale(straggler, None), "it has not sampled anything yet"
     assert plan.failed(straggler, STALE, retry=False) is None
-    # By now the first one is too old as well, and one is no group.
+    # By now the first sample is too old as well, and one sample is no group.
     assert group.state is DROPPED
     assert plan.lost == {STALE: 2, GIVEN_UP: 1}
     again = plan.begin_again()
@@ -367,7 +367,7 @@ def test_groups_that_wait_to_be_taken_hold_back_new_ones(taken: bool) -> None:
 def test_no_sample_is_run_more_often_than_it_may(
     retries: int, min_group: int, share: float
 ) -> None:
-    """300 items of 8, of whose attempts this share fails; 64 run at a time, new weights come."""
+    """Run 300 items of 8, 64 samples at a time. ``share`` of the attempts fail, weights change."""
     draws = random.Random(0)
     plan = Plan(
         group_size=8, min_group=min_group, retries=retries, batch_size=300, max_staleness=1, ahead=9

@@ -1,4 +1,4 @@
-"""Each strategy against the plainest way to say what it should do."""
+"""Each routing strategy, compared with the simplest description of its result."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ asks = st.lists(st.tuples(prompts, st.integers(0, 1)), min_size=1, max_size=30)
 
 
 def shared(a: list[int], b: list[int]) -> int:
-    """Tokens that the index should find in common: whole blocks, or all of an equal prompt."""
+    """Return the tokens that the index should find in common.
+
+    That is a number of whole blocks, or the whole prompt if both are equal.
+    """
     if a == b:
         return len(a)
     same = 0
@@ -39,7 +42,7 @@ def shared(a: list[int], b: list[int]) -> int:
 def test_prefix_aware_takes_the_longest_prefix_of_the_same_version(
     asks: list[tuple[list[int], int]], lost: int | None
 ) -> None:
-    """Nobody is overloaded here. Where a prefix is known, one of its holders gets the call."""
+    """A known prefix sends the call to one of its holders. No worker is overloaded here."""
     fabric = make_fabric(
         4, routing=("prefix-aware", "round-robin"), prefix_block=BLOCK, overload_slack=10_000
     )
@@ -74,7 +77,7 @@ def test_among_holders_of_a_prefix_the_least_loaded() -> None:
 
 
 def test_all_holders_of_a_prefix_have_their_turn() -> None:
-    """However many they are, and few are looked at."""
+    """All holders get calls, although there are many and the router considers few at a time."""
     fabric = make_fabric(41, routing=("prefix-aware",), prefix_block=BLOCK, overload_slack=100)
     for holder in range(40):
         fabric.router.prefixes.record(route([1, 2]).prefix_keys(BLOCK), fabric.members[holder])
@@ -106,7 +109,7 @@ def test_samples_of_one_prompt_share_a_worker() -> None:
 
 
 def test_an_overloaded_worker_gives_way() -> None:
-    """Never more than ``overload`` times the mean plus ``overload_slack`` by affinity."""
+    """Affinity never exceeds ``overload`` times the mean load plus ``overload_slack``."""
     fabric = make_fabric(4, routing=("prefix-aware", "requests"), overload=1.5, overload_slack=2)
     one = route(list(range(100)), session="chat")
     for _ in range(200):
@@ -121,7 +124,7 @@ def test_an_overloaded_worker_gives_way() -> None:
 
 
 def test_who_has_the_least_calls_is_not_overloaded() -> None:
-    """Also where it has more than the mean, because the others' windows are small and full."""
+    """The worker may even have more than the mean, because the others have small, full windows."""
     fabric = make_fabric(0, routing=("prefix-aware", "round-robin"), overload=1.5, overload_slack=0)
     for index, window in enumerate((1, 1, 1, 100, 100)):
         fabric.add_member(index)
@@ -198,7 +201,7 @@ def test_an_extended_route_is_known_as_a_new_one_would_be(
         new = route(tokens, version)
         one.extend(new.tokens, version)
         keys = new.prefix_keys(BLOCK)
-        # The whole prompt's comes last, and a conversation that has a worker needs none.
+        # The key of the whole prompt comes last. A conversation with a worker needs no such key.
         assert one.prefix_keys(BLOCK) in (keys, keys[:-1])
         assert set(plain.holders(one.prefix_keys(BLOCK))) == set(
             extended.holders(new.prefix_keys(BLOCK))
@@ -214,7 +217,7 @@ def test_an_extended_route_is_known_as_a_new_one_would_be(
 
 
 def test_who_goes_on_from_a_conversation_goes_to_its_worker() -> None:
-    """Others have the same prompt, and each its own turns behind it."""
+    """All conversations start with the same prompt, and each continues with its own turns."""
     index, prompt = PrefixIndex(10_000), [7] * 10
     members = [Member(n) for n in range(3)]
     for n, member in enumerate(members):
@@ -234,7 +237,7 @@ def test_who_goes_on_from_a_conversation_goes_to_its_worker() -> None:
 def test_of_a_prefix_at_most_an_eighth_or_a_block_goes_unnoticed(
     size: int, less: float, tails: tuple[int, int, int]
 ) -> None:
-    """Who holds so much more of it than another gets the call."""
+    """A worker that holds this much more of the prefix than another gets the call."""
     index, (more, fewer) = PrefixIndex(10_000), (Member(0), Member(1))
     short = size - max(BLOCK, -(-size // 8))
     tokens = [n % 5 for n in range(size)]
@@ -271,7 +274,7 @@ def test_kv_cache_takes_the_emptiest_cache() -> None:
     fabric = make_fabric(4, window=2, routing=("kv-cache", "requests"))
     for member, usage in zip(fabric.members.values(), (0.9, 0.301, 0.304, -1.0), strict=True):
         member.kv_usage = usage
-    # Who has not said yet how full it is has just come; 0.301 and 0.304 count as equal, so load
+    # A worker without a report has just arrived. 0.301 and 0.304 count as equal, so the load
     # decides.
     assert [worker_of(submit(fabric)) for _ in range(8)] == [3, 3, 1, 2, 1, 2, 0, 0]
 
@@ -330,14 +333,14 @@ def test_prefix_index_forgets_the_least_recently_used() -> None:
 
 
 def converse(fabric: Fabric, one: Route) -> Call:
-    """The next turn of a conversation."""
+    """Submit the next turn of a conversation."""
     one.extend(one.tokens + route([1] * BLOCK).tokens, 0)
     return submit(fabric, route=one)
 
 
 @pytest.mark.parametrize("strategy", ROUTING_STRATEGIES)
 def test_turns_that_wait_return_to_their_workers(strategy: str) -> None:
-    """However many wait, whoever has room first."""
+    """This holds for any number of waiting turns, and for any order in which workers get room."""
     fabric = make_fabric(3, window=2, routing=(strategy,), prefix_block=BLOCK)
     talks = [route([n]) for n in range(30)]
     running = [converse(fabric, one) for one in talks]
@@ -363,7 +366,7 @@ def test_a_prompt_that_waits_goes_to_the_only_worker_that_holds_its_beginning() 
 
 
 def test_samples_of_one_prompt_that_wait_share_a_worker() -> None:
-    """Nobody holds it when they are made, and workers have room one at a time."""
+    """No worker holds the prefix at first, and only one worker at a time has room."""
     fabric = make_fabric(4, window=3, routing=("prefix-aware",), prefix_block=BLOCK)
     before = [submit(fabric) for _ in range(12)]
     groups = [[submit(fabric, route=route([n] * 9)) for _ in range(5)] for n in range(12)]

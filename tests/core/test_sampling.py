@@ -1,4 +1,4 @@
-"""Sampling values: a wrong one is refused before anything is sent, a right one arrives as meant."""
+"""Sampling values: wrong values are refused before sending, right values arrive unchanged."""
 
 from __future__ import annotations
 
@@ -295,7 +295,7 @@ def test_wire_form_of_the_defaults() -> None:
 
 
 def test_an_empty_schema_is_a_grammar_too() -> None:
-    """Which ends by itself, so end-of-sequence must not be ignored."""
+    """A grammar ends by itself, so end-of-sequence must not be ignored."""
     wire = SamplingParams(json_schema={}, ignore_eos=True).to_wire(5, None)
     assert (wire.json_schema, wire.ignore_eos) == ("{}", False)
 
@@ -320,7 +320,7 @@ def test_a_nul_that_is_written_out() -> None:
 
 
 def test_what_was_asked_before_is_told_from_what_looks_like_it() -> None:
-    """A call with the very objects of the one before is not checked again; all others are."""
+    """A call with the same objects as the previous one is not checked again. All others are."""
     cache = SamplingCache(100)
     first = cache.prepare(None, {"max_new_tokens": 1, "min_new_tokens": 0})
     assert cache.prepare(None, {"max_new_tokens": 1, "min_new_tokens": 0}) is first
@@ -338,7 +338,7 @@ def test_what_was_asked_before_is_told_from_what_looks_like_it() -> None:
 
 
 class Knob:
-    """A number that changes, as a tensor does."""
+    """A number that changes, like a tensor."""
 
     def __init__(self, value: float) -> None:
         self.value = value

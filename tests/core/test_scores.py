@@ -1,4 +1,4 @@
-"""What ``score`` returns: an array that says which version of the weights computed it."""
+"""The result of ``score``: an array with the version of the weights that computed it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def parts(*pairs: tuple[int, int]) -> bytes:
 
 
 def scored(chunk: TokenChunk, top: int = 0) -> Any:
-    """What a caller gets for five tokens when a worker answers with this chunk."""
+    """Return the caller's result for five tokens when a worker answers with this chunk."""
 
     async def answered() -> Any:
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -60,7 +60,7 @@ def test_it_is_an_array_as_before() -> None:
     assert found[1:].sum() == VALUES[1:].sum()
     assert found.tolist()[1:] == VALUES.tolist()[1:]
     np.testing.assert_array_equal(np.stack([found, found])[0], VALUES)
-    # What has been worked out of it is of other positions.
+    # A slice has other positions, so it must not keep the original's versions.
     assert not hasattr(found[1:], "versions")
 
 

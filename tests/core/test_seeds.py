@@ -1,4 +1,4 @@
-"""Processes of one pool have seeds of their own."""
+"""Each process of a pool has its own seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The texts of a stream's chunks, joined, are the text of the whole, however tokens are split."""
+"""The joined texts of a stream's chunks are the text of the whole, for any split of its tokens."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def split(ids: list[int], cuts: list[int]) -> list[list[int]]:
 
 
 def run_until_stop(ids: list[int], stops: list[str], decode: Decode) -> tuple[list[int], str]:
-    """What an engine that checks after each token makes of it: it ends at the first stop string."""
+    """Return the output of an engine that checks after each token: up to the first stop string."""
     for n in range(1, len(ids) + 1):
         text = decode(ids[:n], True)
         for stop in stops:
@@ -60,7 +60,7 @@ def stream(
         )
         for part, last in ((p, i == len(parts) - 1) for i, p in enumerate(parts))
     ]
-    # Asked for out of order and twice: the answers do not depend on it.
+    # Read the texts out of order and twice: the results must not depend on the order.
     backwards = [text() for text in reversed(texts)]
     assert [text() for text in texts] == backwards[::-1]
     return backwards[::-1]
@@ -183,7 +183,7 @@ def test_what_ended_it_stays_where_it_is_asked_for() -> None:
         params = SamplingParams(skip_special_tokens=False, no_stop_trim=keep)
         assert cut_text(ended, "stop", SPECIAL, decode_bytes, params) == wanted
     ids = np.array(list(b"one ENDS"), np.int32)
-    # The last token may go on behind what ended it; by a regex that reads the same it is kept.
+    # The last token may extend past the stop string. A regex with the same text keeps all text.
     assert cut_text(ids, "stop", "END", decode_bytes, SamplingParams(stop_regex="END")) == (
         "one ENDS"
     )

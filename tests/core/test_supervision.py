@@ -66,7 +66,7 @@ def test_history() -> None:
     losses=st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=40),
 )
 def test_against_a_model(restarts: int, period: int, losses: list[tuple[int, bool]]) -> None:
-    """As many restarts in any period as allowed, no fewer; delays double while nothing works."""
+    """Each period has exactly the allowed restarts. Delays double while no worker serves."""
     supervision = Supervision(restarts, period)
     now, granted, failures = 0, [], 0
     for after, served in losses:

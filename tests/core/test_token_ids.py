@@ -1,4 +1,4 @@
-"""Token ids on their way in: int32 bytes, or an error that says what is wrong with them."""
+"""Checked token ids become int32 bytes, or an error that names the fault."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Check = Callable[[Any, int], bytes]
 
 
 def slowly(ids: Any, vocab_size: int) -> bytes:
-    """Check every list with the function that says what is wrong with one."""
+    """Check every list with the function that finds the fault in a wrong list."""
     if type(ids) in (list, tuple):
         return _check_list(ids, vocab_size)
     return check_ids(ids, vocab_size)
@@ -55,7 +55,7 @@ def test_other_integers(check_ids: Check) -> None:
 
 
 class Tensor:
-    """What is asked of a torch tensor."""
+    """The part of a torch tensor's interface that is used."""
 
     def __init__(self, values: Any) -> None:
         self.values = np.array(values)

@@ -1,4 +1,4 @@
-"""Trajectories: what the constructor refuses, what a session's turns become, and files of them."""
+"""Trajectories: refused values, the turns of a session as a trajectory, and files."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def f4(values: Sequence[float]) -> bytes:
 
 
 def make(**changes: Any) -> Trajectory:
-    """Two sampled tokens, an observation, two more sampled tokens."""
+    """Return a trajectory: two sampled tokens, an observation, two more sampled tokens."""
     values: dict[str, Any] = {
         "prompt_ids": [1, 2, 3],
         "response_ids": [4, 5, 6, 7, 8],
@@ -67,7 +67,7 @@ def assert_same(one: Trajectory, other: Trajectory) -> None:
     assert one.metadata == other.metadata
 
 
-# --- what it is -----------------------------------------------------------------------------------
+# --- values ---------------------------------------------------------------------------------------
 
 
 def test_it_holds_what_it_was_given() -> None:
@@ -137,7 +137,7 @@ def test_a_changed_copy_is_checked_too() -> None:
         make().replace(versions=np.zeros(4, np.int32))
 
 
-# --- what is refused ------------------------------------------------------------------------------
+# --- refused values -------------------------------------------------------------------------------
 
 TURN = Turn(start=0, stop=5)
 
@@ -294,7 +294,7 @@ def test_from_turns() -> None:
     )
     assert_same(trajectory, expected)
     assert trajectory.timing[1:] == (5.0, 4.0)
-    # It is what the checks let pass, and read-only.
+    # ``from_turns`` skips the checks: its arrays must pass them, and must be read-only.
     assert_same(trajectory.replace(), expected)
     for name, dtype in zip(ARRAYS, DTYPES, strict=True):
         assert getattr(trajectory, name).dtype == dtype
@@ -325,7 +325,7 @@ def test_from_a_turn_that_was_aborted_at_once_and_one_without_logprobs() -> None
 
 @pytest.fixture(scope="module")
 def folder() -> Iterator[Path]:
-    """One for all examples of a property: each writes its file anew."""
+    """Yield one folder for all examples of a property. Each example writes its file anew."""
     with tempfile.TemporaryDirectory() as path:
         yield Path(path)
 
@@ -465,7 +465,7 @@ def fields_of(trajectory: Trajectory) -> list[Any]:
     ],
 )
 def test_records_that_are_no_trajectories(folder: Path, change: Callable[[Any], Any]) -> None:
-    """With the right checksum: whoever wrote them had another idea of what a trajectory is."""
+    """The checksum is right, but the writer used another format for trajectories."""
     fields = fields_of(make())
     assert_same(trajectory_files._decode(msgspec.msgpack.encode(fields)), make())
     data = with_record(msgspec.msgpack.encode(change(fields)))
@@ -481,7 +481,7 @@ def test_any_bytes_as_a_record(folder: Path, record: bytes) -> None:
 def test_metadata_with_a_key_that_python_cannot_hash(folder: Path) -> None:
     fields = fields_of(make(metadata={"k": 1}))
     data = msgspec.msgpack.encode(fields)
-    # A map of one list to 1 in place of {"k": 1}.
+    # Replace {"k": 1} by a map with a list as its key.
     assert data.endswith(b"\x81\xa1k\x01")
     assert "is damaged" in refused(folder, with_record(data[:-4] + b"\x81\x81\x01\x02\x01"))
 

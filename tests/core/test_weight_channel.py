@@ -1,4 +1,4 @@
-"""The coordinator of weight updates, with ranks and senders that a test plays by hand."""
+"""The coordinator of weight updates. The test itself plays the ranks and the senders."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ NO = ErrorBody("WeightUpdateError", "no")
 
 
 class Sender:
-    """One that is asked, and answers when the pool's ranks do."""
+    """A sender. It receives messages, and answers when the pool's ranks do."""
 
     settings = SETTINGS
 
@@ -64,7 +64,7 @@ class Sender:
 
 
 class Pool:
-    """Workers of one rank each. ``asked``: (who, message), in order."""
+    """Workers of one rank each. ``asked``: pairs of (rank or sender, message), in order."""
 
     def __init__(self, workers: int) -> None:
         self.asked: asyncio.Queue[tuple[int | str, ToRank]] = asyncio.Queue()
@@ -75,7 +75,7 @@ class Pool:
         self.come()
 
     def come(self) -> None:
-        """All workers are up, with the weights that they were started with."""
+        """Connect all workers, with the weights that they were started with."""
         for identity, worker in self.identities.items():
             self.channel.add_rank(worker, 0, identity)
             self.on_peer(identity, encode(RankHello(SETTINGS)))
@@ -101,13 +101,13 @@ class Pool:
             self.on_peer(rank_identity(b"w%d" % who, 0), encode(answer))
 
     async def next(self, who: int | str, kind: type[Any]) -> Any:
-        """The next message, which must be that one."""
+        """Return the next message, which must have this receiver and kind."""
         asked, message = await self.asked.get()
         assert (asked, type(message)) == (who, kind)
         return message
 
     async def goes_well(self, sender: Sender, workers: list[int], *kinds: type[Any]) -> list[Any]:
-        """All are asked these things, and do them. The last message of each kind."""
+        """Answer messages of these kinds for all receivers. Return the last one of each kind."""
         last = []
         for kind in kinds:
             asked: list[int | str] = [*workers]
@@ -168,7 +168,7 @@ async def test_late_answers_are_not_those_of_the_next_attempt(pool: Pool) -> Non
     joins = [await pool.next(who, Join) for who in (0, "a")]
     assert joins[0].id == joins[1].id != abort.id
     assert joins[0].size == 2
-    # What the threads of the group that was left come to say at last.
+    # Late answers from threads that were still in the old group.
     late = RankAnswer(abort.id, JOIN, NO)
     pool.say(0, late)
     pool.say("a", late, sender)
@@ -190,7 +190,7 @@ async def test_late_answers_are_not_those_of_the_next_attempt(pool: Pool) -> Non
 
 @played
 async def test_a_short_time_out_ends_nobody_who_commits(pool: Pool) -> None:
-    """It is for giving up; in the commit that is too late."""
+    """The timeout may only abort an update. In the commit it is too late for that."""
     first = asyncio.create_task(pool.channel.describe(60.0))
     await pool.describes_itself()
     await first
@@ -202,7 +202,7 @@ async def test_a_short_time_out_ends_nobody_who_commits(pool: Pool) -> None:
     commits = [await pool.next(who, Commit) for who in (0, 1)]
     run = pool.channel._run
     assert run is not None
-    # The time-out has passed.
+    # The timeout has passed.
     run.machine.tick(begun + 0.9 * LEAST_COMMIT_SECONDS)
     assert not run.machine.outbox
     for who, message in enumerate(commits):
@@ -213,7 +213,7 @@ async def test_a_short_time_out_ends_nobody_who_commits(pool: Pool) -> None:
 
 @played
 async def test_what_cannot_be_asked_ends_the_update(pool: Pool) -> None:
-    """And takes nothing with it: all are told, nobody waits for a time-out."""
+    """All receivers are told to abort, and no caller waits for a timeout."""
 
     class Broken(Sender):
         def ask(self, message: ToRank) -> None:
@@ -272,7 +272,7 @@ async def test_a_manifest_that_a_rank_has_is_not_sent_again(pool: Pool) -> None:
     await goes_on(update, first)
     update, second = await begin(same)
     assert [(m.tensors, m.like) for m in second] == [([], first[0].id)] * 2
-    # Only one of them says that it has heard of it.
+    # Only worker 0 confirms this update's manifest.
     pool.say(0, answer(second[0]))
     pool.say(1, answer(second[1], NO))
     for who in (0, 1, "a"):
@@ -286,11 +286,11 @@ async def test_a_manifest_that_a_rank_has_is_not_sent_again(pool: Pool) -> None:
     update, fourth = await begin(other)
     assert [(m.tensors, m.like) for m in fourth] == [(SPECS, 0)] * 2
     await goes_on(update, fourth)
-    # Not of the last one any more.
+    # The last update had another manifest.
     update, fifth = await begin(same)
     assert [(m.tensors, m.like) for m in fifth] == [(SPECS, 0)] * 2
     await goes_on(update, fifth)
-    # One of the same name that takes the place of a lost one has heard nothing.
+    # A new process with the index of a lost worker has received no manifest.
     pool.on_lost(1)
     identity = rank_identity(b"again", 0)
     pool.identities[identity] = 1
@@ -318,7 +318,7 @@ async def test_a_manifest_that_a_rank_has_is_not_sent_again(pool: Pool) -> None:
 
 @played
 async def test_what_gives_all_weights_is_no_part(pool: Pool) -> None:
-    """So it may go where no worker has the current ones, whatever its caller calls it."""
+    """An update of all weights needs no worker with current weights, even if called partial."""
     other = TensorSpec("other", "float32", (1,))
     pool.channel._description = ModelDescription([*SPECS, other], [])
     sender = Sender(pool, "a")
@@ -352,7 +352,7 @@ async def test_listeners_are_told_when_all_workers_have_their_version(pool: Pool
 
 @played
 async def test_an_update_that_is_cancelled_too_late_is_one(pool: Pool) -> None:
-    """The pool is told, and no lock is held then."""
+    """The pool is notified of the update, and no lock is held then."""
     told: list[bool] = []
     pool.channel.on_updated = lambda: told.append(pool.channel._lock.locked())
     sender = Sender(pool, "a")
@@ -372,7 +372,7 @@ async def test_an_update_that_is_cancelled_too_late_is_one(pool: Pool) -> None:
 
 @played
 async def test_joining_another_sender_ends_the_group_before(pool: Pool) -> None:
-    """Also if it fails: the ranks have left."""
+    """The old group also ends if the new join fails, because the ranks have left it."""
     first, second = Sender(pool, "a"), Sender(pool, "b")
     join = asyncio.create_task(pool.channel.join(first, 5.0))
     await pool.goes_well(first, [0, 1], Join)
@@ -434,7 +434,7 @@ async def test_answers_that_were_not_asked_for_change_nothing(pool: Pool) -> Non
     assert not pool.channel.sender_answered(sender, answer(prepare))
     for who in (0, 1):
         assert pool.on_peer(rank_identity(b"w%d" % who, 0), encode(answer(prepare)))
-    # It said yes: to say it again, or something else, is too late.
+    # The rank has answered already. A second or different answer is too late.
     changed = RankAnswer(prepare.id, PREPARE, None, raw("nonsense"))
     assert not pool.on_peer(identity, encode(changed))
     await pool.goes_well(sender, [0, 1], Stage, Commit)
@@ -448,8 +448,10 @@ async def test_answers_that_were_not_asked_for_change_nothing(pool: Pool) -> Non
     [(PREPARE, (Join,)), (STAGE, (Join, Prepare)), (COMMIT, (Join, Prepare, Stage))],
 )
 def test_a_malformed_answer_is_a_no(phase: str, kinds: tuple[type[Any], ...]) -> None:
-    """To PREPARE and from the sender it ends the update; a worker that says nonsense of its COMMIT
-    is ended."""
+    """A malformed answer to PREPARE or from the sender ends the update.
+
+    A worker that sends a malformed answer to COMMIT is expelled.
+    """
 
     @played
     async def play(pool: Pool) -> None:
@@ -510,7 +512,7 @@ async def test_a_sender_that_is_gone_ends_nobody_elses_update(pool: Pool) -> Non
     update = asyncio.create_task(pool.channel.update(UpdateRequest(specs=SPECS), sender))
     await pool.describes_itself()
     await pool.goes_well(sender, [0, 1], Join)
-    # It is welcomed, which it does not hear.
+    # The coordinator's welcome does not reach the sender.
     assert pool.on_peer(gone, encode(RankHello(SETTINGS)))
     await pool.goes_well(sender, [0, 1], Prepare, Stage, Commit)
     assert (await update).version == 1
@@ -525,7 +527,7 @@ async def test_senders_are_remembered_in_bounds(pool: Pool) -> None:
     for n in range(100):
         identity = b"sender/%s/%d" % (token, n)
         assert pool.on_peer(identity, encode(RankHello(SETTINGS)))
-        # It asks whether anybody is there.
+        # The sender asks again whether the coordinator is there.
         assert pool.on_peer(identity, encode(RankHello(SETTINGS)))
         await asyncio.sleep(0)
     assert len(pool.channel._senders) == 16

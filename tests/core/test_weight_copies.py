@@ -1,5 +1,7 @@
-"""The coordinator gives a replacement the weights of another worker, whoever of the two is lost
-when; and other callers wait no longer than their timeout."""
+"""The coordinator copies a worker's weights to a replacement, and either may be lost at any time.
+
+Other callers wait no longer than their timeout.
+"""
 
 from __future__ import annotations
 
@@ -37,17 +39,19 @@ from sglrl.wire.weights import (
 from .test_weight_channel import SETTINGS, SPECS, Pool, Sender, answer, raw
 
 LIMIT = 20.0
-"""Seconds. Whatever takes longer hangs."""
+"""Time limit of a test in seconds. A test that takes longer hangs."""
 LONG = 1000.0
-"""Seconds that a copy may take, of which none is waited for."""
+"""Seconds that a copy may take. No test waits for them."""
 NEW, NEWER = "new", "newer"
 OFFER = PeerCopyOffer("127.0.0.1", 1, "digest")
 NO = ErrorBody("WeightUpdateError", "no")
 
 
 class Replaced(Pool):
-    """Three workers with version 1, of which worker 1 was lost. Its replacement is ``NEW``, and
-    that one's is ``NEWER``."""
+    """Three workers with version 1. Worker 1 was lost.
+
+    Its replacement is ``NEW``, and the replacement of ``NEW`` is ``NEWER``.
+    """
 
     def __init__(self) -> None:
         super().__init__(3)
@@ -61,7 +65,7 @@ class Replaced(Pool):
         assert (await update).version == 1
 
     def replace(self, name: str, *, hello: bool = True, worker: int = 1) -> None:
-        """Another process takes the worker's index."""
+        """Give the worker's index to another process."""
         identity = rank_identity(name.encode(), 0)
         self.identities[identity] = name  # type: ignore[assignment]
         self.channel.add_rank(worker, 0, identity)
@@ -72,7 +76,7 @@ class Replaced(Pool):
         assert self.on_peer(rank_identity(name.encode(), 0), encode(RankHello(SETTINGS)))
 
     def lose(self, worker: int, successor: str = "") -> None:
-        """The worker is lost; a replacement may be there at once."""
+        """Lose the worker. A replacement may be there at once."""
         self.on_lost(worker)
         if successor:
             self.replace(successor, worker=worker)
@@ -94,7 +98,7 @@ class Replaced(Pool):
         self.say(who, RankAnswer(take.id, "take", error))
 
     async def copies(self, sender: int | str, receiver: str) -> None:
-        """A whole copy, from one to another."""
+        """Play a whole copy from one worker to another."""
         self.offers(sender, await self.next(sender, SendPeerCopy))
         take = await self.next(receiver, ReceivePeerCopy)
         assert (take.version, take.offer) == (1, OFFER)
@@ -122,7 +126,7 @@ def played(test: Callable[[Replaced], Awaitable[None]]) -> Callable[[], None]:
 
 
 async def is_lost(pool: Replaced, sync: asyncio.Task[bool]) -> None:
-    """It ends now, and what is there in its place has not got the weights."""
+    """Check that the copy fails at once, and that the replacement does not have the weights."""
     with pytest.raises(WorkerLost, match="worker 1 was lost"):
         await sync
     assert pool.served == []
@@ -178,7 +182,7 @@ def test_the_receiver_is_lost(when: str, successor: str) -> None:
                 pool.takes(NEW, take)
             pool.lose(1, successor)
         if when != "as it answers":
-            # The sender waits for it no longer; nobody else is asked anything.
+            # The sender no longer waits for the receiver. No other worker gets a message.
             await pool.next(0, CancelPeerCopy)
         await is_lost(pool, sync)
 
@@ -188,7 +192,7 @@ def test_the_receiver_is_lost(when: str, successor: str) -> None:
 @pytest.mark.parametrize("replaced", [False, True], ids=["", "and replaced"])
 @pytest.mark.parametrize("when", ["while it is asked", "as it answers", "while it gives"])
 def test_the_sender_is_lost(when: str, replaced: bool) -> None:
-    """The next one gives."""
+    """The next worker sends its weights instead."""
 
     @played
     async def play(pool: Replaced) -> None:
@@ -211,7 +215,7 @@ def test_the_sender_is_lost(when: str, replaced: bool) -> None:
 
 @played
 async def test_the_next_giver_is_lost_and_replaced_meanwhile(pool: Replaced) -> None:
-    """Its replacement has no weights that it could give."""
+    """The replacement has no weights to send."""
     pool.replace(NEW)
     sync = pool.sync()
     give = await pool.next(0, SendPeerCopy)
@@ -239,7 +243,7 @@ async def test_nobody_is_left_to_give(pool: Replaced) -> None:
 
 @played
 async def test_it_is_replaced_while_it_waits_for_an_update(pool: Replaced) -> None:
-    """Its replacement is not taken for it, and has the weights of no update."""
+    """The new process is not taken for the old one, and has the weights of no update."""
     sender = Sender(pool, "b")
     update = asyncio.create_task(pool.channel.update(UpdateRequest(specs=SPECS), sender))
     await pool.goes_well(sender, [0, 2], Join, Prepare, Stage)
@@ -283,7 +287,7 @@ async def test_it_says_no_hello(pool: Replaced) -> None:
 
 
 class Calls:
-    """What waits for a copy, each as its caller calls it."""
+    """The calls that wait for a copy, each made as its caller makes it."""
 
     def __init__(self, pool: Replaced) -> None:
         self.channel = pool.channel
@@ -291,7 +295,7 @@ class Calls:
         self._local = LocalSender(pool.channel)
 
         async def ending(*args: Any) -> Sender:
-            # Made without torch.
+            # This sender needs no torch.
             return self.sender
 
         self._local._ending = ending  # type: ignore[method-assign]
@@ -311,7 +315,7 @@ class Calls:
 
 
 async def does(pool: Replaced, call: str, sender: Sender) -> None:
-    """All take part in the call."""
+    """Let all receivers take part in the call."""
     kinds = {"checksums": [Checksums], "update": [Join, Prepare, Stage, Commit]}.get(call, [Join])
     for kind in kinds:
         for who in (0, NEW, 2):
@@ -327,7 +331,7 @@ async def does(pool: Replaced, call: str, sender: Sender) -> None:
 @pytest.mark.parametrize("ends", ["timeout", "cancelled"])
 @pytest.mark.parametrize("call", ["update", "join", "connect", "checksums"])
 def test_a_call_does_not_wait_for_a_copy_any_longer(call: str, ends: str) -> None:
-    """Nothing of it has begun; and when the copy has ended it can be made again."""
+    """Nothing of the call has begun. After the copy it can be made again."""
 
     @played
     async def play(pool: Replaced) -> None:
@@ -373,7 +377,7 @@ async def test_an_update_that_does_not_wait(pool: Replaced) -> None:
 
 @played
 async def test_the_time_before_a_proposal_counts(pool: Replaced) -> None:
-    """A sender in another process may have waited for itself."""
+    """A sender in another process may have waited before it proposes an update."""
     told: asyncio.Queue[Any] = asyncio.Queue()
     identity = f"sender/{pool.channel.address.partition('#')[2]}/1".encode()
     ranks = pool.send_to_peer
@@ -405,7 +409,7 @@ async def test_the_time_before_a_proposal_counts(pool: Replaced) -> None:
 
 @played
 async def test_a_worker_is_replaced_before_an_update_begins(pool: Replaced) -> None:
-    """While the update waits for what the engines take."""
+    """The worker is replaced while the update waits for the engines' description."""
     pool.replace(NEW)
     pool.channel._description = None
     calls = Calls(pool)

@@ -1,4 +1,4 @@
-"""Any order of anything that can happen to weight updates, one after the other, on one pool."""
+"""Run weight updates on one pool, one after the other, with any order of events."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from sglrl.errors import WeightUpdateError
 from .update_model import Model, Witness, plain
 
 pick = st.integers(0, 1 << 16)
-"""Chooses one of what is there at the moment, modulo its number."""
+"""Chooses one of the objects that exist at the moment, modulo their number."""
 
 rarely = st.sampled_from([False, False, False, True])
-"""What ends an update is rarer than what goes on with it, or few would get beyond JOIN."""
+"""Events that end an update must be rare, or few updates would get beyond JOIN."""
 
 LIMITS = Limits(phase=10.0, commit=20.0, abort=5.0)
 STRANGER: Member = (9, 0)
@@ -44,7 +44,7 @@ class UpdateStates(RuleBasedStateMachine):
         self.ranks = ranks
         self.witness = Witness((w, rank) for w, n in enumerate(ranks) for rank in range(n))
         self.group: frozenset[Member] = frozenset()
-        """As the machines say: whom the sender is joined with."""
+        """The members that are joined with the sender, as the machines report."""
         self.start(sender, join_only)
 
     @property
@@ -87,7 +87,7 @@ class UpdateStates(RuleBasedStateMachine):
         self.judge()
 
     def all_answer(self) -> None:
-        """In this phase. The last answer begins the next one."""
+        """Answer for all members in this phase. The last answer begins the next phase."""
         for member in sorted(self.model.unanswered):
             self.answer(member)
 
@@ -100,7 +100,7 @@ class UpdateStates(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(n=pick, left_out=st.sampled_from([0, 0, 0, 1, 2]))
     def phase_goes_well(self, n: int, left_out: int) -> None:
-        """For all, or nearly all."""
+        """Answer well for all members, or for nearly all."""
         waiting = sorted(self.model.unanswered)
         at = n % len(waiting)
         for member in (waiting[at:] + waiting[:at])[left_out:]:
@@ -122,7 +122,7 @@ class UpdateStates(RuleBasedStateMachine):
         while self.running:
             self.all_answer()
             phases += 1
-            # At the worst: the abort of this attempt, and another attempt.
+            # In the worst case: the abort of this attempt, and another attempt.
             assert phases <= 5
 
     @rule(
@@ -132,7 +132,7 @@ class UpdateStates(RuleBasedStateMachine):
         dirty=st.booleans(),
     )
     def stray_answer(self, n: int, phase: str, error: bool, dirty: bool) -> None:
-        """Twice, too late, of another phase, or from one that was not asked."""
+        """Answer twice, too late, in another phase, or for a member without a message."""
         known = [(w, rank) for w, n in enumerate(self.ranks) for rank in range(n)]
         members = [*known, SENDER, STRANGER]
         member = members[n % len(members)]
@@ -162,7 +162,7 @@ class UpdateStates(RuleBasedStateMachine):
         self.witness.sender_died()
         self.machine.lost_sender(WeightUpdateError("gone"), self.now)
         self.judge()
-        # The next update has a sender of its own.
+        # The next update has its own sender.
         self.group = frozenset()
 
     @precondition(lambda self: self.running)
@@ -189,7 +189,7 @@ class UpdateStates(RuleBasedStateMachine):
         self.machine.tick(self.now)
         self.judge()
 
-    # --- the next one -----------------------------------------------------------------------------
+    # --- the next update --------------------------------------------------------------------------
 
     @precondition(lambda self: hasattr(self, "model") and self.model.ended)
     @rule(sender=st.sampled_from([True, True, True, False]), join_only=rarely)
@@ -197,7 +197,7 @@ class UpdateStates(RuleBasedStateMachine):
         assert self.machine.cancel(self.now) is False
         self.start(sender, join_only)
 
-    # --- always -----------------------------------------------------------------------------------
+    # --- invariants -------------------------------------------------------------------------------
 
     @invariant()
     def same_as_the_model(self) -> None:
@@ -215,7 +215,7 @@ class UpdateStates(RuleBasedStateMachine):
             assert machine.leave is (model.sender and not model.joined)
 
     def teardown(self) -> None:
-        """Nobody answers any more: it ends all the same."""
+        """Let all timeouts pass without answers. The update must end all the same."""
         if not hasattr(self, "model"):
             return
         timeouts = 0
@@ -223,7 +223,7 @@ class UpdateStates(RuleBasedStateMachine):
             self.now = self.machine.deadline
             self.time_passes()
             timeouts += 1
-            # One that is out of an ABORT under way, and two of the attempt without it.
+            # One timeout of the ABORT in progress, and two of the attempt without that member.
             assert timeouts <= 3
 
 

@@ -1,4 +1,4 @@
-"""Weight updates, one course of events after the other. Any order: ``test_weight_states``."""
+"""Weight updates, each test one sequence of events. Any order: ``test_weight_states``."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ RANKS = [A0, A1, B0, B1]
 LIMITS = Limits(phase=10.0, commit=20.0, abort=5.0)
 PHASES = [JOIN, PREPARE, STAGE, COMMIT]
 BEFORE_COMMIT = [(False, JOIN), *((j, phase) for j in (False, True) for phase in (PREPARE, STAGE))]
-"""Joined before the update or not, and the phases there are then."""
+"""Whether the group was joined before the update, and a phase that exists in this case."""
 NO = WeightUpdateError("no")
 
 
 class Update:
-    """A machine with a clock; what it wants done collects in ``done``."""
+    """A machine with a clock. Its methods return the machine's new effects."""
 
     def __init__(
         self,
@@ -46,7 +46,11 @@ class Update:
         join_only: bool = False,
         until: str = "",
     ) -> None:
-        """``until``: everybody answered well up to this phase, which was asked for last."""
+        """Begin an update.
+
+        Args:
+            until: the phase that is in progress. All members answered well in the phases before.
+        """
         self.now = 100.0
         self.machine = WeightUpdate(
             members,
@@ -63,7 +67,7 @@ class Update:
             self.effects()
 
     def effects(self) -> list[object]:
-        """Since the last time. Errors are in ``ended``."""
+        """Return the effects since the last call. Errors are in ``ended``."""
         found, self.machine.outbox = self.machine.outbox, []
         self.ended = next((e for e in found if isinstance(e, Ended)), None)
         self.expelled = {e.worker: e.reason for e in found if isinstance(e, Expel)}
@@ -81,7 +85,7 @@ class Update:
             self.machine.answered(member, self.machine.state, None, self.now)
 
     def time_out(self) -> list[object]:
-        """Not a moment before, but then."""
+        """Let the time-out pass. Nothing may happen before it."""
         self.now = self.machine.deadline - 0.25
         self.machine.tick(self.now)
         assert self.effects() == []
@@ -94,7 +98,7 @@ class Update:
         return self.effects()
 
     def finish(self) -> list[object]:
-        """Everybody answers well until the end."""
+        """Answer well for all members until the end."""
         found = self.effects()
         while not self.machine.ended:
             self.all_answer()
@@ -120,7 +124,7 @@ def in_order(*members: Member) -> list[object]:
     ]
 
 
-# --- when all goes well ---------------------------------------------------------------------------
+# --- success --------------------------------------------------------------------------------------
 
 
 def test_the_four_phases() -> None:
@@ -199,7 +203,7 @@ def test_with_nobody_to_update(sender: bool) -> None:
     assert update.machine.cancel(0.0) is False
 
 
-# --- somebody says no -----------------------------------------------------------------------------
+# --- a member refuses -----------------------------------------------------------------------------
 
 
 def test_a_refusal_is_final_and_the_first_of_the_errors() -> None:
@@ -216,7 +220,7 @@ def test_a_refusal_is_final_and_the_first_of_the_errors() -> None:
 
 
 def test_a_refusal_and_a_silent_worker() -> None:
-    """The update is refused all the same; no other attempt is made."""
+    """The update is refused all the same. There is no other attempt."""
     update = Update(until=PREPARE)
     update.answer(A0, error=NO)
     assert update.time_out() == [ask(ABORT, *RANKS, SENDER)]
@@ -260,7 +264,7 @@ def test_nobody_can_commit() -> None:
 
 
 def test_who_cannot_abort_is_expelled() -> None:
-    """Whether its weights are the old ones is not known."""
+    """It is unknown whether the worker still has the old weights."""
     update = Update(until=STAGE)
     update.machine.cancel(update.now)
     update.effects()
@@ -275,12 +279,12 @@ def test_a_sender_that_cannot_abort_has_no_second_attempt() -> None:
     assert update.answer(B0, B1) == [end(FAILED, "lost")]
 
 
-# --- somebody dies --------------------------------------------------------------------------------
+# --- a member is lost -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("joined", "phase"), BEFORE_COMMIT)
 def test_a_worker_is_lost_before_commit(joined: bool, phase: str) -> None:
-    """The update is made on the others, in a group of their own."""
+    """The other workers get the update, in a group of their own."""
     update = Update(joined=joined, until=phase)
     update.answer(A0)
     assert update.lose(1) == [ask(ABORT, A0, A1, SENDER)]
@@ -292,7 +296,7 @@ def test_a_worker_is_lost_before_commit(joined: bool, phase: str) -> None:
 
 
 def test_a_worker_is_lost_while_its_neighbour_reports_the_broken_collective() -> None:
-    """Which of the two is noticed first makes no difference."""
+    """The result does not depend on which of the two events is noticed first."""
     update = Update(until=STAGE)
     assert update.answer(A0, error=NO) == [ask(ABORT, *RANKS, SENDER)]
     assert update.answer(SENDER, A0, A1) == []
@@ -311,7 +315,7 @@ def test_a_worker_is_lost_in_commit() -> None:
 
 @pytest.mark.parametrize("joined", [True, False])
 def test_a_worker_is_lost_after_a_refusal(joined: bool) -> None:
-    """A group that was formed before the update is not whole any more either."""
+    """A group that was formed before the update is no longer whole either."""
     update = Update(joined=joined, until=PREPARE)
     update.answer(A0, error=NO)
     update.answer(A1, B0, B1)
@@ -392,7 +396,7 @@ def test_the_sender_is_lost_before_commit(phase: str) -> None:
 
 
 def test_the_sender_is_lost_in_commit() -> None:
-    """Nothing more is wanted of it, but its group is gone."""
+    """The update does not need the sender any more, but the sender's group is lost."""
     update = Update(until=COMMIT)
     update.machine.lost_sender(NO, update.now)
     assert update.finish() == [end(DONE)]
@@ -413,12 +417,12 @@ def test_there_was_no_sender_to_lose() -> None:
     assert update.finish() == [ask(COMMIT, *RANKS), end(DONE)]
 
 
-# --- somebody is silent ---------------------------------------------------------------------------
+# --- a member is silent ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("joined", "phase"), BEFORE_COMMIT)
 def test_a_silent_worker_is_out(joined: bool, phase: str) -> None:
-    """Who is late may only be waiting for another; who cannot even abort is not."""
+    """A late worker may just wait for another. A worker that cannot even abort is expelled."""
     update = Update(joined=joined, until=phase)
     update.answer(A0, A1, SENDER)
     assert update.time_out() == [ask(ABORT, *RANKS, SENDER)]
@@ -472,7 +476,7 @@ def test_all_are_silent(phase: str) -> None:
     assert update.time_out() == [("expel", 0), ("expel", 1), end(FAILED, "lost")]
 
 
-# --- it is not wanted any more --------------------------------------------------------------------
+# --- the update is cancelled ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("phase", [JOIN, PREPARE, STAGE])
@@ -531,7 +535,7 @@ def test_who_is_half_new_is_made_whole_by_another_attempt() -> None:
 
 
 def test_half_new_in_an_attempt_before_the_last() -> None:
-    """Nothing since has made it whole."""
+    """No later attempt has made the worker's weights whole."""
     update = Update(until=STAGE)
     update.lose(1)
     update.answer(A0, dirty=True)
@@ -541,7 +545,7 @@ def test_half_new_in_an_attempt_before_the_last() -> None:
     assert update.answer(A0, A1, SENDER) == [("expel", 0), end(FAILED, "cancelled")]
 
 
-# --- too late -------------------------------------------------------------------------------------
+# --- events after the end -------------------------------------------------------------------------
 
 
 def test_nothing_happens_after_the_end() -> None:

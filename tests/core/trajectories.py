@@ -1,4 +1,4 @@
-"""Arbitrary trajectories."""
+"""Arbitrary trajectories for Hypothesis."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ float32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
 seconds = st.floats(0, 1e9)
 plain = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats(allow_nan=False)
-    # msgpack's text is UTF-8, which has no lone surrogates.
+    # msgpack text is UTF-8, which has no lone surrogates.
     | st.text(st.characters(codec="utf-8"), max_size=5) | st.binary(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab", max_size=2), inner),
     max_leaves=5,
@@ -34,7 +34,7 @@ turn_values = st.fixed_dictionaries(
 
 @st.composite
 def trajectories(draw: st.DrawFn, metadata: Any = plain) -> Trajectory:
-    """Observations between turns or none, turns without tokens, tokens of a turn masked out."""
+    """Draw trajectories with or without observations, with empty turns and with masked tokens."""
     prompt = draw(st.lists(token, min_size=1, max_size=5))
     response: list[int] = []
     mask: list[bool] = []

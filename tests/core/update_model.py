@@ -1,9 +1,9 @@
-"""What ``sglrl.core.weight_update`` promises, said again twice.
+"""Two models of ``sglrl.core.weight_update``.
 
-``Model`` says which effects an event must have: flags that only ever rise, and one table that looks
-at them. ``Witness`` knows nothing of that. It watches a pool of ranks from outside, as they are
-asked, answer and die, and checks what must be true whatever the effects are: the order of phases,
-who has which version, who is in a group with whom.
+``Model`` computes the effects that an event must have, with flags that are only ever set and one
+table that reads them. ``Witness`` does not know these rules. It watches a pool of ranks from
+outside, as they get messages, answer and die. It checks rules that hold for all effects: the order
+of phases, which rank has which version, and which ranks are in a group together.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WITH_SENDER = {JOIN, STAGE, ABORT}
 
 @dataclass
 class Model:
-    """``follow`` returns what must happen after the flags were set, as ``plain`` shows effects."""
+    """Computes effects. ``follow`` returns the effects after a flag was set, as ``plain`` does."""
 
     live: set[Member]
     sender: bool
@@ -47,7 +47,7 @@ class Model:
     phase: str = ""
     unanswered: set[Member] = field(default_factory=set)
     blamed: list[Member] = field(default_factory=list)
-    """Of each error that must be reported: whose it is."""
+    """The member of each error that must be reported."""
     attempts: int = 0
     strays: int = 0
     short_of_a_worker: bool = False
@@ -62,7 +62,7 @@ class Model:
     def ended(self) -> bool:
         return self.phase in (DONE, FAILED)
 
-    # --- what happens -----------------------------------------------------------------------------
+    # --- events -----------------------------------------------------------------------------------
 
     def answer(self, member: Member, phase: str, *, error: bool, dirty: bool) -> None:
         if phase != self.phase or member not in self.unanswered:
@@ -92,7 +92,7 @@ class Model:
             self.joined = False
 
     def lose_sender(self) -> bool:
-        """Whether that is news."""
+        """Lose the sender. Return whether this changes anything."""
         if self.ended or not self.sender or self.sender_gone:
             return False
         self.sender_gone = True
@@ -121,7 +121,7 @@ class Model:
         self.effects.append(("expel", worker))
         self.lose(worker)
 
-    # --- what follows -----------------------------------------------------------------------------
+    # --- effects ----------------------------------------------------------------------------------
 
     def follow(self) -> list[object]:
         while not self.ended and self.decide():
@@ -130,7 +130,7 @@ class Model:
         return effects
 
     def decide(self) -> bool:
-        """Take one step, if there is one to take."""
+        """Take the next step, if there is one. Return whether there was one."""
         unwanted = self.cancelled or self.refused or self.sender_gone
         if self.phase == "":
             if not self.live:
@@ -198,7 +198,7 @@ class Model:
 
 
 def plain(effects: Iterable[Effect]) -> list[object]:
-    """Effects as the model shows them: one phase's asks are one, in any order."""
+    """Return effects as the model shows them: all asks of one phase are one set."""
     shown: list[object] = []
     asked: dict[str, set[Member]] = {}
     for effect in effects:
@@ -221,9 +221,10 @@ def plain(effects: Iterable[Effect]) -> list[object]:
 
 
 class Witness:
-    """A pool through several updates, one after the other.
+    """Watches a pool through several updates, one after the other.
 
-    ``versions`` of every live rank; None where some of the weights are new and some are not.
+    Attributes:
+        versions: the version of every live rank. None: only some of its weights are new.
     """
 
     def __init__(self, members: Iterable[Member]) -> None:
@@ -231,11 +232,11 @@ class Witness:
         self.version = 0
         self.sender = self.sender_here = False
         self.group: set[Member] = set()
-        """Who formed a group with the present sender."""
+        """The members that formed a group with the current sender."""
         self.under_way = False
-        """Somebody may be in a collective of that group."""
+        """Whether a member may be in a collective of that group."""
         self.leaving = False
-        """Those who were in it were told to leave."""
+        """Whether the members of the group were told to leave it."""
 
     @property
     def live(self) -> set[Member]:
@@ -243,7 +244,7 @@ class Witness:
 
     @property
     def whole(self) -> bool:
-        """The sender and exactly the live ranks form a group in which nothing is under way."""
+        """Whether the sender and all live ranks, and no others, form an idle group."""
         return self.group == self.live and bool(self.group) and not self.under_way
 
     def begin(self, *, sender: bool, join_only: bool) -> None:
@@ -252,7 +253,7 @@ class Witness:
         self.said: dict[str, set[Member]] = {}
         self.asked: dict[str, set[Member]] = {}
         self.staging: set[Member] = set()
-        """Who was asked to STAGE, in any attempt: they may be half new."""
+        """The members that were asked to STAGE in any attempt. Their weights may be half new."""
         self.may_retry = False
         self.must_not_retry = False
         self.ended = False
@@ -263,7 +264,7 @@ class Witness:
     # --- events -----------------------------------------------------------------------------------
 
     def answered(self, member: Member, phase: str, *, error: bool, dirty: bool) -> None:
-        """An answer to what it was asked."""
+        """Record an answer to a message."""
         self.must_not_retry |= phase == PREPARE and error
         if member in self.versions:
             if dirty:

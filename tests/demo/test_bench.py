@@ -1,4 +1,7 @@
-"""The benches run: the fabric's parts stand where the client expects a pool, and must follow it."""
+"""The benchmarks run.
+
+They use the fabric's parts where the client expects a pool, and must follow changes of the client.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,7 @@ async def test_the_genlm_bench_asks_for_prompts_that_grow_token_by_token() -> No
         row = found[kind][20]
         assert row["queries_per_s"] > 0
         assert row["blocked_ms"] >= 0
-        # The first repetition warms up.
+        # The first repetition is the warm-up.
         assert len(repetitions) == (1 + len(row["all_queries_per_s"])) * 20 * 3
         last = [ids for ids in repetitions[-60:] if len(ids) == 10]
         assert len(last) == 20

@@ -1,4 +1,4 @@
-"""The check's parts one by one: the check notices, the report counts, the table says the same."""
+"""The check's parts one by one: it detects errors, the report counts, and the table agrees."""
 
 from __future__ import annotations
 
@@ -59,8 +59,11 @@ def completion(
 
 
 class LastTokenModel:
-    """A language model whose next-token logits depend on the token before alone. Padding to the
-    right, batching and order must not change what is read from it."""
+    """A language model whose next-token logits depend only on the token before.
+
+    Padding on the right, batching and order must not change the values that are read from the
+    model.
+    """
 
     def __init__(self) -> None:
         import torch
@@ -241,7 +244,7 @@ def test_tasks_repeat_by_seed_and_some_have_follow_ups() -> None:
 
 
 class Recorder:
-    """A client that answers when told to, and knows how many calls it holds."""
+    """A client that answers on request, and counts the calls that it holds."""
 
     def __init__(self) -> None:
         self.running = 0

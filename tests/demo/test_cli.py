@@ -1,4 +1,4 @@
-"""``sglrl`` without SGLang: help, doctor, generate with the fake engine, errors as one line."""
+"""``sglrl`` without SGLang: help, doctor, generate with the fake engine, one-line errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from sglrl.tools.tiny_model import make_model
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder with a tokenizer: ``tiny`` would make it, with torch, for every command."""
+    """Make a model folder with a tokenizer.
+
+    With the name ``tiny`` every command would make it again, with torch.
+    """
     return str(make_model(tmp_path_factory.mktemp("models") / "tiny"))
 
 
@@ -31,7 +34,7 @@ def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
 
 
 def run_here(*arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """Run a command in this process, which has imported what it needs; return what it prints."""
+    """Run a command in this process, which already has the imports. Return its output."""
     with pytest.raises(SystemExit) as exit_:
         main(arguments)
     captured = capsys.readouterr()
@@ -95,7 +98,7 @@ def test_generate_writes_a_line_per_sample(
 
 @pytest.mark.parametrize("closed", [0, 1, 2])
 def test_a_command_without_a_standard_file(closed: int) -> None:
-    """A daemon may have closed them."""
+    """A daemon may have closed its standard files."""
     sign = "<" if closed == 0 else ">"
     process = subprocess.run(
         ["sh", "-c", f"exec {sys.executable} -m sglrl doctor {closed}{sign}&-"],

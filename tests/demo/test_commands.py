@@ -1,4 +1,4 @@
-"""The commands as a user runs them, in processes of their own."""
+"""The commands as a user runs them, in their own processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sglrl.__main__ import main
 from sglrl.tools.check import run as check_run
 from sglrl.tools.check.report import Report
 
-# Importing SGLang takes 20 s on a quiet machine, more on a busy one.
+# Importing SGLang takes 20 s on an idle machine, and longer on a busy machine.
 PROGRESS = ("model: ", "start: ", "rollouts: ", "checking logprobs: ")
 pytestmark = pytest.mark.timeout(400)
 
@@ -29,8 +29,12 @@ pytestmark = pytest.mark.timeout(400)
 def check(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[subprocess.CompletedProcess[str], Path]:
-    """One small run on real SGLang workers, and the JSON file that it wrote; beside that file is
-    the folder of its temporary files."""
+    """Run a small check on real SGLang workers.
+
+    Returns:
+        The finished process, and the JSON file that it wrote. The folder of its temporary files is
+        beside that file.
+    """
     file = tmp_path_factory.mktemp("check") / "check.json"
     temporary = file.with_name("tmp")
     temporary.mkdir()
@@ -62,7 +66,8 @@ def test_check_passes_with_real_workers(
     report = msgspec.json.decode(file.read_bytes(), type=Report)
     assert report.passed
     assert report.rollouts == 34
-    # Nine tasks; of these the fourth has two turns and the eighth three, four samples each.
+    # There are nine tasks with up to four samples each. The fourth task has two turns, the eighth
+    # three.
     assert report.requests == 34 + 4 + 8
     assert report.logprobs.tokens == report.generated_tokens <= 8 * report.requests
     assert report.logprobs.largest_difference <= report.logprobs.tolerance == 1e-4
@@ -89,7 +94,8 @@ def test_check_leaves_no_temporary_file(
     check: tuple[subprocess.CompletedProcess[str], Path],
 ) -> None:
     _, file = check
-    # The folders that compilers of other libraries keep for the next run have names that last.
+    # Compilers of other libraries keep folders for the next run. Their names do not start like
+    # this.
     names = [path.name for path in file.with_name("tmp").iterdir()]
     assert [name for name in names if name.startswith(("tmp", "sglrl"))] == []
 
@@ -97,7 +103,7 @@ def test_check_leaves_no_temporary_file(
 def test_check_fails_when_logprobs_are_not_the_models(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # The fake engine's logprobs are nobody's; everything around it is as always.
+    # The fake engine's logprobs belong to no model. Everything else works as usual.
     monkeypatch.setattr(check_run, "launch", partial(sglrl.launch, engine="fake", vocab_size=512))
     file = tmp_path / "check.json"
     with pytest.raises(SystemExit) as exit_:

@@ -1,4 +1,4 @@
-"""What the documents show works, and what they name exists."""
+"""The examples in the documents work, and the names in the documents exist."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_the_readmes_example_runs_as_a_plain_script(tmp_path: Path) -> None:
     assert process.returncode == 0, process.stderr
     lines = [line.split() for line in process.stdout.splitlines()]
     assert len(lines) == 256
-    # 64 tokens each; the fake engine's logprobs; the judge found the "4".
+    # Each line has 64 tokens, the sum of the fake engine's logprobs, and the judge's reward.
     assert {length for length, _, _ in lines} == {"64"}
     assert {float(total) for _, total, _ in lines} == {-64 * 65 / 2 / 1024}
     assert {reward for _, _, reward in lines} <= {"0.0", "1.0"}

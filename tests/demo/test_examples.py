@@ -1,4 +1,4 @@
-"""The examples, as a user runs them, for a few steps."""
+"""The examples as a user runs them, for a few steps."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def test_each_example_is_run_and_fits_a_screen_or_two() -> None:
 
 
 @pytest.mark.timeout(400)
-# What other packages warn of on import is not for the user of an example.
+# Import warnings of other packages do not concern the user of an example.
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("name", LINES)
 async def test_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """In this process, so that they share its fork server, which imports SGLang once."""
+    """All examples run in this process. They share its fork server, which imports SGLang once."""
     example = runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name=name)
     await example["main"](3)
     # TorchRL logs to standard output.
@@ -44,7 +44,7 @@ async def test_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_both_steps_on_a_batch_are_clipped_around_the_same_policy() -> None:
-    """Else the ratio that is clipped would always be 1, and nothing be learnt off-policy."""
+    """Otherwise the clipped ratio would always be 1, and off-policy learning would not work."""
     example = runpy.run_path(str(EXAMPLES / "async_offpolicy.py"), run_name="async_offpolicy")
     train, seen = example["train"], []
     policy_loss = train.__globals__["policy_loss"]
@@ -73,7 +73,7 @@ def test_both_steps_on_a_batch_are_clipped_around_the_same_policy() -> None:
 
 
 class Sampled:
-    """Stands for a replay buffer."""
+    """Replaces a replay buffer."""
 
     def __init__(self, batch: dict[str, Any]) -> None:
         self.batch = batch

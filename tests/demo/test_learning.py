@@ -1,4 +1,4 @@
-"""The demo's parts: tasks, what counts as learnt, the replay that notices; and one short run."""
+"""The demo's parts: tasks, the learning goal, the replay that detects errors; and a short run."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_the_policy_has_a_token_for_each_character_and_begins_undecided(tmp_path
     assert chances.max() < 2 / len(tokenizer)
 
 
-# --- what counts as learnt ------------------------------------------------------------------------
+# --- the learning goal ----------------------------------------------------------------------------
 
 
 def step(number: int, **rewards: float) -> Step:
@@ -120,10 +120,10 @@ def test_the_goal_is_a_mean_over_steps() -> None:
     result = task_result(LEARNT, "repeat")
     assert result.first == 0.25
     assert result.last == 1.0
-    # The mean of 5/8, 6/8, 7/8, 1, 1; one step before it is 3/4.
+    # The window's mean of 5/8, 6/8, 7/8, 1 and 1 reaches the goal. One step earlier it is 3/4.
     assert result.goal_step == 10
     assert result.goal_seconds == 39.0
-    # The first steps alone do not make a window; a batch may lack a task.
+    # The first steps alone do not fill a window. A batch may have no sample of a task.
     assert task_result([step(0, repeat=1.0)] * (WINDOW - 1), "repeat").goal_step is None
     assert mean_rewards([step(0, repeat=0.5), step(1, lookup=1.0)], "repeat") == [0.5, 0.5]
 
@@ -161,14 +161,14 @@ def test_table_and_plot(tmp_path: Path) -> None:
 
 
 class LastToken(torch.nn.Module):
-    """Logits that depend on the last token alone."""
+    """A model whose logits depend only on the last token."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
         random = torch.Generator().manual_seed(seed)
         self.table = torch.nn.Parameter(torch.randn((7, 7), generator=random))
         self.cached: list[list[int]] = []
-        """What came on top of a KV cache."""
+        """The tokens that were computed on top of a KV cache."""
 
     def forward(self, input_ids: torch.Tensor, **options: Any) -> Any:
         if options["use_cache"]:
@@ -198,7 +198,7 @@ def test_replay_takes_each_tokens_own_version() -> None:
     found = replay(model, versions, [good, good], 1e-5)
     assert found.tokens == 8
     assert found.passed
-    # The first turn had two versions; its first token's step had computed the prompt.
+    # The first turn has two versions. The step of its first token also computes the prompt.
     assert model.cached == [[1, 2], [3]] * 2
     for position in (0, 1, 3):
         wrong = logprobs.copy()
@@ -222,7 +222,7 @@ def test_replay_takes_each_tokens_own_version() -> None:
 def test_a_short_run_is_exact_and_fails_for_what_it_has_not_learnt(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In this process, whose fork server imports SGLang once for all such tests."""
+    """The demo runs in this process, whose fork server imports SGLang once for all these tests."""
     file, plot = tmp_path / "demo.json", tmp_path / "reward.png"
     files = ["--json", str(file), "--plot", str(plot)]
     with pytest.raises(SystemExit) as exit_:
@@ -234,7 +234,7 @@ def test_a_short_run_is_exact_and_fails_for_what_it_has_not_learnt(
     assert made.logprobs.tokens > 0
     assert [s.version for s in made.steps] == [0, 1, 2, 3]
     assert all(0 <= s.staleness <= 1 for s in made.steps)
-    # Nearly every token is as likely as any other, for a start.
+    # At the start, all tokens are almost equally likely.
     assert made.steps[0].entropy == pytest.approx(np.log(21), abs=0.1)
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert "FAILED: repeat" in capsys.readouterr().out

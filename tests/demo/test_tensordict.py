@@ -236,7 +236,7 @@ def test_all_of_it_is_on_the_cpu() -> None:
     assert found["metadata", "score"].dtype == found["reward"].dtype == torch.float32
 
 
-# --- what is refused ------------------------------------------------------------------------------
+# --- invalid input --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""Mutated messages at every mailbox: nobody raises, and whoever behaves is served as if alone.
+"""Mutated messages at every mailbox: nothing raises, and valid peers are served as usual.
 
-``SGLRL_FUZZ_FRAMES``: messages in all (``tox run -e fuzz`` takes more of them than ``tox`` does).
-``SGLRL_FUZZ_SEED``: another one finds other things.
+``SGLRL_FUZZ_FRAMES`` is the total number of messages (``tox run -e fuzz`` uses more than ``tox``).
+``SGLRL_FUZZ_SEED`` selects other mutations, which may find other errors.
 """

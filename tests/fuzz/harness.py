@@ -1,5 +1,7 @@
-"""A driver with its weight channel and an engine client, over memory, and workers that a test
-plays: some that do as they should, and one that anything may come from."""
+"""A driver with its weight channel and an engine client, over memory, and simulated workers.
+
+Some workers are honest. One is bad: any message may come from it.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +51,10 @@ WINDOW = 8
 
 
 class Worker:
-    """Generates the prompt again, in two chunks if it is streamed; scores with zeros. A ``lazy``
-    one does nothing before it is told to ``work``."""
+    """A worker that generates its prompt again, and scores with zeros.
+
+    A streamed answer has two chunks. A ``lazy`` worker does nothing until ``work`` is called.
+    """
 
     def __init__(self, dealer: MemoryDealer, *, lazy: bool = False) -> None:
         self.dealer = dealer
@@ -118,13 +122,13 @@ ANSWERS = {
 
 
 def answer(message: ToRank) -> RankAnswer | None:
-    """What a rank, or a sender, says when all goes well."""
+    """Return the successful answer of a rank, or of a sender."""
     phase, body = ANSWERS.get(type(message), ("", None))
     return RankAnswer(message.id, phase, None, raw(body)) if phase else None  # type: ignore[union-attr]
 
 
 class Rank:
-    """A rank, or a sender in another process, with which all goes well."""
+    """A rank, or a sender in another process, for which every operation succeeds."""
 
     def __init__(self, dealer: MemoryDealer) -> None:
         self.dealer = dealer
@@ -138,7 +142,7 @@ class Rank:
 
 
 class LocalSource:
-    """Sends no tensors, and says that it did."""
+    """A source that sends no tensors, and reports success."""
 
     settings = SETTINGS
 
@@ -152,7 +156,7 @@ class LocalSource:
 
 
 class Weights(WeightChannel):
-    """A replacement of the bad worker serves at once."""
+    """A weight channel with which a replacement of the bad worker serves at once."""
 
     def must_sync(self, worker: int) -> bool:
         return False
@@ -161,8 +165,8 @@ class Weights(WeightChannel):
 class Pool(DriverListener):
     """A pool without processes, with the interface of ``sglrl.driver.pool.Pool``.
 
-    Worker ``bad`` may send anything besides its own messages. When it is expelled, another worker
-    replaces it.
+    Worker ``bad`` may send anything in addition to its own messages. When the pool expels it,
+    another worker replaces it.
     """
 
     def __init__(self, honest: int) -> None:
@@ -215,7 +219,7 @@ class Pool(DriverListener):
         ]
 
     async def full(self, timeout: float) -> None:
-        """It is, but for the bad one."""
+        """Return at once: every worker but the bad worker serves."""
 
     def ready(self, index: int) -> Ready:
         return Ready(PROTOCOL_VERSION, 1, WINDOW, ["generate"], "cpu", INFO)
@@ -237,7 +241,7 @@ class Pool(DriverListener):
 
 @contextlib.contextmanager
 def nobody_raises() -> Iterator[None]:
-    """What a callback of the loop raises is not lost."""
+    """Fail the test if a callback of the loop raised an exception."""
     found: list[dict[str, Any]] = []
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda loop, context: found.append(context))
@@ -248,6 +252,6 @@ def nobody_raises() -> Iterator[None]:
 
 
 def memory() -> int:
-    """Bytes of this process that are in memory."""
+    """Return the resident memory of this process, in bytes."""
     gc.collect()
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096

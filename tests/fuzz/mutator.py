@@ -1,4 +1,4 @@
-"""Messages made from real ones, wrong in every way that a seed can think of."""
+"""Messages made from real messages, with random mutations that depend on a seed."""
 
 from __future__ import annotations
 
@@ -37,8 +37,12 @@ NOT_UTF8 = (b"\xa1\xff", b"\xa2\xc3\x28", b"\xa3\xed\xa0\x80", b"\xd9\x02\xfe\xf
 
 
 class Mutator:
-    """``samples``: real messages, as lists of frames. ``ids``: numbers that mean something to whom
-    the messages are for; may be changed at any time."""
+    """Makes mutated messages.
+
+    Attributes:
+        samples: real messages, as lists of frames.
+        ids: numbers that are valid ids at the receiver. May be changed at any time.
+    """
 
     def __init__(self, samples: Sequence[Sequence[bytes]], seed: int = SEED) -> None:
         self.random = Random(seed)
@@ -47,7 +51,7 @@ class Mutator:
         self._trees = [msgspec.msgpack.decode(message[0]) for message in samples]
 
     def message(self) -> list[bytes]:
-        """One message of one frame or more; some are harmless, by chance."""
+        """Return a message of one or more frames. Some messages stay harmless, by chance."""
         random = self.random
         at = random.randrange(len(self.samples))
         head, *raw = self.samples[at]
@@ -61,7 +65,7 @@ class Mutator:
             raw = [random.randbytes(random.randrange(40)) for _ in range(random.randrange(5))]
         return [head, *raw]
 
-    # --- what is in it ----------------------------------------------------------------------------
+    # --- changes of values ------------------------------------------------------------------------
 
     def _tree(self, at: int) -> bytes:
         tree = self._trees[at]
@@ -73,7 +77,7 @@ class Mutator:
             return self._bytes(self.samples[at][0])
 
     def _changed(self, tree: Any) -> Any:
-        """The tree with one change somewhere in it."""
+        """Return the tree with one change at a random place."""
         random = self.random
         if not isinstance(tree, (list, dict)) or not tree or random.random() < 0.1:
             return self._other(tree)
@@ -135,7 +139,7 @@ class Mutator:
             value = [value]
         return value
 
-    # --- what it is made of -----------------------------------------------------------------------
+    # --- changes of bytes and frames --------------------------------------------------------------
 
     def _bytes(self, data: bytes) -> bytes:
         random = self.random

@@ -123,7 +123,7 @@ INFO = EngineInfo(
 _array, _frames = Result(Any).encode({"a": np.arange(6, dtype="<f4").reshape(2, 3), "b": 1})
 
 ARRAY = (_array, [bytes(frame) for frame in _frames])
-"""msgpack with one array, and its raw frame."""
+"""A msgpack frame with one array, and its raw frame."""
 
 
 def generate_args(prompt: bytes, sampling: Sampling = SAMPLING, **more: Any) -> msgspec.Raw:

@@ -1,4 +1,4 @@
-"""Everything that a worker, a rank, a sender or a stranger may send to the driver."""
+"""Every message that a worker, a rank, a sender or a stranger may send to the driver."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GROWTH = 64 << 20
 
 
 class Attack:
-    """Where mutated messages come from, and how they are made."""
+    """Makes mutated messages, and chooses the senders they come from."""
 
     def __init__(self, pool: Pool, client: Client) -> None:
         self.pool = pool
@@ -59,7 +59,7 @@ class Attack:
             pool.router.connect(identity).start(lambda frames: None)
 
     def strike(self) -> None:
-        """One message."""
+        """Deliver one message."""
         pool, random = self.pool, self.random
         how = random.random()
         if how < 0.5:
@@ -97,7 +97,7 @@ async def test_who_behaves_is_served_as_if_alone() -> None:
             assert memory() - before < GROWTH
             assert pool.driver.dropped > MESSAGES // 4
             assert pool.driver.fabric.stray_items > MESSAGES // 100
-    # What was put off, because somebody was bad, is over too.
+    # The tasks that were deferred because of the bad worker are done, too.
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
@@ -136,7 +136,7 @@ async def one_round(pool: Pool, client: Client, attack: Attack, n: int) -> None:
 
 
 async def honest_work(client: Client, worker: int, n: int) -> None:
-    """Whole answers, streams and scores, all of which are right."""
+    """Request whole answers, streams and scores, and check that all are right."""
     prompt = [n % 1000, worker, 7]
     made = await client.generate(
         input_ids=prompt, max_new_tokens=3, logprobs=True, n=3, worker=worker
@@ -170,7 +170,7 @@ def work_at(client: Client, worker: int) -> list[Any]:
 
 
 def check_spoiled(task: asyncio.Future[Any]) -> None:
-    """An answer that hangs together, or an error of ours."""
+    """Check that the task has a consistent answer, or an ``SglrlError``."""
     error = task.exception()
     if error is not None:
         assert isinstance(error, SglrlError), error

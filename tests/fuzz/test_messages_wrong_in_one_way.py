@@ -1,4 +1,4 @@
-"""What the driver makes of messages that are wrong in one way, with a client that waits."""
+"""How the driver handles messages with a single error, while a client waits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def pool(client: Client) -> Pool:
 
 
 async def held(pool: Pool, count: int) -> list[int]:
-    """The calls that the bad worker holds, once it has so many."""
+    """Return the calls of the bad worker, once it holds ``count`` calls."""
     while len(found := pool.bad_worker.held) < count:
         pool.bad_worker.something.clear()
         await pool.bad_worker.something.wait()
@@ -43,7 +43,7 @@ async def held(pool: Pool, count: int) -> list[int]:
 
 
 async def delivered() -> None:
-    """What was sent is delivered in the loop's next turn."""
+    """Wait until sent messages are delivered, in the loop's next turn."""
     await asyncio.sleep(0)
     await asyncio.sleep(0)
 
@@ -78,7 +78,7 @@ async def test_a_malformed_answer_fails_its_call_alone(
     )
     bad, good = await held(pool, 2)
     done = encode(TokenChunk(ids(7), logprobs(1), "length"))
-    # In one message, so that one flush has both.
+    # Both items are in one message, so that one flush handles both.
     say(pool, Item(bad, kind, body), Item(good, ItemKind.DONE, done))
     assert (await second).output_ids.tolist() == [7]
     with pytest.raises(ProtocolError, match="malformed answer"):
@@ -95,7 +95,7 @@ async def test_scores_that_are_too_few(client: Client, pool: Pool) -> None:
 
 
 class Giver(Actor):
-    """Declares what a worker may be asked for."""
+    """Declares the endpoints that a worker may be called with."""
 
     @endpoint
     async def data(self) -> bytes:
@@ -109,7 +109,7 @@ class Giver(Actor):
 
 @pytest.mark.parametrize("counts", [(-1, 3), (2, 1), (1, 0), (0, 0), (1 << 62, 1), (1, 1 << 63)])
 async def test_raw_frames_that_do_not_add_up(pool: Pool, counts: tuple[int, int]) -> None:
-    """Two frames came: a message that says anything else is dropped whole."""
+    """The message has two frames. It is dropped whole if its items declare another number."""
     specs = endpoints_of(Giver)
     tasks = [
         asyncio.ensure_future(UnaryCaller(pool.driver, specs["data"], pool.bad)()) for _ in range(2)
@@ -133,7 +133,7 @@ async def test_raw_frames_that_do_not_add_up(pool: Pool, counts: tuple[int, int]
 
 
 async def test_a_frame_that_is_promised_and_missing(pool: Pool) -> None:
-    """Also beside a message that has all of its own."""
+    """Another message, which has all its frames, arrives before."""
     specs = endpoints_of(Giver)
     tasks = [
         asyncio.ensure_future(UnaryCaller(pool.driver, specs["data"], pool.bad)()) for _ in range(2)

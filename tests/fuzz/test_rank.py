@@ -1,5 +1,7 @@
-"""Everything that may come to a rank's end of the weight channel. No group is ever formed: the
-store that a message names is not there."""
+"""Every message that may arrive at a rank's end of the weight channel.
+
+No group is ever formed, because the store that a message names does not exist.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ FIRST_GOOD = 10**15
 
 
 class Wire:
-    """Stands for the channel's socket, between the test's thread and the channel's."""
+    """Replaces the channel's socket. It connects the test's thread and the channel's thread."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         self.arriving: queue.SimpleQueue[list[bytes]] = queue.SimpleQueue()
@@ -76,7 +78,7 @@ class Wire:
 
 
 class Engine:
-    """One whose weights nobody gets to touch."""
+    """An engine whose weights are never accessed."""
 
     device = torch.device("cpu")
 
@@ -133,7 +135,10 @@ def channel_threads() -> set[threading.Thread]:
 
 
 def answer_to(wire: Wire, id_: int) -> RankAnswer:
-    """What was said before it may be of any message that happened to be one."""
+    """Return the answer to message ``id_``.
+
+    Earlier answers may belong to mutated messages that happened to be valid.
+    """
     while True:
         message = wire.sent.get(timeout=60.0)
         if isinstance(message, RankAnswer) and message.id == id_:
@@ -141,7 +146,7 @@ def answer_to(wire: Wire, id_: int) -> RankAnswer:
 
 
 def names_files(frames: Sequence[bytes]) -> bool:
-    """Of which a mutated one could name some that are there."""
+    """Return whether the message names files. A mutated message could name existing files."""
     try:
         return bool(getattr(decode_to_rank(frames[0]), "source", ""))
     except ProtocolError:
@@ -194,7 +199,7 @@ def test_a_ranks_weight_channel(monkeypatch: pytest.MonkeyPatch) -> None:
         link.abandon()
     for thread in channel_threads() - threads:
         while thread.ident is None:
-            # Somebody is just starting it: until then it cannot be joined.
+            # Another thread is just starting this thread, which cannot be joined before.
             time.sleep(0.001)
         thread.join(60.0)
         assert not thread.is_alive()
@@ -220,7 +225,7 @@ def test_a_manifest_that_is_left_out_is_the_one_before(rank: rank_channel.RankWe
     wire: Any = rank._dealer
 
     def prepare(id_: int, tensors: list[TensorSpec], like: int) -> str:
-        """What is wrong, or nothing."""
+        """Return the error message, or an empty string."""
         message = Prepare(id_, 1, tensors, 1 << 20, "full", "continue", False, "", like)
         wire.put([encode(message)])
         error = answer_to(wire, id_).error
@@ -232,7 +237,7 @@ def test_a_manifest_that_is_left_out_is_the_one_before(rank: rank_channel.RankWe
     assert prepare(3, [], 2) == ""
     assert prepare(4, [], 3) == ""
     assert rank._last.tensors == SPECS
-    # Of the one before only.
+    # A message may refer only to the previous manifest.
     assert prepare(5, [], 3) == unknown
     assert "no tensors are given" in prepare(6, [], 5)
 
@@ -240,13 +245,13 @@ def test_a_manifest_that_is_left_out_is_the_one_before(rank: rank_channel.RankWe
 def test_what_was_given_up_is_not_staged(
     rank: rank_channel.RankWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its abort has told the engine to forget it, and comes no second time."""
+    """The first update's abort made the engine forget it. There is no second abort."""
     wire: Any = rank._dealer
     staged: list[int] = []
     forgotten = threading.Event()
 
     def read(link: Any, update: Update) -> None:
-        """As of files, whose group nobody takes down."""
+        """Replaces ``_read_files``. Files have no group that an abort could close."""
         if update.id == 1:
             wire.put([encode(Abort(update.id, False))])
             assert forgotten.wait(60.0)
@@ -273,8 +278,11 @@ def test_what_was_given_up_is_not_staged(
 def test_half_new_weights_are_overwritten_in_place(
     rank: rank_channel.RankWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine is held in the middle of them. A copy beside them, for which there may be room by
-    now, would wait for an engine that does not come to it."""
+    """Half-written weights are overwritten in place, even if there is room for a copy.
+
+    The engine is held in the middle of the update. A copy would wait for the engine, which does not
+    reach it.
+    """
     monkeypatch.setattr(rank, "_room", lambda wanted: 1 << 40)
     message = Prepare(1, 1, SPECS, 1 << 20, "auto", "continue", False, "")
     assert rank._first(message).mode == "full"
@@ -300,7 +308,7 @@ def test_what_was_given_up_is_written_no_more(rank: rank_channel.RankWeights) ->
     rank._put(link, update(4), written.append, data)
     wire.put([encode(Abort(4, True))])
     assert answer_to(wire, 4).error is None
-    # Whoever still works for the group that was left.
+    # A thread may still work for the group that was left.
     with pytest.raises(WeightUpdateError, match="given up"):
         rank._put(link, update(5), written.append, data)
     assert len(written) == 2

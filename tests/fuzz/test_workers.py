@@ -1,4 +1,4 @@
-"""Everything that may come to a worker's mailbox: an engine's, and a plain actor's."""
+"""Every message that may arrive at a worker's mailbox, for an engine and for a plain actor."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TO_ACTOR = FRAMES * 2 // 10
 BATCH = 50
 GROWTH = 64 << 20
 FIRST_GOOD = 10**15
-"""Numbers of calls that are made as they should be: nothing that is mutated comes to have one."""
+"""First id of valid calls. Mutated messages never get an id from here on."""
 
 
 def ends_the_worker(frames: Sequence[bytes]) -> bool:
@@ -45,7 +45,7 @@ def ends_the_worker(frames: Sequence[bytes]) -> bool:
 
 
 class Wire:
-    """Stands for an engine's DEALER."""
+    """Replaces an engine's DEALER."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         self.arriving: deque[list[bytes]] = deque()
@@ -60,7 +60,7 @@ class Wire:
         self.something.set()
 
     def answers(self) -> dict[int, list[tuple[int, bytes]]]:
-        """What was sent since this was last asked, of well-made calls: by number."""
+        """Return the answers to valid calls that were sent since the last call, by call id."""
         found: dict[int, list[tuple[int, bytes]]] = {}
         sent, self.sent = self.sent, []
         for frames in sent:
@@ -74,7 +74,7 @@ class Wire:
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
-    """With its mailbox, on a ``Wire``."""
+    """Return a fake engine with its mailbox, on a ``Wire``."""
     monkeypatch.setattr(mailbox_module, "ZmqPolledDealer", Wire)
     body = EngineSpec(
         engine="fake",
@@ -107,7 +107,7 @@ def test_a_call_that_comes_again_is_answered_once(engine: FakeEngine) -> None:
     ((_, body),) = wire.answers()[FIRST_GOOD]
     assert msgspec.msgpack.decode(body, type=TokenChunk).ids == ids(*[1] * 6)
     assert mailbox._drop.count == 2
-    # It has been answered: a call of that number is another one.
+    # The call was answered, so a call with the same id is a new call.
     wire.arriving.append([encode(Submit(calls[1:]))])
     mailbox.receive(engine)
     assert engine.busy
@@ -238,7 +238,7 @@ async def test_a_call_that_comes_again_is_run_once() -> None:
     calls = [CallMessage(FIRST_GOOD, "echo", raw([n])) for n in (1, 2)]
     router.send(b"w", [encode(Submit(calls))])
     router.send(b"w", [encode(Shutdown())])
-    # It comes too late.
+    # This call arrives after the shutdown.
     router.send(b"w", [encode(Submit([CallMessage(FIRST_GOOD + 1, "echo", raw([3]))]))])
     await serving
     await asyncio.sleep(0)

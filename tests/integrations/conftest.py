@@ -1,5 +1,4 @@
-"""One SGLang worker of a tiny model for all tests of integrations, and the same model in
-transformers."""
+"""One SGLang worker of a tiny model for all integration tests, and the model in transformers."""
 
 from __future__ import annotations
 
@@ -15,14 +14,14 @@ from sglrl.tools.tiny_model import make_model
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of the model."""
-    # TorchRL takes a chat template by the name of the folder, and this one for no name it knows.
+    """Return the model's folder."""
+    # TorchRL chooses a chat template by the folder's name. It uses its default for unknown names.
     return make_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture(scope="package")
 def pool(tiny: Path) -> Iterator[sglrl.BlockingClient]:
-    """Its weights stay as they are: tests that change them launch their own."""
+    """Launch one worker. Tests must not change its weights; they launch their own pool instead."""
     with sglrl.blocking(tiny, device="cpu") as client:
         yield client
 

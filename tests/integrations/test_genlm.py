@@ -1,5 +1,7 @@
-"""genlm's interface: what its own tests ask of a backend, against Hugging Face transformers; and
-who waits for what."""
+"""genlm's interface, with the checks of its own backend tests, against transformers.
+
+Also tests which callers share a query, and which wait.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ ODD = "’•¶∂ƒ˙∆£Ħ爨ൠᅘ∰፨ \n\t\x00 zero"
 
 
 class Counted:
-    """What the engine is asked for."""
+    """Records the requests to the engine."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.keys: list[bytes] = []
@@ -61,7 +63,7 @@ class Counted:
 def model(pool: sglrl.BlockingClient) -> Iterator[AsyncSGLTransformer]:
     with AsyncSGLTransformer(pool) as model:
         yield model
-    # It was given its client, which goes on.
+    # The model did not create the client, so the client stays open.
     assert pool.workers[0].state == "ready"
 
 
@@ -89,12 +91,12 @@ def expected(hf_model: Any, ids: Sequence[int]) -> torch.Tensor:
 
 
 def error(have: torch.Tensor, want: torch.Tensor) -> float:
-    """The largest relative one."""
+    """Return the largest relative error."""
     return float(((have - want).abs() / want.abs()).max())
 
 
 def test_every_way_to_ask(model: AsyncSGLTransformer, hf_model: Any, prompts: Any) -> None:
-    """Each ``asyncio.run`` is another event loop."""
+    """Each ``asyncio.run`` uses another event loop."""
     wants = torch.stack([expected(hf_model, ids) for ids in prompts])
     for ids, want in zip(prompts, wants, strict=True):
         have = asyncio.run(model.next_token_logprobs(ids))
@@ -117,7 +119,7 @@ def test_every_way_to_ask(model: AsyncSGLTransformer, hf_model: Any, prompts: An
 def test_in_bfloat16_cut_up_and_with_new_weights(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "bf16", dtype="bfloat16", seed=1)
     weights = load_file(folder / "model.safetensors")
-    # The random model's logits are so large that rounding them is as much as the tolerance.
+    # The random model's logits are large: their rounding error alone reaches the tolerance.
     weights["lm_head.weight"] /= 4
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     from transformers import AutoModelForCausalLM
@@ -173,7 +175,7 @@ def test_nothing_is_no_prompt(model: AsyncSGLTransformer) -> None:
 
 
 def test_adapters_are_refused(model: AsyncSGLTransformer) -> None:
-    """genlm passes their names, None for the model itself."""
+    """genlm passes adapter names, and None for the model itself."""
     asks: list[Callable[..., Any]] = [
         lambda name: asyncio.run(model.next_token_logprobs([1], lora_name=name)),
         lambda name: asyncio.run(model.batch_next_token_logprobs([[1]], lora_name=name)),
@@ -228,7 +230,7 @@ def test_only_the_likeliest(pool: sglrl.BlockingClient, model: Any, prompts: Any
     assert error(few[best.indices], best.values) < 1e-3
 
 
-# --- who waits for what ---------------------------------------------------------------------------
+# --- shared queries and waiting -------------------------------------------------------------------
 
 
 def test_identical_queries_in_flight_are_one(
@@ -242,7 +244,7 @@ def test_identical_queries_in_flight_are_one(
         same = [asyncio.ensure_future(model.next_token_logprobs([1, 2, 3])) for _ in range(20)]
         other = asyncio.ensure_future(model.next_token_logprobs([1, 2, 4]))
         await asyncio.sleep(0)
-        # A tick later: the first are on their way.
+        # One tick later the first requests are already sent.
         late = asyncio.ensure_future(model.next_token_logprobs([1, 2, 3]))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
@@ -259,7 +261,7 @@ def test_identical_queries_in_flight_are_one(
     assert all(one is same[0] for one in same)
     assert int(same[0].argmax()) == 3
     assert int(other.argmax()) == 4
-    # Without a cache it is computed again.
+    # Without a cache the engine computes the answer again.
     assert int(model.next_token_logprobs_sync([1, 2, 3]).argmax()) == 3
     assert len(asked.keys) == 3
     assert not model._inflight
@@ -274,7 +276,7 @@ def test_what_was_asked_is_kept(
     model.batch_next_token_logprobs_sync([[2], [3], [1]])
     assert model.next_token_logprobs_sync([1]) is first
     assert len(asked.keys) == 3
-    # The least recently used one makes room: 2, as 1 has been used since.
+    # The least recently used entry is evicted: 2, because 1 was used after it.
     model.next_token_logprobs_sync([4])
     assert asyncio.run(model.next_token_logprobs([1])) is first
     assert asyncio.run(model.batch_next_token_logprobs([[1], [3], [4]])).shape == (3, 512)
@@ -287,14 +289,14 @@ def test_what_was_asked_is_kept(
 
 
 def test_a_cache_of_less_than_nothing_is_none(fake: sglrl.BlockingClient) -> None:
-    """As in genlm's class; nobody waits for ever."""
+    """The behavior is that of genlm's class. No caller waits forever."""
     model = AsyncSGLTransformer(fake, cache_size=-1)
     assert model.cache is None
     assert model.batch_next_token_logprobs_sync([[1], [2]]).shape == (2, 512)
 
 
 def test_threads_take_turns_often(fake: sglrl.BlockingClient) -> None:
-    """A program that has set less keeps that."""
+    """A shorter switch interval that the program has set is kept."""
     before = sys.getswitchinterval()
     try:
         for had, has in ((0.005, 0.001), (0.0002, 0.0002)):
@@ -308,7 +310,7 @@ def test_threads_take_turns_often(fake: sglrl.BlockingClient) -> None:
 def test_a_closed_model_keeps_nothing(
     fake: sglrl.BlockingClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody tells it of new weights any more."""
+    """A closed model is no longer notified of new weights."""
     asked = Counted(monkeypatch)
     model = AsyncSGLTransformer(fake, cache_size=3)
     model.next_token_logprobs_sync([1])
@@ -340,7 +342,7 @@ def test_new_weights_end_what_may_be_shared(
         await asyncio.gather(old, new)
 
     asyncio.run(asyncio.wait_for(run(), 30))
-    # The fake engine says that both are of version 0.
+    # The fake engine reports version 0 for both answers.
     assert not model.cache
 
 
@@ -352,7 +354,7 @@ def test_queries_can_be_reset(fake: sglrl.BlockingClient) -> None:
         tasks = [asyncio.ensure_future(model.next_token_logprobs([1, i])) for i in range(5)]
         await asyncio.sleep(0)
         tasks += [asyncio.ensure_future(model.next_token_logprobs([2, i])) for i in range(5)]
-        # Of these no loop has been told yet.
+        # No loop has been notified of these requests yet.
         tasks[5].cancel()
         await asyncio.sleep(0)
         model.reset_async_queries()
@@ -391,7 +393,7 @@ def test_queries_from_before_an_update_are_reset_too(
 def test_other_callbacks_get_their_turn_between_answers(
     fake: sglrl.BlockingClient, own_loop: bool
 ) -> None:
-    """However many tasks are answered at the same time."""
+    """This holds however many tasks are answered at the same time."""
     model = AsyncSGLTransformer(fake)
     woken: list[int] = []
 
@@ -490,7 +492,7 @@ async def test_on_the_clients_own_loop(client: sglrl.Client) -> None:
     for call in blocking:
         with pytest.raises(sglrl.UsageError, match="await"):
             call()
-        # From another thread they do.
+        # From another thread the blocking calls work.
         await asyncio.to_thread(call)
     await client.pause()
     waiting = asyncio.ensure_future(model.next_token_logprobs([1, 400]))
@@ -555,7 +557,7 @@ def test_tokens_are_equal_by_id() -> None:
 def test_it_is_an_asynclm_where_there_is_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Whether genlm-backend is installed here or not."""
+    """The test does not depend on an installed genlm-backend."""
 
     class AsyncLM(ABC):
         @abstractmethod
@@ -602,7 +604,7 @@ def test_by_name(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(genlm, "blocking", None)
         with pytest.raises(TypeError, match="'foo'"):
-            # Before anything is started.
+            # The error is raised before any worker is started.
             AsyncSGLTransformer.from_name(str(tiny), options, foo=1)
     with genlm.load_model_by_name(str(tiny), llm_opts={"engine_opts": options}) as model:
         assert int(model.next_token_logprobs_sync(np.array([5, 6])).argmax()) == 6
@@ -619,7 +621,7 @@ def test_what_the_document_shows(tiny: Path, capsys: pytest.CaptureFixture[str])
     exec(compile(code.replace(model, repr(str(tiny))), str(document), "exec"), names)
     first, second, report, *again = capsys.readouterr().out.splitlines()
     assert report.startswith("weights v1: ")
-    # They were the same weights.
+    # The weights were the same, so the answers are equal.
     assert again == [first, second]
     with pytest.raises(sglrl.Closed):
         names["llm"].next_token_logprobs_sync([1])

@@ -30,7 +30,7 @@ from sglrl.integrations.torchrl import (
 from sglrl.tools.tiny_model import make_model
 
 pytestmark = [
-    # Of TorchRL's own.
+    # These warnings come from TorchRL itself.
     pytest.mark.filterwarnings("ignore:size_average and reduce args:UserWarning"),
     pytest.mark.filterwarnings("ignore:The env passed to LLMCollector:FutureWarning"),
 ]
@@ -40,7 +40,7 @@ QUERIES = ["one", "two three", "four five six", "seven"]
 @pytest.mark.parametrize("buffered", [True, False], ids=["buffer", "yielded"])
 def test_collects_conversations(buffered: bool, pool: sglrl.BlockingClient) -> None:
     policy = SGLangWrapper(pool, generate_kwargs={"max_new_tokens": 4})
-    # An environment may have a device, or leave it open.
+    # An environment may have a device, or none.
     device = torch.device("cpu") if buffered else None
     env = ChatEnv.from_dataloader([{"query": QUERIES}], batch_size=(4,), device=device)
     env = env.append_transform(EvenDigits())
@@ -70,7 +70,7 @@ def test_tokens_that_an_environment_keeps_are_the_prompt(pool: sglrl.BlockingCli
     policy = SGLangWrapper(pool, prefer_tokens=True, generate_kwargs={"max_new_tokens": 4})
     env = ChatEnv.with_tokenizer(tokenizer=pool.tokenizer, batch_size=(1,))
     td = env.reset(TensorDict(query=["one"], batch_size=1))
-    # Not what the history would give.
+    # These tokens differ from the tokens that the history would give.
     kept = torch.cat([torch.tensor([77, 78]), td[0]["tokens", "prompt"]])
     td[0]["tokens", "prompt"] = kept
     found = policy(td)
@@ -115,7 +115,7 @@ def test_a_reference_policy_in_torchrls_transforms(
             gen_log_probs_full_key=("gen_log_probs", "full"),
             ref_log_probs_full_key=("ref_log_probs", "full"),
         )(td.copy())
-    # The same weights: no difference, at any token.
+    # The weights are equal, so the difference is zero at every token.
     for kl in found.get("kl_penalty", as_list=True):
         torch.testing.assert_close(kl, torch.zeros_like(kl), atol=1e-4, rtol=0)
 
@@ -137,7 +137,7 @@ def test_losses_take_what_is_generated(
         generate=False,
         pad_output=padded,
     )
-    # (DAPO asks for two clipping thresholds.)
+    # DAPO needs two clipping thresholds.
     loss = loss_class(actor, masking_strategy=masking, clip_epsilon=(0.2, 0.28))(batch)
     assert loss.mean(reduce=True).isfinite()
     assert loss.ESS > 0.99
@@ -145,7 +145,7 @@ def test_losses_take_what_is_generated(
 
 
 class EvenDigits(Transform):  # type: ignore[misc]
-    """The reward of a response: the share of its characters that are even digits."""
+    """Rewards a response with the share of its characters that are even digits."""
 
     def _step(self, tensordict: Any, next_tensordict: Any) -> Any:
         shares = [sum(c in "02468" for c in text) / 4 for text in tensordict["text"].response]
@@ -158,7 +158,7 @@ class EvenDigits(Transform):  # type: ignore[misc]
 
 
 def test_the_documentations_blocks_run(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One after the other as they stand, but for the model and how much is generated."""
+    """Run the blocks in order. Only the model and the number of generated tokens differ."""
     from transformers import AutoModelForCausalLM
 
     text = (Path(__file__).parents[2] / "docs" / "torchrl.md").read_text()
@@ -199,11 +199,13 @@ def test_the_documentations_blocks_run(tiny: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_grpo_learns(tmp_path: Path) -> None:
-    """TorchRL's own loop: its environment, collector, buffer, advantage, loss and policy that is
-    trained; ours is what samples and what brings it the weights."""
+    """TorchRL's own training loop learns with our sampler and our weight updates.
+
+    The environment, collector, buffer, advantage, loss and trained policy are TorchRL's.
+    """
     from transformers import AutoModelForCausalLM
 
-    # A run may fall back on its way, and recovers.
+    # The reward may drop during a run, and recovers.
     group, queries, steps = 8, 4, 12
     batch_size = group * queries
     torch.manual_seed(0)
@@ -253,7 +255,7 @@ def test_grpo_learns(tmp_path: Path) -> None:
                 for batch in buffer:
                     loss = loss_function(batch)
                     if epoch == 0:
-                        # The trainer has the weights that sampled.
+                        # The trainer has the weights that generated the samples.
                         assert loss.ESS > 0.99
                     optimizer.zero_grad()
                     loss.mean(reduce=True).backward()

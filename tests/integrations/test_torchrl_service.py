@@ -1,4 +1,4 @@
-"""``AsyncSGLang``: TorchRL's own tests of its service, and what theirs does not do."""
+"""``AsyncSGLang``: TorchRL's tests of its own service, and features that its service lacks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def service(pool: sglrl.BlockingClient) -> Iterator[AsyncSGLang]:
 
 @pytest.fixture(scope="module")
 def replicas(tiny: Path) -> Iterator[AsyncSGLang]:
-    """Two, of the fake engine."""
+    """Launch a service with two replicas of the fake engine."""
     service = AsyncSGLang.from_pretrained(
         str(tiny), dp_size=2, engine="fake", vocab_size=1000, step_seconds=0.002, tokens_per_step=4
     )
@@ -45,7 +45,7 @@ def replicas(tiny: Path) -> Iterator[AsyncSGLang]:
     service.shutdown()
 
 
-# --- as TorchRL tests its own ---------------------------------------------------------------------
+# --- TorchRL's own tests --------------------------------------------------------------------------
 
 
 def test_it_is_torchrls_engine(service: AsyncSGLang, pool: sglrl.BlockingClient) -> None:
@@ -91,7 +91,7 @@ def test_token_ids_of_one_and_of_several(service: AsyncSGLang, pool: sglrl.Block
     for given in (ids, [np.array(i) for i in ids], [torch.tensor(i) for i in ids]):
         several = service.generate(input_ids=given, sampling_params=GREEDY)
         assert [r["output_ids"] for r in several] == [r["output_ids"] for r in expected]
-        # Where texts may be.
+        # Token ids are also accepted in the place of texts.
         again = service.generate(given, GREEDY)
         assert [r["output_ids"] for r in again] == [r["output_ids"] for r in expected]
     assert service.generate(ids[0], GREEDY)["output_ids"] == expected[0]["output_ids"]
@@ -115,7 +115,7 @@ def test_flush_cache(service: AsyncSGLang) -> None:
     assert service.flush_cache() is True
 
 
-# --- what is asked for is what comes --------------------------------------------------------------
+# --- results match the request --------------------------------------------------------------------
 
 
 def test_logprobs_and_samples(service: AsyncSGLang, pool: sglrl.BlockingClient) -> None:
@@ -164,7 +164,7 @@ def test_every_name_of_a_sampling_value_counts(service: AsyncSGLang) -> None:
 def test_batches_run_at_the_same_time(service: AsyncSGLang) -> None:
     results = service.generate(["Hello"] * 8, max_new_tokens=40, ignore_eos=True)
     latencies = [r["meta_info"]["e2e_latency"] for r in results]
-    # One after the other, the last would have waited for seven; all are from submission.
+    # In sequence, the last call would wait for seven others. All latencies count from submission.
     assert max(latencies) < sum(latencies) / 2
 
 
@@ -225,7 +225,7 @@ def test_collective_rpc_is_for_declared_endpoints(replicas: AsyncSGLang) -> None
 
 
 def record_workers(service: AsyncSGLang, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The workers that prompts go to from now on."""
+    """Return a list that records the workers of all prompts from now on."""
     client = service.client._client
     generate = client.generate
     found: list[int] = []
@@ -254,9 +254,9 @@ def test_load_balancer(replicas: AsyncSGLang, monkeypatch: pytest.MonkeyPatch) -
         assert len(same) == 1
         assert {balancer.select_actor([i] * 8) for i in range(20)} == {0, 1}
         assert balancer.select_actor("a b c") == balancer.select_actor("a b c")
-        # One replica cannot have all of a large batch.
+        # A large batch is never sent to one replica only.
         assert set(where([[5] * 9] * 30)) == {0, 1}
-        # A policy asks it too, unless it is told where to go.
+        # A policy also uses the balancer, unless its arguments choose a worker.
         balancer = replicas.create_load_balancer("round-robin")
         chosen = record_workers(replicas, monkeypatch)
         ids = torch.full((5, 3), 7)
@@ -294,7 +294,7 @@ def test_the_load_balancer_refuses_ids_of_no_vocabulary(replicas: AsyncSGLang) -
             balancer.select_actor([5, wrong])
 
 
-# --- life -----------------------------------------------------------------------------------------
+# --- start and shutdown ---------------------------------------------------------------------------
 
 
 def test_errors_before_there_is_a_server(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The weight sync scheme: TorchRL's names, and weights that arrive."""
+"""The weight sync scheme: TorchRL's names, and updates that reach the engine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ URL = "tcp://127.0.0.1:1#token"
 
 @pytest.fixture(scope="module")
 def learner(tiny: Path) -> Iterator[AsyncSGLang]:
-    """A service whose weights change."""
+    """Launch a service whose weights tests may change."""
     service = AsyncSGLang.from_pretrained(str(tiny), device="cpu")
     yield service
     service.shutdown()
@@ -42,7 +42,7 @@ def model(hf_model: Any) -> Any:
 
 
 def train(model: torch.nn.Module, seed: int) -> None:
-    """Other weights than before."""
+    """Change the model's weights randomly."""
     random = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -50,7 +50,7 @@ def train(model: torch.nn.Module, seed: int) -> None:
 
 
 def agree(service: AsyncSGLang, model: Any) -> None:
-    """The engine has the model's weights, and its log-probs."""
+    """Check that the engine has the model's weights and computes the same log-probs."""
     assert service.client.verify_weights(model) == []
     ids = [3, 1, 4, 1, 5, 9, 2, 6]
     with torch.no_grad():
@@ -72,7 +72,7 @@ class Broken:
         raise RuntimeError("gone")
 
 
-# --- as TorchRL tests its own ---------------------------------------------------------------------
+# --- TorchRL's own tests --------------------------------------------------------------------------
 
 
 def test_the_scheme_and_what_it_makes() -> None:
@@ -139,7 +139,7 @@ def test_calls_out_of_order(model: Any) -> None:
         transport.send_weights("model", {"param": torch.zeros(10)})
 
 
-# --- weights that arrive --------------------------------------------------------------------------
+# --- weights that reach the engine ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("strategy", ["tensordict", "state_dict"])
@@ -148,7 +148,7 @@ def test_calls_out_of_order(model: Any) -> None:
 def test_a_models_weights_arrive(
     learner: AsyncSGLang, model: Any, strategy: Any, where: str, ahead: bool
 ) -> None:
-    """From this process over the pool's own channel, and as from any other by its address."""
+    """Send from this process over the pool's own channel, or by address like another process."""
     pool = learner.server_url if where == "address" else learner
     scheme = SGLangWeightSyncScheme(pool, strategy=strategy, timeout=60.0)
     sender = scheme.create_sender()
@@ -179,7 +179,7 @@ def test_metadata_of_a_module_and_of_a_service(learner: AsyncSGLang, model: Any)
 
 
 def test_weights_that_are_given(learner: AsyncSGLang, model: Any) -> None:
-    """A TensorDict, a nested dict, a part, and the names that TorchRL's modules give a model."""
+    """Weights come as a TensorDict, a nested dict, a part, and with TorchRL's module names."""
     sender = SGLangWeightSyncScheme(learner, pause_mode="in_place").create_sender()
     sender.init_all_workers_group()
     wrapped = torch.nn.ModuleDict({"module": torch.nn.ModuleList([model])})
@@ -215,7 +215,7 @@ def test_weights_that_are_given(learner: AsyncSGLang, model: Any) -> None:
     ):
         with pytest.raises(ValueError, match=says):
             sender.init_all_workers_group({name: (dtype, shape)})
-    # Cast to the engine's dtype; buffers that no checkpoint holds are left out.
+    # Weights are cast to the engine's dtype. Buffers that no checkpoint holds are skipped.
     sender.init_all_workers_group(
         {
             "module.0.model.norm.weight": (torch.float64, size),
@@ -319,7 +319,7 @@ def test_a_receiver_that_comes_late_misses_no_part(
 
     train(model, 50)
     sender.update_weights()
-    # Several updates between two polls, the second of tensors that the first has too.
+    # Several updates arrive between two polls. The second has tensors that the first has, too.
     for seed, some in ((51, names[:4]), (52, names[2:6]), (53, names[8:9])):
         before = {n: p.clone() for n, p in model.named_parameters()}
         train(model, seed)
@@ -332,11 +332,11 @@ def test_a_receiver_that_comes_late_misses_no_part(
     assert receiver.poll_and_apply() is True
     assert receiver.poll_and_apply() is False
     agree(learner, model)
-    # What was applied is not sent to the engine again.
+    # Applied tensors are not sent to the engine again.
     send(names[:1])
     received = receiver._folder.receive_weights()  # type: ignore[union-attr]
     assert list(received) == names[:1]
-    # What could not be applied comes again.
+    # Tensors that could not be applied are received again.
     sender.update_weights({names[0]: torch.zeros(3)})
     for _ in range(2):
         with pytest.raises(ValueError, match="shape"):
@@ -345,7 +345,7 @@ def test_a_receiver_that_comes_late_misses_no_part(
     sender.update_weights()
     assert receiver.poll_and_apply() is True
     agree(learner, model)
-    # A receiver that starts now gets it all; old folders go.
+    # A receiver that starts now gets all tensors. Old folders are deleted.
     late = scheme.create_receiver(learner, "something of TorchRL's", kwarg=1)
     assert late is not None
     received = late._folder.receive_weights()  # type: ignore[union-attr]

@@ -22,7 +22,7 @@ from sglrl.integrations.torchrl import AsyncSGLang, SGLangWrapper
 from sglrl.integrations.torchrl.unpad import unpad
 
 pytestmark = [
-    # Of TorchRL's own.
+    # This warning comes from TorchRL itself.
     pytest.mark.filterwarnings("ignore:size_average and reduce args:UserWarning"),
 ]
 CHATS = [
@@ -162,8 +162,8 @@ def test_scores_equal_the_references(
 def test_sampled_log_probs_are_the_references(
     mode: str, padded: bool, pool: sglrl.BlockingClient, hf_model: Any, tokenizer: Any
 ) -> None:
-    """What a trainer does: the tokens that were sampled, scored by the policy in transformers."""
-    # Some stop early.
+    """As in a trainer, the policy in transformers scores the sampled tokens."""
+    # Some responses stop early.
     values = {"max_new_tokens": 12, "stop_token_ids": range(100), "seed": 3, "n": 3}
     ours = SGLangWrapper(pool, input_mode=mode, pad_output=padded, generate_kwargs=values)
     found = ours(prompts(mode, tokenizer)).view(-1)
@@ -172,7 +172,7 @@ def test_sampled_log_probs_are_the_references(
     )
     with torch.inference_mode():
         scored = reference(found.select("tokens", "masks").copy())
-    # Ours keep every token where it is, between the paddings, too.
+    # Our wrapper keeps each token at its place, also between the paddings.
     scorer = ours.get_new_version(input_mode="tokens", generate=False, generate_kwargs=None)
     again = scorer(found.select("tokens", "masks").copy())
     assert_same(again, scored, "tokens", "full")
@@ -213,7 +213,7 @@ def test_distributions_are_the_references(
         "_get_generic_dist": ("history", wholes("history", tokenizer)),
     }
     for name, (mode, td) in cases.items():
-        # As TorchRL's own methods need it.
+        # TorchRL's own methods need this layout.
         td = td.to_lazystack(0)
         found = getattr(SGLangWrapper(pool, **shared(mode)), name)(td.copy())
         with torch.inference_mode():
@@ -242,12 +242,12 @@ def test_distributions_are_the_references(
 def test_the_assistant_mask_of_a_text_is_that_of_its_tokens(
     key: str, padded: bool, tiny: Path
 ) -> None:
-    """Or there is none: of the prompt alone, or where the text leaves a token out."""
+    """There is no mask for the prompt alone, or for a text that omits a token."""
     with sglrl.blocking(tiny, engine="fake", vocab_size=512) as client:
         policy = SGLangWrapper(
             client, input_mode="text", pad_output=padded, generate_kwargs={"max_new_tokens": 5}
         )
-        # The fake engine repeats what it is given.
+        # The fake engine repeats the prompt.
         texts = ["hello there", "hi", f"hi{client.tokenizer.eos_token}"]
         made = policy(TensorDict(text=Text(prompt=texts), batch_size=3))
         scorer = policy.get_new_version(generate=False, input_key=("text", key))
@@ -354,7 +354,7 @@ def test_eos_is_kept_where_it_is_also_the_padding(
         assert full[made][-1] == tokenizer.eos_token_id
         assert (full[made][:-1] != tokenizer.eos_token_id).all()
         torch.testing.assert_close(ids[: made.sum()], full[made])
-        # The template ends turns with it, too.
+        # The template also ends turns with this token.
         prompt = full[row["masks"].all_attention_mask & ~made]
         assert (prompt == tokenizer.eos_token_id).sum() == 2
         assert row["log_probs"].full[made].isfinite().all()
@@ -391,7 +391,7 @@ def test_num_samples(pool: sglrl.BlockingClient, tokenizer: Any) -> None:
 
 
 class Recorder:
-    """A client that notes what it is asked to generate, and answers with one token."""
+    """A client that records its generate calls, and answers with one token."""
 
     def __init__(self, pool: sglrl.BlockingClient) -> None:
         self.pool = pool
@@ -442,7 +442,7 @@ def test_every_sampling_name_is_forwarded(pool: sglrl.BlockingClient, tokenizer:
             "stop_sequences": ["zz"],
             "do_sample": True,
             "num_beams": 1,
-            # SGLang's and vLLM's that have no effect on what comes back, or ask for nothing.
+            # Options of SGLang and vLLM that do not affect the result, or request nothing.
             "spaces_between_special_tokens": False,
             "stream_interval": 8,
             "detokenize": True,
@@ -462,9 +462,9 @@ def test_every_sampling_name_is_forwarded(pool: sglrl.BlockingClient, tokenizer:
     assert second["sampling"].max_new_tokens == 1
     assert second["sampling"].temperature == 0.7
     left = set(sglrl.SamplingParams.__struct_fields__) - {*SAMPLING, "stop"}
-    # The other forms of a grammar, of which one may be given.
+    # These are the other forms of a grammar. Only one form may be given.
     assert left == {"json_schema", "ebnf", "structural_tag"}
-    # Another name for what the constructor got overrides it.
+    # A call's argument overrides the constructor's, even under another name.
     wrapper(
         prompts("text", tokenizer), sampling_seed=6, stop=["y"], include_stop_str_in_output=False
     )
@@ -599,7 +599,7 @@ def test_models_are_given_in_several_ways(pool: sglrl.BlockingClient, tokenizer:
         wrapper = SGLangWrapper(service, **arguments)
         assert wrapper.client is service.client
         assert responses(wrapper) == expected
-        # To another process, with the tokenizer and all arguments.
+        # Pickling sends the wrapper to another process, with the tokenizer and all arguments.
         copy = pickle.loads(pickle.dumps(wrapper))
         services.callback(copy.model.shutdown)
         assert responses(copy) == expected
@@ -681,7 +681,7 @@ def test_calls_from_several_threads_do_not_wait_for_each_other(
     wrapper.cleanup_batching(flush=True)
 
 
-# --- padding in what comes in ---------------------------------------------------------------------
+# --- padding in the input -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -691,10 +691,10 @@ def test_calls_from_several_threads_do_not_wait_for_each_other(
         (False, ["ab..", "abcd", "a..."], ["1100", "1111", "1000"]),
         (False, [".a.b."], ["01110"]),
         (False, ["...."], ["0000"]),
-        # Padded on the left, or with lengths of their own: what ends a row belongs to it.
+        # Padded on the left, or of different lengths: the last token belongs to the row.
         (True, ["..a.", "ab..", ".ab."], ["0011", "1111", "0111"]),
         (True, ["a.", "ab."], ["11", "111"]),
-        # Padded on the right to the longest row, which ends with one.
+        # Padded on the right to the longest row, which ends with the end token.
         (True, ["ab..", "abc."], ["1110", "1111"]),
         (True, ["ab..", "abcd"], ["1100", "1111"]),
     ],

@@ -1,1 +1,1 @@
-"""Real worker processes, sockets and kills, with plain actors and the fake engine."""
+"""Tests with real worker processes, sockets and kills, plain actors and the fake engine."""

@@ -25,7 +25,7 @@ class Point:
 
 @dataclass
 class Picky:
-    """Raises what msgspec does not expect of a type when it is made of what came from elsewhere."""
+    """Raises ``LookupError`` when a received value is decoded, which msgspec does not expect."""
 
     n: int
 
@@ -46,7 +46,7 @@ class Textless(Exception):
 
 
 class Panic(BaseException):
-    """As an extension's, which is no ``Exception``."""
+    """An exception that is not an ``Exception``, like the panic of an extension module."""
 
 
 class Label(msgspec.Struct):
@@ -55,7 +55,7 @@ class Label(msgspec.Struct):
 
 
 class Values(sglrl.Actor):
-    """Gives back what it was given, and counts what it was asked."""
+    """Returns values computed from its arguments, and counts calls of ``add``."""
 
     def __init__(self, factor: int = 1) -> None:
         self.factor = factor
@@ -88,13 +88,13 @@ class Values(sglrl.Actor):
 
     @sglrl.endpoint
     async def view(self, data: bytes, floats: bool) -> bytes:
-        """Every other byte, or float."""
+        """Return every other byte, or every other float."""
         view = memoryview(data)
         return (view.cast("d") if floats else view)[::2]  # type: ignore[return-value]
 
     @sglrl.endpoint
     async def rush(self) -> AsyncIterator[int]:
-        """Never awaits anything."""
+        """Yield numbers without ever awaiting."""
         for i in itertools.count():
             yield i
 
@@ -137,7 +137,7 @@ class Values(sglrl.Actor):
 
 
 class Gate(sglrl.Actor):
-    """Calls that wait until they are let go, and a record of what became of them."""
+    """Calls that wait until ``open`` is called. Counts the calls that begin and are cancelled."""
 
     def __init__(self) -> None:
         self.running = 0
@@ -163,7 +163,7 @@ class Gate(sglrl.Actor):
             raise
         finally:
             self.running -= 1
-            # Before anybody else runs: whoever waits sees the count as it is now.
+            # The notification runs in the next turn of the loop, so waiters see the updated count.
             asyncio.get_running_loop().call_soon(lambda: self._tasks.add(self._later()))
         return os.getpid()
 
@@ -216,7 +216,7 @@ class Gate(sglrl.Actor):
 
     @sglrl.endpoint
     async def turn(self) -> None:
-        """Runs for a few turns of the loop and ends by itself."""
+        """Run for a few turns of the loop, then return."""
         self.running += 1
         self.most = max(self.most, self.running)
         for _ in range(3):
@@ -235,7 +235,7 @@ class Gate(sglrl.Actor):
 class Blocks(sglrl.Actor):
     @sglrl.endpoint
     async def block(self) -> None:
-        """Never lets its event loop go on."""
+        """Block the event loop forever."""
         print("about to block", flush=True)
         while True:
             time.sleep(3600.0)  # noqa: ASYNC251

@@ -1,4 +1,4 @@
-"""After each test: no task on its loop, no worker, no pool folder."""
+"""After each test, check that its loop has no task, and that no worker or pool folder remains."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from sglrl.driver import fork_server
 
 @pytest.fixture(autouse=True)
 def no_worker_is_left() -> Iterator[None]:
-    """Beside those of fixtures that outlive a test, where others run in the same process."""
+    """Check that the test left no worker process and no pool folder.
+
+    Fixtures that outlive the test may keep theirs, when other tests run in the same process.
+    """
     before = set(descendants()), _pools()
     yield
     known = {server.process.pid for server in fork_server._servers.values() if server.alive}

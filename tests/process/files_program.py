@@ -1,10 +1,13 @@
-"""A program with a pool over tcp and few files that it may open.
+"""A program with a pool over TCP that may open only a few files.
 
     python files_program.py SOFT HARD
 
-SOFT, HARD: its limits of open files. Every line of input is a command, every line of output its
-result, in JSON: "work" opens a file, makes a call to every worker, and reports the limits and how
-many connections were closed for being too many; "grow" starts another worker.
+SOFT and HARD are its limits of open files. Each line of input is a command; each line of output is
+its result, in JSON. Commands:
+
+* "work": open a file, make a call to every worker, and report the limits and the number of
+  connections that were closed because there were too many.
+* "grow": start another worker.
 """
 
 from __future__ import annotations

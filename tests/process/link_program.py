@@ -1,9 +1,9 @@
-"""A program on one of two hosts: has a pool, or is a client of the pool on the other host.
+"""A program on one of two hosts: runs a pool, or a client of the pool on the other host.
 
     python link_program.py pool ADDRESS HEARTBEAT_TIMEOUT
     python link_program.py client ADDRESS HEARTBEAT_TIMEOUT
 
-Every line of input is a command in JSON, every line of output its result.
+Each line of input is a command in JSON; each line of output is its result.
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ async def commands() -> Any:
 
 
 async def pool(address: str, heartbeat_timeout: float) -> None:
-    """``{"wait": n}``: answered when n clients in other processes are known. ``{"idle": 0}``:
-    answered when no worker holds a call. Both: only when both are so."""
+    """Run a pool and answer commands.
+
+    ``{"wait": n}`` is answered when the pool knows n clients in other processes. ``{"idle": 0}`` is
+    answered when no worker holds a call. A command with both keys waits for both conditions.
+    """
     async with sglrl.launch(
         "fake",
         engine="fake",
@@ -48,14 +51,18 @@ async def pool(address: str, heartbeat_timeout: float) -> None:
             while len(server._peers) != command.get("wait", len(server._peers)) or (
                 "idle" in command and any(w.load for w in client.workers)
             ):
-                # A round trip to a worker takes a step of the engine.
+                # This round trip to a worker takes one step of the engine.
                 await client.generate(input_ids=[1], max_new_tokens=1)
             say(clients=len(server._peers), states=[w.state for w in client.workers])
 
 
 async def client(address: str, heartbeat_timeout: float) -> None:
-    """``{"stream": n, "tokens": m}``: begin n streams; answered when each has had its first tokens.
-    ``{"end": 0}``: answered when all have ended, with their tokens or errors."""
+    """Run a client and answer commands.
+
+    ``{"stream": n, "tokens": m}`` begins n streams; it is answered when each stream has received
+    its first tokens. ``{"end": 0}`` is answered when all streams have ended; the answer has their
+    tokens or errors.
+    """
     async with sglrl.connect(address, insecure=True, heartbeat_timeout=heartbeat_timeout) as remote:
         say(states=[w.state for w in remote.workers])
         got: list[list[int]] = []

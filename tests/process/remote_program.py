@@ -1,5 +1,7 @@
-"""A program that uses the pool of the process that started it, or has one for it. Says on stdout
-how far it is."""
+"""A program that uses the pool of its parent process, or launches a pool for its parent.
+
+It prints its progress on stdout.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ async def main(address: str, what: str) -> None:
                 asyncio.ensure_future(client.generate(input_ids=[i], max_new_tokens=30_000))
                 for i in range(20)
             ]
-            # The first answer of all: the calls are with the pool.
+            # When the first answer arrives, the pool has received the calls.
             await client.stats()
             print("begun", flush=True)
             await asyncio.gather(*calls)

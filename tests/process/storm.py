@@ -27,14 +27,16 @@ import sglrl
 from sglrl.core.invariants import validate
 
 SEEDS = 3
-"""Policies that updates choose from."""
+"""Number of policies from which updates choose."""
 LEAST, MOST = 2, 4
-"""Workers of the pool."""
+"""Smallest and largest number of workers in the pool."""
 TIMEOUT = 5.0
-"""Seconds: the ``timeout`` of an update."""
+"""The ``timeout`` of an update, in seconds."""
 HANGS = 90.0
-"""Seconds after which an operation counts as hanging. An update has five phases of ``TIMEOUT``
-seconds and repeats them when a worker is lost."""
+"""Seconds after which an operation counts as hanging.
+
+An update has five phases of ``TIMEOUT`` seconds and repeats them when a worker is lost.
+"""
 PATIENCE = 120.0
 """Seconds that the pool may take to recover after the last operation."""
 CALLERS = 6
@@ -45,7 +47,7 @@ Operation = Callable[[random.Random], Awaitable[str]]
 
 
 class Storm:
-    """One run. ``events``: what happened, for the report of a failure."""
+    """One run. ``events`` records every operation, for the report of a failure."""
 
     def __init__(self, client: sglrl.Client, policies: Policies, seed: int) -> None:
         self.client = client
@@ -60,7 +62,7 @@ class Storm:
         self._trainer_locks: list[asyncio.Lock] = []
         self._membership = asyncio.Lock()
         self._stopped: dict[int, int] = {}
-        """A descriptor of each stopped process, by its pid."""
+        """A pidfd of each stopped process, by pid."""
         self._over = asyncio.Event()
         self.operations: list[tuple[int, Operation]] = [
             (5, self.update_from_memory),
@@ -76,7 +78,7 @@ class Storm:
         ]
 
     async def run(self, seconds: float) -> None:
-        """Do operations for ``seconds``, three at a time. Let the pool recover, and check it."""
+        """Run operations for ``seconds``, three at a time. Let the pool recover, and check it."""
         try:
             async with contextlib.AsyncExitStack() as stack:
                 for _ in range(2):
@@ -106,7 +108,10 @@ class Storm:
                     signal.pidfd_send_signal(handle, signal.SIGCONT)
 
     async def check(self) -> None:
-        """All versions and weights are equal and correct, and no call is left in any table."""
+        """Check that all versions and weights are equal and correct, and that no call remains.
+
+        No table of the pool may hold a call.
+        """
         client, pool = self.client, self.client._pool
         await self.lab.check(count=4)
         fabric = pool.driver.fabric
@@ -175,7 +180,7 @@ class Storm:
         return f"killed worker {worker.id} ({worker.state}, pid {worker.pid})"
 
     async def kill_replacement(self, rng: random.Random) -> str:
-        """Kill a worker, and its replacement shortly after the copy of the weights has begun."""
+        """Kill a worker. Kill its replacement shortly after the copy of the weights has begun."""
         ready = [w for w in self.client.workers if w.state == "ready"]
         if len(ready) < 2:
             return "too few workers to kill one"
@@ -200,7 +205,7 @@ class Storm:
         return f"killed worker {worker.id} and, as it copied weights, its replacement {now.pid}"
 
     async def stop(self, rng: random.Random) -> str:
-        """SIGSTOP a worker, and let it go on later."""
+        """Stop a worker with SIGSTOP, and continue it later."""
         found = [w for w in self._processes() if w.pid not in self._stopped]
         if not found:
             return "nobody to stop"
@@ -227,7 +232,7 @@ class Storm:
             try:
                 (added,) = await self.client.add_workers()
             except sglrl.WorkerStartError as error:
-                # It was killed before it served.
+                # The new worker was killed before it served.
                 return f"no worker was added: {error.message}"
             return f"added worker {added}"
 
@@ -240,7 +245,7 @@ class Storm:
             try:
                 await self.client.remove_worker(worker.id, timeout=5)
             except (sglrl.UsageError, sglrl.WorkerLost) as error:
-                # It was killed, or others were.
+                # This worker was killed, or other workers were.
                 return f"worker {worker.id} was not removed: {error}"
             return f"removed worker {worker.id}"
 
@@ -257,7 +262,7 @@ class Storm:
                 await self.client.resume(timeout=30)
         return f"paused ({mode}) for {seconds:.2f} s"
 
-    # --- inside -----------------------------------------------------------------------------------
+    # --- helpers ----------------------------------------------------------------------------------
 
     async def _act(self, index: int, seconds: float) -> None:
         rng = random.Random(f"{self.seed}-{index}")
@@ -278,7 +283,7 @@ class Storm:
             self._note(f"{index}: {name}: {result}")
 
     async def _call(self, index: int) -> None:
-        """Use the pool as a caller does. A call ends with what it asked for, whatever happens."""
+        """Use the pool as a caller does. Every call must return its full result in all cases."""
         rng = random.Random(f"{self.seed}-caller-{index}")
         while not self._over.is_set():
             prompt = [rng.randrange(3, 500) for _ in range(rng.randrange(1, 40))]
@@ -291,7 +296,7 @@ class Storm:
                 else:
                     await self._generate(kind, prompt, count, rng)
             except sglrl.WorkerLost as error:
-                # The pool gives up a call that loses several workers in a row.
+                # The pool fails a call that loses several workers in a row.
                 if "loss" not in str(error):
                     raise
             self.counts[kind] += 1
@@ -335,14 +340,15 @@ class Storm:
         assert all(span.version in self.lab.by_version for span in spans), spans
         if len(spans) != 1 or rng.randrange(CHECKED):
             return
-        # Logprobs of temperature 0 are those of temperature 1, of which the likeliest is taken.
+        # At temperature 0 the engine picks the likeliest token and reports logprobs of temperature
+        # 1.
         policy = self.lab.by_version[spans[0].version]
         expected = policy.logprobs_of(prompt, completion.output_ids)
         np.testing.assert_allclose(completion.logprobs, expected, atol=TOLERANCE, rtol=0)
         self.counts["compared with transformers"] += 1
 
     def _choose_update(self, rng: random.Random) -> tuple[int, dict[str, Any]]:
-        """A policy, and options of an update that no other one has the version of."""
+        """Choose a policy, and options of an update with a version that no other update has."""
         seed = rng.randrange(SEEDS)
         version = next(self._versions)
         self.lab.by_version[version] = self.policies[seed]
@@ -362,7 +368,7 @@ class Storm:
         except (sglrl.WeightUpdateError, sglrl.WorkerLost, sglrl.DeadlineExceeded) as error:
             return f"version {version} was given up: {error}"
         except sglrl.UsageError as error:
-            # Another update with a larger version came first.
+            # Another update with a larger version was applied first.
             if "above" not in str(error):
                 raise
             return f"version {version} came too late"
@@ -395,7 +401,7 @@ class Storm:
 
 
 async def storm(policies: Policies, seed: int, seconds: float) -> Storm:
-    """Start a pool, run one storm on it and close it."""
+    """Start a pool, run one storm on the pool and close it."""
     async with sglrl.launch(
         policies[0].folder, device="cpu", replicas=3, restarts=10_000, hang_timeout=20
     ) as client:

@@ -1,4 +1,4 @@
-"""Endpoints through real processes: values, kinds of call, and errors."""
+"""Endpoints through real processes: values, kinds of calls, and errors."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def test_arrays_and_bytes(values: sglrl.ActorHandle) -> None:
     scaled = await values.scale(array, 2.0)
     assert scaled.dtype == np.float32
     np.testing.assert_array_equal(scaled, 2 * array)
-    # A view with strides, and nothing at all.
+    # A view with strides, and an empty array.
     np.testing.assert_array_equal(await values.scale(array[::2, ::-1], 1.0), array[::2, ::-1])
     assert (await values.scale(np.empty((0, 3), np.float32), 1.0)).shape == (0, 3)
     data = bytes(range(256)) * 4096
@@ -69,7 +69,7 @@ async def test_arrays_and_bytes(values: sglrl.ActorHandle) -> None:
     "view", [memoryview(b"abcdef")[::2], np.arange(6.0).data[::2]], ids=["bytes", "floats"]
 )
 async def test_views_with_gaps_as_arguments(values: sglrl.ActorHandle, view: memoryview) -> None:
-    """Beside other calls, and with more after them."""
+    """A view with gaps is sent together with other calls and before later calls."""
     reversed_, *others = await asyncio.gather(
         values.reverse(view), *(values.add(n) for n in range(4))
     )
@@ -160,7 +160,7 @@ async def test_wrong_arguments_are_never_sent(
 ) -> None:
     with pytest.raises(sglrl.UsageError, match=says):
         await values.add(*args, **kwargs)
-    # Nothing was submitted, and no worker has seen a call.
+    # No call was submitted, and no worker has received one.
     assert values._pool.driver.fabric._next_id == 0
     assert await values.broadcast.calls_seen() == [0, 0]
     assert await values.add(1, 1) == 2
@@ -207,7 +207,7 @@ async def test_an_exception_in_the_actor_arrives_with_its_traceback(
 
 
 async def test_a_traceback_names_the_users_file() -> None:
-    """Also of a class that only the user's own program has."""
+    """The traceback also names the file when only the user's program defines the class."""
 
     class Local(sglrl.Actor):
         @sglrl.endpoint
@@ -270,7 +270,7 @@ async def test_a_result_of_another_type_than_declared(values: sglrl.ActorHandle)
 
 
 async def test_a_type_that_raises_when_it_is_made(values: sglrl.ActorHandle) -> None:
-    """Calls of one tick come back together: who gets what cannot be made harms nobody else."""
+    """Answers of one tick arrive together. An undecodable value fails only its own call."""
     found = await asyncio.gather(
         *(values.picky(n if n % 4 else -n) for n in range(12)), return_exceptions=True
     )
@@ -286,7 +286,7 @@ async def test_a_type_that_raises_when_it_is_made(values: sglrl.ActorHandle) -> 
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, how: Callable[[Call], None]) -> None:
-    """Of all calls the one with the arguments 5 and 10."""
+    """Apply ``how`` to the call with the arguments 5 and 10 only."""
 
     def make(endpoint: str, args: Any, *rest: Any, **more: Any) -> Call:
         call = Call(endpoint, args, *rest, **more)
@@ -332,7 +332,7 @@ async def test_a_call_that_cannot_be_encoded_fails_alone(
     assert [found[n] for n in range(10) if n != 5] == [n + 10 for n in range(10) if n != 5]
     assert isinstance(found[5], sglrl.UsageError)
     assert "add: the call cannot be sent" in str(found[5])
-    # Its place is free again.
+    # The failed call's slot is free again.
     validate(values._pool.driver.fabric)
     assert [worker.load for worker in values.workers] == [0, 0]
 

@@ -1,5 +1,8 @@
-"""Agents that go on after they were cancelled: the run gives them a grace period, then goes on or
-ends without them, and logs where they wait."""
+"""Agents that continue after they were cancelled.
+
+The run gives them a grace period. Then the run continues or ends without them, and logs where they
+wait.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def noise(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
-    """What asyncio itself has logged so far: tasks destroyed, exceptions never retrieved."""
+    """Return the messages that asyncio has logged: destroyed tasks, unretrieved exceptions."""
     caplog.set_level(logging.INFO)
 
     def found() -> list[str]:
@@ -87,7 +90,7 @@ hangs = pytest.mark.parametrize(
     "hang",
     [
         *HANGS,
-        # The interpreter reports it when it collects the coroutine.
+        # The interpreter reports the exception when it collects the coroutine.
         pytest.param(
             swallows_everything,
             marks=pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
@@ -98,7 +101,7 @@ hangs = pytest.mark.parametrize(
 
 
 def agent_of(hang: Callable[[sglrl.Session], Any], begun: asyncio.Event) -> Any:
-    """Hangs with item 1."""
+    """Return an agent that hangs at item 1."""
 
     async def agent(session: sglrl.Session, item: Any) -> float:
         await session.generate(max_new_tokens=1)
@@ -128,7 +131,7 @@ async def test_leaving_a_run(
     assert "agent_of.<locals>.agent with sample 0 of item 1 was cancelled (the run has" in error
     assert f"in {hang.__name__}\n" in error
     assert "play.py" not in error, "the stack begins with the agent"
-    # The tasks that are left do not keep the loop, nor the program.
+    # The remaining tasks block neither the loop nor the program.
     for _ in range(3):
         await asyncio.sleep(0)
 
@@ -137,7 +140,7 @@ async def test_leaving_a_run(
 async def test_an_agent_that_waits_for_a_task_of_its_own(
     client: sglrl.Client, caplog: pytest.LogCaptureFixture, noise: Any
 ) -> None:
-    """Its cancellation goes to that task, and ends there."""
+    """The agent's cancellation reaches its inner task, which swallows the cancellation."""
     begun, stop = asyncio.Event(), asyncio.Event()
     inner: list[asyncio.Task[None]] = []
 
@@ -231,7 +234,7 @@ async def test_an_agent_has_its_time_although_others_hold_up_the_loop(
         await begun.wait()
         closing = asyncio.ensure_future(run.close())
         await ends.wait()
-        # This holds the loop up.
+        # Block the loop.
         time.sleep(2.5)  # noqa: ASYNC251
         await closing
     assert cleaned.is_set()
@@ -259,11 +262,11 @@ async def test_a_data_set_that_hangs(
     assert "in always\n" in error
 
 
-# --- in processes of their own --------------------------------------------------------------------
+# --- agents in other processes --------------------------------------------------------------------
 
 
 def away(hang: str, mark: Path) -> Any:
-    """Travels by value. ``mark`` exists when it hangs."""
+    """Return an agent that is pickled by value. It creates the file ``mark`` when it hangs."""
 
     async def agent(session: sglrl.Session, item: Any) -> float:
         await session.generate(max_new_tokens=1)
@@ -334,7 +337,7 @@ async def test_leaving_a_run_with_processes(
     assert "in __call__\n" in printed
 
 
-# --- a program ------------------------------------------------------------------------------------
+# --- a program with a hanging agent ---------------------------------------------------------------
 
 PROGRAM = """
     import asyncio, signal, sys

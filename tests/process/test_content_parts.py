@@ -1,5 +1,8 @@
-"""Messages whose content is a list of parts, with chat templates like Qwen3's and Qwen2.5-VL's: the
-prompt is that of the same messages with text, wherever messages are given."""
+"""Messages whose content is a list of parts, with chat templates like Qwen3's and Qwen2.5-VL's.
+
+The prompt must equal the prompt of the same messages with plain text, wherever the API accepts
+messages.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from sglrl.tools.tiny_model import make_tokenizer
 _BEGIN = "<|im_start|>{{ m.role }}\n"
 _END = "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 TEMPLATES = {
-    # Content that is not text is left out without an error.
+    # This template drops content that is not a string, without an error.
     "qwen3": (
         "{% for m in messages %}{% if m.content is string %}{% set content = m.content %}"
         "{% else %}{% set content = '' %}{% endif %}" + _BEGIN + "{{ content }}"

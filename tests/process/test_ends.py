@@ -1,4 +1,4 @@
-"""A pipe that ends with a process, whatever else the process does with its files."""
+"""A pipe that closes when a process exits, whatever the process does with its other files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_pipe_ends_with_its_process_alone() -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == "closed here\n"
         assert process.stdout.readline() == "the others work\n"
-        # It has closed all it has, and yet:
+        # The process has closed all its files, and the pipe is still open.
         assert select.select([end], [], [], 0) == ([], [], [])
         process.kill()
         assert select.select([end], [], [], 30)[0]

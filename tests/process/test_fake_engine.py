@@ -58,7 +58,7 @@ async def test_many_at_once(client: sglrl.Client) -> None:
 
 
 async def test_what_waits_holds_its_prompt_once(client: sglrl.Client) -> None:
-    """As bytes: what the caller gave may go."""
+    """A waiting call holds its prompt as bytes only, so the caller's array can be freed."""
     given = np.array(IDS)
     alive = weakref.ref(given)
     call = asyncio.ensure_future(client.generate(input_ids=given, max_new_tokens=12))
@@ -200,7 +200,10 @@ async def test_a_client_stays_where_it_is(client: sglrl.Client) -> None:
 
 
 async def test_another_event_loop_is_refused(client: sglrl.Client) -> None:
-    """As when a fixture's loop is not the test's: there the answer would never arrive."""
+    """Calls from another event loop raise. Their answers would never arrive.
+
+    This happens when a fixture's loop differs from the test's loop.
+    """
 
     async def elsewhere() -> None:
         for call in (
@@ -258,7 +261,7 @@ async def test_a_part_that_does_not_fit_a_message_ends_the_work() -> None:
         with pytest.raises(sglrl.MessageTooLarge):
             async for _ in client.stream(input_ids=IDS, max_new_tokens=4_000_000):
                 pass
-        # What it holds is told after what came before, so it has heard of the end.
+        # The worker sends its stats after the error. By then its engine has the call's abort.
         while (await client.stats())[0].engine.running:
             pass
         assert (await client.stats())[0].engine.generated_tokens < 4_000_000
@@ -389,7 +392,7 @@ def test_blocking() -> None:
 
 
 class SlowTokenizer:
-    """Ends when it is told to."""
+    """A tokenizer that returns when ``go_on`` is set."""
 
     def __init__(self) -> None:
         self.begun = threading.Event()
@@ -402,7 +405,7 @@ class SlowTokenizer:
 
 
 def test_closing_a_blocking_client_ends_the_calls_of_other_threads() -> None:
-    """At a worker, and on the way there."""
+    """The calls wait at a worker, and in the tokenizer."""
     tokenizer = SlowTokenizer()
     ends: list[type[BaseException]] = []
 
@@ -459,7 +462,7 @@ def test_a_blocking_session_is_closed_on_the_clients_thread(
 
 
 async def test_a_stream_goes_on_when_its_workers_are_killed_one_after_the_other() -> None:
-    """No token twice and none missing, however often."""
+    """Every token arrives exactly once, however many workers are killed."""
     count = 400
     async with sglrl.launch(
         "fake",
@@ -480,7 +483,7 @@ async def test_a_stream_goes_on_when_its_workers_are_killed_one_after_the_other(
             chunks.append(chunk)
             held = [w for w in client.workers if w.state == "ready" and w.load]
             if killed < 3 and sum(len(c.output_ids) for c in chunks) > 80 * (killed + 1):
-                # Every worker that holds something, but the last one.
+                # Kill every worker that holds a call, except the last live worker.
                 live = sum(w.state == "ready" for w in client.workers)
                 for worker in held[: live - 1]:
                     os.kill(worker.pid, signal.SIGKILL)
@@ -534,7 +537,7 @@ def test_variables_that_no_process_can_have(env: Any) -> None:
 async def test_many_calls_of_one_turn_go_out_in_pieces(
     replicas: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker begins with the first ones while the others are made."""
+    """A worker begins with the first calls while the others are built."""
     async with sglrl.launch("fake", engine="fake", replicas=replicas, tokens_per_step=4) as client:
         driver = client._driver
         assert driver is not None
@@ -617,7 +620,7 @@ def test_arguments_that_no_pool_can_have(argument: dict[str, Any], says: str) ->
 
 
 def test_the_package_is_pickled_by_its_name() -> None:
-    """As in a function that another process is to run."""
+    """Also when a pickled function refers to the package, as for another process."""
     assert cloudpickle.loads(cloudpickle.dumps(sglrl)) is sglrl
 
     def version() -> str:
@@ -628,7 +631,11 @@ def test_the_package_is_pickled_by_its_name() -> None:
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_blocking_client_waits_for_nobody_who_cannot_answer() -> None:
-    """On its own loop, and in a forked process, which has no thread of that loop."""
+    """Check that calls which could never be answered raise an error.
+
+    One call comes from the client's own loop, the other from a forked process, which has no thread
+    of that loop.
+    """
     with sglrl.blocking("fake", engine="fake", vocab_size=1000) as client:
 
         async def agent(session: sglrl.Session, item: Any) -> float:

@@ -1,5 +1,7 @@
-"""A short run of what ``bench.faults`` does for minutes, by the same code; and that its books would
-tell if something were wrong."""
+"""A short run of ``bench.faults``, which usually runs for minutes, with the same code.
+
+Also checks that its books detect errors.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ async def test_nothing_is_lost_duplicated_or_wrong_under_faults_of_every_kind() 
     assert sum(found["faults"].values()) == 30
     assert set(found["faults"]) == set(case.shares)
     assert found["answered"] == found["submitted"] > 100
-    # The faults met calls, and every worker that they ended has come back.
+    # The faults hit running calls, and every worker that they killed was replaced.
     assert found["resumed"]
     assert found["first_ms"]["kill"]["count"]
     for kind in FATAL:
@@ -54,7 +56,7 @@ def answer(prompt: Prompt) -> Answer:
 
 
 async def books_of(prompts: list[Prompt], answers: list[Answer], *, kill: bool = False) -> Books:
-    """What the books say when each prompt has been asked for, called and streamed."""
+    """Run three rounds of prompts, as calls and as streams, and return the books."""
     async with sglrl.launch(
         "fake", engine="fake", restarts=0, tokens_per_step=3, step_seconds=0.001
     ) as client:
@@ -131,7 +133,7 @@ async def test_a_soak_looks_at_every_process() -> None:
     assert soak.strikers["fake"].strikes
     assert {strike.worker for strike in soak.strikers["fake"].strikes} <= {1, 2, 3}
     assert set(soak.early) == {"deadline", "cancelled", "stream left"}
-    # From a look on, not from a time: a machine that stands still for a moment looks late.
+    # Start at a sample, not at a time: after a short stall of the machine a sample may come late.
     rows = soak.rows(soak.looks["driver"][2].minute)
     assert {"driver", "fork server (plain)"} < set(rows)
     assert any(name.startswith("fake worker 0") for name in rows)

@@ -1,4 +1,4 @@
-"""Connections that never introduce themselves leave the program files to open."""
+"""Connections that never introduce themselves do not use up the program's open files."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def program(soft: int, hard: int) -> AsyncIterator[tuple[Program, str]]:
 
 @pytest.fixture
 def many_files() -> Iterator[None]:
-    """For the other ends of the flood."""
+    """Raise this process's file limit, because it holds the other ends of the flood."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     if before[1] != resource.RLIM_INFINITY and before[1] < FLOOD + 500:
         pytest.skip(f"needs {FLOOD + 500} open files, and may have {before[1]}")

@@ -1,5 +1,7 @@
-"""A fork server that is killed or stopped takes its workers along; a new one makes others, and
-nothing that was asked of them is lost."""
+"""A killed or stopped fork server takes its workers along.
+
+A new fork server starts other workers, and no request to the old one is lost.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ FAULTS = pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A stopped fork server is killed after a second."""
+    """Kill a stopped fork server after one second."""
     monkeypatch.setattr(fork_server, "SILENCE", 1.0)
     yield
     for server in (*fork_server._servers.values(), *fork_server._dead):
@@ -57,20 +59,20 @@ async def test_actors_come_back(fault: signal.Signals) -> None:
         again = asyncio.ensure_future(gate.enter_again())
         await gate.until_begun(2)
         strike(plain_server().process.pid, fault)
-        # What a worker has begun is not begun again unless it is idempotent.
+        # A call that a worker has begun is repeated only if it is idempotent.
         with pytest.raises(sglrl.WorkerLost):
             await held
         await gate.wait_until_full()
         await gate.until_begun(1)
         await gate.open()
         assert await again == gate.workers[0].pid
-        # The other pool has noticed the same.
+        # The other pool has replaced its workers, too.
         await values.wait_until_full()
         assert await values.add(1) == 11
 
 
 async def test_a_worker_is_lost_while_the_fork_server_is_stopped() -> None:
-    """Nobody reports its end before the fork server is killed."""
+    """No process reports the worker's exit before the fork server is killed."""
     async with sglrl.launch("fake", engine="fake", replicas=2, **SLOW) as client:
         calls = begin(client, 10)
         await busy(client)
@@ -100,12 +102,12 @@ async def test_a_fork_server_that_imports(fault: signal.Signals) -> None:
     assert not server.warm
     strike(server.process.pid, fault)
     if fault == signal.SIGKILL:
-        # Another one is started in its place.
+        # Another fork server is started in its place.
         await starting
         assert await values.add(1) == 11
         await values.close()
     else:
-        # To import may take as long as the pool may take to start.
+        # An import may take as long as ``start_timeout``.
         with pytest.raises(sglrl.WorkerStartError, match="was stopped while it imported"):
             await starting
         assert server.ended(10.0)
@@ -114,7 +116,7 @@ async def test_a_fork_server_that_imports(fault: signal.Signals) -> None:
 
 
 class Waits(sglrl.Actor):
-    """Reports that it begins, and waits until it may go on; both through a FIFO."""
+    """Reports its start through one FIFO, and waits for a message in another FIFO."""
 
     def __init__(self, begun: str, go: str) -> None:
         Path(begun).write_text("begun")
@@ -205,7 +207,10 @@ def oom_score_adj(pid: int) -> int:
 
 
 async def test_the_kernel_prefers_workers_when_memory_runs_out() -> None:
-    """The driver's end would be the end of all, and the fork server's that of its workers."""
+    """The kernel kills workers first, then their fork server, and the driver last.
+
+    The driver's exit would end everything; the fork server's exit ends its workers.
+    """
     own = oom_score_adj(os.getpid())
     async with (
         sglrl.launch("fake", engine="fake", replicas=2) as client,

@@ -1,5 +1,7 @@
-"""What has been answered is gone at once: nothing waits for Python's garbage collector, which would
-have to walk thousands of calls, and stops the event loop while it does."""
+"""Objects of an answered call are freed at once, without Python's garbage collector.
+
+The collector would have to walk thousands of calls, and would block the event loop meanwhile.
+"""
 
 from __future__ import annotations
 

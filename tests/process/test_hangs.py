@@ -1,4 +1,4 @@
-"""Workers that hang are found, say where, and are ended; those that take long are left alone."""
+"""Hanging workers are found, report their stack, and are killed. Slow workers are left alone."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def hang_file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 async def pair(hang_file: Path) -> AsyncIterator[sglrl.Client]:
-    """Two workers, of which the second gets calls only when the first takes none."""
+    """Two workers. The second gets calls only when the first takes none."""
     async with sglrl.launch(
         "fake",
         engine="fake",
@@ -62,12 +62,12 @@ async def pair(hang_file: Path) -> AsyncIterator[sglrl.Client]:
 
 
 def hang(file: Path) -> None:
-    """The next engine that makes a step is to hang."""
+    """Make the next engine that runs a step hang."""
     file.touch()
 
 
 def end_quickly(pool: Pool) -> None:
-    """For workers that cannot leave by themselves."""
+    """Shorten the shutdown timeout, for workers that cannot exit by themselves."""
     pool._config = msgspec.structs.replace(pool._config, shutdown_timeout=0.2)
 
 
@@ -92,7 +92,7 @@ async def test_an_engine_that_hangs_is_replaced_by_another(
     (report,) = hangs_reported(caplog)
     assert "worker 0 hangs: no progress for " in report
     assert "with 6 calls pending" in report
-    # Where it hangs, and the other thread too.
+    # The report has the stack of the hanging thread, and of the other thread.
     assert "fake.py" in report
     assert "_hang_if_told" in report
     assert "_send_beats" in report
@@ -118,13 +118,13 @@ async def test_a_stopped_worker_is_found_when_a_call_is_there(
     pair: sglrl.Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     os.kill(pair.workers[0].pid, signal.SIGSTOP)
-    # The other one works for longer than the first may be silent.
+    # Worker 1 works for longer than the silence that is allowed to worker 0.
     long = await pair.generate(input_ids=IDS, max_new_tokens=int(2 * HANG_TIMEOUT / STEP), worker=1)
     assert len(long.output_ids) == 2 * HANG_TIMEOUT / STEP
     assert [worker.state for worker in pair.workers] == ["ready", "ready"]
     made = await pair.generate(**WANTED)
     assert made.output_ids.tolist() == ANSWER
-    # It had nothing yet that could be resumed.
+    # The lost call had no tokens yet, so there was nothing to resume.
     assert made.worker == 1
     (report,) = hangs_reported(caplog)
     assert "worker 0 hangs: no heartbeat for " in report
@@ -155,7 +155,7 @@ async def test_a_worker_that_goes_on_in_time_is_left_alone(pair: sglrl.Client) -
 async def test_calls_that_got_lost_are_found(
     pair: sglrl.Client, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The worker is well and waits, but not for what the driver believes it to have."""
+    """The worker is healthy and idle, because a call that the driver sent never arrived."""
     transport = pair._pool.driver.transport
     send = transport.send
 
@@ -172,7 +172,10 @@ async def test_calls_that_got_lost_are_found(
 
 
 async def test_to_wait_in_vain_is_no_progress(tmp_path: Path) -> None:
-    """Only an engine that waits longer than its driver is patient would show it in a pool."""
+    """A loop that only waits reports no progress.
+
+    In a pool this shows only with an engine that waits for longer than its driver's time limit.
+    """
     router = ZmqRouter(f"ipc://{tmp_path}/router", max_message_bytes=1 << 20)
     spec = EngineSpec(
         engine="fake",
@@ -230,7 +233,7 @@ async def test_an_actor_that_blocks_its_loop(caplog: pytest.LogCaptureFixture) -
     (report,) = hangs_reported(caplog)
     assert "actors.py" in report
     assert " in block" in report
-    # What it wrote before is no part of it.
+    # Output from before the hang is not part of the report.
     assert "about to block" not in report
 
 
@@ -241,7 +244,8 @@ async def test_an_actor_that_waits_is_left_alone() -> None:
     ):
         waiting = asyncio.ensure_future(gate.enter())
         await gate.until_begun(1)
-        # The other one's end says that more time has passed than the first may stand still.
+        # The other actor's loss shows that more time has passed than the first actor's hang
+        # timeout.
         with pytest.raises(sglrl.WorkerLost):
             await other.block()
         assert not waiting.done()

@@ -1,4 +1,4 @@
-"""Peers that do not keep to the rules, at a pool with real worker processes."""
+"""Peers that violate the protocol, against a pool with real worker processes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def test_the_sockets_are_in_a_folder_that_is_closed_to_others() -> None:
 
 
 async def test_messages_that_are_too_large(caplog: pytest.LogCaptureFixture) -> None:
-    """A stranger's is dropped with its connection; a call's never leaves."""
+    """The driver drops a stranger's large message and its connection. A large call is not sent."""
     limit = 1 << 16
     async with sglrl.launch(
         "fake", engine="fake", replicas=2, max_message_bytes=limit, context_length=1 << 17
@@ -80,7 +80,7 @@ async def test_messages_that_are_too_large(caplog: pytest.LogCaptureFixture) -> 
 
 
 async def test_a_stranger_that_knows_everything_but_a_name() -> None:
-    """Right messages, for calls that there are, from one that nobody knows."""
+    """An unknown peer sends valid messages for existing calls."""
     async with sglrl.launch(
         "fake", engine="fake", address="tcp", replicas=2, step_seconds=0.01, tokens_per_step=1
     ) as client:
@@ -141,7 +141,8 @@ async def test_a_remote_sender_needs_a_key_and_the_token(tmp_path: Path) -> None
     folder, other = tmp_path / "keys", tmp_path / "other"
     make_keys(folder)
     make_keys(other)
-    # It takes the right one for the driver, and is not known there.
+    # This client knows the driver's right public key, but the driver does not know the client's
+    # key.
     (other / "driver.public").write_text((folder / "driver.public").read_text())
     router = ZmqRouter(
         "tcp://127.0.0.1:*", max_message_bytes=1 << 20, keys=read_driver_keys(folder)
@@ -175,7 +176,7 @@ async def test_a_remote_sender_needs_a_key_and_the_token(tmp_path: Path) -> None
     ):
         with pytest.raises(sglrl.WeightUpdateError, match=words):
             await Sender.connect(address, keys=keys, device="cpu", timeout=0.5)
-    # Of these only the one with a key and a wrong token was heard at all.
+    # Only the sender with a valid key and a wrong token got a message through.
     assert driver.dropped > dropped
     assert router.refused >= 1
     assert channel._senders == {}

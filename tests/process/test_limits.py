@@ -1,4 +1,4 @@
-"""What one client may have waiting, and that no client has to wait for all calls of another."""
+"""Limits of one client's waiting calls. No client has to wait for all calls of another client."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def peers(pool: sglrl.Client) -> list[Peer]:
 
 
 async def until(pool: sglrl.Client, met: Callable[[], bool]) -> None:
-    """Round trips to a worker, until it has happened."""
+    """Make round trips to a worker until the condition is met."""
     async with asyncio.timeout(60):
         while not met():
             await pool.generate(input_ids=IDS, max_new_tokens=1)
@@ -94,7 +94,7 @@ async def test_calls_with_too_many_bytes_are_refused(remote: bool) -> None:
         ]
         made = await asyncio.gather(*calls, return_exceptions=True)
         refused = [one for one in made if isinstance(one, sglrl.Overloaded)]
-        # Eight prompts fit, and one is computed.
+        # Eight prompts fit into the queue, and one is running.
         assert len(refused) == 20 - 9
         assert "of at most 1,048,576 (max_queue_bytes)" in str(refused[0])
         assert pool.queue == sglrl.QueueInfo(calls=0, bytes=0, clients=0)
@@ -116,7 +116,7 @@ async def test_a_client_knows_how_much_waits() -> None:
 
 
 async def start(address: str, what: str) -> asyncio.subprocess.Process:
-    """A client in another process, which is stopped when the pool has its calls."""
+    """Start a client in another process, and stop it with SIGSTOP when the pool has its calls."""
     program = await asyncio.create_subprocess_exec(
         sys.executable, str(PROGRAM), address, what, stdout=asyncio.subprocess.PIPE
     )
@@ -127,7 +127,7 @@ async def start(address: str, what: str) -> asyncio.subprocess.Process:
 
 
 async def go_on(program: asyncio.subprocess.Process) -> str:
-    """What the client says at its end."""
+    """Continue the client, and return its last output."""
     program.send_signal(signal.SIGCONT)
     out, _ = await program.communicate()
     return out.decode().strip()
@@ -140,14 +140,14 @@ async def end(program: asyncio.subprocess.Process) -> None:
 
 
 async def test_a_client_that_does_not_read_fills_no_memory() -> None:
-    """It has asked for 2,000 rows of a vocabulary, which are a gigabyte."""
+    """A stopped client has requested 2,000 rows of the vocabulary, which are one gigabyte."""
     async with sglrl.launch(
         "fake", engine="fake", vocab_size=VOCAB, step_seconds=0.0, max_unread_bytes=64 * MIB
     ) as pool:
         before = psutil.Process().memory_info().rss
         program = await start(pool.address, "rows")
         try:
-            # Until nothing more is computed for it.
+            # Wait until the workers compute nothing more for the stopped client.
             await until(pool, lambda: not any(worker.load for worker in pool.workers))
             grown = psutil.Process().memory_info().rss - before
             assert grown < 400 * MIB, f"{grown / MIB:.0f} MiB"
@@ -163,7 +163,7 @@ async def test_a_client_that_does_not_read_fills_no_memory() -> None:
 async def test_a_client_that_leaves_far_too_much_unread_is_dropped(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Its calls ran before it had too much to read. Their answers are 80 MB."""
+    """The calls run before the limit of unread bytes is reached. Their answers are 80 MB."""
     async with sglrl.launch(
         "fake",
         engine="fake",

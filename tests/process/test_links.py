@@ -1,5 +1,8 @@
-"""Connections that carry nothing any more: a pool and its client on two hosts whose link fails, and
-a pool and its workers."""
+"""Connections that no longer carry data.
+
+They are between a pool and its client on two hosts whose link fails, and between a pool and its
+workers.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ STREAMS = 20
 
 
 def begin(one: Host, two: Host, timeout: float, tokens: int) -> tuple[Program, Program]:
-    """A pool on ``one`` and a client on ``two`` whose streams have begun."""
+    """Start a pool on ``one`` and a client on ``two``, and begin the client's streams."""
     pool = one.run(PROGRAM, "pool", one.address, str(timeout))
     client = two.run(PROGRAM, "client", pool.says()["address"], str(timeout))
     assert client.says() == {"states": ["ready", "ready"]}
@@ -34,7 +37,7 @@ def begin(one: Host, two: Host, timeout: float, tokens: int) -> tuple[Program, P
 
 @pytest.mark.parametrize("how", ["down", "from the pool", "to the pool"])
 def test_a_link_that_fails(how: str) -> None:
-    """Both sides notice: the streams end with an error, and the pool forgets the client."""
+    """Both sides notice: the streams raise an error, and the pool forgets the client."""
     with two_hosts() as (one, two):
         pool, client = begin(one, two, 2.0, 1_000_000)
         if how == "down":
@@ -52,14 +55,14 @@ def test_a_link_that_fails(how: str) -> None:
 
 @pytest.mark.parametrize("how", ["down", "loses"])
 def test_a_link_that_fails_for_less_than_the_timeout(how: str) -> None:
-    """No token is lost, and none comes twice."""
+    """Every token arrives exactly once."""
     with two_hosts() as (one, two):
         pool, client = begin(one, two, 20.0, 500)
         if how == "down":
             two.up = False
         else:
             one.loses = two.loses = True
-        # The streams come to their end at the pool, which takes five seconds.
+        # The streams finish at the pool, which takes five seconds.
         assert pool.ask(idle=0) == {"clients": 1, "states": ["ready", "ready"]}
         if how == "down":
             two.up = True
@@ -75,7 +78,7 @@ def test_a_link_that_fails_for_less_than_the_timeout(how: str) -> None:
 
 
 async def go_on_elsewhere(client: sglrl.Client, *, silence: Any) -> None:
-    """Streams of both workers end as if nothing had happened, after ``silence`` of one of them."""
+    """Call ``silence`` for one of two workers, and check that the streams of both complete."""
     streams = [client.stream(input_ids=[n, 2], max_new_tokens=400) for n in range(8)]
     readers = [aiter(stream) for stream in streams]
     got = [(await anext(reader)).output_ids.tolist() for reader in readers]
@@ -107,7 +110,7 @@ async def test_a_worker_whose_connection_is_silent(monkeypatch: pytest.MonkeyPat
     async with Proxy() as proxy:
 
         def router(*args: Any, **kwargs: Any) -> ZmqRouter:
-            """Workers connect to the proxy instead."""
+            """Make a router to which workers connect through the proxy."""
             made = ZmqRouter(*args, **kwargs)
             proxy.target, made.address = made.address, proxy.address
             return made
@@ -119,7 +122,7 @@ async def test_a_worker_whose_connection_is_silent(monkeypatch: pytest.MonkeyPat
 
 
 async def test_a_worker_that_is_stopped() -> None:
-    """It cannot notice anything by itself, and no message is on its way to it."""
+    """The stopped worker cannot notice anything, and no message is on its way to it."""
     async with sglrl.launch("fake", **POOL) as client:
         pid = client.workers[0].pid
         await go_on_elsewhere(client, silence=lambda: strike(pid, signal.SIGSTOP))

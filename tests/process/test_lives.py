@@ -108,7 +108,7 @@ async def test_a_full_queue() -> None:
         await asyncio.sleep(0)
         with pytest.raises(sglrl.Overloaded, match="max_queue=3"):
             await gate.enter()
-        # A call that is cancelled in the queue makes room, and never reaches the worker.
+        # A call that is cancelled in the queue frees its place, and is never sent to the worker.
         others[-1].cancel()
         with pytest.raises(asyncio.CancelledError):
             await others[-1]
@@ -125,7 +125,8 @@ async def test_calls_that_are_cancelled_before_they_begin_leave_the_window() -> 
     async with sglrl.spawn(Gate, window=2) as gate:
         for _ in range(6):
             calls = [asyncio.ensure_future(gate.enter()) for _ in range(2)]
-            # One turn to submit, one to send; then the cancellation follows on its heels.
+            # The call is submitted in one turn and sent in the next. The cancellation follows at
+            # once.
             await asyncio.sleep(0)
             await asyncio.sleep(0)
             for call in calls:
@@ -151,7 +152,7 @@ async def test_idempotent_calls_move_when_their_worker_is_killed(
     await gates.open()
     assert await asyncio.gather(*moving) == [second.pid] * 6
     assert [w.state for w in gates.workers] == ["retired", "ready"]
-    # The pool serves on; what is pinned to the lost worker fails at once.
+    # The pool keeps serving. Calls that are pinned to the lost worker fail at once.
     assert await gates.enter() == second.pid
     assert await gates.broadcast.enter() == [second.pid]
     with pytest.raises(sglrl.WorkerLost, match="worker 0"):
@@ -189,7 +190,7 @@ async def test_closing_ends_calls_with_closed() -> None:
 
 
 async def test_an_exception_in_the_body_ends_the_pool() -> None:
-    # What is left behind the fixtures would report.
+    # The fixtures report leftover tasks and processes.
     with pytest.raises(ZeroDivisionError):
         async with sglrl.spawn(Gate, replicas=2) as gate:
             task = asyncio.ensure_future(gate.enter())
@@ -222,7 +223,8 @@ async def test_a_stream_that_is_not_read_is_stopped(
     monkeypatch.setattr(f"sglrl.actors.actor.{bound}", 100)
     async with sglrl.spawn(Values) as values, aclosing(values.stream.count(1 << 40)) as stream:
         assert await anext(stream) == 0
-        # It runs on, and is told to stop: only then is its place free.
+        # The stream keeps running until the worker has received its cancellation. Only then is its
+        # slot free.
         while values.workers[0].load:
             await values.pid()
         read = 1

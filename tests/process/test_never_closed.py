@@ -1,4 +1,4 @@
-"""Programs that never close what they have opened: they end by themselves and leave nothing."""
+"""Programs that never close their clients and pools: they exit by themselves and leave nothing."""
 
 from __future__ import annotations
 
@@ -53,8 +53,10 @@ def wait_for_end(pids):
 
 
 def run(program: str, *options: str) -> tuple[str, str]:
-    """What a program writes to stdout and stderr; it ends within a minute, and its processes with
-    it."""
+    """Return what a program writes to stdout and stderr.
+
+    The program must exit within a minute. Its processes must exit with it.
+    """
     options = options or ("-W", "always::ResourceWarning")
     done = subprocess.run(
         [sys.executable, *options, "-c", BEGIN + textwrap.dedent(program)],

@@ -29,7 +29,7 @@ async def client() -> AsyncIterator[sglrl.Client]:
 
 
 async def test_whole_rows_arrive_beside_everything_else(client: sglrl.Client) -> None:
-    """Rows are raw frames: each must find its own call, among answers that have none."""
+    """Each row, a raw frame, must reach its own call, among answers without raw frames."""
 
     async def one(i: int) -> None:
         match i % 4:
@@ -70,14 +70,14 @@ async def test_a_lost_worker_is_survived(client: sglrl.Client) -> None:
 
 
 def readers(client: sglrl.Client) -> list[RowsReader]:
-    """Of the memory that the driver shares with each worker, in their order."""
+    """Return the readers of the memory that the driver shares with each worker, in worker order."""
     assert client._driver is not None
     found = client._driver._rows
     return [found[member] for member in sorted(found, key=lambda member: member.index)]
 
 
 async def test_rows_lie_in_memory_that_is_shared_while_there_is_room() -> None:
-    """More rows than fit are held at the same time: the others come as they used to."""
+    """More rows are held at once than fit into the shared memory: the rest come in messages."""
     vocab = 1 << 18
     room = MOST_BYTES // (4 * vocab)
     falling = -np.arange(vocab, dtype=np.float64) - np.log(1 / (1 - np.exp(-1.0)))
@@ -87,12 +87,12 @@ async def test_rows_lie_in_memory_that_is_shared_while_there_is_room() -> None:
         (reader,) = readers(client)
         begun = time.monotonic()
         while not reader.held:
-            # From when the worker knows that the driver has opened it.
+            # Rows are shared once the worker knows that the driver has opened the memory.
             assert time.monotonic() - begun < 60
             found = [await client.next_token_logprobs([1])]
         del found
         for _ in range(3):
-            # Whoever gives up leaves nothing behind.
+            # Cancelled calls keep no row.
             calls = [asyncio.ensure_future(client.next_token_logprobs([i])) for i in range(20)]
             await asyncio.sleep(0)
             for call in calls:
@@ -106,17 +106,17 @@ async def test_rows_lie_in_memory_that_is_shared_while_there_is_room() -> None:
             assert row.logprobs[i] == np.float32(falling[0])
             assert row.logprobs[(i + 9) % vocab] == np.float32(falling[9])
             assert not row.logprobs.flags.writeable
-        # It is used again.
+        # The memory is reused.
         kept = found[7].logprobs[5:9]
         values = kept.tolist()
         del found, row
-        # What has woken this task has its result until the next turn.
+        # The future that woke this task holds its result until the next turn.
         await asyncio.sleep(0)
         gc.collect()
         assert reader.held == 1
         await asyncio.gather(*(client.next_token_logprobs([3]) for i in range(50)))
         assert kept.tolist() == values
-    # And outlives the pool.
+    # The row outlives the pool.
     assert kept.tolist() == values
 
 
@@ -141,7 +141,7 @@ async def test_rows_of_a_worker_that_was_killed(client: sglrl.Client) -> None:
 
 
 async def test_a_worker_whose_memory_cannot_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is in another container, say."""
+    """The driver cannot open the memory, for example because the worker is in another container."""
 
     def refused(*args: object) -> None:
         raise PermissionError("not yours")
@@ -160,7 +160,7 @@ async def test_clients_in_other_processes_get_rows_too(client: sglrl.Client) -> 
         found = await asyncio.gather(*(remote.next_token_logprobs([i]) for i in range(100)))
         for i, row in enumerate(found):
             np.testing.assert_allclose(np.roll(row.logprobs, -i), FALLING, rtol=1e-6)
-        # They have copies: nothing of it is held here once it was sent.
+        # Remote clients get copies, so this process frees each row once it was sent.
         begun = time.monotonic()
         while any(reader.held for reader in readers(client)):
             assert time.monotonic() - begun < 60
@@ -204,7 +204,7 @@ def test_without_await() -> None:
 
 
 async def test_a_row_that_is_more_than_a_message_takes() -> None:
-    """Its caller is told, and its worker goes on."""
+    """The caller gets an error, and the worker keeps running."""
     async with sglrl.launch(
         "fake", engine="fake", vocab_size=8192, context_length=64, max_message_bytes=20_000
     ) as client:

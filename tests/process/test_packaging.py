@@ -12,7 +12,7 @@ import sglrl
 
 
 def hint_of(folder: Path) -> str:
-    """Return how the package in ``folder`` says that an extra is installed."""
+    """Return the install command for an extra that the package in ``folder`` prints."""
     done = subprocess.run(
         [sys.executable, "-c", "from sglrl.config import install; print(install('sglang'))"],
         cwd=folder,
@@ -29,6 +29,6 @@ def test_how_an_extra_is_installed(tmp_path: Path) -> None:
     package = Path(sglrl.__file__).parent
     shutil.copytree(package, tmp_path / "sglrl", ignore=shutil.ignore_patterns("__pycache__"))
     assert hint_of(tmp_path) == "pip install 'sglrl[sglang]'"
-    # A clone, or an editable installation of one.
+    # A clone, or an editable install of a clone.
     (tmp_path / "pyproject.toml").touch()
     assert hint_of(tmp_path) == f"pip install -e '.[sglang]' in {tmp_path}"

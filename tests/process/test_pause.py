@@ -1,4 +1,4 @@
-"""Pausing, going on and ending calls, with the fake engine: full windows, losses, hangs."""
+"""Pause, resume and abort with the fake engine: full windows, lost workers, hangs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HANG_TIMEOUT = 0.5
 
 @pytest.fixture
 async def client() -> AsyncIterator[sglrl.Client]:
-    """The engines' windows and what waits at the driver are small."""
+    """A pool with small engine windows and a small queue at the driver."""
     async with sglrl.launch(
         "fake",
         engine="fake",
@@ -56,7 +56,7 @@ def check(made: list[sglrl.Completion], tokens: int = 400) -> None:
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 async def test_nothing_moves_until_resumed(client: sglrl.Client, mode: Any) -> None:
-    # More than both windows hold: what says "go on" must get there all the same.
+    # More calls than both windows hold. The resume message must reach the workers all the same.
     calls = begin(client, 12)
     await asyncio.sleep(0)
     await client.pause(mode)
@@ -64,7 +64,7 @@ async def test_nothing_moves_until_resumed(client: sglrl.Client, mode: Any) -> N
     others = begin(client, 3)
     scored = asyncio.ensure_future(client.score(IDS))
     asked = asyncio.ensure_future(client.next_token_logprobs(IDS))
-    # Longer than a worker may stand still that was not told to.
+    # Longer than a worker that is not paused may make no progress.
     with pytest.raises(sglrl.DeadlineExceeded):
         await client.generate(input_ids=IDS, timeout=3 * HANG_TIMEOUT)
     assert not any(call.done() for call in [*calls, *others, scored, asked])
@@ -97,7 +97,7 @@ async def test_a_replacement_is_paused_too(client: sglrl.Client) -> None:
 
 
 async def test_abort_returns_what_there_is(client: sglrl.Client) -> None:
-    """Of every call: those that run, and those that wait at the driver."""
+    """Abort returns the tokens of running calls, and of calls that wait at the driver."""
     calls = begin(client, 12, tokens=20_000)
     await until_running(client, 8)
     assert await client.abort() == 12
@@ -141,7 +141,7 @@ async def test_pausing_with_abort(client: sglrl.Client) -> None:
     await client.pause("abort")
     made = await asyncio.gather(*calls[:8])
     assert {c.finish_reason for c in made} == {"abort"}
-    # These had not begun: they wait like new ones.
+    # These calls had not begun: they wait like new calls.
     assert not any(call.done() for call in calls[8:])
     assert await client.abort() == 4
     assert {len(c.output_ids) for c in await asyncio.gather(*calls[8:])} == {0}

@@ -1,4 +1,4 @@
-"""Users' programs: scripts without a guard, notebooks, and drivers that die in every way."""
+"""Users' programs: scripts without a main guard, notebooks, and drivers that die in every way."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def run(*arguments: str, cwd: Path, text: str | None = None) -> str:
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
-    # The library prints nothing.
+    # The library prints nothing to stderr.
     assert done.stderr == ""
     return done.stdout
 
@@ -72,7 +72,10 @@ def test_programs_without_a_guard(tmp_path: Path, way: str) -> None:
 
 
 def test_types_of_the_program_itself(tmp_path: Path) -> None:
-    """They travel with the actor that is defined beside them; and so they do again."""
+    """Types of the program are pickled with the actor that is defined beside them.
+
+    A second pool in the same program gives the same result.
+    """
     program = """
 from __future__ import annotations
 import asyncio, dataclasses, enum, typing
@@ -163,7 +166,7 @@ asyncio.run(main())
 
 
 def test_a_folder_that_is_gone(tmp_path: Path) -> None:
-    """Workers start in it, and are replaced."""
+    """Workers start in a deleted folder, and are replaced."""
     program = """
 import asyncio, os, signal, sglrl
 
@@ -234,7 +237,7 @@ except KeyboardInterrupt:
 
 
 class Driver:
-    """A driver in a process of its own, its folder for sockets, and all processes it started."""
+    """A driver in its own process, its folder for sockets, and all processes that it started."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -254,7 +257,7 @@ class Driver:
         pytest.fail(f"the driver ended before it said {line!r}")
 
     def end(self, number: int) -> tuple[str, list[int]]:
-        """What it wrote to stderr, and which of its processes outlived it for 5 seconds."""
+        """Send signal ``number``; return stderr and the descendants that live 5 seconds longer."""
         below = list(descendants(self.process.pid))
         self.process.send_signal(number)
         _, errors = self.process.communicate(timeout=30)
@@ -266,7 +269,7 @@ class Driver:
 def test_nothing_outlives_the_driver(
     tmp_path_factory: pytest.TempPathFactory, stage: str, number: signal.Signals
 ) -> None:
-    # Short: unix sockets have short names.
+    # The folder is short, because paths of unix sockets have a length limit.
     folder = Path(tmp_path_factory.mktemp("d"))
     driver = Driver(folder)
     driver.until(stage)
@@ -283,7 +286,7 @@ def test_an_interrupt_at_any_moment(tmp_path_factory: pytest.TempPathFactory, se
     folder = Path(tmp_path_factory.mktemp("d"))
     driver = Driver(folder)
     driver.until("begun")
-    # A random moment is what is tested here; whatever comes first ends the wait.
+    # The driver is interrupted at a random moment, or after its exit if that comes first.
     with suppress(subprocess.TimeoutExpired):
         driver.process.wait(random.Random(seed).uniform(0.0, 0.8))
     _, left = driver.end(signal.SIGINT)
@@ -293,7 +296,7 @@ def test_an_interrupt_at_any_moment(tmp_path_factory: pytest.TempPathFactory, se
 
 
 def test_what_agents_in_other_processes_say(tmp_path: Path) -> None:
-    """It comes out where the program's own output does; and the environment is the program's."""
+    """Agents' output appears in the program's own output. Agents get the program's environment."""
     program = """
     import asyncio, logging, os
     import sglrl

@@ -1,4 +1,7 @@
-"""Clients in other processes (and in this one, by the same way) of a pool with the fake engine."""
+"""Clients of a pool with the fake engine, in other processes.
+
+Clients in this process use the same path.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +61,7 @@ def peers(client: sglrl.Client) -> list[Peer]:
 
 
 async def until(client: sglrl.Client, met: Callable[[], bool]) -> None:
-    """Round trips to a worker, until it has happened."""
+    """Make round trips to a worker until the condition is met."""
     async with asyncio.timeout(20):
         while not met():
             await client.generate(input_ids=IDS, max_new_tokens=1)
@@ -114,7 +117,7 @@ async def test_late_news_of_weights_change_nothing(remote: sglrl.Client) -> None
     weights, told = remote._pool.weights, []
     weights.version = 3
     weights.on_version.add(lambda: told.append(weights.version))
-    # What the pool last said is of version 0.
+    # The pool's last report has version 0.
     remote._running().on_news()  # type: ignore[attr-defined]
     assert remote.weight_version == 3
     assert told == []
@@ -164,7 +167,7 @@ async def test_calls_go_where_they_are_told(pool: sglrl.Client, remote: sglrl.Cl
 
 
 class Number(int):
-    """Not of a type that messages know."""
+    """An ``int`` subclass, which messages do not support."""
 
 
 @pytest.mark.parametrize(
@@ -182,7 +185,7 @@ class Number(int):
 async def test_values_of_other_types_arrive(
     pool: sglrl.Client, remote: sglrl.Client, values: dict[str, Any]
 ) -> None:
-    """Locally and remotely, beside a call without them."""
+    """The values arrive locally and remotely, beside a call without them."""
     made = await asyncio.gather(
         *(
             client.generate(input_ids=IDS, max_new_tokens=5, **more)
@@ -311,7 +314,7 @@ async def test_cancelled_and_late_calls_end_at_the_worker(
         await late
     await until(pool, lambda: not peers(pool)[0].calls)
     await until(pool, lambda: all(w.load == 0 for w in pool.workers))
-    # Its own books are in order too.
+    # The remote client's own records are empty, too.
     held = remote._running().fabric.members[0].calls
     await until(remote, lambda: not held)
     with pytest.raises(sglrl.InvalidRequest):
@@ -334,7 +337,7 @@ async def test_too_much_work_is_refused_by_name() -> None:
 
 @pytest.fixture
 async def small() -> AsyncIterator[sglrl.Client]:
-    """A client that takes little at once, of a pool whose answers come in one piece."""
+    """A client with a small message limit, of a pool that sends each answer in one message."""
     async with (
         sglrl.launch("fake", engine="fake") as pool,
         sglrl.connect(pool.address, max_message_bytes=1 << 16) as client,
@@ -384,7 +387,7 @@ async def test_who_could_not_be_told_anything_hears_that_it_is_forgotten(
 ) -> None:
     monkeypatch.setattr(remote_pool, "_CHECK_SECONDS", 0.05)
     async with sglrl.connect(pool.address) as remote:
-        # It is asked while all is well, too.
+        # The client polls the pool during normal operation, too.
         call = asyncio.ensure_future(remote.generate(input_ids=IDS, max_new_tokens=2000))
         assert len((await call).output_ids) == 2000
         call = asyncio.ensure_future(remote.generate(input_ids=IDS, max_new_tokens=30_000))
@@ -411,7 +414,7 @@ async def test_when_the_pool_closes() -> None:
             with pytest.raises(sglrl.Closed):
                 await call
             with pytest.raises(sglrl.Closed):
-                # Its end may be heard of a moment later than that of the call.
+                # The client may learn of the closed connection a moment after the call has failed.
                 while True:
                     await remote.generate(input_ids=IDS, max_new_tokens=1, timeout=20)
         await remote.close()
@@ -469,7 +472,7 @@ async def test_addresses(pool: sglrl.Client, tmp_path: Path) -> None:
             await remote.remove_worker(0)
         with pytest.raises(sglrl.UsageError, match="no weights"):
             await remote.model_metadata()
-        # What it is given it may pass on.
+        # A client may pass on the address that it was given.
         async with sglrl.connect(remote.address) as third:
             assert (await third.generate(input_ids=IDS, max_new_tokens=1)).output_ids.tolist() == [
                 3
@@ -509,13 +512,13 @@ def request(id_: int, ids: list[int], wire: Sampling, **more: object) -> Request
 
 
 async def test_a_client_that_does_not_keep_to_the_rules(pool: sglrl.Client) -> None:
-    """Nothing of it comes to a worker, and the others are served."""
+    """None of the hostile client's messages reaches a worker, and other clients are served."""
     url, _, token = pool.address.partition("#")
     hostile = ZmqDealer(url, f"client/{token}/x".encode(), max_message_bytes=1 << 20)
     said: list[object] = []
     hostile.start(lambda frames: said.append(decode_to_client(frames[0])))
     driver = pool._pool.driver
-    # Before it has said who it is.
+    # The client sends a request before its Hello.
     hostile.send([encode(Requests([request(1, IDS, sampling())]))])
     await until(pool, lambda: any(isinstance(m, Rejected) for m in said))
     hostile.send([encode(Hello(999))])
@@ -557,13 +560,13 @@ async def test_a_client_that_does_not_keep_to_the_rules(pool: sglrl.Client) -> N
         return {i.id for m in said if isinstance(m, Answers) for i in m.items if i.kind == 4}
 
     await until(pool, lambda: len(failed()) == len(wrong))
-    # The same id twice: once.
+    # Two requests with the same id: only one is accepted.
     held = request(50, IDS, sampling(39_000))
     hostile.send([encode(Requests([held, held]))])
     await until(pool, lambda: driver.dropped == dropped + len(nonsense) + 1)
     hostile.send([encode(Cancel([50, 50, 51]))])
     await until(pool, lambda: not peers(pool)[0].calls)
-    # Sampling values that were checked before, with a prompt that they do not fit.
+    # Sampling values that were validated before, with a prompt for which they are too large.
     said.clear()
     hostile.send([encode(Requests([request(60, [1] * 2000, sampling(39_000))]))])
     await until(pool, lambda: failed() == {60})
@@ -626,7 +629,7 @@ def test_of_a_client_the_latest_conversations_are_known() -> None:
 
 
 async def test_calls_of_one_worker_stay_its(pool: sglrl.Client) -> None:
-    """However many are made in one turn of the loop."""
+    """Calls with ``worker=1`` stay at worker 1, however many are made in one turn of the loop."""
     async with sglrl.connect(pool.address) as remote:
         made = await asyncio.gather(
             *(remote.generate(input_ids=[1 + i], max_new_tokens=2, worker=1) for i in range(300))

@@ -1,4 +1,4 @@
-"""What a run and its sessions do at their ends and in between: paused, late, cancelled, resumed."""
+"""How runs and their sessions end, and pause: time-outs, cancellation, resumption."""
 
 from __future__ import annotations
 
@@ -179,12 +179,12 @@ async def test_a_pause_that_is_ended_before_it_has_begun() -> None:
                 await pause
 
 
-# --- ends from outside ----------------------------------------------------------------------------
+# --- ends caused from outside ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("connected", [False, True])
 async def test_a_run_ends_when_its_pool_drains(client: sglrl.Client, connected: bool) -> None:
-    """Nothing is dropped, and what was not finished can be run elsewhere."""
+    """No sample is dropped, and unfinished items can be run elsewhere."""
     at_tools, draining = asyncio.Semaphore(0), asyncio.Event()
 
     async def agent(session: sglrl.Session, item: Any) -> float:
@@ -205,7 +205,7 @@ async def test_a_run_ends_when_its_pool_drains(client: sglrl.Client, connected: 
         assert sorted(g.index for g in await run.take(2)) == [0, 1]
         for _ in range(4):
             await at_tools.acquire()
-        # The drain waits for this one.
+        # The drain waits for this call.
         await client.pause()
         held = tasks.create_task(client.generate(input_ids=[1]))
         await asyncio.sleep(0)
@@ -246,7 +246,7 @@ async def test_what_agents_make_of_their_cancellation_is_no_failure(client: sglr
 async def test_what_comes_of_being_given_up_is_no_failure(
     client: sglrl.Client, why: str, on_error: Any
 ) -> None:
-    """A tool's clean-up raises when the sample is cancelled."""
+    """An exception from a tool's clean-up is not counted when the sample was cancelled."""
     begun: list[int] = []
     waits = asyncio.Event()
 
@@ -323,7 +323,7 @@ async def test_a_pool_that_is_gone_ends_the_run(how: str) -> None:
 
 
 async def test_a_first_turn_that_failed_has_no_version() -> None:
-    """So the sample is not too old when new weights come."""
+    """The sample is therefore not stale when new weights arrive."""
 
     async def agent(session: sglrl.Session, item: Any) -> sglrl.Trajectory:
         with pytest.raises(sglrl.DeadlineExceeded):
@@ -379,7 +379,7 @@ async def test_metadata_of_an_item_is_its_own(client: sglrl.Client) -> None:
 
 
 async def test_an_error_of_keep_is_no_decision(client: sglrl.Client) -> None:
-    """When a group is looked at again, and then once more."""
+    """``keep`` raises when a smaller group is checked again. The group is checked once more."""
     asked: list[int] = []
     is_ready = asyncio.Event()
 
@@ -404,7 +404,7 @@ async def test_an_error_of_keep_is_no_decision(client: sglrl.Client) -> None:
 
 
 async def test_failures_behind_a_success_do_not_end_the_run(client: sglrl.Client) -> None:
-    """Also if its group was dropped for another sample."""
+    """The same holds if the successful sample's group was dropped because of another sample."""
     done = asyncio.Event()
 
     async def agent(session: sglrl.Session, item: Any) -> float:
@@ -423,7 +423,7 @@ async def test_failures_behind_a_success_do_not_end_the_run(client: sglrl.Client
     assert sorted([group.index async for group in run]) == [35, 36, 37, 38, 39]
 
 
-# --- what was done --------------------------------------------------------------------------------
+# --- progress of a run: items, groups and seeds ---------------------------------------------------
 
 
 async def test_an_item_that_was_read_and_not_begun_is_not_done(client: sglrl.Client) -> None:
@@ -431,7 +431,7 @@ async def test_an_item_that_was_read_and_not_begun_is_not_done(client: sglrl.Cli
     arguments: dict[str, Any] = {"state": state, "batch_size": 1, "max_staleness": 0}
     async with sglrl.rollout(client, one_turn, ITEMS[:12], **arguments) as run:
         (first,) = await run.take(1)
-        # No more groups may be begun, and the next item is looked at.
+        # No more groups may begin, and the run has already read the next item.
         while run._items.read_ahead is None:  # noqa: ASYNC110
             await asyncio.sleep(0)
         found = run.state_dict()
@@ -464,7 +464,7 @@ async def test_a_group_that_has_lost_samples_is_looked_at_again(client: sglrl.Cl
     async def agent(session: sglrl.Session, item: Any) -> sglrl.Trajectory:
         await session.generate(max_new_tokens=2)
         number = session.metadata["sample"]
-        # The one that is worth something is of the oldest policy.
+        # Only the sample of the oldest policy has a reward.
         made = session.trajectory(float(number == 0))
         return made.replace(versions=np.where(made.loss_mask, int(number > 0), -1))
 
@@ -491,7 +491,7 @@ async def test_every_try_has_a_seed_of_its_own(client: sglrl.Client) -> None:
         await session.generate(max_new_tokens=2)
         return 1.0
 
-    # The run raises that only if the other sample never ended before.
+    # The run raises this error only if the other sample has never finished before.
     with contextlib.suppress(ValueError):
         async for _ in sglrl.rollout(client, agent, ITEMS[:1], seed=3, retries=2, group_size=2):
             raise AssertionError

@@ -1,4 +1,4 @@
-"""Runs in which much fails: how often samples are tried, what is logged, and when the run ends."""
+"""Runs with many failures: how often samples are retried, what is logged, and when the run ends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def client() -> AsyncIterator[sglrl.Client]:
 
 
 class Bad:
-    """Fails with all items but the first, or with every one that ``fails`` names."""
+    """An agent that fails at all items but the first, or at every item that ``fails`` selects."""
 
     def __init__(self, fails: Any = lambda item: item["id"] > 0) -> None:
         self.attempts: Counter[tuple[int, int]] = Counter()
@@ -71,7 +71,7 @@ async def test_retries_are_a_budget_of_each_sample(
 async def test_a_run_in_which_nearly_all_fails_ends(
     client: sglrl.Client, processes: int | None
 ) -> None:
-    # As it travels by value, it does not count here.
+    # This agent is pickled by value, so it cannot count attempts in this process.
     async def agent(session: sglrl.Session, item: Any) -> float:
         await session.generate(max_new_tokens=1)
         if item["id"] == 299:

@@ -1,4 +1,4 @@
-"""Agents in processes of their own: what comes of a run is what comes of it in this one."""
+"""Agents in their own processes: a run gives the same results as in this process."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def client() -> AsyncIterator[sglrl.Client]:
 
 
 def agents() -> Callable[..., Any]:
-    """One that is defined in a function, and so travels by value."""
+    """Return an agent that is defined in a function, and is therefore pickled by value."""
 
     async def two_turns(session: sglrl.Session, item: dict[str, Any]) -> float:
         await session.generate(max_new_tokens=6)
@@ -54,7 +54,7 @@ def agents() -> Callable[..., Any]:
 
 
 async def until(condition: Callable[[], Any]) -> Any:
-    """Of what another process writes, of which no event tells."""
+    """Poll until another process has written its result, for which there is no event."""
     async with asyncio.timeout(20):
         while not (found := condition()):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -62,7 +62,7 @@ async def until(condition: Callable[[], Any]) -> Any:
 
 
 def new_weights(client: sglrl.Client) -> None:
-    """What the weight channel does when an update is done; the fake engine has no weights."""
+    """Do what the weight channel does after an update; the fake engine has no weights."""
     weights = client._pool.weights
     weights.version += 1
     for listener in list(weights.on_version):
@@ -94,7 +94,7 @@ async def test_the_trajectories_are_those_of_one_process(client: sglrl.Client) -
             assert 0 < other.timing.generating <= other.timing.total
             assert one.metadata["sample"] == other.metadata["sample"]
             assert other.metadata["item"] == index
-            # Whatever came from there is checked when a changed one is made of it.
+            # ``replace`` checks all fields of the received trajectory.
             other.replace(metadata={})
     pids = {t.metadata["pid"] for group in away.values() for t in group.trajectories}
     assert len(pids) == 3
@@ -217,7 +217,7 @@ async def test_a_class_with_arguments(client: sglrl.Client, processes: int | Non
 async def test_it_is_left_in_the_task_in_which_it_was_entered(
     client: sglrl.Client, tmp_path: Path
 ) -> None:
-    """Cancel scopes and groups of tasks must be."""
+    """Cancel scopes and task groups must be exited in the task that entered them."""
 
     class Agent:
         async def __aenter__(self) -> Agent:
@@ -264,7 +264,7 @@ async def test_an_item_that_cannot_be_sent_costs_its_own_group(client: sglrl.Cli
 
 
 async def test_samples_of_a_group_begin_alike(client: sglrl.Client) -> None:
-    """What they begin with is found once, here, from the item as it is."""
+    """This process builds the session spec once per group, from the original item."""
 
     class Question(NamedTuple):
         ids: list[int]
@@ -298,7 +298,7 @@ async def test_samples_of_a_group_begin_alike(client: sglrl.Client) -> None:
             await run.close()
 
 
-# --- what goes wrong there ------------------------------------------------------------------------
+# --- failures in other processes ------------------------------------------------------------------
 
 
 async def test_errors_are_told_and_run_again(client: sglrl.Client, tmp_path: Path) -> None:
@@ -350,7 +350,7 @@ async def test_errors_of_sglrl_are_what_they_are_here(client: sglrl.Client) -> N
     assert sorted([g.index async for g in run]) == [4, 5, 6, 7]
     kinds = {type(error).__name__ for error in run.errors}
     assert kinds == {"InvalidRequest", "DeadlineExceeded", "UsageError"}
-    # Those that are wrong as they stand are not run again, nor is their group.
+    # Samples that fail because of their own input are not retried, and neither is their group.
     assert run.metrics.samples_retried == 1
     said = "".join(map(str, run.errors))
     for text in ("did you mean", "metadata of this trajectory cannot be sent", "must return its"):
@@ -411,7 +411,7 @@ async def test_agents_that_cancel_themselves_have_failed(client: sglrl.Client) -
 async def test_who_computes_for_too_long_is_late(
     client: sglrl.Client, processes: int | None
 ) -> None:
-    """Also if nobody could say so meanwhile."""
+    """A sample times out, even if its process could not report during the computation."""
 
     async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:
         await session.generate(max_new_tokens=1)
@@ -528,7 +528,7 @@ async def test_a_process_that_dies_costs_its_samples_a_try(
     assert all(len(group.trajectories) == 2 for group in groups.values())
     assert 1 <= run.metrics.samples_retried <= 8
     assert any(isinstance(error, sglrl.WorkerLost) for error in run.errors)
-    # The pool's clients are those that are there.
+    # The pool knows only the clients that still exist.
     server = client._server
     assert server is not None
     await until(lambda: not any(peer.calls for peer in server._peers.values()))
@@ -537,7 +537,7 @@ async def test_a_process_that_dies_costs_its_samples_a_try(
 async def test_many_that_are_lost_at_once_are_no_failures(
     client: sglrl.Client, tmp_path: Path
 ) -> None:
-    """Before any sample has ended well."""
+    """Many samples are lost at once before any sample has succeeded."""
 
     async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:
         await session.generate(max_new_tokens=1)
@@ -575,7 +575,7 @@ async def test_a_sample_that_kills_its_process_costs_the_others_nothing(
         assert run.metrics.samples_lost["error"] == 1
         assert run.metrics.groups_dropped == 1
     (error,) = {str(e) for e in run.errors if getattr(e, "__notes__", None)}
-    # Whichever the driver hears of first: of the process, or when it sends it something.
+    # The driver notices the exited process first, or the broken connection when it sends.
     assert "exited with status 7" in error or "its connection is gone" in error
 
 
@@ -629,7 +629,7 @@ async def test_the_pools_end_ends_the_run() -> None:
                 await taking
 
 
-# --- its life -------------------------------------------------------------------------------------
+# --- start and close of processes -----------------------------------------------------------------
 
 
 async def test_leaving_early_leaves_nothing(client: sglrl.Client, tmp_path: Path) -> None:
@@ -655,7 +655,7 @@ async def test_leaving_early_leaves_nothing(client: sglrl.Client, tmp_path: Path
 
 
 def slow(started: Path) -> type[Any]:
-    """An agent that takes its time to start, and says when it does."""
+    """Return an agent class that starts slowly, and creates ``started`` when its start begins."""
 
     class Slow:
         async def __aenter__(self) -> Slow:
@@ -681,7 +681,7 @@ async def test_a_client_that_is_closed_while_a_run_starts(tmp_path: Path) -> Non
             await client.close()
             with pytest.raises(sglrl.SglrlError):
                 await entering
-    # What they have started is gone: see conftest.py.
+    # conftest.py checks that the processes have exited.
 
 
 @pytest.mark.parametrize("processes", [None, 2])
@@ -755,7 +755,7 @@ async def test_a_paused_run_samples_nothing(client: sglrl.Client) -> None:
 async def test_a_process_that_comes_while_the_run_is_paused(
     client: sglrl.Client, tmp_path: Path
 ) -> None:
-    """Samples that wait for it do not begin turns then."""
+    """Samples that wait for the new process begin no turns during the pause."""
 
     async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:
         (tmp_path / str(os.getpid())).touch()
@@ -767,7 +767,7 @@ async def test_a_process_that_comes_while_the_run_is_paused(
     async with run:
         (first,) = await until(lambda: os.listdir(tmp_path))
         os.kill(int(first), signal.SIGKILL)
-        # What it had is to be run again, and waits for the next one.
+        # The killed process's samples will be retried; they wait for its replacement.
         await until(lambda: run.metrics.samples_retried == 4)
         await run.pause(timeout=10)
         (tmp_path / "go").touch()
@@ -808,7 +808,7 @@ async def test_tokens_that_are_too_old_are_not_handed_out(
 
 
 async def test_samples_that_begin_behind_an_update_are_not_stale(client: sglrl.Client) -> None:
-    """They come to a process over another connection than the news of it."""
+    """Samples and version news reach a process over different connections."""
 
     async def agent(session: sglrl.Session, item: dict[str, Any]) -> sglrl.Trajectory:
         await session.generate(max_new_tokens=2)
@@ -854,7 +854,7 @@ async def test_a_run_that_was_stopped_goes_on_where_it_was(client: sglrl.Client)
     assert {group.index async for group in rest} == {*range(24)} - done
 
 
-# --- whose client it is ---------------------------------------------------------------------------
+# --- kinds of clients -----------------------------------------------------------------------------
 
 
 async def test_of_a_client_in_another_process(client: sglrl.Client) -> None:
@@ -907,7 +907,7 @@ def test_blocking() -> None:
 
 
 async def test_a_process_that_is_cut_off_is_replaced(client: sglrl.Client, tmp_path: Path) -> None:
-    """The pool has forgotten it, as one that has not read for too long."""
+    """The pool has dropped the process's client, like a client that has not read for too long."""
 
     async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:
         (tmp_path / f"pid-{os.getpid()}").touch()

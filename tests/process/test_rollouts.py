@@ -1,4 +1,4 @@
-"""Agents over a data set, on the fake engine: which groups come, and what becomes of the rest."""
+"""Agents over a data set, on the fake engine: which groups are returned, and which are not."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def client() -> AsyncIterator[sglrl.Client]:
 
 
 async def of_now(session: sglrl.Session, item: dict[str, Any]) -> sglrl.Trajectory:
-    """As ``two_turns``, and the tokens say the version of the weights, as a real engine's do."""
+    """Run ``two_turns``, and give the tokens the weights' version, as a real engine does."""
     client = session._spec.client
     version = client.weight_version
     reward = await two_turns(session, item)
@@ -40,7 +40,7 @@ async def of_now(session: sglrl.Session, item: dict[str, Any]) -> sglrl.Trajecto
 
 
 def new_weights(client: sglrl.Client) -> None:
-    """What the weight channel does when an update is done; the fake engine has no weights."""
+    """Do what the weight channel does after an update; the fake engine has no weights."""
     weights = client._pool.weights
     weights.version += 1
     for listener in weights.on_version:
@@ -85,7 +85,7 @@ async def test_a_trajectory_is_what_happened(client: sglrl.Client) -> None:
 
 
 async def test_the_prompts_of_all_turns_are_the_same_memory(client: sglrl.Client) -> None:
-    """A copy for each would be quadratic in the number of turns."""
+    """One copy per turn would cost memory quadratic in the number of turns."""
     async with client.session(input_ids=[4, 5, 6], max_new_tokens=4) as session:
         seen = []
         for turn in range(6):
@@ -123,7 +123,7 @@ async def test_what_a_session_refuses(client: sglrl.Client) -> None:
 
 
 class Several:
-    """As a tensor of several numbers."""
+    """Raises in ``float()``, like a tensor of several numbers."""
 
     def __float__(self) -> float:
         raise RuntimeError("there are several")
@@ -200,7 +200,7 @@ async def test_a_cancelled_turn_did_not_happen() -> None:
         session = client.session(input_ids=[5, 6])
         session.observe([7])
         turn = asyncio.ensure_future(session.generate(max_new_tokens=5000))
-        # An answer of the same worker: by then the turn has reached it.
+        # Once this call to the same worker is answered, the turn has reached the worker.
         await client.generate(input_ids=[1], max_new_tokens=1)
         assert client.workers[0].load == 1
         turn.cancel()
@@ -228,7 +228,7 @@ async def test_what_was_observed_waits_for_a_turn_that_succeeds(client: sglrl.Cl
         assert len(session.trajectory().response_ids) == 4
         again = await session.generate()
         assert again.prompt_ids.tolist() == [*before, 7, 7, 8]
-        # What does not fit can be taken back.
+        # An observation that does not fit can be removed.
         session.observe([9] * 300)
         assert session.room == 0
         with pytest.raises(sglrl.InvalidRequest, match="unobserve"):
@@ -247,7 +247,7 @@ async def test_what_is_observed_during_a_turn_comes_behind_it(client: sglrl.Clie
         turn = asyncio.create_task(session.generate())
         await asyncio.sleep(0)
         session.observe([7])
-        # In the prompt already.
+        # The first observation is already part of the prompt.
         session.unobserve()
         session.observe([8])
         first = await turn
@@ -259,7 +259,7 @@ async def test_what_is_observed_during_a_turn_comes_behind_it(client: sglrl.Clie
 async def test_a_closed_session_gives_its_turn_up(client: sglrl.Client) -> None:
     session = client.session(input_ids=[4, 5], max_new_tokens=200)
     turn = asyncio.create_task(session.generate())
-    # It is sent in its first step.
+    # The turn is sent in the task's first step.
     await asyncio.sleep(0)
     assert any(worker.load for worker in client.workers)
     session.close()
@@ -269,7 +269,7 @@ async def test_a_closed_session_gives_its_turn_up(client: sglrl.Client) -> None:
         await client.stats()
 
 
-# --- a run from beginning to end ------------------------------------------------------------------
+# --- whole runs -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("concurrency", [None, 1, 7, 500])
@@ -334,11 +334,11 @@ async def test_groups_come_as_they_finish_not_as_they_began(client: sglrl.Client
 
 
 async def test_leaving_early_leaves_nothing(client: sglrl.Client) -> None:
-    """The fixtures see to it that no task is left; here, that no call is."""
+    """The fixtures check that no task remains; this test checks that no call remains."""
     async with sglrl.rollout(client, two_turns, ITEMS, group_size=4) as run:
         await run.take(1)
     async with asyncio.timeout(60):
-        # The workers confirm that they have stopped.
+        # The workers confirm that the calls have stopped.
         while client._driver.fabric.calls:
             await client._driver.idle()
     assert await run.take(1) == []
@@ -366,11 +366,11 @@ async def test_nothing_is_lost_when_taking_is_given_up(client: sglrl.Client) -> 
         assert sorted(g.index for g in await run.take(5)) == [0, 1, 2, 3, 4]
 
 
-# --- what goes wrong ------------------------------------------------------------------------------
+# --- failures -------------------------------------------------------------------------------------
 
 
 class Flaky:
-    """Fails the first ``times`` tries of each sample of the items with these numbers."""
+    """An agent that fails the first ``times`` tries of each sample of the given items."""
 
     def __init__(self, items: set[int], times: int) -> None:
         self.items = items
@@ -404,8 +404,8 @@ async def test_what_fails_again_and_again_is_dropped(client: sglrl.Client) -> No
     assert sorted({*range(40)} - {g.index for g in groups}) == [3]
     metrics = run.metrics
     assert metrics.groups_dropped == 1
-    # One sample of the group fails for good and takes the group with it, which is not begun again:
-    # this sample has no try left.
+    # One sample fails for good, and its group is dropped with the other sample. The group is not
+    # begun again, because the failed sample has no try left.
     assert metrics.samples_lost == {"error": 1, "given up": 1}
     assert metrics.samples_done == 78
 
@@ -534,7 +534,7 @@ async def test_a_short_data_set_of_which_nothing_works(client: sglrl.Client) -> 
 async def test_what_fails_is_run_again_while_the_next_item_is_awaited(
     client: sglrl.Client,
 ) -> None:
-    """Which follows from the last result."""
+    """The next item arrives only after the last result."""
     come = asyncio.Event()
 
     async def items() -> AsyncIterator[dict[str, Any]]:
@@ -555,7 +555,7 @@ async def test_what_fails_is_run_again_while_the_next_item_is_awaited(
 
 @pytest.mark.parametrize("kind", ["plain", "async"])
 async def test_a_data_set_that_breaks_off(client: sglrl.Client, kind: str) -> None:
-    """What was read is handed out first."""
+    """Items that were read before the error are still returned."""
 
     def plain() -> Iterator[dict[str, Any]]:
         yield from ITEMS[:5]
@@ -599,7 +599,7 @@ async def test_data_sets_as_torch_has_them(client: sglrl.Client) -> None:
 async def test_the_end_is_seen_without_new_weights(
     client: sglrl.Client, staleness: int, kind: str
 ) -> None:
-    """Although no further group might be begun."""
+    """The run notices the end of the data set, although no further group may begin."""
 
     async def in_time() -> AsyncIterator[dict[str, Any]]:
         for item in ITEMS[:8]:
@@ -625,7 +625,7 @@ async def test_a_run_is_looped_over_once(client: sglrl.Client) -> None:
     with pytest.raises(sglrl.UsageError, match="has ended"):
         async for _ in run:
             pass
-    # Python closes what was left by a break in a task of its own.
+    # After a break, Python closes the generator in another task.
     _, left = await asyncio.wait(asyncio.all_tasks() - before, timeout=60)
     assert not left
 
@@ -662,7 +662,7 @@ async def test_an_agent_that_is_not_async_ends_the_run(client: sglrl.Client) -> 
     with pytest.raises(sglrl.UsageError, match=r"the agent must be async: it returned 1\.0"):
         async for _ in sglrl.rollout(client, agent, ITEMS):  # type: ignore[arg-type]
             pass
-    # Of those that were begun together, nothing was tried again.
+    # The run retried none of the samples that began together.
     assert len(calls) == len({item["id"] for item in calls})
 
 
@@ -688,7 +688,7 @@ async def test_a_lost_worker_costs_no_sample(client: sglrl.Client) -> None:
 
 
 class Bomb(sglrl.Actor):
-    """A tool. It ends its process when it is told to."""
+    """A tool whose process exits at number 13."""
 
     @sglrl.endpoint
     async def use(self, number: int) -> int:
@@ -730,7 +730,7 @@ async def test_rollouts_run_ahead_by_so_many_versions(client: sglrl.Client, stal
         for step in range(4):
             batch = await run.take(4)
             assert len(batch) == 4
-            # The trainer is at it; meanwhile no more than this is begun.
+            # While the trainer works, the run begins no more samples than this.
             while run.metrics.groups_ready < 4 * staleness or run.metrics.samples_running:
                 await client.generate(input_ids=[1], max_new_tokens=1)
             assert len(begun) == (step + staleness + 1) * 4
@@ -755,14 +755,15 @@ async def test_tokens_that_are_too_old_are_not_handed_out(client: sglrl.Client) 
         await sampled.wait()
         with pytest.raises(sglrl.DeadlineExceeded):
             await run.take(2, timeout=0.1)
-        # Item 1 is ready, and 0 holds tokens of version 0: neither can be of use any more.
+        # Group 1 is ready, and group 0 holds tokens of version 0. Neither is usable after the
+        # update.
         new_weights(client)
         batch = await run.take(2)
         assert not held.is_set(), "the straggler was cancelled, not awaited"
         assert run.metrics.samples_lost == {"stale": 2}
         assert all(g.staleness == 0 for g in batch)
         assert len(batch) == 2
-        # Their items come again.
+        # Their items are run again.
         rest = await run.take(2)
         assert {0, 1} <= {g.index for g in (*batch, *rest)}
         assert (tries[0], tries[1]) == (2, 2)
@@ -783,7 +784,7 @@ async def test_a_paused_run_samples_nothing(client: sglrl.Client) -> None:
         await run.take(20)
         assert run.metrics.turns > turns
         await run.pause(timeout=60)
-        # Closing a paused run ends the agents that wait for their turn.
+        # Closing a paused run cancels the agents that wait for their turn.
 
 
 async def test_a_pause_is_not_counted_against_the_timeout(client: sglrl.Client) -> None:
@@ -840,7 +841,7 @@ async def test_the_limit_grows_to_what_the_engines_take() -> None:
 
 
 async def test_the_limit_grows_while_turns_are_long() -> None:
-    """What the engines say of themselves does not wait for the end of one."""
+    """The engines report their load during a turn, not only at its end."""
 
     async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:
         await session.generate(max_new_tokens=5000)
@@ -863,7 +864,7 @@ async def test_the_limit_grows_while_turns_are_long() -> None:
 
 
 async def test_what_is_given_up_before_its_first_step_is_counted(client: sglrl.Client) -> None:
-    """A sample fails, and drops a group whose other one has been started in the same tick."""
+    """A sample fails, and drops a group whose other sample was started in the same tick."""
 
     async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:
         if session.metadata["sample"] == 0 and item["id"] < 10:

@@ -1,7 +1,8 @@
-"""The system has no more processes, threads or room for files: the program says so, and what to do.
+"""The system has no more processes, threads or inodes: the program reports this and a remedy.
 
-A program is run with so much more of it each time, until it works; it must never fail in another
-way in between."""
+A program is run with a little more of the resource each time, until it works. In between it must
+never fail in another way.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ except sglrl.SglrlError as error:
 
 
 def run(*before: str, folder: Path | str) -> str:
-    """What the program prints, started by the command ``before``."""
+    """Run the program with the command prefix ``before``, and return its output."""
     done = subprocess.run(
         [*before, sys.executable, "-c", textwrap.dedent(PROGRAM), str(folder)],
         cwd="/",
@@ -109,11 +110,11 @@ def test_a_socket_whose_name_is_too_long(tmp_path: Path) -> None:
 
 
 CAPABILITY = "+dac_read_search"
-"""What the tests are made of may be readable for root alone."""
+"""Lets the other user read the tests' files, which may be readable for root only."""
 
 
 def limited(processes: int) -> tuple[str, ...]:
-    """A command as another user, who may have so many processes: for root there is no limit."""
+    """Return a command prefix for another user with a process limit; root has no such limit."""
     user = 60_000 + os.getpid() % 5000
     as_user = ("setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups")
     able = (f"--inh-caps={CAPABILITY}", f"--ambient-caps={CAPABILITY}")

@@ -1,4 +1,4 @@
-"""Workers that are lost, replaced, added and removed; nothing that is asked of them is."""
+"""Workers that are lost, replaced, added and removed, while every call is answered."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def begin(
 
 
 async def busy(client: sglrl.Client) -> None:
-    """Every worker that serves has begun something."""
+    """Wait until every serving worker has generated a token."""
     while not all(s.engine.generated_tokens for s in await client.stats()):
         pass
 
@@ -78,7 +78,7 @@ async def test_a_lost_worker_is_replaced() -> None:
         await client.wait_until_full()
         assert states(client) == ["ready", "ready"]
         assert client.workers[1].pid != before
-        # It has its place in the routing, and can be addressed.
+        # The replacement is routed to again, and can be addressed by its index.
         made = await client.generate(input_ids=IDS, max_new_tokens=3, worker=1)
         assert (made.worker, made.output_ids.tolist()) == (1, IDS)
         calls = begin(client, 30)
@@ -128,7 +128,7 @@ async def test_the_pool_goes_on_smaller() -> None:
 
 
 class Fragile(sglrl.Actor):
-    """Can be made only while a file is there."""
+    """An actor whose constructor works only while a file exists."""
 
     def __init__(self, file: str) -> None:
         if not os.path.exists(file):
@@ -148,7 +148,7 @@ async def test_a_replacement_that_cannot_start(
         await fragile.pid()
         file.unlink()
         kill(fragile, 0)
-        # A call might find its connection gone before the news of its end are here.
+        # A call might otherwise find a broken connection before the driver learns of the exit.
         while states(fragile) == ["ready"]:
             await fragile._pool.driver.change()
         with pytest.raises(sglrl.WorkerLost, match=r"exited with status 1 \(2 times\); killed by"):
@@ -158,11 +158,11 @@ async def test_a_replacement_that_cannot_start(
 
 
 async def test_what_a_worker_knew_is_not_taken_for_granted() -> None:
-    """Calls that are not idempotent do not wait for a replacement."""
+    """Calls that are not idempotent fail at once instead of waiting for a replacement."""
     async with sglrl.spawn(Gate, replicas=2, window=2) as gates:
         calls = [asyncio.ensure_future(gates[0].enter()) for _ in range(4)]
         again = asyncio.ensure_future(gates[0].enter_again())
-        # Sent after those that fill the window.
+        # This call is sent after the calls that fill the window.
         await gates[1].begun_so_far()
         kill(gates, 0)
         ends = await asyncio.gather(*calls, return_exceptions=True)
@@ -256,7 +256,7 @@ async def test_the_fork_server_is_lost_too() -> None:
     async with sglrl.spawn(Values, replicas=2) as values:
         await values.add(1)
         plain_server().process.kill()
-        # Its workers die with it; a new one makes the replacements.
+        # The workers die with their fork server; a new fork server starts the replacements.
         await until(values, ["lost", "lost"])
         assert await values.add(1) == 11
         await values.wait_until_full()
@@ -286,7 +286,7 @@ async def test_what_the_fork_server_cannot_read_ends_its_senders_workers_alone()
 
 @contextmanager
 def files_used_up(pid: int) -> Iterator[None]:
-    """The process may open one more; a fork takes four."""
+    """Limit the process to one more open file; a fork needs four."""
     used = {int(name) for name in os.listdir(f"/proc/{pid}/fd")}
     free = next(number for number in itertools.count() if number not in used)
     soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)

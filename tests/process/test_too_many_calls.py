@@ -1,5 +1,8 @@
-"""More calls than a pool can take at a time: refused before anything is made for them; and of
-those that were submitted before one was refused nothing is left."""
+"""More calls than a pool accepts at a time.
+
+They are refused before any object is made for them. When one call of a group is refused, no call of
+the group remains.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ POOL: dict[str, Any] = {"engine": "fake", "window": 2, "max_queue": 3, "replicas
 
 @pytest.fixture(params=["driver", "remote"])
 async def client(request: pytest.FixtureRequest) -> AsyncIterator[sglrl.Client]:
-    """Takes 7 calls at a time, 5 at one worker."""
+    """A pool or client that accepts 7 calls at a time, 5 of them at one worker."""
     async with sglrl.launch("fake", **POOL) as pool:
         if request.param == "driver":
             yield pool
@@ -82,7 +85,7 @@ async def test_what_was_submitted_before_one_was_refused_is_cancelled(remote: bo
         with pytest.raises(sglrl.Overloaded, match="max_queue=3"):
             await client.generate(input_ids=IDS, n=4)
         while set(fabric.calls) - before:
-            # A client in another process says so a moment later.
+            # A client in another process reports the cancellation a moment later.
             await client.stats()
         assert set(fabric.calls) == before
         assert fabric.waiting == 1

@@ -1,4 +1,4 @@
-"""A client in another process that asks for many bytes at once. Says on stdout how far it is."""
+"""A client in another process that requests much data at once. It prints its progress on stdout."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def main(address: str, what: str) -> None:
             )
             for i in range(100)
         ]
-        # The first answer of all: the calls are with the pool.
+        # When the first answer arrives, the pool has received the calls.
         await client.stats()
         print("begun", flush=True)
         ends = await asyncio.gather(*calls, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Advantages against loops that say the same one number at a time."""
+"""Advantages against loops that compute the same values one by one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ def test_group_advantages_are_each_groups_own(normalize: bool) -> None:
 
 
 def by_turn(rewards: list[list[float]], width: int, left: bool) -> tuple[torch.Tensor, ...]:
-    """Two tokens a turn, and one that is nobody's before each, as ``stack`` lays them out."""
+    """Return rewards and turn ids laid out as by ``stack``.
+
+    Each turn has two tokens. Before each turn is one token that belongs to no turn.
+    """
     values, turn_ids = torch.zeros(len(rewards), width), torch.full((len(rewards), width), -1)
     for row, earned in enumerate(rewards):
         begin = width - 3 * len(earned) if left else 0
@@ -45,7 +48,7 @@ def by_turn(rewards: list[list[float]], width: int, left: bool) -> tuple[torch.T
 def test_a_turns_advantage_is_over_the_same_turn_of_its_group(normalize: bool, left: bool) -> None:
     chance = np.random.default_rng(5)
     sizes = [4, 1, 6, 3]
-    # No turn at all is possible, too.
+    # A trajectory may have no turns.
     rewards = [chance.normal(size=chance.integers(0, 4)).tolist() for _ in range(sum(sizes))]
     rewards[4] = [1.0, 2.0]
     values, turn_ids = by_turn(rewards, 10, left)
@@ -107,7 +110,10 @@ def test_wrong_shapes_are_refused(wrong: object) -> None:
 
 @pytest.mark.parametrize(("reward", "count"), [(0.1, 11), (1.1, 10), (100.1, 11), (1000.1, 30)])
 def test_equal_rewards_are_exactly_no_advantage(reward: float, count: int) -> None:
-    """Whatever their mean is rounded to: that would be divided by itself."""
+    """The advantage is zero even if the rewards' mean is rounded.
+
+    Otherwise the rounding error would be divided by itself.
+    """
     rewards = [reward] * count
     assert not group_advantages(rewards).any()
     assert not group_advantages([rewards, rewards], normalize=False).any()

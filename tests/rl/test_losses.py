@@ -1,4 +1,4 @@
-"""Losses against loops over tokens, and gradients against what theory says they are."""
+"""Losses against loops over tokens, and gradients against theory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def batch() -> dict[str, torch.Tensor]:
         return torch.randn(shape, generator=random)
 
     mask = torch.rand((B, T), generator=random) < 0.6
-    # A trajectory in which nothing counts.
+    # In this trajectory no token counts.
     mask[2] = False
     return {
         "logprobs": -normal(B, T).abs(),
@@ -111,7 +111,7 @@ def test_policy_loss_token_by_token(
 def test_on_the_sampling_policy_all_gradients_are_reinforces(
     batch: dict[str, torch.Tensor],
 ) -> None:
-    """Where the ratio is 1 the surrogate's gradient is the policy gradient."""
+    """At a ratio of 1 the surrogate's gradient is the policy gradient."""
     advantages, mask = batch["advantages"], batch["mask"]
     gradients = []
     for kind in ("reinforce", "clipped", "unclipped"):
@@ -132,14 +132,14 @@ def test_on_the_sampling_policy_all_gradients_are_reinforces(
 
 
 def test_reinforce_is_the_gradient_of_the_expected_reward() -> None:
-    """On a bandit whose arms are all drawn as often as they are likely."""
+    """In this bandit the number of draws of each arm is proportional to its probability."""
     weights = torch.tensor([1, 2, 3, 4, 6])
     rewards = torch.tensor([0.3, -1.0, 2.0, 0.1, 0.7])
     preferences = (weights / weights.sum()).log().requires_grad_()
     expected = (torch.softmax(preferences, -1) * rewards).sum()
     (exact,) = torch.autograd.grad(expected, preferences)
     arms = torch.repeat_interleave(torch.arange(5), weights)
-    # Any baseline that does not depend on the arm leaves the gradient as it is.
+    # A baseline that does not depend on the arm leaves the gradient unchanged.
     for baseline in (0.0, 0.5):
         ids = torch.stack([torch.zeros_like(arms), arms], 1)
         logits = preferences.expand(len(arms), 2, 5)
@@ -150,7 +150,7 @@ def test_reinforce_is_the_gradient_of_the_expected_reward() -> None:
 
 
 def test_off_policy_samples_give_the_same_gradient_once_weighed() -> None:
-    """Arms drawn by another policy: the ratio makes up for it."""
+    """Another policy draws the arms. The ratio corrects for the difference."""
     drawn = torch.tensor([4, 3, 3, 2, 4])
     behavior = (drawn / drawn.sum()).log()
     preferences = torch.tensor([0.1, 0.5, -0.3, 0.0, 0.8], requires_grad=True)
@@ -169,7 +169,7 @@ def test_off_policy_samples_give_the_same_gradient_once_weighed() -> None:
 def test_the_clip_stops_what_has_gone_far_enough() -> None:
     old = torch.zeros(1, 4)
     mask = torch.ones(1, 4, dtype=torch.bool)
-    # Ratios of 1.3 and 0.7, each with an advantage up and down.
+    # Ratios of 1.3 and 0.7, each with a positive and a negative advantage.
     logprobs = torch.tensor([[1.3, 1.3, 0.7, 0.7]]).log().requires_grad_()
     advantages = torch.tensor([[1.0, -1.0, 1.0, -1.0]])
     loss, stats = policy_loss(logprobs, old, advantages, mask, clip=(0.2, 0.28))
@@ -252,7 +252,7 @@ def test_a_masked_advantage_has_no_gradient(advantage: float) -> None:
 
 @pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
 def test_a_ratio_beyond_all_bounds_has_a_finite_gradient(advantage: float) -> None:
-    """exp(100) is inf in float32, and inf times what the clip leaves of it NaN."""
+    """exp(100) is inf in float32, and inf times the zero that remains after the clip is NaN."""
     logprobs = torch.tensor([[-0.5, -1.0]], requires_grad=True)
     old = torch.tensor([[-100.5, -1.0]])
     mask = torch.ones(1, 2, dtype=torch.bool)

@@ -1,1 +1,1 @@
-"""One contract for both transports."""
+"""Tests of one contract for both transports."""

@@ -1,4 +1,4 @@
-"""Every test of the contract runs over every transport, on asyncio's loop and on uvloop's."""
+"""Fixtures that run every test of the contract over every transport, on asyncio and on uvloop."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def pytest_asyncio_loop_factories(
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """Short enough for the path of a unix socket, which pytest's own folders may not be."""
+    """Return a folder whose path is short enough for a unix socket. pytest's folders may not be."""
     with TemporaryDirectory() as name:
         yield Path(name)
 
@@ -43,7 +43,7 @@ def link(request: pytest.FixtureRequest, folder: Path) -> Iterator[Link]:
 
 @pytest.fixture
 def join(link: Link) -> Iterator[Callable[[bytes], WorkerTransport]]:
-    """Make a worker's end; closed, twice, when the test ends."""
+    """Return a function that makes worker ends. They are closed, twice, when the test ends."""
     made: list[WorkerTransport] = []
 
     def dealer(identity: bytes) -> WorkerTransport:

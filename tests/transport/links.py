@@ -1,4 +1,4 @@
-"""One driver's end and its workers' ends, over each transport, behind the same few words."""
+"""The driver's end and the workers' ends over each transport, with one interface."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from sglrl.transport.memory import MemoryRouter
 from sglrl.transport.zmq import ZmqDealer, ZmqRouter, key_pair
 
 LIMIT = 16 << 20
-"""Largest frame, bytes."""
+"""Largest frame in bytes."""
 
 
 class Link(Protocol):
     router: DriverTransport
 
     def dealer(self, identity: bytes) -> WorkerTransport:
-        """A worker's end, connecting."""
+        """Return a worker's end, and begin to connect it."""
         ...
 
 
@@ -54,7 +54,7 @@ LINKS: dict[str, Callable[[Path], Link]] = {
 
 
 class Inbox:
-    """Collects what a callback is given; ``reach`` waits until there are so many."""
+    """Collects the arguments of a callback. ``reach`` waits for a number of messages."""
 
     def __init__(self) -> None:
         self.got: list[Any] = []

@@ -1,4 +1,4 @@
-"""A worker's end is told when its connection breaks, and is not when it leaves itself."""
+"""A worker's end is notified when its connection breaks, but not when it closes itself."""
 
 from __future__ import annotations
 

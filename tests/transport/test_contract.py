@@ -1,4 +1,4 @@
-"""What ``net.base`` promises of every transport."""
+"""The promises of ``sglrl.transport.base`` for every transport."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Join = Callable[[bytes], WorkerTransport]
 
 
 async def connected(link: Link, join: Join, inbox: Inbox, name: bytes) -> WorkerTransport:
-    """A worker's end that has said hello: only then does the driver know of it."""
+    """Return a worker's end that has sent hello. Only then does the driver know the worker."""
     worker = join(name)
     before = len(inbox.got)
     worker.send([b"hello"])
@@ -86,7 +86,7 @@ async def test_unknown_peer(link: Link, join: Join) -> None:
 
 
 async def test_a_callback_may_answer(link: Link, join: Join) -> None:
-    """Each side sends from inside its callback, a thousand times to and fro."""
+    """Each side sends from inside its callback, a thousand times back and forth."""
     done = asyncio.get_running_loop().create_future()
     worker = join(b"w0")
 
@@ -107,7 +107,10 @@ async def test_a_callback_may_answer(link: Link, join: Join) -> None:
 
 
 async def test_nothing_is_called_after_close(link: Link, join: Join) -> None:
-    """Messages are on their way to both ends when they close; two others show time has passed."""
+    """Messages are in flight to two ends when they close.
+
+    The messages of two open ends show that time has passed.
+    """
     driver, worker_got, other_got = Inbox(), Inbox(), Inbox()
     link.router.start(driver)
     worker = await connected(link, join, driver, b"w0")
@@ -235,12 +238,12 @@ async def test_large_frames(link: Link, join: Join) -> None:
     assert to_driver == await worker_got.reach(len(sizes))
     assert [len(frames[1]) for frames in to_driver] == sizes
     assert all(f[1] == bytes(f[1][:1]) * len(f[1]) and f[2] == b"tail" for f in to_driver)
-    # Whether they are ZeroMQ's own memory or not, nobody can write to them.
+    # Nobody can write to the frames, whether they are ZeroMQ's own memory or not.
     assert all(memoryview(f[1]).readonly for f in to_driver)
 
 
 async def test_bursts_in_both_directions_at_once(link: Link, join: Join) -> None:
-    """A ZeroMQ socket tells of an arrival once, by an edge that a send may swallow."""
+    """A ZeroMQ socket signals an arrival once, by an edge that a send may swallow."""
     total, burst = 20_000, 500
     driver, worker_got = Inbox(), Inbox()
     link.router.start(driver)

@@ -1,4 +1,4 @@
-"""Who is let in: keys, strangers, and the ways to do without."""
+"""Which peers may connect: keys, strangers, and connections without keys."""
 
 from __future__ import annotations
 
@@ -85,17 +85,17 @@ def unknown(known: ClientKeys) -> ClientKeys:
 
 
 def liar(known: ClientKeys) -> ClientKeys:
-    """Claims a public key that is admitted, and has not the secret one."""
+    """Return keys with an admitted public key and a wrong secret key."""
     return ClientKeys(driver=known.driver, public=known.public, secret=key_pair()[1])
 
 
 def misled(known: ClientKeys) -> ClientKeys:
-    """Takes another one for the driver."""
+    """Return keys with a wrong public key of the driver."""
     return ClientKeys(driver=key_pair()[0], public=known.public, secret=known.secret)
 
 
 def say(end: ZmqDealer, what: bytes) -> None:
-    """To a driver that may have refused it already."""
+    """Send to a driver that may already have refused this peer."""
     with suppress(Closed):
         end.send([what])
 

@@ -1,4 +1,4 @@
-"""Folders of keys: what is in them, and what is said of those that are not as they should be."""
+"""Folders of keys: their contents, and the errors for invalid folders."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_no_name_for_a_client(folder: Path, name: str) -> None:
 
 
 def test_a_secret_is_never_there_for_others_to_read(folder: Path) -> None:
-    """Also not when it replaces a file that was."""
+    """The same holds when the key replaces a file that others could read."""
     (folder / "trainer.secret").chmod(0o644)
     make_keys(folder, force=True)
     assert (folder / "trainer.secret").stat().st_mode & 0o777 == 0o600

@@ -1,4 +1,4 @@
-"""Both ends notice when a TCP connection carries nothing any more, and only then."""
+"""Both ends notice when a TCP connection no longer carries data, and only then."""
 
 from __future__ import annotations
 
@@ -52,7 +52,10 @@ def dealer(
 
 
 async def unknown(router: ZmqRouter) -> None:
-    """ZeroMQ's other thread takes a connection away just after it has reported its end."""
+    """Wait until the router no longer knows the peer.
+
+    ZeroMQ's other thread removes a connection just after it has reported the disconnection.
+    """
     while router.send(b"w", [b"x"]):  # noqa: ASYNC110
         await asyncio.sleep(0)
 
@@ -60,7 +63,7 @@ async def unknown(router: ZmqRouter) -> None:
 @pytest.mark.parametrize("kind", [ZmqDealer, ZmqPolledDealer])
 @pytest.mark.parametrize("busy", ["", "dealer", "router"])
 async def test_a_silent_connection(router: ZmqRouter, kind: Any, busy: str) -> None:
-    """``busy``: this end sends all the time, so that its heartbeats wait after other messages."""
+    """If ``busy``, this end sends all the time, so its heartbeats queue after other messages."""
     inbox, broken, told = Inbox(), asyncio.Event(), threading.Event()
     router.start(inbox, None, broken.set)
     async with Proxy(router.address) as proxy:
@@ -82,7 +85,7 @@ async def test_a_silent_connection(router: ZmqRouter, kind: Any, busy: str) -> N
 
 @pytest.mark.parametrize("by", ["router", "dealer"])
 async def test_an_end_notices_by_itself(by: str) -> None:
-    """The other one sends no heartbeats, and need not."""
+    """Only one end sends heartbeats. The other end does not need them."""
     both: list[float | None] = [None, TIMEOUT]
     of_router, of_dealer = both if by == "dealer" else both[::-1]
     inbox, broken, told = Inbox(), asyncio.Event(), threading.Event()
@@ -103,7 +106,7 @@ async def test_an_end_notices_by_itself(by: str) -> None:
 
 
 async def test_a_driver_that_is_busy_in_python(router: ZmqRouter) -> None:
-    """Many messages wait for it meanwhile. No connection breaks, and no message is lost."""
+    """Many messages wait for the driver meanwhile. No connection breaks, and no message is lost."""
     inbox, answers, told = Inbox(), Inbox(), threading.Event()
     router.start(inbox)
     with dealer(router, router.address, told.set) as end:
@@ -112,7 +115,7 @@ async def test_a_driver_that_is_busy_in_python(router: ZmqRouter) -> None:
         await inbox.reach(1)
         for n in range(10_000):
             end.send([b"%d" % n])
-        # The loop of both stands still, for several times the time limit.
+        # Both ends share this loop. It is blocked for several times the time limit.
         time.sleep(5 * TIMEOUT)  # noqa: ASYNC251
         got = await inbox.reach(10_001)
         assert [frames for _, frames in got[1:]] == [[b"%d" % n] for n in range(10_000)]

@@ -1,4 +1,4 @@
-"""Peers that do not keep to the rules, and what they cost the others: nothing."""
+"""Peers that violate the protocol cost other peers nothing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def dealer(router: ZmqRouter, name: bytes) -> closing[ZmqDealer]:
 
 @pytest.fixture
 def deaf(router: ZmqRouter) -> Iterator[zmq.Socket[bytes]]:
-    """A peer that takes next to nothing from its connection."""
+    """A peer that reads almost nothing from its connection."""
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.RCVHWM, 1)
@@ -46,7 +46,7 @@ def deaf(router: ZmqRouter) -> Iterator[zmq.Socket[bytes]]:
 
 
 async def test_a_peer_that_never_reads(router: ZmqRouter, deaf: zmq.Socket[bytes]) -> None:
-    """What waits for it is bounded, then it counts as gone; the others are served."""
+    """The peer's unsent messages are bounded. Then it counts as lost; others are still served."""
     inbox, answers = Inbox(), Inbox()
     router.start(inbox)
     with dealer(router, b"good") as good:
@@ -66,7 +66,7 @@ async def test_a_peer_that_never_reads(router: ZmqRouter, deaf: zmq.Socket[bytes
 
 
 async def test_a_peer_that_floods_the_driver_waits(router: ZmqRouter) -> None:
-    """While the driver is busy the flood stays where it comes from, and none of it is lost."""
+    """While the driver is busy, the flood stays at its sender, and no message is lost."""
     total = 10 * _MOST_UNTAKEN
     inbox = Inbox()
     with dealer(router, b"loud") as loud, dealer(router, b"good") as good:
@@ -76,7 +76,7 @@ async def test_a_peer_that_floods_the_driver_waits(router: ZmqRouter) -> None:
         router.start(inbox)
         got = await inbox.reach(total + 1)
     assert [f[0] for peer, f in got if peer == b"loud"] == [b"%d" % n for n in range(total)]
-    # It had its turn long before the flood was over.
+    # The other peer's message arrived long before the end of the flood.
     assert got.index((b"good", [b"hello"])) < total // 2
 
 
@@ -110,7 +110,7 @@ async def test_another_of_the_same_name_is_not_heard(router: ZmqRouter) -> None:
 
 @pytest.mark.parametrize("locked", [False, True])
 async def test_bytes_that_are_no_conversation(folder: Path, locked: bool) -> None:
-    """Greetings that are cut off, and noise behind whole ones, straight on the connection."""
+    """Send incomplete greetings, and noise after complete greetings, straight to the connection."""
     keys = DriverKeys(secret=key_pair()[1], clients=frozenset()) if locked else None
     router = ZmqRouter("tcp://127.0.0.1:*", max_message_bytes=SMALL, keys=keys)
     random = Random(4)
@@ -143,7 +143,10 @@ async def test_bytes_that_are_no_conversation(folder: Path, locked: bool) -> Non
 async def test_versions_of_zeromq_in_which_a_few_bytes_are_a_peer(
     folder: Path, version: int
 ) -> None:
-    """The driver hangs up. Otherwise one of them could end its process (see ``ZmqRouter``)."""
+    """The driver closes the connection. Otherwise the peer could kill the driver's process.
+
+    See ``ZmqRouter``.
+    """
     router = ZmqRouter("tcp://127.0.0.1:*", max_message_bytes=SMALL)
     inbox = Inbox()
     router.start(inbox)
@@ -164,7 +167,7 @@ async def test_versions_of_zeromq_in_which_a_few_bytes_are_a_peer(
 
 @pytest.mark.parametrize("locked", [False, True])
 async def test_handshakes_that_are_not_finished(folder: Path, locked: bool) -> None:
-    """With too many of them, the oldest are closed. Whoever is past its handshake stays."""
+    """If there are too many, the oldest are closed. Peers that have finished theirs stay."""
     keys = DriverKeys(secret=key_pair()[1], clients=frozenset()) if locked else None
     router = ZmqRouter("tcp://127.0.0.1:*", max_message_bytes=SMALL, keys=keys)
     most = 4
@@ -190,7 +193,7 @@ async def test_handshakes_that_are_not_finished(folder: Path, locked: bool) -> N
         idle = []
         for _ in range(20):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            # ZeroMQ has accepted it when it sends its greeting.
+            # ZeroMQ has accepted the connection when it sends its greeting.
             await reader.readexactly(1)
             writer.write(b"\xff" + b"\0" * 8 + b"\x7f")
             idle.append((reader, writer))

@@ -1,5 +1,7 @@
-"""Rows in memory that two processes have: what is handed out does not change while somebody has
-it, and nothing is lost."""
+"""Rows in memory that two processes share.
+
+A row does not change while a reader holds it, and no row is lost.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ ROW_BYTES = 4 * WIDTH
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two pieces."""
+    """Limit the shared memory to two pieces."""
     monkeypatch.setattr(shared_rows, "MOST_BYTES", 40 * ROW_BYTES)
 
 
@@ -88,7 +90,7 @@ def test_all_slots_and_none(ends: tuple[RowsWriter, RowsReader]) -> None:
 def test_memory_that_is_not_to_be_had(
     ends: tuple[RowsWriter, RowsReader], error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is asked for once; what there is already is used on."""
+    """More memory is requested only once. The existing memory stays in use."""
     writer, _ = ends
     assert writer.take(TOGETHER) == list(range(TOGETHER))
     asked = 0
@@ -116,7 +118,7 @@ def test_slots_that_cannot_be_given_out(ends: tuple[RowsWriter, RowsReader]) -> 
         with pytest.raises(ProtocolError, match="cannot be given out"):
             reader.views(wrong)
         assert reader.held == 0
-    # Those before the wrong one are free again.
+    # The slots before the wrong slot are free again.
     assert writer.take(2) == [0, 1]
     held = reader.views(slots[2:])
     with pytest.raises(ProtocolError, match="slot 2 of 32"):
@@ -146,7 +148,7 @@ def test_files_that_are_not_these(tmp_path: Any) -> None:
             RowsReader(pid, offer)
     with pytest.raises(OSError, match=r".+"):
         RowsReader(0, writer.offer)
-    # Nobody can make it shorter, which would end whoever looks.
+    # No process can shorten the memory, which would kill its readers.
     with pytest.raises(PermissionError):
         os.ftruncate(writer.offer.fd, mmap.PAGESIZE)
     with pytest.raises(PermissionError):
@@ -170,7 +172,7 @@ def test_rows_that_messages_are_better_for(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_what_is_held_outlives_the_worker() -> None:
-    """It is killed, and its memory stays as long as somebody looks at it."""
+    """The worker is killed. Its memory stays while a reader holds a row."""
     program = f"""
 import sys
 from sglrl.transport import shared_rows
@@ -194,11 +196,10 @@ sys.stdin.read()
     assert set(np.frombuffer(view, "<f4").tolist()) == {8.0}
 
 
-# Python warns of threads, of which this child uses none.
+# Python warns about forks with threads. This child uses no threads.
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_fork_keeps_what_it_has(ends: tuple[RowsWriter, RowsReader]) -> None:
-    """A child that forgets its copy does not free the parent's; and a parent that does, not the
-    child's."""
+    """Dropping a row in the child does not free the parent's row, and the other way round."""
     writer, reader = ends
     first, second = writer.take(2)
     view, other = reader.views([first, second])
@@ -219,14 +220,14 @@ def test_a_fork_keeps_what_it_has(ends: tuple[RowsWriter, RowsReader]) -> None:
 
 
 class Rows(RuleBasedStateMachine):
-    """Against a dictionary: who has which row, and what is in it."""
+    """Compare the rows with a dictionary: which row is held, and its content."""
 
     @initialize()
     def begin(self) -> None:
         self.writer = RowsWriter(ROW_BYTES)
         self.reader = RowsReader(os.getpid(), self.writer.offer)
         self.taken: dict[int, float] = {}
-        """By slot, what was written, and has not been sent."""
+        """The written value by slot, for rows that are not sent yet."""
         self.held: list[tuple[np.ndarray, float]] = []
         self.written = 0.0
 

@@ -1,4 +1,4 @@
-"""What only the real transport has: sizes, addresses, strangers, and an end without a loop."""
+"""Features of the real transport only: sizes, addresses, strangers, and an end without a loop."""
 
 from __future__ import annotations
 
@@ -73,8 +73,10 @@ def test_a_port_is_chosen_and_told() -> None:
 def watching(
     socket: zmq.Socket[bytes], *events: int, any_one: bool = False
 ) -> Iterator[asyncio.Task[None]]:
-    """A task that is done when the socket has seen these events of its connections, in order; or
-    ``any_one`` of them."""
+    """Return a task that is done when the socket has reported these connection events in order.
+
+    With ``any_one`` the task is done after any one of the events.
+    """
     monitor = socket.get_monitor_socket(sum(events))
 
     def wait() -> None:
@@ -97,7 +99,8 @@ async def test_a_message_too_large_is_dropped_and_harms_nobody_else(router: ZmqR
     inbox = Inbox()
     router.start(inbox)
     broken = threading.Event()
-    # It comes back a second later: while the router knows a peer of a name, it hears no other one.
+    # This peer reconnects one second later. Until the router has forgotten the name, it ignores
+    # other peers with the same name.
     loud = ZmqDealer(router.address, b"loud", max_message_bytes=SMALL, on_break=broken.set)
     good = ZmqDealer(router.address, b"good", max_message_bytes=SMALL)
     for dealer in (loud, good):
@@ -123,7 +126,7 @@ async def test_a_message_too_large_is_dropped_and_harms_nobody_else(router: ZmqR
 
 
 async def test_a_message_of_no_frames_but_the_identity(router: ZmqRouter) -> None:
-    """A stranger may send what our own ends never do; the driver is told, and drops it."""
+    """A stranger may send such a message, but our own ends never do. The driver drops it."""
     inbox = Inbox()
     router.start(inbox)
     dealer = ZmqDealer(router.address, b"w0", max_message_bytes=SMALL)
@@ -133,7 +136,7 @@ async def test_a_message_of_no_frames_but_the_identity(router: ZmqRouter) -> Non
 
 
 async def test_a_peer_that_left_is_unknown(router: ZmqRouter) -> None:
-    """Once its connection has gone, ``send`` says so."""
+    """After the peer's disconnection ``send`` returns False."""
     inbox = Inbox()
     router.start(inbox)
     dealer = ZmqDealer(router.address, b"w0", max_message_bytes=SMALL)
@@ -142,7 +145,7 @@ async def test_a_peer_that_left_is_unknown(router: ZmqRouter) -> None:
     with watching(router.socket, zmq.EVENT_DISCONNECTED) as gone:
         dealer.close()
         await gone
-    # The socket hears of it from ZeroMQ's own thread, a moment after the monitor does.
+    # The socket learns of the disconnection from ZeroMQ's own thread, a moment after the monitor.
     while router.send(b"w0", [b"x"]):
         await asyncio.to_thread(bool)
 
@@ -173,11 +176,11 @@ async def test_polled_wait_ends_when_a_message_is_here(
 
 
 async def test_polled_in_its_own_thread_under_load(router: ZmqRouter) -> None:
-    """As the engine uses it: receive what is here, answer, wait when there is nothing."""
+    """As the engine uses it: receive all messages, answer them, and wait when there are none."""
     total = 20_000
     inbox = Inbox()
     router.start(inbox)
-    # What waits for room at the driver is lost if its sender leaves.
+    # Messages that still wait for room at the driver are lost when their sender closes.
     taken = threading.Event()
 
     def engine() -> int:
