@@ -1,8 +1,7 @@
 """Asynchronous, off-policy training with samples up to two versions old and a replay buffer.
 
 ``pip install -e '.[sglang,torchrl]' && python examples/async_offpolicy.py [steps]`` runs on a CPU
-without a download. A tiny model learns to repeat four digits. Its reward is about 0.9 after 80
-steps.
+without a download. A tiny model learns to repeat four digits; its reward is 0.9 after 80 steps.
 """
 
 import asyncio

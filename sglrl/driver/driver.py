@@ -447,7 +447,7 @@ class Driver:
 
     def _send_calls(self, member: Member, calls: list[Call]) -> None:
         try:
-            frames = encode_submit(calls)
+            frames = self._message(calls)
         except Exception as error:
             if len(calls) == 1:
                 self._refuse(member, calls[0], error)
@@ -460,6 +460,10 @@ class Driver:
             self._send_calls(member, calls[half:])
             return
         self._send(member, frames)
+
+    def _message(self, calls: list[Call]) -> list[Any]:
+        """Return the frames of a message with these calls. Overridden for a remote pool."""
+        return encode_submit(calls)
 
     def _refuse(self, member: Member, call: Call, error: Exception) -> None:
         """End a call that cannot be sent, as if the worker had answered with an error.

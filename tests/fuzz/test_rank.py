@@ -195,7 +195,7 @@ def test_a_ranks_weight_channel(monkeypatch: pytest.MonkeyPatch) -> None:
 
     rank.close()
     rank._thread.join(60.0)
-    for link in (rank._link, rank._questions, rank._hand_over._link):
+    for link in (rank._link, rank._questions, rank._peer_copy._link):
         link.abandon()
     for thread in channel_threads() - threads:
         while thread.ident is None:
@@ -217,7 +217,7 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[rank_channel.RankWeights]:
     yield made
     made.close()
     made._thread.join(60.0)
-    for link in (made._link, made._questions, made._hand_over._link):
+    for link in (made._link, made._questions, made._peer_copy._link):
         link.abandon()
 
 
