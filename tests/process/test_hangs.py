@@ -95,7 +95,7 @@ async def test_an_engine_that_hangs_is_replaced_by_another(
     # The report has the stack of the hanging thread, and of the other thread.
     assert "fake.py" in report
     assert "_hang_if_told" in report
-    assert "_send_beats" in report
+    assert "_send_heartbeats" in report
     assert [worker.state for worker in pair.workers] == ["retired", "ready"]
 
 
