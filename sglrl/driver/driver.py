@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import time
+from collections.abc import Callable
 from typing import Any, Final
 
 from ..config import FabricConfig
@@ -63,8 +64,10 @@ class Driver:
         transport: DriverTransport,
         config: FabricConfig | None = None,
         max_message_bytes: int = 256 << 20,
+        encode_calls: Callable[[list[Call]], list[Any]] = encode_submit,
     ) -> None:
         self.transport = transport
+        self._encode_calls = encode_calls
         self.max_message_bytes = max_message_bytes
         self.fabric = Fabric(config)
         self._drop = Dropped(logger)
@@ -447,7 +450,7 @@ class Driver:
 
     def _send_calls(self, member: Member, calls: list[Call]) -> None:
         try:
-            frames = self._message(calls)
+            frames = self._encode_calls(calls)
         except Exception as error:
             if len(calls) == 1:
                 self._refuse(member, calls[0], error)
@@ -460,10 +463,6 @@ class Driver:
             self._send_calls(member, calls[half:])
             return
         self._send(member, frames)
-
-    def _message(self, calls: list[Call]) -> list[Any]:
-        """Return the frames of a message with these calls. Overridden for a remote pool."""
-        return encode_submit(calls)
 
     def _refuse(self, member: Member, call: Call, error: Exception) -> None:
         """End a call that cannot be sent, as if the worker had answered with an error.

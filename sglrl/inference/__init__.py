@@ -1,7 +1,7 @@
 """The client of an engine pool: tokens in, tokens and logprobs out.
 
-* ``client``: ``Client``, which users see; ``weight_methods``, ``control_methods`` and
-  ``score_methods`` have some of its methods;
+* ``client``: ``Client``, which users see; ``client_base``, ``weight_methods``, ``control_methods``
+  and ``score_methods`` are its base classes;
 * ``prompts``, ``tokens``, ``sampling``: check the arguments and encode text;
 * ``requests``: makes a call of checked arguments;
 * ``replies``, ``completion``, ``stream``: results;

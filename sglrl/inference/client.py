@@ -14,9 +14,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, Self, overload
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ..config import check_target
 from ..core.concurrency import Load
 from ..core.members import READY
@@ -24,10 +21,11 @@ from ..core.prefixes import Route
 from ..driver.driver import Driver
 from ..driver.gathering import submit_all
 from ..driver.pool import Birth, Pool, QueueInfo, WorkerInfo, describe
-from ..errors import Closed, InvalidRequest, UsageError
+from ..errors import InvalidRequest, UsageError
 from ..weights.local_sender import LocalSender
 from ..wire.engine import EngineInfo
 from ..wire.processes import ClientKeys
+from .client_base import not_started
 from .completion import Completion
 from .control_methods import ControlMethods
 from .engine_controls import Controls
@@ -41,12 +39,6 @@ from .weight_methods import WeightMethods
 
 if TYPE_CHECKING:
     from ..sessions.session import Session
-
-
-OneIds = list[int] | tuple[int, ...] | range | NDArray[np.integer[Any]]
-"""The token ids of one prompt."""
-ManyIds = list[list[int]] | list[NDArray[np.integer[Any]]] | tuple[Sequence[int], ...]
-"""The token ids of several prompts."""
 
 
 class RemoteServer(Protocol):
@@ -75,15 +67,13 @@ class Client(WeightMethods, ControlMethods, ScoreMethods):
         more: Callable[[int, list[Birth]], list[Birth]] | None = None,
         serve: Callable[[Client, Driver], RemoteServer] | None = None,
     ) -> None:
-        self._pool = pool
+        super().__init__(pool)
         self._more = more
         self._weight_device = weight_device
         self._timeout = timeout
         self.model = model
         """The model's folder, or its name on the Hugging Face hub."""
         self._tokenizer_box = TokenizerBox(model)
-        self._driver: Driver | None = None
-        self._requests: Requests | None = None
         self._serve = serve
         self._server: RemoteServer | None = None
         self._controls = Controls(pool, timeout)
@@ -181,7 +171,7 @@ class Client(WeightMethods, ControlMethods, ScoreMethods):
     def address(self) -> str:
         """The address for ``sglrl.connect`` in other processes. It contains a secret."""
         if self._server is None:
-            raise _not_started()
+            raise not_started()
         return self._server.address
 
     # --- generate ---------------------------------------------------------------------------------
@@ -192,10 +182,10 @@ class Client(WeightMethods, ControlMethods, ScoreMethods):
     async def generate(self, prompt: str, *, n: int, **kwargs: Any) -> list[Completion]: ...
     @overload
     async def generate(
-        self, *, input_ids: OneIds, n: Literal[1] = 1, **kwargs: Any
+        self, *, input_ids: TokenIds, n: Literal[1] = 1, **kwargs: Any
     ) -> Completion: ...
     @overload
-    async def generate(self, *, input_ids: OneIds, n: int, **kwargs: Any) -> list[Completion]: ...
+    async def generate(self, *, input_ids: TokenIds, n: int, **kwargs: Any) -> list[Completion]: ...
     @overload
     async def generate(
         self, *, messages: Sequence[Message], n: Literal[1] = 1, **kwargs: Any
@@ -214,11 +204,11 @@ class Client(WeightMethods, ControlMethods, ScoreMethods):
     ) -> list[list[Completion]]: ...
     @overload
     async def generate(
-        self, *, input_ids: ManyIds, n: Literal[1] = 1, **kwargs: Any
+        self, *, input_ids: Sequence[TokenIds], n: Literal[1] = 1, **kwargs: Any
     ) -> list[Completion]: ...
     @overload
     async def generate(
-        self, *, input_ids: ManyIds, n: int, **kwargs: Any
+        self, *, input_ids: Sequence[TokenIds], n: int, **kwargs: Any
     ) -> list[list[Completion]]: ...
     @overload
     async def generate(
@@ -425,7 +415,7 @@ class Client(WeightMethods, ControlMethods, ScoreMethods):
             ``(address, keys, insecure, heartbeat_timeout)``.
         """
         if self._server is None:
-            raise _not_started()
+            raise not_started()
         _, _, token = self._server.address.partition("#")
         address = self._running().transport.address
         config = self._pool._config
@@ -451,18 +441,3 @@ class Client(WeightMethods, ControlMethods, ScoreMethods):
             if m.state is READY
         ]
         return loads, fabric.waiting
-
-    def _running(self, *, urgent: bool = False) -> Driver:
-        if self._driver is None:
-            raise _not_started()
-        self._driver.fabric.check_open(urgent=urgent)
-        return self._driver
-
-    def _started(self) -> Requests:
-        if self._requests is None:
-            raise _not_started()
-        return self._requests
-
-
-def _not_started() -> Closed:
-    return Closed("the client has not been started; use 'async with sglrl.launch(...)'")

@@ -6,20 +6,16 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from ..config import check_target, positive
-from ..driver.driver import Driver
-from ..driver.pool import Birth, Pool
+from ..driver.pool import Birth
+from .client_base import ClientBase
 from .engine_controls import Controls, WorkerStats
 
 
-class ControlMethods:
-    """The control methods of ``Client``, which sets these attributes."""
+class ControlMethods(ClientBase):
+    """The control methods of ``Client``. The client sets these attributes."""
 
     _controls: Controls
-    _pool: Pool
     _more: Callable[[int, list[Birth]], list[Birth]] | None
-
-    def _running(self, *, urgent: bool = False) -> Driver:
-        raise NotImplementedError
 
     async def stats(self) -> list[WorkerStats]:
         """Return the statistics of every live engine, in worker order."""

@@ -9,17 +9,14 @@ from typing import Any
 from ..config import check_target
 from ..driver.gathering import submit_all
 from ..errors import InvalidRequest
+from .client_base import ClientBase
 from .completion import NextTokenLogprobs
 from .prompts import check_given_ids
-from .requests import Requests
 from .tokens import TokenIds, check_ids
 
 
-class ScoreMethods:
-    """The logprob methods of ``Client``, which defines ``_started``."""
-
-    def _started(self) -> Requests:
-        raise NotImplementedError
+class ScoreMethods(ClientBase):
+    """The logprob methods of ``Client``."""
 
     async def score(
         self,

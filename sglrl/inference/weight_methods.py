@@ -5,21 +5,16 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from ..driver.driver import Driver
-from ..driver.pool import Pool
 from ..weights.local_sender import LocalSender, TensorMetadata
 from ..weights.update_report import UpdateReport
 from ..weights.update_request import UpdateRequest
+from .client_base import ClientBase
 
 
-class WeightMethods:
-    """The weight methods of ``Client``, which sets these attributes."""
+class WeightMethods(ClientBase):
+    """The weight methods of ``Client``. The client sets these attributes."""
 
-    _pool: Pool
     _weights: LocalSender
-
-    def _running(self, *, urgent: bool = False) -> Driver:
-        raise NotImplementedError
 
     @property
     def weight_version(self) -> int:

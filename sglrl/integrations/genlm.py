@@ -388,10 +388,10 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
             self._asked[loop].append((key, future))
         else:
             self._asked[loop] = [(key, future)]
-            loop.call_soon(self._hand_over, loop)
+            loop.call_soon(self._submit_tick, loop)
         return future
 
-    def _hand_over(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _submit_tick(self, loop: asyncio.AbstractEventLoop) -> None:
         """Submit all queries of one tick to the engine together."""
         asked: list[tuple[bytes, _Waiter]] = [
             (key, (loop, future)) for key, future in self._asked.pop(loop)

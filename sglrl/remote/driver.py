@@ -63,7 +63,7 @@ class RemoteDriver(Driver):
     """
 
     def __init__(self, line: Line, max_message_bytes: int) -> None:
-        super().__init__(line, FabricConfig(), max_message_bytes)
+        super().__init__(line, FabricConfig(), max_message_bytes, self._encode_requests)
         self.admitted: asyncio.Future[Welcome] = asyncio.get_running_loop().create_future()
         self.status = PoolStatus(0, 0, [])
         self.on_news: Callable[[], None] = lambda: None
@@ -163,7 +163,7 @@ class RemoteDriver(Driver):
         self._sent_at = at
         super()._end_of_turn()
 
-    def _message(self, calls: list[Call]) -> list[Any]:
+    def _encode_requests(self, calls: list[Call]) -> list[Any]:
         requests: list[Any] = [self._request(call) for call in calls]
         return [encode(Requests(requests))]
 

@@ -777,7 +777,7 @@ class Rollout:
             self._progress.show(lambda: self.metrics)
             self._wake.set()
         else:
-            error.add_note(f"and so it was {core.MOST_LOSSES} times before, with this sample")
+            error.add_note(f"this sample has now lost its process {core.MOST_LOSSES + 1} times")
             self._failed(sample, error, condemned=True)
 
     @property

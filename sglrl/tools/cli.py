@@ -277,9 +277,9 @@ def keys(
 ) -> None:
     """Make the keys that connections beyond this machine need.
 
-    DIR is for the program that calls launch, which admits whoever has the
-    secret key to a .public file in DIR. Removing the file locks its owner out,
-    from the next start on.
+    DIR is for the program that calls launch, which accepts every client
+    whose .public file is in DIR. After a file is removed, the next start
+    rejects its owner.
 
     \b
     Example, of a trainer on another host:

@@ -124,9 +124,9 @@ def check_address(address: str, *, keys: bool = False, insecure: bool = False) -
         if keys or insecure or address == "tcp" or _is_loopback(address):
             return
         raise UsageError(
-            f"{address} is not a loopback address; beyond this machine sglrl talks with keys only: "
-            "make them with 'sglrl keys DIR' and pass keys='DIR' (insecure=True is without, to "
-            "whoever is there)"
+            f"{address} is not a loopback address; connections beyond this machine need keys: "
+            "make them with 'sglrl keys DIR' and pass keys='DIR' (insecure=True accepts any peer, "
+            "unencrypted)"
         )
     raise UsageError(f"unknown address {address!r}; use ipc://PATH or tcp://127.0.0.1:*")
 
@@ -509,8 +509,7 @@ class ZmqRouter(_Pump):
             self._lock(keys)
         elif address.startswith("tcp://") and not _is_loopback(address):
             logger.warning(
-                "%s takes messages from whoever connects, and sends them unencrypted "
-                "(insecure=True)",
+                "%s accepts any peer and does not encrypt messages (insecure=True)",
                 address,
             )
         self._connections = _Connections(self._context, self.socket, keys=keys is not None)

@@ -24,9 +24,9 @@ class Clock:
         self.load = 3
         self.detector = HangDetector(timeout, self.now)
         self.detector.watch(4, self.now)
-        self.beat(0)
+        self.heartbeat(0)
 
-    def beat(self, progress: int, phase: str = "") -> None:
+    def heartbeat(self, progress: int, phase: str = "") -> None:
         self.detector.heartbeat(4, progress, phase, self.now)
 
     def check(self) -> dict[int, str]:
@@ -42,7 +42,7 @@ class Clock:
         begun = self.now
         while self.now < begun + 3 * PREFILL_TIMES * TIMEOUT:
             if progress is not None:
-                self.beat(progress, phase)
+                self.heartbeat(progress, phase)
             if self.check():
                 return self.now - begun
         return None
@@ -70,20 +70,20 @@ def test_why_it_hangs_is_said_once() -> None:
     silent.load = 1
     for _ in range(10):
         assert silent.check() == {}
-        stuck.beat(0)
+        stuck.heartbeat(0)
         assert stuck.check() == {}
-    stuck.beat(0)
+    stuck.heartbeat(0)
     assert silent.check() == {4: "no heartbeat for 10 s with 1 call pending"}
     assert stuck.check() == {4: "no progress for 10 s with 3 calls pending"}
     for _ in range(30):
-        silent.beat(0)
+        silent.heartbeat(0)
         assert silent.check() == {}
 
 
 def test_progress_is_no_hang() -> None:
     clock = Clock()
     for turn in range(100):
-        clock.beat(turn // 9)
+        clock.heartbeat(turn // 9)
         assert clock.check() == {}
 
 
@@ -109,14 +109,14 @@ def test_a_prefill_may_take_longer() -> None:
 
 def test_a_prefill_is_no_excuse_for_silence() -> None:
     clock = Clock()
-    clock.beat(0, PREFILL)
+    clock.heartbeat(0, PREFILL)
     assert clock.seconds_until_hung(None) == TIMEOUT + 1
 
 
 def test_a_step_after_a_long_prefill_has_its_own_time() -> None:
     clock = Clock()
     for _ in range(50):
-        clock.beat(0, PREFILL)
+        clock.heartbeat(0, PREFILL)
         assert clock.check() == {}
     assert clock.seconds_until_hung(progress=1) == TIMEOUT
 
@@ -129,7 +129,7 @@ def test_a_weight_update_is_not_for_this_watch() -> None:
 
 def test_a_weight_update_is_no_excuse_for_silence() -> None:
     clock = Clock()
-    clock.beat(0, WEIGHTS)
+    clock.heartbeat(0, WEIGHTS)
     assert clock.seconds_until_hung(None) == TIMEOUT + 1
 
 
@@ -138,7 +138,7 @@ def silent(clock: Clock) -> None:
 
 
 def stuck(clock: Clock) -> None:
-    clock.beat(1)
+    clock.heartbeat(1)
 
 
 @pytest.mark.parametrize("behaves", [silent, stuck])
@@ -151,10 +151,10 @@ def test_a_driver_that_was_away_blames_nobody(
         assert clock.check() == {}
     clock.now += 1000.0
     if beats_first:
-        clock.beat(1, PREFILL)
+        clock.heartbeat(1, PREFILL)
     assert clock.check() == {}
     if not beats_first:
-        clock.beat(1, PREFILL)
+        clock.heartbeat(1, PREFILL)
     # The worker must get the full timeout again.
     turns = 0
     found: dict[int, str] = {}
@@ -172,7 +172,7 @@ def test_a_driver_that_is_often_away_still_finds_it(
 ) -> None:
     """Time counts only while the driver runs. Two intervals between checks are not too late."""
     clock = Clock()
-    clock.beat(1, PREFILL)
+    clock.heartbeat(1, PREFILL)
     found: dict[int, str] = {}
     for turn in range(1, turns + 1):
         assert not found
@@ -211,7 +211,7 @@ phases = st.sampled_from(["", "", PREFILL, WEIGHTS])
 # Quarters of an interval keep all times exact.
 pauses = st.sampled_from([0, 0, 1, 2, 3, 5, 8, 9, 20])
 events = st.one_of(
-    st.tuples(st.just("beat"), worker, st.integers(0, 1), phases),
+    st.tuples(st.just("heartbeat"), worker, st.integers(0, 1), phases),
     st.tuples(st.just("load"), worker, st.sampled_from([0, 1, 1, 2])),
     st.tuples(st.just("checks"), st.integers(1, 6)),
     st.tuples(st.just("checks"), st.integers(1, 6)),
@@ -224,7 +224,7 @@ class Model:
     """Stores all events of one worker, and judges them from the beginning at every check."""
 
     def __init__(self) -> None:
-        self.beats: list[tuple[float, int, str]] = []
+        self.heartbeats: list[tuple[float, int, str]] = []
         self.holding_since: float | None = None
 
     def hangs(self, timeout: float, load: int, checks: list[float]) -> bool:
@@ -241,14 +241,14 @@ class Model:
         if since is None:
             self.holding_since = now
             return False
-        before = [-1, *(progress for _, progress, _ in self.beats)]
-        heard = [at for at, _, _ in self.beats]
+        before = [-1, *(progress for _, progress, _ in self.heartbeats)]
+        heard = [at for at, _, _ in self.heartbeats]
         moved = [
             at
-            for (at, progress, phase), previous in zip(self.beats, before, strict=False)
+            for (at, progress, phase), previous in zip(self.heartbeats, before, strict=False)
             if phase == WEIGHTS or progress != previous
         ]
-        prefills = bool(self.beats) and self.beats[-1][2] == PREFILL
+        prefills = bool(self.heartbeats) and self.heartbeats[-1][2] == PREFILL
         silent = awake(checks, max([since, *heard]))
         still = awake(checks, max([since, *moved]))
         on_time = now - checks[-2] <= 2.0
@@ -279,10 +279,10 @@ def test_any_order(timeout: float, history: list[Any]) -> None:
             case ("watch", number):
                 detector.watch(number, now)
                 models[number] = Model()
-            case ("beat", number, progress, phase):
+            case ("heartbeat", number, progress, phase):
                 detector.heartbeat(number, progress, phase, now)
                 if number in models:
-                    models[number].beats.append((now, progress, phase))
+                    models[number].heartbeats.append((now, progress, phase))
             case ("load", number, load):
                 loads[number] = load
             case ("pause", quarters):

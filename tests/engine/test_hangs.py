@@ -55,7 +55,7 @@ class Stillness:
         """Set when the worker makes no progress for longer than another phase allows."""
 
     def __enter__(self) -> Stillness:
-        self._beat: Callable[..., None] = self._detector.heartbeat
+        self._heartbeat: Callable[..., None] = self._detector.heartbeat
         self._detector.heartbeat = self._seen
         return self
 
@@ -63,7 +63,7 @@ class Stillness:
         del self._detector.heartbeat
 
     def _seen(self, worker: int, progress: int, phase: str, now: float) -> None:
-        self._beat(worker, progress, phase, now)
+        self._heartbeat(worker, progress, phase, now)
         if worker != self._worker:
             return
         if phase != self._phase:

@@ -128,11 +128,11 @@ async def test_nobody_has_them(lab: Lab, caplog: pytest.LogCaptureFixture) -> No
 async def test_the_sender_is_lost_too(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     await lab.other()
     channel = lab.client._pool.weights
-    to_one = channel._peer_copies.copy_rank
+    copy_rank = channel._peer_copies.copy_rank
 
     async def observed(receiver: Any, sender: Any, version: int, deadline: Any) -> None:
         strike(lab.client, sender.worker)
-        await to_one(receiver, sender, version, deadline)
+        await copy_rank(receiver, sender, version, deadline)
 
     monkeypatch.setattr(channel._peer_copies, "copy_rank", observed)
     await kill(lab.client, 0)

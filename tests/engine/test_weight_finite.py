@@ -133,7 +133,7 @@ def save(weights: dict[str, torch.Tensor], lab: Lab, folder: Path) -> Path:
     return folder
 
 
-Give = Callable[[Lab, dict[str, torch.Tensor], Path, dict[str, Any]], Awaitable[Any]]
+SendWeights = Callable[[Lab, dict[str, torch.Tensor], Path, dict[str, Any]], Awaitable[Any]]
 
 
 async def by_the_client(lab: Lab, weights: Any, folder: Path, options: dict[str, Any]) -> Any:
@@ -179,7 +179,7 @@ async def from_disk_by_another(
         return await other.update_weights_from_disk(saved, **options)
 
 
-WAYS: dict[str, Give] = {
+WAYS: dict[str, SendWeights] = {
     way.__name__: way
     for way in (
         by_the_client,

@@ -94,7 +94,7 @@ async def test_scores_that_are_too_few(client: Client, pool: Pool) -> None:
         await task
 
 
-class Giver(Actor):
+class Source(Actor):
     """Declares the endpoints that a worker may be called with."""
 
     @endpoint
@@ -110,7 +110,7 @@ class Giver(Actor):
 @pytest.mark.parametrize("counts", [(-1, 3), (2, 1), (1, 0), (0, 0), (1 << 62, 1), (1, 1 << 63)])
 async def test_raw_frames_that_do_not_add_up(pool: Pool, counts: tuple[int, int]) -> None:
     """The message has two frames. It is dropped whole if its items declare another number."""
-    specs = endpoints_of(Giver)
+    specs = endpoints_of(Source)
     tasks = [
         asyncio.ensure_future(UnaryCaller(pool.driver, specs["data"], pool.bad)()) for _ in range(2)
     ]
@@ -134,7 +134,7 @@ async def test_raw_frames_that_do_not_add_up(pool: Pool, counts: tuple[int, int]
 
 async def test_a_frame_that_is_promised_and_missing(pool: Pool) -> None:
     """Another message, which has all its frames, arrives before."""
-    specs = endpoints_of(Giver)
+    specs = endpoints_of(Source)
     tasks = [
         asyncio.ensure_future(UnaryCaller(pool.driver, specs["data"], pool.bad)()) for _ in range(2)
     ]
@@ -147,7 +147,7 @@ async def test_a_frame_that_is_promised_and_missing(pool: Pool) -> None:
 
 
 async def test_a_stream_that_was_malformed_takes_no_more(pool: Pool) -> None:
-    stream = StreamCaller(pool.driver, endpoints_of(Giver)["parts"], pool.bad)()
+    stream = StreamCaller(pool.driver, endpoints_of(Source)["parts"], pool.bad)()
     task = asyncio.ensure_future(anext(stream))
     (id_,) = await held(pool, 1)
     say(pool, Item(id_, ItemKind.CHUNK, encode("no frame")))

@@ -34,7 +34,7 @@ from ..loop import IDLE_WAIT
 from . import compat, resume
 from .accelerations import decode_results
 from .accelerations.queries import Queries, is_query
-from .accelerations.shared_prefix import Alike
+from .accelerations.shared_prefix import SharedPrefix
 from .adapter import Adapter
 from .commands import PauseCommand, Resume, WeightCommand
 from .no_tokenizer import NoTokenizer
@@ -112,7 +112,7 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
         self._sglrl_resumes: dict[str, Resume] = {}
         self._sglrl_entering: set[str] = set()
         super().__init__(*args)
-        self._sglrl_alike = Alike(self)
+        self._sglrl_shared_prefix = SharedPrefix(self)
         # SGLang's own limit is five tokens less than it can generate after a shorter prompt, so
         # outputs of full length could not be scored. It also ignores the number of pages.
         self.max_req_input_len = 1 + most_tokens(
@@ -239,7 +239,7 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
             # SGLang checks only grammars and candidates for preemption in this case.
             return super().get_new_batch_prefill(running_batch)
         waiting: list[Any] = self.waiting_queue
-        later = self._sglrl_alike.later(waiting, self._sglrl_last_ended)
+        later = self._sglrl_shared_prefix.later(waiting, self._sglrl_last_ended)
         if not later:
             return super().get_new_batch_prefill(running_batch)
         self.waiting_queue = [request for request in waiting if request not in later]
@@ -264,7 +264,7 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
             cpu.give_way()
         if batch.forward_mode.is_extend():
             self._sglrl_last_prefill = self._sglrl_launches
-            self._sglrl_alike.launched(self._sglrl_launches, batch.reqs)
+            self._sglrl_shared_prefix.launched(self._sglrl_launches, batch.reqs)
             if self.sglrl_adapter is not None:
                 # A prompt that is prefilled in parts has its next token after the last part.
                 self.sglrl_adapter.next_tokens.expect(batch.reqs, self.chunked_req)

@@ -26,7 +26,7 @@ _MOST: Final = 512
 """Maximum waiting requests considered, from the first one on. A step prefills fewer."""
 
 
-class Alike:
+class SharedPrefix:
     """Finds requests that wait, on one rank. Every rank of a replica finds the same requests."""
 
     def __init__(self, scheduler: Any) -> None:
