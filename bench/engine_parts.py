@@ -179,15 +179,12 @@ def _bare(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
 
     from sglrl_workers.engine.sglang import compat
 
+    from . import sglang_cpu
     from .bare_scheduler import BareScheduler, Feed
 
     if case.device == "cpu":
-        from sglrl_workers.engine.sglang import cpu
-        from sglrl_workers.engine.sglang.accelerations import cpu_attention
-
-        cpu.prepare(os.cpu_count() or 1)
-        # Our worker does the same. So only the fabric can cause a difference between the two.
-        cpu_attention.install()
+        # Our worker attends in the same way. So only the fabric can cause a difference.
+        sglang_cpu.prepare("cpu_attention")
     server_args = ServerArgs(**_server_arguments(options))
     port_args = PortArgs.init_new(server_args)
     compat.publish_arguments(server_args, 0, 0)

@@ -144,10 +144,10 @@ def _genlm_sgl(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
     _without_vocabulary()
     arguments = _engine_arguments(options["device"]) | {"log_level": "warning"}
     if options["device"] == "cpu":
-        from sglrl_workers.engine.sglang import cpu
+        from . import sglang_cpu
 
-        cpu.prepare(os.cpu_count() or 1)
-        arguments |= cpu.engine_arguments(1.0)
+        sglang_cpu.prepare()
+        arguments |= sglang_cpu.arguments("cpu")
     model = AsyncSGLTransformer.from_name(options["model"], engine_opts=arguments)
     vocab = model.model.model_config.vocab_size
     return asyncio.run(measure(model.next_token_logprobs, vocab, options, note))

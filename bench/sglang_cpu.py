@@ -7,16 +7,29 @@ here prepares the process first. Everything else is SGLang's own.
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 from typing import Any
 
 
 def run_scheduler_process(*args: Any, **kwargs: Any) -> Any:
     from sglang.srt.managers import scheduler
 
-    from sglrl_workers.engine.sglang import cpu
-
-    cpu.prepare(os.cpu_count() or 1)
+    prepare()
     return scheduler.run_scheduler_process(*args, **kwargs)
+
+
+def prepare(*accelerations: str) -> None:
+    """Install the patches without which SGLang's wheels run no model on a CPU."""
+    import torch
+
+    from sglrl_workers.engine.sglang.patch import Setup, install
+    from sglrl_workers.engine.sglang.patch_list import PATCHES
+    from sglrl_workers.engine.sglang.source import sglang_folder
+
+    torch.set_num_threads(os.cpu_count() or 1)
+    wanted = [patch for patch in PATCHES if patch.name in ("cpu_kernels", *accelerations)]
+    server_args = SimpleNamespace(enable_deterministic_inference=False, rl_on_policy_target=None)
+    install(wanted, Setup(server_args=server_args, device="cpu"), sglang_folder())
 
 
 def arguments(device: str) -> dict[str, Any]:

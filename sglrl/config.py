@@ -172,6 +172,44 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
 
 
+ACCELERATIONS: Final = (
+    "cpu_attention",
+    "gpu_sampling",
+    "parameter_arena",
+    "shared_prefix",
+    "decode_results",
+    "short_prefill",
+    "queries",
+)
+"""The accelerations of SGLang. ``workers/engine/sglang/patch_list.py`` declares them."""
+
+
+def check_accelerations(value: Any) -> tuple[str, ...] | None:
+    """Return the names of the wanted accelerations of SGLang. None: all.
+
+    Args:
+        value: True for all, unless ``$SGLRL_ACCELERATIONS`` has other names ("none", or names with
+            commas between them); False for none; or a list of names.
+
+    Raises:
+        UsageError: a name is unknown.
+    """
+    if value is True:
+        given = os.environ.get("SGLRL_ACCELERATIONS")
+        if given is None:
+            return None
+        value = () if given == "none" else [name.strip() for name in given.split(",")]
+    if value is False:
+        return ()
+    if not isinstance(value, (list, tuple)):
+        raise UsageError(f"accelerations must be True, False or a list of names, got {value!r}")
+    for name in value:
+        if name not in ACCELERATIONS:
+            known = ", ".join(ACCELERATIONS)
+            raise UsageError(f"{name!r} is not an acceleration; known: {known}")
+    return tuple(value)
+
+
 def cache_dir() -> Path:
     """Return the folder for models that sglrl creates: ``$SGLRL_CACHE``, else the user's cache."""
     explicit = os.environ.get("SGLRL_CACHE")

@@ -21,6 +21,7 @@ from ..config import (
     HEARTBEAT_TIMEOUT,
     FabricConfig,
     PoolConfig,
+    check_accelerations,
     check_env,
     check_restarts,
     check_timeout,
@@ -94,6 +95,8 @@ def launch(
     gpus: Sequence[int] | None = None,
     weight_device: Any = None,
     engine: str = "sglang",
+    accelerations: bool | Sequence[str] = True,
+    allow_unknown_sglang: bool = False,
     **engine_args: Any,
 ) -> Client:
     """Start workers that each own an SGLang scheduler: ``async with sglrl.launch(...) as client``.
@@ -152,6 +155,14 @@ def launch(
         weight_device: the device from which this process will send weights ("cuda:0", "cpu"). The
             group for weight updates is then formed at the start, not at the first update.
         engine: "sglang", or "fake": a deterministic engine without torch, for tests.
+        accelerations: sglrl's faster replacements for parts of SGLang. True: all that fit; False:
+            none; or a list of names from ``sglrl doctor``. An acceleration stays off if it does not
+            fit the installed SGLang. With deterministic inference or ``rl_on_policy_target``, an
+            acceleration that may change a kernel or rounding stays off too.
+            ``client.info.accelerations`` names those that are on. The environment variable
+            ``SGLRL_ACCELERATIONS`` ("none", or names with commas between them) replaces True.
+        allow_unknown_sglang: start also if sglrl's corrections were not tested with the source of
+            the installed SGLang. Results may be wrong.
         **engine_args: fields of SGLang's ``ServerArgs`` (``mem_fraction_static``,
             ``max_running_requests``, ...). Their names are checked. ``random_seed`` (in
             0..2**32-1) is the seed of worker 0 for requests without a seed. Every other worker and
@@ -183,6 +194,7 @@ def launch(
         max_unread_bytes=max_unread_bytes,
     )
     _check_engine_args(engine, engine_args)
+    wanted = check_accelerations(accelerations)
     if engine == "sglang":
         path = check_model(path)
         if dtype == "auto":
@@ -199,6 +211,10 @@ def launch(
         _check_device(device)
         if device == "cuda" or gpus is not None or tp_size > 1:
             raise UsageError("engine='fake' has no use for GPUs: no device='cuda', gpus=, tp_size=")
+        if accelerations is not True or allow_unknown_sglang:
+            raise UsageError(
+                "engine='fake' is not SGLang: no accelerations=, allow_unknown_sglang="
+            )
         groups = [None] * replicas
         engine_args.setdefault("vocab_size", 1 << 17)
     check_restarts(restarts, restart_period)
@@ -208,7 +224,18 @@ def launch(
         read_driver_keys(keys)
 
     def birth(group: list[str] | None) -> Birth:
-        return _birth(engine, path, engine_args, tp_size, group, replicas, window, worker_env)
+        return _birth(
+            engine,
+            path,
+            engine_args,
+            tp_size,
+            group,
+            replicas,
+            window,
+            worker_env,
+            wanted,
+            allow_unknown_sglang,
+        )
 
     def more(count: int, present: list[Birth]) -> list[Birth]:
         if groups[0] is None:
@@ -269,6 +296,8 @@ def _birth(
     replicas: int,
     window: int | None,
     env: Mapping[str, str],
+    accelerations: tuple[str, ...] | None,
+    allow_unknown_sglang: bool,
 ) -> Birth:
     # One core stays free for the driver, whose process may also run a trainer.
     threads = max(1, ((os.cpu_count() or 1) - 1) // (replicas * tp_size))
@@ -289,6 +318,8 @@ def _birth(
             threads=threads,
             memory_share=1 / replicas,
             window=window or (2 * int(args.get("max_running_requests", 512)) if fake else 0),
+            accelerations=accelerations,
+            allow_unknown_sglang=allow_unknown_sglang,
         )
         for rank in range(tp_size)
     ]

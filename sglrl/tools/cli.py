@@ -253,7 +253,7 @@ def doctor(
     ] = "fake",
     json: Annotated[bool, typer.Option("--json", help="As one JSON object.")] = False,
 ) -> None:
-    """Show versions and devices, and make one call to see whether it all works."""
+    """Show versions, devices and patches of SGLang, and make one call to test whether it works."""
     from .doctor import examine, table_of
 
     _quiet()

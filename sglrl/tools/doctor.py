@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import platform
+import subprocess
+import sys
 import time
 from importlib import metadata
 
@@ -45,6 +47,7 @@ def examine(engine: str) -> list[Finding]:
     ]
     findings += [_package(name, needed=True) for name in NEEDED]
     findings += [_package(name, needed=engine == "sglang") for name in OPTIONAL]
+    findings += _patches(needed=engine == "sglang")
     gpus = cuda_devices()
     findings.append(Finding("GPUs", True, f"{len(gpus)} visible" if gpus else "none: CPU only"))
     findings.append(Finding("CPUs", True, f"{os.cpu_count()} cores, {_memory()}"))
@@ -64,6 +67,32 @@ def _package(name: str, *, needed: bool) -> Finding:
         if not SGLANG_RANGE[0] <= release < SGLANG_RANGE[1]:
             return Finding(name, not needed, f"{version}; supported are {first} to below {beyond}")
     return Finding(name, True, version)
+
+
+def _patches(*, needed: bool) -> list[Finding]:
+    """Return one line for each modification of SGLang: whether the installed SGLang fits it."""
+    if not _package("sglang", needed=True).ok:
+        return []
+    # The library does not import the workers' code, so ask a process that does.
+    table = subprocess.run(
+        [sys.executable, "-m", "sglrl_workers.engine.sglang.patch_table"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    if table.returncode:
+        *_, last = ["no reason given", *table.stderr.splitlines()]
+        return [Finding("patches", not needed, f"cannot be listed: {last}")]
+    return [_patch(row, needed=needed) for row in msgspec.json.decode(table.stdout)]
+
+
+def _patch(row: dict[str, str], *, needed: bool) -> Finding:
+    kind = row["kind"] + (f" for {row['device']}" if row["device"] else "")
+    detail = f"{kind}; without it, {row['why']}"
+    if row["unknown"]:
+        detail = f"{kind}, does not fit this SGLang: {row['unknown']}"
+    acceleration = row["kind"] == "acceleration"
+    return Finding(f"patch {row['name']}", acceleration or not (needed and row["unknown"]), detail)
 
 
 def _memory() -> str:

@@ -9,6 +9,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A loaded model. The driver checks requests against it before it sends them.
 
     Lengths and cache sizes are in tokens.
+
+    accelerations: names of sglrl's accelerations of SGLang that are on.
     """
 
     model: str
@@ -24,6 +26,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     priority_scheduling: bool = False
     sglang_version: str = ""
     tp_size: int = 1
+    accelerations: tuple[str, ...] = ()
 
 
 class Sampling(msgspec.Struct, array_like=True, gc=False, frozen=True):

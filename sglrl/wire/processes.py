@@ -28,6 +28,8 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True, tag="engine"):
     rendezvous: a file through which the ranks of this replica find each other.
     threads: CPU threads for torch.
     memory_share: the share of the host's memory that the rank may use on a CPU, 0..1.
+    accelerations: names of the wanted accelerations of SGLang; None: all.
+    allow_unknown_sglang: start also on an SGLang whose source is unknown.
     """
 
     engine: str
@@ -41,6 +43,8 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True, tag="engine"):
     threads: int
     memory_share: float
     window: int
+    accelerations: tuple[str, ...] | None = None
+    allow_unknown_sglang: bool = False
 
 
 class ClientKeys(msgspec.Struct, frozen=True, kw_only=True):

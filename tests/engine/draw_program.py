@@ -19,8 +19,10 @@ from sglang.srt.layers import sampler as theirs
 from sglang.srt.layers.sampler import Sampler
 
 from sglrl_workers.engine.sglang.accelerations import gpu_sampling
+from sglrl_workers.engine.sglang.patch import Setup, install
+from sglrl_workers.engine.sglang.patch_list import PATCHES
 from sglrl_workers.engine.sglang.patches import seeded_sampling
-from sglrl_workers.engine.sglang.run import install_samplers
+from sglrl_workers.engine.sglang.source import sglang_folder
 
 from .draw_cases import CASES, KEY, LANES, STEP
 
@@ -96,22 +98,31 @@ def main() -> None:
         assert torch.equal(given.nan_to_num(5), before.nan_to_num(5))
         drawn[name] = [values.tolist() for values in found]
 
-    arguments: Any = SimpleNamespace(enable_deterministic_inference=False, rl_on_policy_target=None)
+    arguments: Any = SimpleNamespace(
+        enable_deterministic_inference=False, rl_on_policy_target=None, tp_size=1
+    )
     theirs.get_exec = lambda: SimpleNamespace(kernel=SimpleNamespace(sampling_backend="pytorch"))
-    install_samplers(arguments, "cuda")
+    samplers = ("gpu_sampling", "seeded_sampling", "undrawable_tokens")
+    patches = install(
+        [patch for patch in PATCHES if patch.name in samplers],
+        Setup(server_args=arguments, device="cuda"),
+        sglang_folder(),
+    )
     gpu_sampling._next_step = lambda device: (KEY, STEP)
     logits = torch.from_numpy(CASES["normal 150"][0])
     bad = logits.clone()
     bad[1, 3] = float("nan")
     scheduler = SimpleNamespace(
-        model_config=SimpleNamespace(vocab_size=150), server_args=SimpleNamespace(tp_size=1)
+        device="cpu",
+        model_config=SimpleNamespace(vocab_size=150),
+        server_args=SimpleNamespace(tp_size=1),
     )
     sampled = {"too early": sample(logits)}
     kernels, gpu_sampling.draw = gpu_sampling.draw, fail
-    gpu_sampling.begin(scheduler, torch.device("cpu"))
+    patches.finish(scheduler)
     sampled["no kernels"] = sample(logits)
     gpu_sampling.draw = kernels
-    gpu_sampling.begin(scheduler, torch.device("cpu"))
+    patches.finish(scheduler)
     sampled |= {
         "logprobs": sample(logits),
         "tokens alone": sample(logits, return_logprob=False, top=None, token_ids=None),

@@ -67,11 +67,11 @@ def _run(module: str, arguments: list[str], output: str) -> None:
         runpy.run_module(module, run_name="__main__", alter_sys=False)
 
 
-def make_scheduler(model: str, rendezvous: str, **arguments: Any) -> SglrlScheduler:
+def make_scheduler(
+    model: str, rendezvous: str, accelerations: tuple[str, ...] | None = None, **arguments: Any
+) -> SglrlScheduler:
     """Make an idle scheduler on the CPU, in float32. ``arguments`` are SGLang's."""
-    from sglrl_workers.engine.sglang import compat
-    from sglrl_workers.engine.sglang.run import _memory, _server_args
-    from sglrl_workers.engine.sglang.scheduler import SglrlScheduler
+    from sglrl_workers.engine.sglang.run import build
 
     spec = EngineSpec(
         engine="sglang",
@@ -85,11 +85,6 @@ def make_scheduler(model: str, rendezvous: str, **arguments: Any) -> SglrlSchedu
         threads=1,
         memory_share=0.5,
         window=64,
+        accelerations=accelerations,
     )
-    os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{rendezvous}"
-    server_args = _server_args(spec)
-    compat.publish_arguments(server_args, 0, 0)
-    with _memory(spec):
-        return SglrlScheduler(
-            None, 0, *compat.scheduler_arguments(server_args, compat.no_ports(), 0, 0)
-        )
+    return build(spec, None)

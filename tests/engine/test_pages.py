@@ -13,7 +13,7 @@ import torch
 
 import sglrl
 from sglrl.core.manifest import Layout
-from sglrl_workers.engine.sglang.parameter_arena import move
+from sglrl_workers.engine.sglang.accelerations.parameter_arena import move
 from sglrl_workers.engine.sglang.weight_plan import Spare, make_plan
 from sglrl_workers.weights import double_buffer as pages_module
 from sglrl_workers.weights.double_buffer import Pages, make_pages

@@ -71,6 +71,8 @@ class Adapter:
         self.mailbox = mailbox
         self.scheduler: Any
         """The ``SglrlScheduler``. It is set once the scheduler is built."""
+        self.accelerations: tuple[str, ...] = ()
+        """The accelerations of SGLang that are on."""
         self.requests: dict[int, TrackedRequest] = {}
         self.incoming: list[Any] = []
         self.begun = time.monotonic()
@@ -258,6 +260,7 @@ class Adapter:
             priority_scheduling=bool(scheduler.enable_priority_scheduling),
             sglang_version=compat.VERSION,
             tp_size=scheduler.server_args.tp_size,
+            accelerations=self.accelerations,
         )
 
     # --- calls of the scheduler -------------------------------------------------------------------

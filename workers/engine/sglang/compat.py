@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import inspect
-from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from typing import Any
 
@@ -68,24 +65,6 @@ def channels(sink: Any, control: Any) -> SchedulerIpcChannels:
 def field_values(instance: Any) -> dict[str, Any]:
     """Return the fields of a slots dataclass by name, to build a subclass from."""
     return {f.name: getattr(instance, f.name) for f in fields(instance)}
-
-
-def digest(*owners: tuple[type, Sequence[str]]) -> str:
-    """Return a SHA-256 digest of the source of some of SGLang's methods.
-
-    Code that replaces SGLang's own code depends on the exact source that it replaces.
-
-    Args:
-        owners: classes, each with the names of its methods.
-
-    Returns:
-        The digest in hexadecimal. "" if a method or its source is missing.
-    """
-    try:
-        texts = [inspect.getsource(getattr(o, name)) for o, names in owners for name in names]
-    except (AttributeError, OSError):
-        return ""
-    return hashlib.sha256("".join(texts).encode()).hexdigest()
 
 
 def matched(match: Any) -> int:

@@ -1,23 +1,15 @@
-"""Changes to SGLang's published wheels that let them run a model on a CPU-only machine."""
+"""Run a model on a CPU: SGLang's arguments, memory and priority, and models that cannot run."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import sglang.srt.configs.update_config as update_config
-import sglang.srt.constrained.xgrammar_backend as xgrammar_backend
-import sglang.srt.layers.logits_processor as logits_processor
-import sglang.srt.layers.rotary_embedding.base as rotary
-import sglang.srt.models.qwen2_moe as qwen2_moe
-import sglang.srt.utils.common as common
 import torch
-import xgrammar
 from torch.overrides import TorchFunctionMode
 
 from sglrl.errors import EngineError
@@ -43,30 +35,6 @@ def engine_arguments(memory_share: float) -> dict[str, Any]:
     }
 
 
-def prepare(threads: int) -> None:
-    """Patch SGLang for a CPU. The worker calls this before it builds the model.
-
-    Args:
-        threads: the number of torch's threads.
-    """
-    # The wheel is a CPU build only if a build option says so. Otherwise its rotary layer imports
-    # vllm's CUDA kernel.
-    rotary._is_cpu = True
-    # On a CPU SGLang pads MLPs and experts to a multiple of 32, for kernels that the wheel does not
-    # contain. No weight is loaded into the padding, and SGLang does not set it to zero.
-    update_config.DEFAULT_MOE_PADDING_SIZE = 1
-    # While a worker starts, SGLang runs lscpu ten times and waits for it. The result never changes.
-    common.parse_lscpu_topology = cache(common.parse_lscpu_topology)
-    torch.set_num_threads(threads)
-    # SGLang's xgrammar backend allocates pinned memory, which needs a CUDA driver, and masks logits
-    # with a Triton kernel. xgrammar itself has a CPU kernel for the same bitmask.
-    xgrammar_backend._allocate_token_bitmask = _allocate_token_bitmask
-    xgrammar_backend.XGrammarGrammar.apply_vocab_mask = _apply_vocab_mask
-    # These functions are Triton kernels, too.
-    logits_processor.fused_softcap = _cap
-    qwen2_moe.fused_gate_sigmoid_mul_add = _add_gated
-
-
 def check(model: torch.nn.Module) -> None:
     """Raise ``EngineError`` for a model with different results on a CPU than on a GPU."""
     if any(getattr(part, "logit_cap", 0) > 0 for part in model.modules()):
@@ -74,16 +42,6 @@ def check(model: torch.nn.Module) -> None:
             f"{type(model).__name__} caps the logits of its attention, which SGLang does on GPUs "
             "only; use device='cuda'"
         )
-
-
-def _cap(logits: torch.Tensor, cap: float) -> None:
-    logits.div_(cap).tanh_().mul_(cap)
-
-
-def _add_gated(
-    states: torch.Tensor, gate: torch.Tensor, shared: torch.Tensor, out: torch.Tensor
-) -> None:
-    out += torch.sigmoid(states @ gate)[:, None] * shared
 
 
 class UntouchedZeros(TorchFunctionMode):  # type: ignore[misc]
@@ -126,11 +84,3 @@ def give_way() -> None:
     # worker has its own session, so set the niceness of the session's group, too.
     with contextlib.suppress(OSError):
         Path("/proc/self/autogroup").write_text(str(_NICENESS))
-
-
-def _allocate_token_bitmask(vocab_size: int, batch_size: int) -> torch.Tensor:
-    return xgrammar.allocate_token_bitmask(batch_size, vocab_size)
-
-
-def _apply_vocab_mask(self: Any, logits: torch.Tensor, vocab_mask: torch.Tensor) -> None:
-    xgrammar.apply_token_bitmask_inplace(logits, vocab_mask, backend="cpu")

@@ -8,7 +8,7 @@ is sent directly from the host memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,15 @@ from sglrl.wire.engine import TokenChunk
 
 from ...mailbox import ROWS, Mailbox
 from . import convert
+from .patch import Setup
+
+
+def install(setup: Setup) -> Callable[[Any], None] | None:
+    """Return a function that wraps the forward pass of the model runner, on rank 0."""
+    if setup.adapter is None:
+        return None
+    next_tokens: NextTokens = setup.adapter.next_tokens
+    return lambda scheduler: next_tokens.wrap(scheduler.tp_worker.model_runner)
 
 
 class NextTokens:
@@ -44,8 +53,8 @@ class NextTokens:
         self._rows: Rows | None = None
         self._stream: Any = None
 
-    def install(self, runner: Any) -> None:
-        """Wrap this model runner's forward pass. Call this once the runner is built."""
+    def wrap(self, runner: Any) -> None:
+        """Wrap this model runner's forward pass."""
         forward = runner.forward
 
         def with_rows(*args: Any, **kwargs: Any) -> Any:

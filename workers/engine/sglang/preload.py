@@ -13,7 +13,8 @@ with warnings.catch_warnings():
 
     from . import cpu as cpu
     from . import scheduler as scheduler
-    from .accelerations import cpu_attention as cpu_attention
+    from .patch_list import PATCHES
+    from .source import sglang_folder
 
 _LATER = (
     "sglang.srt.arg_groups.kimi_k3_hook",
@@ -50,3 +51,8 @@ def warm() -> None:
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     warm()
+    for patch in PATCHES:
+        # Every worker compares the source. The digests stay in memory.
+        patch.unknown(sglang_folder())
+        if patch.module is not None and patch.device != "cuda":
+            importlib.import_module(f".{patch.module}", __package__)

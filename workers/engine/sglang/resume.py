@@ -2,32 +2,14 @@
 
 The request continues like a request that SGLang itself has retracted. Its tokens so far are output,
 not prompt, so every limit, stop string, penalty and grammar continues from its previous state. The
-prefill covers prompt and output. No token is sent twice.
-
-SGLang forgets the penalties of a retracted request, because its penalizers start anew with each
-prefill. This module restores the penalties, also for requests that SGLang retracts.
-
-With overlap, SGLang (0.5.17 to 0.5.23) has a second fault. It passes a request's last token to the
-penalizers once per step, however many tokens have arrived since the step before. After a prefill in
-between, it omits one token and counts the next token twice. The first step counts the prompt's last
-token. This module passes each token once, when the token exists.
+prefill covers prompt and output. No token is sent twice. The penalties are restored
+by ``patches/penalties.py``.
 """
 
 from __future__ import annotations
 
 from array import array
-from functools import wraps
 from typing import Any
-
-import torch
-from sglang.srt.managers.schedule_batch import ScheduleBatch
-from sglang.srt.sampling.penaltylib import (
-    BatchedFrequencyPenalizer,
-    BatchedMinNewTokensPenalizer,
-    BatchedPresencePenalizer,
-)
-from sglang.srt.sampling.penaltylib.repetition_penalty import BatchedRepetitionPenalizer
-from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 
 def begin(request: Any, ids: array[int]) -> None:
@@ -68,86 +50,3 @@ def enter(request: Any) -> None:
             request.set_finish_with_abort(
                 f"the {len(request.output_ids)} tokens to go on from do not fit the grammar"
             )
-
-
-def install() -> None:
-    """Patch SGLang's penalties.
-
-    Call in the worker before the scheduler is built, and after all other patches of batches.
-    """
-    before = SamplingBatchInfo.from_schedule_batch.__func__
-
-    def with_penalties(cls: Any, batch: Any, vocab_size: int) -> Any:
-        info = before(cls, batch, vocab_size)
-        orchestrator = info.penalizer_orchestrator
-        if orchestrator.is_required:
-            for penalizer in orchestrator.penalizers.values():
-                if penalizer.is_prepared():
-                    restore(penalizer, [seen(request) for request in batch.reqs])
-        return info
-
-    SamplingBatchInfo.from_schedule_batch = classmethod(with_penalties)
-    ScheduleBatch.cumulate_penalty_output_tokens = _cumulate
-
-
-_of_last_tokens = ScheduleBatch.cumulate_penalty_output_tokens
-
-
-@wraps(_of_last_tokens)
-def _cumulate(self: Any) -> None:
-    """Update the penalties of a batch that is about to decode."""
-    if not self.enable_overlap:
-        _of_last_tokens(self)
-        return
-    new = [len(request.output_ids) - getattr(request, "sglrl_told", 0) for request in self.reqs]
-    if all(count == 1 for count in new):
-        for request in self.reqs:
-            request.sglrl_told = len(request.output_ids)
-        _of_last_tokens(self)
-        return
-    rows = [
-        list(request.output_ids[len(request.output_ids) - count :])
-        for request, count in zip(self.reqs, new, strict=True)
-    ]
-    for request in self.reqs:
-        request.sglrl_told = len(request.output_ids)
-    for penalizer in self.sampling_info.penalizer_orchestrator.penalizers.values():
-        if not penalizer.is_prepared():
-            continue
-        if isinstance(penalizer, BatchedMinNewTokensPenalizer):
-            # This penalizer counts steps, including the step whose token does not exist yet.
-            penalizer.len_output_tokens += 1
-        else:
-            restore(penalizer, rows)
-
-
-def seen(request: Any) -> list[int]:
-    """Return all output tokens of a prefilled request, for penalizers that start anew."""
-    request.sglrl_told = len(request.output_ids)
-    return list(request.output_ids)
-
-
-def restore(penalizer: Any, outputs: list[list[int]]) -> None:
-    """Add outputs to the state of the penalizer, as if it had cumulated them.
-
-    Args:
-        outputs: the output tokens of each row.
-    """
-    for row, output in enumerate(outputs):
-        if not output:
-            continue
-        if isinstance(penalizer, BatchedMinNewTokensPenalizer):
-            penalizer.len_output_tokens[row] += len(output)
-            continue
-        ids = torch.tensor(output, dtype=torch.int64)
-        if isinstance(penalizer, BatchedFrequencyPenalizer):
-            rows, penalties = penalizer.cumulated_frequency_penalties, penalizer.frequency_penalties
-            ids = ids.to(rows.device)
-            rows[row].index_add_(0, ids, penalties[row].expand(len(ids)))
-        elif isinstance(penalizer, BatchedPresencePenalizer):
-            rows, penalties = penalizer.cumulated_presence_penalties, penalizer.presence_penalties
-            rows[row, ids.unique().to(rows.device)] = penalties[row]
-        elif isinstance(penalizer, BatchedRepetitionPenalizer):
-            rows = penalizer.cumulated_repetition_penalties
-            penalties = penalizer.repetition_penalties
-            rows[row, ids.unique().to(rows.device)] = penalties[row]

@@ -18,13 +18,13 @@ from sglrl.wire.processes import EngineSpec, WorkerSpec
 from ...heartbeat import start_heartbeats
 from ...mailbox import Mailbox
 from ...weights.rank_channel import RankWeights
-from . import compat, parameter_arena, resume
-from .accelerations import short_prefill
-from .accelerations.queries import Queries
+from . import compat
 from .adapter import Adapter
 from .no_tokenizer import has_tokenizer
-from .patches import end_of_output, seeded_sampling, stop_regex, undrawable_tokens
+from .patch import Setup, install
+from .patch_list import PATCHES
 from .scheduler import SglrlScheduler
+from .source import sglang_folder
 from .weights import SglangWeights
 
 logger = logging.getLogger("sglrl.worker")
@@ -46,10 +46,8 @@ def _server_args(body: EngineSpec) -> ServerArgs:
     }
     if body.device == "cpu":
         from . import cpu
-        from .accelerations import cpu_attention
 
-        cpu.prepare(body.threads)
-        cpu_attention.install()
+        torch.set_num_threads(body.threads)
         # The thread that sends weights to a replacement waits up to this long for the decoding
         # thread, each time after it has waited for anything else.
         sys.setswitchinterval(0.0005)
@@ -66,66 +64,59 @@ def _memory(body: EngineSpec) -> AbstractContextManager[Any]:
     return cpu.UntouchedZeros()
 
 
-def install_samplers(server_args: ServerArgs, device: str) -> None:
-    """Install the replacements for parts of SGLang's sampler.
+def build(body: EngineSpec, adapter: Adapter | None) -> SglrlScheduler:
+    """Install the patches of SGLang and build a scheduler.
 
-    The order matters. ``gpu_sampling`` compares the source of SGLang's own sampler with the known
-    ones. ``undrawable_tokens`` checks the results of all other samplers.
+    Args:
+        adapter: the adapter of rank 0. None on other ranks.
     """
-    if device == "cuda":
-        # The kernels of ``gpu_sampling`` need Triton.
-        from .accelerations import gpu_sampling
+    server_args = _server_args(body)
+    # The ranks find each other through this file instead of a port.
+    os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{body.rendezvous}"
+    setup = Setup(
+        server_args=server_args,
+        device=body.device,
+        adapter=adapter,
+        accelerations=body.accelerations,
+        allow_unknown=body.allow_unknown_sglang,
+    )
+    patches = install(PATCHES, setup, sglang_folder())
+    compat.publish_arguments(server_args, body.rank, body.gpu_id)
+    arguments = compat.scheduler_arguments(server_args, compat.no_ports(), body.rank, body.gpu_id)
+    with _memory(body):
+        scheduler = SglrlScheduler(adapter, body.gpu_id, *arguments)
+    if body.device == "cpu":
+        from . import cpu
 
-        gpu_sampling.install(server_args)
-    seeded_sampling.install(server_args)
-    undrawable_tokens.install()
+        cpu.check(scheduler.tp_worker.model_runner.model)
+    if adapter is not None:
+        adapter.scheduler = scheduler
+        adapter.accelerations = tuple(patches.accelerations)
+    patches.finish(scheduler)
+    return scheduler
 
 
 def run_scheduler(spec: WorkerSpec, body: EngineSpec) -> None:
     """Build the scheduler, send ``Ready``, and run the event loop until ``Shutdown``."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    logging.basicConfig(
+        level=str(body.args.get("log_level", "warning")).upper(),
+        format=f"worker {spec.index}: %(levelname)s %(name)s: %(message)s",
+    )
     mailbox = Mailbox(spec) if body.rank == 0 else None
     if mailbox is not None:
         mailbox.starting("loading the model")
-    server_args = _server_args(body)
-    # The ranks find each other through this file instead of a port.
-    os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{body.rendezvous}"
-    port_args = compat.no_ports()
-    install_samplers(server_args, body.device)
-    end_of_output.install()
-    if server_args.tp_size == 1:
-        stop_regex.install()
-    resume.install()
-    parameter_arena.install()
     adapter = Adapter(mailbox) if mailbox is not None else None
-    compat.publish_arguments(server_args, body.rank, body.gpu_id)
-    with _memory(body):
-        scheduler = SglrlScheduler(
-            adapter,
-            body.gpu_id,
-            *compat.scheduler_arguments(server_args, port_args, body.rank, body.gpu_id),
-        )
+    scheduler = build(body, adapter)
     device = (
         torch.device(body.device, torch.cuda.current_device())
         if body.device == "cuda"
         else torch.device("cpu")
     )
-    if body.device == "cpu":
-        from . import cpu
-
-        cpu.check(scheduler.tp_worker.model_runner.model)
-    if body.device == "cuda":
-        from .accelerations import gpu_sampling
-
-        gpu_sampling.begin(scheduler, device)
     weights = scheduler.sglrl_weights = SglangWeights(scheduler, device, body.rank)
     weights.channel = RankWeights(spec, body.rank, weights)
-    short_prefill.install(scheduler.tp_worker.model_runner)
-    scheduler.sglrl_queries = Queries(scheduler, None if adapter is None else adapter.answer)
     if adapter is not None and mailbox is not None:
-        adapter.scheduler = scheduler
         adapter.begun = time.monotonic()
-        adapter.next_tokens.install(scheduler.tp_worker.model_runner)
         window = body.window or max(64, 2 * int(scheduler.max_running_requests))
         start_heartbeats(spec, scheduler.sglrl_heartbeat)
         mailbox.ready(window, adapter.info())

@@ -32,9 +32,7 @@ from sglrl.wire.calls import Heartbeat
 
 from ..loop import IDLE_WAIT
 from . import compat, resume
-from .accelerations import decode_results
 from .accelerations.queries import Queries, is_query
-from .accelerations.shared_prefix import SharedPrefix
 from .adapter import Adapter
 from .commands import PauseCommand, Resume, WeightCommand
 from .no_tokenizer import NoTokenizer
@@ -90,6 +88,7 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
         self.sglrl_gpu = gpu_id
         self.sglrl_weights: SglangWeights | None = None
         self.sglrl_queries: Queries | None = None
+        """Answers next-token queries; None if this acceleration is off."""
         self.sglrl_version = 0
         self.sglrl_step_seconds = 0.0
         """Duration of a decode step: the shorter one of the last two steps.
@@ -103,16 +102,15 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
         self.sglrl_preempted = 0
         self._sglrl_launches = 0
         self._sglrl_last_prefill = 0
+        """Launch number of the last step that prefilled."""
+        self._sglrl_prefilled: list[Any] = []
+        """The requests of this step."""
         self._sglrl_last_ended = 0
-        """Launch number of the last processed step.
-
-        ``_sglrl_last_prefill`` is the launch number of the last prefill.
-        """
+        """Launch number of the last step whose results were processed."""
         self._sglrl_updating = False
         self._sglrl_resumes: dict[str, Resume] = {}
         self._sglrl_entering: set[str] = set()
         super().__init__(*args)
-        self._sglrl_shared_prefix = SharedPrefix(self)
         # SGLang's own limit is five tokens less than it can generate after a shorter prompt, so
         # outputs of full length could not be scored. It also ignores the number of pages.
         self.max_req_input_len = 1 + most_tokens(
@@ -141,10 +139,6 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
         super().init_request_receiver()
         if self.sglrl_adapter is not None:
             self.request_receiver: Any = _Receiver(**compat.field_values(self.request_receiver))
-
-    def init_batch_result_processor(self) -> None:
-        super().init_batch_result_processor()
-        decode_results.install(self)
 
     def _on_output(self, output: Any, about: Any) -> None:
         if isinstance(output, BatchTokenIDOutput) and self.sglrl_adapter is not None:
@@ -177,11 +171,11 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
                     self._sglrl_pause(request)
                 case _:
                     theirs.append(request)
-        queries = [request for request in theirs if is_query(request)]
-        if queries and not self.sglrl_paused:
-            assert self.sglrl_queries is not None
-            theirs = [request for request in theirs if not is_query(request)]
-            theirs += self.sglrl_queries.run(queries)
+        if self.sglrl_queries is not None and not self.sglrl_paused:
+            queries = [request for request in theirs if is_query(request)]
+            if queries:
+                theirs = [request for request in theirs if not is_query(request)]
+                theirs += self.sglrl_queries.run(queries)
         super().process_input_requests(theirs)
 
     def _sglrl_pause(self, command: PauseCommand) -> None:
@@ -234,21 +228,6 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
                 resume.enter(req)
         super()._add_request_to_queue(req, is_retracted, **kwargs)
 
-    def get_new_batch_prefill(self, running_batch: Any) -> Any:
-        if (running_batch.batch_is_full or not self.waiting_queue) and self.chunked_req is None:
-            # SGLang checks only grammars and candidates for preemption in this case.
-            return super().get_new_batch_prefill(running_batch)
-        waiting: list[Any] = self.waiting_queue
-        later = self._sglrl_shared_prefix.later(waiting, self._sglrl_last_ended)
-        if not later:
-            return super().get_new_batch_prefill(running_batch)
-        self.waiting_queue = [request for request in waiting if request not in later]
-        plan = super().get_new_batch_prefill(running_batch)
-        left, before = set(self.waiting_queue), set(waiting)
-        come = [request for request in self.waiting_queue if request not in before]
-        self.waiting_queue = [r for r in waiting if r in later or r in left] + come
-        return plan
-
     def run_batch(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         now = time.monotonic()
         took = min(now - self._sglrl_launched, _LONGEST_STEP)
@@ -264,7 +243,7 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
             cpu.give_way()
         if batch.forward_mode.is_extend():
             self._sglrl_last_prefill = self._sglrl_launches
-            self._sglrl_shared_prefix.launched(self._sglrl_launches, batch.reqs)
+            self._sglrl_prefilled = list(batch.reqs)
             if self.sglrl_adapter is not None:
                 # A prompt that is prefilled in parts has its next token after the last part.
                 self.sglrl_adapter.next_tokens.expect(batch.reqs, self.chunked_req)
@@ -297,6 +276,11 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
             self.sglrl_adapter.mailbox.progress += 1
         self._sglrl_last_ended = result.sglrl_launch
         return returned
+
+    @property
+    def sglrl_prefilling(self) -> list[Any]:
+        """The requests of a prefill whose results were not processed yet."""
+        return self._sglrl_prefilled if self._sglrl_last_prefill > self._sglrl_last_ended else []
 
     def sglrl_heartbeat(self) -> Heartbeat:
         """Return the progress and the phase of the loop. Called from any thread."""

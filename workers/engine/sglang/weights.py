@@ -99,7 +99,7 @@ class SglangWeights:
 
     @property
     def _pages(self) -> Pages | None:
-        return self._scheduler.tp_worker.model_runner.sglrl_pages  # type: ignore[no-any-return]
+        return getattr(self._scheduler.tp_worker.model_runner, "sglrl_pages", None)
 
     def reading(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._pages is None else self._pages.reading()

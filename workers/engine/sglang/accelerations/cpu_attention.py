@@ -14,6 +14,7 @@ import torch
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
+from ..patch import Setup
 from .ragged_attention import Call, attend, plan, token_bytes
 
 
@@ -55,6 +56,6 @@ class BatchedAttention(TorchNativeAttnBackend):  # type: ignore[misc]
         return output
 
 
-def install() -> None:
-    """Register the backend. Call in the worker before the model is built."""
+def install(setup: Setup) -> None:
+    """Register the backend."""
     ATTENTION_BACKENDS["torch_native"] = BatchedAttention

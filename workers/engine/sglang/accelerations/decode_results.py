@@ -8,55 +8,23 @@ Here a request that only continues gets its token and its logprob, and nothing e
 code processes all other requests: those that may end with this token, report it, or want more than
 token and logprob. SGLang's code gets a batch of these requests only.
 
-The fast path omits work that was found to be unnecessary by reading the methods in ``_METHODS``. If
-the source of these methods differs, SGLang's own code processes all requests.
+The fast path omits work that was found to be unnecessary by reading SGLang's methods. The list
+``patch_list`` names these methods.
 """
 
 from __future__ import annotations
 
 import copy
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any
 
-from sglang.srt.managers.schedule_batch import Req
-from sglang.srt.managers.scheduler_components import output_streamer
 from sglang.srt.managers.scheduler_components.batch_result_processor import (
     SchedulerBatchResultProcessor,
 )
-from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
 from sglang.srt.runtime_context import get_disagg
 
 from .. import compat
-
-_METHODS: Final = (
-    (
-        SchedulerBatchResultProcessor,
-        (
-            "process_batch_result_decode",
-            "_normalize_decode_outputs",
-            "_handle_finish_state_updated_req",
-            "_maybe_update_reasoning_tokens",
-            "_apply_decode_logprobs",
-        ),
-    ),
-    (
-        Req,
-        (
-            "update_finish_state",
-            "_check_vocab_boundary_finish",
-            "_check_str_based_finish",
-            "_check_token_based_finish",
-        ),
-    ),
-    (SchedulerOutputStreamer, ("_stream_output_generation",)),
-    (output_streamer._GenerationStreamAccumulator, ("accept",)),
-)
-_KNOWN: Final = frozenset(
-    {
-        "87497e01ceaac556320460b688d3684696178974afa9c59e4b587455d7aeb9da",
-        "2b705bb49e544667ef4be78247253d1a2e65ff14bf46c75bf0345071f2124552",
-    }
-)
-"""Digests of the sources of these methods, in 0.5.17 and 0.5.23."""
+from ..patch import Setup
 
 
 class _Plan:
@@ -113,14 +81,17 @@ def _plan(request: Any) -> _Plan | None:
     return _Plan(request)
 
 
-def install(scheduler: Any) -> None:
-    """Replace the scheduler's processor by a ``Results``, if its source is a known one."""
+def install(setup: Setup) -> Callable[[Any], None]:
+    """Return a function that replaces the scheduler's processor of results by a ``Results``."""
+    return _replace
+
+
+def _replace(scheduler: Any) -> None:
     theirs = scheduler.batch_result_processor
     if (
         not theirs.tree_cache.supports_mamba()
         and not get_disagg().disaggregation_decode_enable_offload_kvcache
         and not getattr(theirs.model_config, "self_opened_think_start_ids", None)
-        and compat.digest(*_METHODS) in _KNOWN
     ):
         scheduler.batch_result_processor = Results(**compat.field_values(theirs))
 

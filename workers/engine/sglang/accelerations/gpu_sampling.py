@@ -9,39 +9,25 @@ token with the smallest E / p is drawn with probability p. The logarithm of this
 probabilities (the Gumbel-max trick, https://arxiv.org/abs/1411.0030, section 2). The same pass sums
 the terms of the logprob.
 
-SGLang handles all other cases: other ways to sample, seeds (``seeded_sampling``), top logprobs, and
-SGLang versions whose sampler this module has not been compared with.
+SGLang handles all other cases: other ways to sample, seeds (``seeded_sampling``) and top logprobs.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from sglang.srt.layers import sampler as theirs
-from sglang.srt.layers.logprob_processor import OutputLogprobProcessor
 from sglang.srt.layers.sampler import Sampler
-from sglang.srt.server_args import ServerArgs
 
-from .. import compat
+from ..patch import Setup
 from ..patches import seeded_sampling
 
 logger = logging.getLogger("sglrl.worker")
-
-_METHODS: Final = (
-    (Sampler, ("forward", "_preprocess_logits", "_sample_from_probs", "_sync_token_ids_across_tp")),
-    (OutputLogprobProcessor, ("compute_logprobs",)),
-)
-_KNOWN: Final = frozenset(
-    {
-        "0b1eec16572d2e3770342fb7c6c4c52a3665dcd7fbe9707f1fdd8773879d7c56",
-        "f81ce1e208c256b61622825c3aaf46b2a132bb8c2cce189ad6d750158ddf88e8",
-    }
-)
-"""Digests of the sources of these methods, in 0.5.17 and 0.5.23."""
 
 _LANES = 512
 """Lanes of one program. A lane handles four logits: one generator counter yields four numbers."""
@@ -49,7 +35,6 @@ _KEY = 0x2545F4914F6CDD1D
 """Makes the numbers differ from the numbers that torch draws with the same seed."""
 _LONG = 1 << 61
 
-_installed = False
 _begun = False
 
 
@@ -199,21 +184,10 @@ def draw(
     return ids, logprobs, undrawable.view(torch.bool)
 
 
-def install(server_args: ServerArgs) -> None:
-    """Patch SGLang's sampler.
-
-    Call in a worker with a GPU before the scheduler is built, and before any other patch of
-    SGLang's samplers.
-    """
-    if (
-        server_args.enable_deterministic_inference
-        or server_args.rl_on_policy_target
-        or theirs.SGLANG_RETURN_ORIGINAL_LOGPROB
-        or compat.digest(*_METHODS) not in _KNOWN
-    ):
-        return
-    global _installed
-    _installed = True
+def install(setup: Setup) -> Callable[[Any], None] | None:
+    """Patch SGLang's sampler. Return a function that compiles the kernels."""
+    if theirs.SGLANG_RETURN_ORIGINAL_LOGPROB:
+        return None
     forward = Sampler.forward
 
     def draw_or_forward(
@@ -240,6 +214,7 @@ def install(server_args: ServerArgs) -> None:
         return ids
 
     Sampler.forward = draw_or_forward
+    return begin
 
 
 def _takes(info: Any, return_logprob: bool, top_logprobs: Any, token_ids: Any) -> bool:
@@ -267,18 +242,16 @@ def _next_step(device: torch.device) -> tuple[int, int]:
     return (generator.initial_seed() ^ _KEY) % _LONG + _LONG, at % _LONG + _LONG
 
 
-def begin(scheduler: Any, device: torch.device) -> None:
+def begin(scheduler: Any) -> None:
     """Compile the kernels now, rather than during the first request, and use them from now on.
 
     Either all ranks use them or none.
     """
     global _begun
-    if not _installed:
-        return
-    works = 1
     try:
-        logits = torch.zeros((2, scheduler.model_config.vocab_size), device=device)
-        ids, _, _ = draw(logits, torch.ones((2, 1), device=device), *_next_step(device))
+        logits = torch.zeros((2, scheduler.model_config.vocab_size), device=scheduler.device)
+        temperatures = torch.ones((2, 1), device=logits.device)
+        ids, _, _ = draw(logits, temperatures, *_next_step(logits.device))
         works = int(bool((ids < logits.shape[1]).all()))
     except Exception:
         logger.warning("Triton's kernels do not work here: SGLang draws", exc_info=True)

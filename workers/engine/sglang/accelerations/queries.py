@@ -31,6 +31,7 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardMode,
 )
 
+from ..patch import Setup
 from . import short_prefill
 
 _AT_ONCE = 32
@@ -77,6 +78,16 @@ def is_query(request: Any) -> bool:
         and request.sampling_params.max_new_tokens == 0
         and not request.return_logprob
     )
+
+
+def install(setup: Setup) -> Callable[[Any], None]:
+    """Return a function that gives the scheduler its ``Queries``."""
+    answer = None if setup.adapter is None else setup.adapter.answer
+
+    def finish(scheduler: Any) -> None:
+        scheduler.sglrl_queries = Queries(scheduler, answer)
+
+    return finish
 
 
 class Queries:

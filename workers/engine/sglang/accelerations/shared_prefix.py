@@ -12,6 +12,7 @@ room.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
@@ -21,9 +22,37 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglrl.core.prefix_groups import LEAST, Prompt, followers
 
 from .. import compat
+from ..patch import Setup
 
 _MOST: Final = 512
 """Maximum waiting requests considered, from the first one on. A step prefills fewer."""
+
+
+def install(setup: Setup) -> Callable[[Any], None]:
+    """Return a function that makes the scheduler plan prefills without the requests that wait."""
+    return _wrap
+
+
+def _wrap(scheduler: Any) -> None:
+    plan_prefill = scheduler.get_new_batch_prefill
+    shared = SharedPrefix(scheduler)
+
+    def plan_with_shared_prefixes(running_batch: Any) -> Any:
+        waiting: list[Any] = scheduler.waiting_queue
+        if (running_batch.batch_is_full or not waiting) and scheduler.chunked_req is None:
+            # SGLang checks only grammars and candidates for preemption in this case.
+            return plan_prefill(running_batch)
+        later = shared.later(waiting)
+        if not later:
+            return plan_prefill(running_batch)
+        scheduler.waiting_queue = [request for request in waiting if request not in later]
+        plan = plan_prefill(running_batch)
+        left, before = set(scheduler.waiting_queue), set(waiting)
+        come = [request for request in scheduler.waiting_queue if request not in before]
+        scheduler.waiting_queue = [r for r in waiting if r in later or r in left] + come
+        return plan
+
+    scheduler.get_new_batch_prefill = plan_with_shared_prefixes
 
 
 class SharedPrefix:
@@ -35,24 +64,12 @@ class SharedPrefix:
         # The cache of a state-space model has states only at the ends of prompts. A request that
         # computes its last token again cannot use such a state.
         self._possible = not getattr(tree, "disable", True) and not tree.supports_mamba()
-        self._launched: tuple[int, list[Any]] = (0, [])
-        """Number and requests of the last step that prefilled."""
 
-    def launched(self, number: int, requests: list[Any]) -> None:
-        """Record the launch of a step that prefills these requests."""
-        if self._possible:
-            self._launched = number, list(requests)
-
-    def later(self, waiting: list[Any], ended: int) -> set[Any]:
-        """Return the waiting requests that the next prefill should omit.
-
-        Args:
-            ended: number of the last step whose results have been processed.
-        """
+    def later(self, waiting: list[Any]) -> set[Any]:
+        """Return the waiting requests that the next prefill should omit."""
         if not self._possible:
             return set()
-        number, requests = self._launched
-        begun = list(requests) if number > ended else []
+        begun = list(self._scheduler.sglrl_prefilling)
         in_parts = self._scheduler.chunked_req
         if in_parts is not None and in_parts not in begun:
             begun.append(in_parts)

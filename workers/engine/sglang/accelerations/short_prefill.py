@@ -14,12 +14,15 @@ to a conversation, and prompts of samples whose prefix is in the prefix cache.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
+
+from ..patch import Setup
 
 _WITHOUT_GRAPHS = 16
 """Maximum rows without CUDA graphs, where a decode step is neither faster nor slower."""
@@ -31,12 +34,17 @@ A prefill reads its context once. As a decode step, each row reads the context f
 """
 
 
-def install(runner: Any) -> None:
-    """Make this model runner run short prefills as decode steps.
+def install(setup: Setup) -> Callable[[Any], None]:
+    """Return a function that makes the model runner run short prefills as decode steps.
 
     Some models and ways of decoding need a real prefill (see ``plain``). Their runners do not
-    change. Call on every rank: all ranks must run a batch in the same way.
+    change. All ranks do the same.
     """
+    return _wrap
+
+
+def _wrap(scheduler: Any) -> None:
+    runner = scheduler.tp_worker.model_runner
     if not plain(runner):
         return
     forward = runner.forward

@@ -23,12 +23,14 @@ from sglang.srt.managers.schedule_batch import (
     Req,
 )
 
+from ..patch import Setup
+
 _update = Req.update_finish_state
 _check_tokens = Req._check_token_based_finish
 
 
-def install() -> None:
-    """Patch SGLang's requests. Call in the worker before the scheduler is built."""
+def install(setup: Setup) -> None:
+    """Patch SGLang's requests."""
     Req.update_finish_state = _update_finish_state
     Req._check_token_based_finish = _check_token_based_finish
 

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
-from sglang.srt.server_args import ServerArgs
+
+from ..patch import Setup
 
 NO_SEED = -1
 _ELEMENTS = 1 << 24
@@ -26,12 +27,9 @@ _alive: weakref.WeakSet[Any] = weakref.WeakSet()
 """SGLang's requests that have a seed. Every tensor-parallel rank has its own copy of a request."""
 
 
-def install(server_args: ServerArgs) -> None:
-    """Patch SGLang's sampler. Call in the worker before the scheduler is built.
-
-    SGLang's deterministic mode does not change, if the user asked for it.
-    """
-    if server_args.enable_deterministic_inference or server_args.rl_on_policy_target:
+def install(setup: Setup) -> None:
+    """Patch SGLang's sampler. SGLang's deterministic mode has its own seeds and stays as it is."""
+    if setup.deterministic:
         return
     SamplingBatchInfo.from_schedule_batch = classmethod(_with_seeds)
     Sampler._sample_from_probs = _sample

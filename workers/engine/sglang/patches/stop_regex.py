@@ -17,6 +17,8 @@ from typing import Any, Final
 
 from sglang.srt.managers import schedule_batch
 
+from ..patch import Setup
+
 LIMIT: Final = 0.5
 """Seconds of CPU time for one search.
 
@@ -27,8 +29,8 @@ AGAIN: Final = 0.01
 _SLOW: Final = 256
 
 
-def install() -> None:
-    """Limit the time of SGLang's searches. Call in the worker, on its main thread."""
+def install(setup: Setup) -> None:
+    """Limit the time of SGLang's searches. Call on the worker's main thread."""
     signal.signal(signal.SIGVTALRM, _too_long)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGVTALRM})
     schedule_batch.re = _Searches()

@@ -21,13 +21,11 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from sglrl.errors import NOT_FINITE
 
+from ..patch import Setup
 
-def install() -> None:
-    """Patch SGLang's sampler.
 
-    Call in the worker before the scheduler is built, and after all other patches of SGLang's
-    samplers.
-    """
+def install(setup: Setup) -> None:
+    """Patch SGLang's sampler. The patch checks the results of all other patches of samplers."""
     draw = Sampler._sample_from_probs
 
     def sample(self: Any, probs: torch.Tensor, info: Any, *args: Any, **kwargs: Any) -> Any:

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from ...weights.double_buffer import Pages, make_pages
+from ....weights.double_buffer import Pages, make_pages
+from ..patch import Setup
 
 logger = logging.getLogger("sglrl.worker")
 
@@ -15,7 +16,7 @@ _ALIGNMENT = 512
 """Alignment in bytes, the same as for memory from CUDA's allocator."""
 
 
-def install() -> None:
+def install(setup: Setup) -> None:
     """Patch SGLang to move the parameters of every model that it loads.
 
     They move before other code has their addresses, for example attention backends and CUDA graphs.
@@ -24,8 +25,6 @@ def install() -> None:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     load = ModelRunner.load_model
-    if getattr(load, "sglrl", False):
-        return
 
     def load_model(runner: Any, *args: Any, **kwargs: Any) -> Any:
         result = load(runner, *args, **kwargs)
@@ -36,7 +35,6 @@ def install() -> None:
             runner.sglrl_pages = move(runner.model)
         return result
 
-    load_model.sglrl = True  # type: ignore[attr-defined]
     ModelRunner.load_model = load_model
 
 

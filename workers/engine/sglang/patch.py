@@ -1,0 +1,182 @@
+"""Declare modifications of SGLang, check them against its source, and install them.
+
+``patch_list`` declares every place that replaces, wraps or subclasses SGLang code. Each declaration
+names this code. ``known_sources`` has a digest of its source in every supported version. If the
+installed SGLang has other source, a correction prevents the start, because results may be wrong,
+and an acceleration stays off. Neither module imports SGLang.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sglrl.errors import EngineError
+
+from .known_sources import KNOWN
+from .source import digest
+
+logger = logging.getLogger("sglrl.worker")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patch:
+    """One modification of SGLang.
+
+    Attributes:
+        name: its name in logs, in ``sglrl doctor`` and in ``launch(accelerations=)``.
+        why: what is wrong or slow without it.
+        module: a module below this package. Its function ``install(setup)`` applies the patch
+            before the scheduler is built. It may return a function, which is called with the
+            finished scheduler. None: the code is in use without a further step.
+        wraps: the SGLang code that the patch replaces, wraps or overrides, as
+            "module:Class.method".
+        reads: further SGLang code on whose details the patch relies.
+        after: patches that must be installed earlier, because they wrap the same code.
+        acceleration: the results are the same without it, only slower.
+        exact: the kernels and the rounding of SGLang's results do not change.
+        device: "cpu" or "cuda" if the patch is for this device only.
+        single_rank: the patch is for ``tp_size=1`` only.
+    """
+
+    name: str
+    why: str
+    module: str | None
+    wraps: tuple[str, ...]
+    reads: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    acceleration: bool = False
+    exact: bool = True
+    device: str = ""
+    single_rank: bool = False
+
+    def unknown(self, folder: Path) -> str:
+        """Return why this SGLang's source is not known to fit, or "" if it is.
+
+        Args:
+            folder: the folder of the package ``sglang``.
+        """
+        for target in (*self.wraps, *self.reads):
+            found = digest(target, folder)
+            if found not in KNOWN.get(target, {}):
+                state = f"has an unknown source (digest {found})" if found else "does not exist"
+                return f"{target} {state}"
+        return ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What patches may know before the scheduler is built.
+
+    Attributes:
+        server_args: SGLang's ``ServerArgs``.
+        device: "cpu" or "cuda".
+        adapter: the adapter of rank 0; None on other ranks.
+        accelerations: the names of the wanted accelerations. None: all.
+        allow_unknown: install corrections also on unknown source.
+    """
+
+    server_args: Any
+    device: str
+    adapter: Any = None
+    accelerations: Sequence[str] | None = None
+    allow_unknown: bool = False
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether the user wants results that depend on no other request, bit for bit."""
+        args = self.server_args
+        return bool(args.enable_deterministic_inference or args.rl_on_policy_target)
+
+    def excludes(self, patch: Patch) -> str:
+        """Return why this setup does not use a patch, or "" if it does."""
+        if patch.device and patch.device != self.device:
+            return f"only for {patch.device}"
+        if patch.single_rank and self.server_args.tp_size > 1:
+            return "only for tp_size=1"
+        if not patch.acceleration:
+            return ""
+        if self.accelerations is not None and patch.name not in self.accelerations:
+            return "not selected"
+        if not patch.exact and self.deterministic:
+            return "not exact, and deterministic inference is on"
+        return ""
+
+
+Finish = Callable[[Any], None]
+"""Called with the finished scheduler."""
+
+
+@dataclass
+class Installed:
+    """The patches of this process.
+
+    Attributes:
+        accelerations: the names of the accelerations that are on.
+    """
+
+    accelerations: list[str] = field(default_factory=list)
+    _finish: list[Finish] = field(default_factory=list)
+
+    def finish(self, scheduler: Any) -> None:
+        """Finish the patches. Call once the scheduler is built."""
+        for finish in self._finish:
+            finish(scheduler)
+
+
+def check_order(patches: Sequence[Patch]) -> None:
+    """Raise ``ValueError`` if two patches wrap the same code and declare no order."""
+    wrapped: dict[str, list[str]] = {}
+    for patch in patches:
+        for target in patch.wraps:
+            for earlier in wrapped.setdefault(target, []):
+                if earlier not in patch.after:
+                    raise ValueError(
+                        f"{earlier} and {patch.name} both wrap {target}: declare "
+                        f"after=({earlier!r},) in {patch.name}"
+                    )
+            wrapped[target].append(patch.name)
+
+
+def install(patches: Sequence[Patch], setup: Setup, folder: Path) -> Installed:
+    """Install patches in their order and log one line for each.
+
+    Args:
+        folder: the folder of the package ``sglang``.
+
+    Raises:
+        EngineError: the source that a correction modifies is unknown.
+        ValueError: see ``check_order``.
+    """
+    check_order(patches)
+    installed = Installed()
+    for patch in patches:
+        kind = "acceleration" if patch.acceleration else "correction"
+        if reason := setup.excludes(patch):
+            logger.info("SGLang %s %s: off (%s)", kind, patch.name, reason)
+            continue
+        if reason := patch.unknown(folder):
+            if patch.acceleration:
+                logger.warning("SGLang %s %s: off (%s)", kind, patch.name, reason)
+                continue
+            if not setup.allow_unknown:
+                raise EngineError(
+                    f"this SGLang is not supported: {reason}, and the correction {patch.name!r} "
+                    f"depends on it (without the correction, {patch.why}). Install a supported "
+                    "version (sglrl doctor names them), or accept the risk of wrong results with "
+                    "allow_unknown_sglang=True"
+                )
+            logger.warning("SGLang %s %s: on, although %s", kind, patch.name, reason)
+        if patch.module is not None:
+            module = importlib.import_module(f".{patch.module}", __package__)
+            finish: Finish | None = module.install(setup)
+            if finish is not None:
+                installed._finish.append(finish)
+        if patch.acceleration:
+            installed.accelerations.append(patch.name)
+        logger.info("SGLang %s %s: on", kind, patch.name)
+    return installed
