@@ -1,17 +1,55 @@
-"""The examples in the documents work, and the names in the documents exist."""
+"""The examples in the documents work, and the names and links in the documents exist.
+
+``tox run -e docs`` builds the site. It also checks the links, as far as they lead to pages.
+"""
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import typer.core
+import typer.main
 
+from sglrl.tools.cli import app
 from sglrl.tools.tiny_model import tiny_model
 
 ROOT = Path(__file__).parents[2]
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+INCLUDED = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+INCLUDED.append(ROOT / "bench/README.md")
+"""Documents outside of ``docs`` that are pages of the site, too (``docs/site/hooks.py``)."""
+REFERENCE = ROOT / "docs/reference"
+PUBLIC_MODULES = [
+    "sglrl",
+    "sglrl.errors",
+    "sglrl.integrations.genlm",
+    "sglrl.integrations.torchrl",
+    "sglrl.rl",
+    "sglrl.rollouts",
+    "sglrl.weights",
+]
+DEFINED_ELSEWHERE = {"sglrl.integrations.genlm.Token": "sglrl.integrations.vocabulary.Token"}
+"""Public names that the reference takes from another module. genlm-backend may define ``Token``."""
+
+
+def name_of(document: Path) -> str:
+    return str(document.relative_to(ROOT))
+
+
+def prose_of(document: Path) -> str:
+    """Return the text of a document without its blocks of code."""
+    return re.sub(r"^```.*?^```$", "", document.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors_of(document: Path) -> set[str]:
+    """Return the anchors of the headings, as GitHub and MkDocs derive them."""
+    headings = re.findall(r"^#+ (.*)$", prose_of(document), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", text).strip().lower().replace(" ", "-") for text in headings}
 
 
 def test_the_readmes_example_runs_as_a_plain_script(tmp_path: Path) -> None:
@@ -30,24 +68,98 @@ def test_the_readmes_example_runs_as_a_plain_script(tmp_path: Path) -> None:
     assert {reward for _, _, reward in lines} <= {"0.0", "1.0"}
 
 
-@pytest.mark.parametrize(
-    "document",
-    [
-        "README.md",
-        "CONTRIBUTING.md",
-        "docs/architecture.md",
-        "docs/engine.md",
-        "docs/genlm.md",
-        "docs/performance.md",
-    ],
-)
-def test_files_that_a_document_names_exist(document: str) -> None:
-    text = (ROOT / document).read_text()
-    named = set(re.findall(r"\b((?:sglrl|workers|tests)/[\w/]+\.py)\b", text))
-    named |= {
-        str(((ROOT / document).parent / target).resolve().relative_to(ROOT))
-        for target in re.findall(r"\]\(([^)#:]+)\)", text)
+@pytest.mark.parametrize("document", [*INCLUDED, *PAGES], ids=name_of)
+def test_links_lead_to_files_and_headings(document: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#:\s]*)(?:#([^)\s]+))?\)", prose_of(document)):
+        file = (document.parent / target).resolve() if target else document
+        assert file.exists(), target
+        if anchor and not anchor.startswith("sglrl."):
+            assert anchor in anchors_of(file), f"{target}#{anchor}"
+
+
+def test_files_that_the_documents_name_exist() -> None:
+    named = {
+        (name_of(document), name)
+        for document in [*INCLUDED, *PAGES]
+        for name in re.findall(r"\b((?:sglrl|workers|tests)/[\w/]+\.py)\b", document.read_text())
     }
-    assert named
-    missing = [name for name in sorted(named) if not (ROOT / name).exists()]
-    assert not missing
+    assert len(named) > 50
+    assert [pair for pair in sorted(named) if not (ROOT / pair[1]).exists()] == []
+
+
+def test_functions_that_the_documents_name_beside_a_file_are_in_it() -> None:
+    """A step such as "`sglrl/core/fabric.py`, `Fabric.submit`" names the function's own file."""
+    pattern = r"`((?:sglrl|workers)/[\w/]+\.py)`, `(\w+)(?:\.(\w+))?`"
+    missing = []
+    found = [name for page in PAGES for name in re.findall(pattern, page.read_text())]
+    assert len(found) > 20
+    for file, name, method in found:
+        tree = ast.parse((ROOT / file).read_text())
+        names = {getattr(node, "name", "") for node in tree.body}
+        if method:
+            names &= {name}
+            for node in tree.body:
+                if isinstance(node, ast.ClassDef) and node.name == name:
+                    names |= {getattr(member, "name", "") for member in node.body}
+        if not {name, method or name} <= names:
+            missing.append((file, name, method))
+    assert missing == []
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = re.search(r"^nav:\n(.*?)\n\n", (ROOT / "mkdocs.yml").read_text(), re.M | re.S)
+    assert navigation is not None
+    listed = re.findall(r": (\S+\.md)$", navigation[1], re.MULTILINE)
+    included = ["index.md", "contributing.md", "changelog.md", "benchmarks.md"]
+    pages = [str(page.relative_to(ROOT / "docs")) for page in PAGES]
+    assert sorted(listed) == sorted(included + pages)
+
+
+def public_names(module: str) -> list[str]:
+    """Return the ``__all__`` of a module, which is not imported: some modules import torch."""
+    path = ROOT.joinpath(*module.split("."))
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return list(ast.literal_eval(node.value))
+    raise AssertionError(f"{module} has no __all__")
+
+
+def test_the_reference_has_an_entry_for_each_public_name() -> None:
+    text = "\n".join(page.read_text() for page in REFERENCE.glob("*.md"))
+    entries = re.findall(r"^::: (\S+)$", text, re.MULTILINE)
+    entries.remove("sglrl.errors")  # The tree of errors.
+    assert len(entries) == len(set(entries))
+    top = set(public_names("sglrl"))
+    expected = {f"sglrl.{name}" for name in top}
+    for module in PUBLIC_MODULES[1:]:
+        names = {f"{module}.{name}" for name in public_names(module) if name not in top}
+        expected |= {DEFINED_ELSEWHERE.get(name, name) for name in names}
+    assert set(entries) == expected
+
+
+def default_of(option: typer.core.TyperOption) -> str:
+    """Return the default value of an option as the reference shows it."""
+    if isinstance(option.show_default, str):
+        return option.show_default.removesuffix(", made here")
+    if option.default is None:
+        return "none"
+    if isinstance(option.default, bool):
+        return option.name or "" if option.default else "off"
+    return str(option.default)
+
+
+def test_the_reference_has_every_option_of_the_command_line() -> None:
+    _, *sections = re.split(r"^## ", (REFERENCE / "cli.md").read_text(), flags=re.MULTILINE)
+    group = typer.main.get_group(app)
+    documents = {section.split("\n")[0]: section for section in sections}
+    assert documents.keys() == group.commands.keys()
+    for name, command in group.commands.items():
+        documented = dict(re.findall(r"^\| (`-.*?) \| (.*?) \|", documents[name], re.MULTILINE))
+        options = [p for p in command.params if isinstance(p, typer.core.TyperOption)]
+        assert documented == {
+            ", ".join(f"`{text}`" for text in [*option.opts, *option.secondary_opts]): default_of(
+                option
+            )
+            for option in options
+        }, name
