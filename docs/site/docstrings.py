@@ -1,7 +1,8 @@
-"""A griffe extension for two conventions of the docstrings in this repository.
+"""A griffe extension for the conventions of the docstrings in this repository.
 
 - An indented example after a line with ``::`` is a block of Python code.
 - An entry of "Args" or "Attributes" may describe several names: ``keys, insecure: ...``.
+- The first sentence of "Returns" may contain a colon. griffe takes the text before it for a type.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ _NAME = r"\*{0,2}\w+"
 _ENTRY = re.compile(
     rf"^ {{4}}(?P<first>{_NAME})(?P<more>(?:, {_NAME})+):(?P<text>.*(?:\n {{8}}.*)*)", re.MULTILINE
 )
+_RETURNS = re.compile(r"^(Returns:\n {4}(?!float32 ?\[)[^:\n]+):", re.MULTILINE)
 
 
 def _block(found: re.Match[str]) -> str:
@@ -27,9 +29,10 @@ def _block(found: re.Match[str]) -> str:
 
 
 def _entries(found: re.Match[str]) -> str:
-    first = found["first"]
-    entries = [f"    {first}:{found['text']}"]
-    entries += [f"    {name}: see ``{first}``." for name in found["more"].split(", ")[1:]]
+    first, text = found["first"], found["text"]
+    entries = [f"    {first}:{text}"]
+    again = f" see ``{first}``." if "\n" in text else text
+    entries += [f"    {name}:{again}" for name in found["more"].split(", ")[1:]]
     return "\n".join(entries)
 
 
@@ -40,4 +43,4 @@ class Docstrings(griffe.Extension):
         if obj.docstring is not None:
             text = _BLOCK.sub(_block, obj.docstring.value)
             text = _SECTION.sub(lambda found: _ENTRY.sub(_entries, found[0]), text)
-            obj.docstring.value = text
+            obj.docstring.value = _RETURNS.sub(r"\1 –", text)

@@ -2,7 +2,7 @@
 
 README, CONTRIBUTING, the changelog and the benchmarks' README are pages of the site. Their links
 are relative to their own folder, so that they also work in the repository. The hooks turn each link
-into a link between pages. A link to a file that is not on the site becomes plain text.
+into a link between pages. A link to a file that is not on the site becomes the file's name.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         if files.get_file_from_path(name) is None:
             if path.startswith("docs/") or not (ROOT / path).exists():
                 return found[0]  # MkDocs reports it.
-            return str(text)
+            return str(text) if "`" in text else f"`{text}`"
         relative = posixpath.relpath(name, posixpath.dirname(here) or ".")
         return f"{image}[{text}]({relative}{anchor or ''})"
 
