@@ -163,3 +163,15 @@ def test_the_reference_has_every_option_of_the_command_line() -> None:
             )
             for option in options
         }, name
+
+
+@pytest.mark.parametrize("document", [*INCLUDED, *PAGES], ids=name_of)
+def test_lists_are_written_so_that_the_site_shows_them(document: Path) -> None:
+    """MkDocs nests a list by four spaces, and needs an empty line before a list. GitHub does not."""
+    before = ""
+    for line in prose_of(document).splitlines():
+        item = re.match(r"( *)(?:[-*]|\d+\.) ", line)
+        if item is not None:
+            assert len(item[1]) % 4 == 0, line
+            assert not before or before.startswith(" ") or re.match(r"[-*]|\d+\.", before), line
+        before = line
