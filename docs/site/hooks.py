@@ -1,12 +1,14 @@
 """MkDocs hooks: pages from files outside ``docs/``, and their links.
 
-README, CONTRIBUTING, the changelog and the benchmarks' README are pages of the site. Their links
-are relative to their own folder, so that they also work in the repository. The hooks turn each link
-into a link between pages. A link to a file that is not on the site becomes the file's name.
+README, CONTRIBUTING, the changelog and the benchmarks' README are pages of the site, and one page
+shows the examples. Links are relative to their own folder, so that they also work in the
+repository. The hooks turn each link into a link between pages. A link to a file that is not on the
+site becomes the file's name.
 """
 
 from __future__ import annotations
 
+import ast
 import posixpath
 import re
 from pathlib import Path
@@ -41,7 +43,20 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages whose source is outside ``docs/``."""
     for source, page in INCLUDED.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text()))
+    files.append(File.generated(config, PAGES["examples"], content=_examples()))
     return files
+
+
+def _examples() -> str:
+    """Return a page with the scripts in ``examples``. The docstring of a script is its text."""
+    parts = ["# Examples"]
+    for file in sorted((ROOT / "examples").glob("*.py")):
+        code = file.read_text()
+        end = ast.parse(code).body[0].end_lineno
+        script = "\n".join(code.splitlines()[end:]).strip()
+        docstring = ast.get_docstring(ast.parse(code))
+        parts += [f"## {file.name}", f"{docstring}", f"```python\n{script}\n```"]
+    return "\n\n".join(parts)
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 INCLUDED = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 INCLUDED.append(ROOT / "bench/README.md")
-"""Documents outside of ``docs`` that are pages of the site, too (``docs/site/hooks.py``)."""
+"""Documents outside of ``docs`` that are pages of the site too (``docs/site/hooks.py``)."""
 REFERENCE = ROOT / "docs/reference"
 PUBLIC_MODULES = [
     "sglrl",
@@ -110,7 +110,7 @@ def test_every_page_is_in_the_navigation() -> None:
     navigation = re.search(r"^nav:\n(.*?)\n\n", (ROOT / "mkdocs.yml").read_text(), re.M | re.S)
     assert navigation is not None
     listed = re.findall(r": (\S+\.md)$", navigation[1], re.MULTILINE)
-    included = ["index.md", "contributing.md", "changelog.md", "benchmarks.md"]
+    included = ["index.md", "contributing.md", "changelog.md", "benchmarks.md", "examples.md"]
     pages = [str(page.relative_to(ROOT / "docs")) for page in PAGES]
     assert sorted(listed) == sorted(included + pages)
 
@@ -167,7 +167,7 @@ def test_the_reference_has_every_option_of_the_command_line() -> None:
 
 @pytest.mark.parametrize("document", [*INCLUDED, *PAGES], ids=name_of)
 def test_lists_are_written_so_that_the_site_shows_them(document: Path) -> None:
-    """MkDocs nests a list by four spaces, and needs an empty line before a list. GitHub does not."""
+    """MkDocs nests a list by four spaces and needs an empty line before it. GitHub does not."""
     before = ""
     for line in prose_of(document).splitlines():
         item = re.match(r"( *)(?:[-*]|\d+\.) ", line)
