@@ -32,6 +32,7 @@ from .report import (
 )
 
 _PARTS = "bench.rollout_parts"
+_PREFIX = "bench.prefix_parts"
 _LIMIT = 600.0
 _TURNS = 5
 _OURS = "sglrl.rollout"
@@ -306,7 +307,7 @@ def _h200(json: Path | None, agents: int, repeats: int, device: str) -> None:
     with steps(1) as (begin, note):
         begin(f"{agents} agents, {case.model}")
         try:
-            result = run_part(_PARTS, "prefix", options, note, _LIMIT, environment(case))
+            result = run_part(_PREFIX, "prefix", options, note, _LIMIT, environment(case))
         except PartFailed as failure:
             failed["prefix"] = str(failure)
             print_note(f"failed: {failure}\n{failure.log}")

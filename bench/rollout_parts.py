@@ -1,16 +1,15 @@
-"""The systems that ``bench.rollout`` measures, each in its own process (see ``parts``)."""
+"""The systems that ``bench.rollout`` measures with fake engines, each in its own process.
+
+See ``parts``.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import gc
-import importlib.util
 import itertools
-import os
 import random
-import socket
 import statistics
-import subprocess
 import sys
 import threading
 import time
@@ -21,7 +20,7 @@ import psutil
 import uvloop
 
 from .load import closed_loop, settle_collector
-from .parts import ROOT, Note, serve_part
+from .parts import Note, serve_part
 from .payload import TOKENS, VOCAB, Prompts
 
 TOOL_TOKENS = 16
@@ -266,38 +265,19 @@ def _http(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
 
     An agent only keeps the lists of its ids and logprobs.
     """
-    with socket.create_server(("127.0.0.1", 0), backlog=8192) as listening:
-        url = f"http://127.0.0.1:{listening.getsockname()[1]}/"
-        server = subprocess.Popen(
-            [sys.executable, "-m", "bench.http_echo", str(listening.fileno())],
-            cwd=ROOT,
-            pass_fds=(listening.fileno(),),
-        )
-    try:
-        result = uvloop.run(_http_main(url, options, note))
-    finally:
-        server.terminate()
-        server.wait()
-    result["parser"] = "httptools" if importlib.util.find_spec("httptools") else "h11"
-    return result
+    from .http_peer import PARSER, echo_server
+
+    with echo_server() as url:
+        return uvloop.run(_http_main(url, options, note)) | {"parser": PARSER}
 
 
 async def _http_main(url: str, options: Mapping[str, Any], note: Note) -> dict[str, Any]:
-    import aiohttp
-    import msgspec
-
-    from .http_echo import Answer, Request
+    from .http_peer import http_client
 
     count, turns = options["agents"], options["turns"]
     prompts, tool = Prompts(), Tool(options["tool"])
-    # This JSON codec costs the peer least.
-    encode = msgspec.json.Encoder().encode
-    decode = msgspec.json.Decoder(Answer).decode
-    headers = {"content-type": "application/json"}
     semaphore = asyncio.Semaphore(options["in_flight"])
-    async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
-    ) as session:
+    async with http_client(url) as ask:
 
         async def agent(number: int) -> tuple[list[int], list[float]]:
             ids, logprobs = prompts[number], []
@@ -306,9 +286,7 @@ async def _http_main(url: str, options: Mapping[str, Any], note: Note) -> dict[s
                     ids += await tool(number, turn)
                     logprobs += [0.0] * TOOL_TOKENS
                 async with semaphore:
-                    body = encode(Request(ids, TOKENS, True))
-                    async with session.post(url, data=body, headers=headers) as response:
-                        answer = decode(await response.read())
+                    answer = await ask(ids)
                 ids += answer.output_ids
                 logprobs += answer.logprobs
             return ids, logprobs
@@ -462,111 +440,5 @@ async def _busy_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
         return {"capacity_tokens_per_s": max(most), "capacities": most, "ways": ways}
 
 
-# --- the prefix cache of a real engine --------------------------------------------------------
-
-
-def _prefix(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
-    return uvloop.run(_prefix_main(options, note))
-
-
-async def _prefix_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
-    """Run agents with one system prompt, all at the same time.
-
-    The result compares the tokens that the engine took from its prefix cache with the tokens that
-    it could have taken.
-    """
-    import sglrl
-
-    count, turns, new = options["agents"], options["turns"], options["new"]
-    begun = time.perf_counter()
-    note("starting")
-    async with sglrl.launch(
-        options["model"],
-        device=options["device"],
-        dtype=options["dtype"],
-        **options["arguments"],
-    ) as client:
-        start_seconds = time.perf_counter() - begun
-        vocab = client.info.vocab_size
-
-        async def repetition(number: int) -> tuple[list[sglrl.Trajectory], float]:
-            draw = random.Random(number)
-
-            def ids(size: int) -> list[int]:
-                return [draw.randrange(vocab) for _ in range(size)]
-
-            system = ids(options["system"])
-            answers = [[ids(options["tool"]) for _ in range(turns - 1)] for _ in range(count)]
-            items = [
-                {"number": i, "input_ids": system + ids(options["question"])} for i in range(count)
-            ]
-
-            async def agent(session: sglrl.Session, item: Mapping[str, Any]) -> float:
-                for turn in range(turns):
-                    if turn:
-                        await asyncio.sleep(options["tool_seconds"])
-                        session.observe(answers[item["number"]][turn - 1])
-                    await session.generate()
-                return 1.0
-
-            await client.flush_cache()
-            begun = time.perf_counter()
-            found = [
-                trajectory
-                async for group in sglrl.rollout(
-                    client, agent, items, concurrency=count, max_new_tokens=new, ignore_eos=True
-                )
-                for trajectory in group.trajectories
-            ]
-            return found, time.perf_counter() - begun
-
-        note("warming up")
-        await repetition(-1)
-        speeds, found = [], []
-        for number in range(options["repeats"]):
-            note(f"repetition {number + 1} of {options['repeats']}")
-            trajectories, seconds = await repetition(number)
-            speeds.append(count * turns * new / seconds)
-            found.append(_cached(trajectories, options["system"]))
-    rows = [[sum(column) for column in zip(*row, strict=True)] for row in zip(*found, strict=True)]
-    prompt, cached, ideal = (sum(column) for column in zip(*rows, strict=True))
-    return {
-        "start_s": start_seconds,
-        "tokens_per_s": statistics.median(speeds),
-        "all_tokens_per_s": speeds,
-        "by_turn": [dict(zip(("prompt", "cached", "ideal"), row, strict=True)) for row in rows],
-        "hit_rate": cached / prompt,
-        "ideal_hit_rate": ideal / prompt,
-        "of_ideal": cached / ideal,
-    }
-
-
-def _cached(trajectories: Sequence[Any], system: int) -> list[list[int]]:
-    """Return three token counts for each turn, over all agents.
-
-    The counts are: tokens of the prompt; tokens that came from the cache; and tokens whose KV cache
-    an earlier request had computed. The last are the system prompt and, in later turns, all tokens
-    of the previous turn except the last, which was the input of no step. No agent shares the other
-    tokens, because they are drawn at random.
-    """
-    rows = []
-    for number in range(len(trajectories[0].turns)):
-        turns = [t.turns[number] for t in trajectories]
-        if number:
-            before = [t.turns[number - 1] for t in trajectories]
-            ideal = sum(b.prompt_tokens + b.stop - b.start - 1 for b in before)
-        else:
-            ideal = system * (len(turns) - 1)
-        rows.append(
-            [sum(t.prompt_tokens for t in turns), sum(t.cached_tokens for t in turns), ideal]
-        )
-    return rows
-
-
 if __name__ == "__main__":
-    serve_part(
-        {"agents": _agents, "beside": _beside, "http": _http, "busy": _busy, "prefix": _prefix}
-    )
-    sys.stderr.flush()
-    # As in bench.engine: SGLang's threads can take seconds to end.
-    os._exit(0)
+    serve_part({"agents": _agents, "beside": _beside, "http": _http, "busy": _busy})

@@ -1,0 +1,121 @@
+"""The prefix cache of a real engine, measured by ``bench.rollout`` in its own process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import uvloop
+
+from .parts import Note, serve_part
+
+
+def _prefix(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
+    return uvloop.run(_prefix_main(options, note))
+
+
+async def _prefix_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
+    """Run agents with one system prompt, all at the same time.
+
+    The result compares the tokens that the engine took from its prefix cache with the tokens that
+    it could have taken.
+    """
+    import sglrl
+
+    count, turns, new = options["agents"], options["turns"], options["new"]
+    begun = time.perf_counter()
+    note("starting")
+    async with sglrl.launch(
+        options["model"],
+        device=options["device"],
+        dtype=options["dtype"],
+        **options["arguments"],
+    ) as client:
+        start_seconds = time.perf_counter() - begun
+        vocab = client.info.vocab_size
+
+        async def repetition(number: int) -> tuple[list[sglrl.Trajectory], float]:
+            draw = random.Random(number)
+
+            def ids(size: int) -> list[int]:
+                return [draw.randrange(vocab) for _ in range(size)]
+
+            system = ids(options["system"])
+            answers = [[ids(options["tool"]) for _ in range(turns - 1)] for _ in range(count)]
+            items = [
+                {"number": i, "input_ids": system + ids(options["question"])} for i in range(count)
+            ]
+
+            async def agent(session: sglrl.Session, item: Mapping[str, Any]) -> float:
+                for turn in range(turns):
+                    if turn:
+                        await asyncio.sleep(options["tool_seconds"])
+                        session.observe(answers[item["number"]][turn - 1])
+                    await session.generate()
+                return 1.0
+
+            await client.flush_cache()
+            begun = time.perf_counter()
+            found = [
+                trajectory
+                async for group in sglrl.rollout(
+                    client, agent, items, concurrency=count, max_new_tokens=new, ignore_eos=True
+                )
+                for trajectory in group.trajectories
+            ]
+            return found, time.perf_counter() - begun
+
+        note("warming up")
+        await repetition(-1)
+        speeds, found = [], []
+        for number in range(options["repeats"]):
+            note(f"repetition {number + 1} of {options['repeats']}")
+            trajectories, seconds = await repetition(number)
+            speeds.append(count * turns * new / seconds)
+            found.append(_cached(trajectories, options["system"]))
+    rows = [[sum(column) for column in zip(*row, strict=True)] for row in zip(*found, strict=True)]
+    prompt, cached, ideal = (sum(column) for column in zip(*rows, strict=True))
+    return {
+        "start_s": start_seconds,
+        "tokens_per_s": statistics.median(speeds),
+        "all_tokens_per_s": speeds,
+        "by_turn": [dict(zip(("prompt", "cached", "ideal"), row, strict=True)) for row in rows],
+        "hit_rate": cached / prompt,
+        "ideal_hit_rate": ideal / prompt,
+        "of_ideal": cached / ideal,
+    }
+
+
+def _cached(trajectories: Sequence[Any], system: int) -> list[list[int]]:
+    """Return three token counts for each turn, over all agents.
+
+    The counts are: tokens of the prompt; tokens that came from the cache; and tokens whose KV cache
+    an earlier request had computed. The last are the system prompt and, in later turns, all tokens
+    of the previous turn except the last, which was the input of no step. No agent shares the other
+    tokens, because they are drawn at random.
+    """
+    rows = []
+    for number in range(len(trajectories[0].turns)):
+        turns = [t.turns[number] for t in trajectories]
+        if number:
+            before = [t.turns[number - 1] for t in trajectories]
+            ideal = sum(b.prompt_tokens + b.stop - b.start - 1 for b in before)
+        else:
+            ideal = system * (len(turns) - 1)
+        rows.append(
+            [sum(t.prompt_tokens for t in turns), sum(t.cached_tokens for t in turns), ideal]
+        )
+    return rows
+
+
+if __name__ == "__main__":
+    serve_part({"prefix": _prefix})
+    sys.stderr.flush()
+    # As in bench.engine: SGLang's threads can take seconds to end.
+    os._exit(0)
