@@ -1,4 +1,4 @@
-"""``python -m bench.fabric``: the cost of a call through the fabric, through HTTP and through Ray.
+"""``python -m bench.fabric``: the cost of a call through the fabric, HTTP, Ray and Monarch.
 
 The engine is fake, so that the bench measures the way to the engine and back: 64 token ids in, 64
 ids and 64 logprobs out, over the whole path of ``await client.generate(...)`` on one event loop.
@@ -27,6 +27,9 @@ from .report import (
 )
 
 _PARTS = "bench.fabric_parts"
+_PEERS = "bench.fabric_peers"
+_OPTIONAL = {"Ray actor": ("ray", "ray"), "Monarch actor": ("monarch", "torchmonarch")}
+"""Peers that may be missing: the module, which also names the part, and its package."""
 _LEVELS = (64, 512, 4096)
 _DEFAULT_ROUTING = ("prefix-aware", "requests")
 _LIMIT = 600.0
@@ -40,45 +43,47 @@ def main(
     quick: Annotated[
         bool, typer.Option("--quick", help="Short repetitions, for CI: under a minute.")
     ] = False,
-    peers: Annotated[bool, typer.Option(help="Measure HTTP and Ray too.")] = True,
+    peers: Annotated[bool, typer.Option(help="Measure HTTP, Ray and Monarch too.")] = True,
     address: Annotated[
         Literal["ipc", "tcp", "both"], typer.Option(help="Transport of our fabric.")
     ] = "both",
 ) -> None:
-    """Measure latency, rate and cost of a call: our fabric, an HTTP echo and a Ray actor."""
+    """Measure latency, rate and cost of a call: our fabric, an HTTP echo and other actors."""
     if quick:
         seconds, repeats = 0.3, 2
     info = machine()
     load = {"seconds": seconds, "repeats": repeats, "levels": _LEVELS}
     sglrl = load | {"replicas": replicas, "idle": 1.0 if quick else 4.0}
     memory = load | {"levels": _LEVELS[1:]}
-    plan: list[tuple[str, str, dict[str, Any]]] = [
-        (f"sglrl {transport}", "sglrl", sglrl | {"address": transport})
+    plan: list[tuple[str, str, str, dict[str, Any]]] = [
+        (f"sglrl {transport}", _PARTS, "sglrl", sglrl | {"address": transport})
         for transport in (("ipc", "tcp") if address == "both" else (address,))
     ]
-    plan.append(("transport alone (ipc)", "transport", load))
+    plan.append(("sglrl actor", _PARTS, "actor", load))
+    plan.append(("transport alone (ipc)", _PARTS, "transport", load))
     waiting = {"calls": 5_000 if quick else 20_000}
-    plan.append(("waiting calls", "waiting", waiting | {"bare": False}))
-    plan.append(("waiting tasks", "waiting", waiting | {"bare": True}))
+    plan.append(("waiting calls", _PARTS, "waiting", waiting | {"bare": False}))
+    plan.append(("waiting tasks", _PARTS, "waiting", waiting | {"bare": True}))
     for routing in (_DEFAULT_ROUTING, ("requests",)):
         for workers in (1, 1000):
             name = f"in memory, {workers:,} {'worker' if workers == 1 else 'workers'}"
             options = memory | {"workers": workers, "routing": routing}
-            plan.append((f"{name}, {'+'.join(routing)}", "memory", options))
+            plan.append((f"{name}, {'+'.join(routing)}", _PARTS, "memory", options))
     failed: dict[str, str] = {}
     if peers:
-        plan.append(("HTTP", "http", load))
-        if importlib.util.find_spec("ray") is None:
-            failed["Ray actor"] = "ray is not installed"
-        else:
-            plan.append(("Ray actor", "ray", load))
+        plan.append(("HTTP", _PEERS, "http", load))
+        for name, (module, package) in _OPTIONAL.items():
+            if importlib.util.find_spec(module) is None:
+                failed[name] = f"{package} is not installed"
+            else:
+                plan.append((name, _PEERS, module, load))
 
     results: dict[str, Any] = {}
     with steps(len(plan)) as (begin, note):
-        for name, part, options in plan:
+        for name, module, part, options in plan:
             begin(name)
             try:
-                results[name] = run_part(_PARTS, part, options, note, _LIMIT)
+                results[name] = run_part(module, part, options, note, _LIMIT)
             except PartFailed as failure:
                 failed[name] = str(failure)
                 print_note(f"{name} failed: {failure}\n{failure.log}")
@@ -96,7 +101,7 @@ def main(
         "failed": failed,
     }
     write_json(json, document, targets)
-    if any(not name.startswith(("Ray", "HTTP")) for name in failed):
+    if failed.keys() - {"HTTP", *_OPTIONAL}:
         raise typer.Exit(1)
 
 
@@ -182,7 +187,7 @@ def _print(results: dict[str, Any], failed: dict[str, str]) -> None:
 
 def _targets(results: dict[str, Any]) -> list[Target]:
     """Return the fabric's targets, with the figures of the first transport measured."""
-    name = next((n for n in results if n.startswith("sglrl ")), None)
+    name = next((n for n in results if n in ("sglrl ipc", "sglrl tcp")), None)
     ours = results.get(name) if name else None
     rate = _rate(ours)
     targets = [

@@ -1,15 +1,12 @@
-"""The systems that ``bench.fabric`` measures, each in its own process (see ``parts``)."""
+"""The parts of sglrl that ``bench.fabric`` measures, each in its own process (see ``parts``)."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
-import importlib.util
 import itertools
 import os
-import socket
 import struct
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,25 +18,9 @@ from typing import Any
 import psutil
 import uvloop
 
-from .load import Call, closed_loop, latency_summary, rate_summary
+from .load import closed_loop, latency_and_rates, rate_summary
 from .parts import ROOT, Note, serve_part
 from .payload import LOGPROBS, TOKENS, VOCAB, Prompts
-
-
-async def _measure(call: Call, options: Mapping[str, Any], note: Note) -> dict[str, Any]:
-    """Measure the latency at 1 in flight, then the rate at each level."""
-    seconds, repeats = options["seconds"], options["repeats"]
-    note("latency at 1 in flight")
-    result: dict[str, Any] = {
-        "latency": latency_summary(await closed_loop(call, 1, seconds, repeats, record=True)),
-        "rates": {},
-    }
-    for level in options["levels"]:
-        note(f"{level} in flight")
-        windows = await closed_loop(call, level, seconds, repeats)
-        result["rates"][str(level)] = rate_summary(windows)
-    return result
-
 
 # --- sglrl ------------------------------------------------------------------------------------
 
@@ -66,7 +47,7 @@ async def _sglrl_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
         assert first.output_ids.tolist() == prompts[0]
         assert first.logprobs is not None
         assert first.logprobs.tolist() == LOGPROBS
-        result = await _measure(
+        result = await latency_and_rates(
             lambda i: generate(input_ids=prompts[i], max_new_tokens=TOKENS, logprobs=True),
             options,
             note,
@@ -95,6 +76,32 @@ async def _idle_cpu(pids: list[int], seconds: float) -> float:
     await asyncio.sleep(seconds)
     after, elapsed = used(), time.perf_counter() - begun
     return max((b - a) / elapsed for a, b in zip(before, after, strict=True))
+
+
+# --- a plain actor ----------------------------------------------------------------------------
+
+
+def _actor(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
+    """Measure an actor that echoes, as the actors of the peers do."""
+    return uvloop.run(_actor_main(options, note))
+
+
+async def _actor_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
+    import sglrl
+
+    class Echo(sglrl.Actor):
+        @sglrl.endpoint
+        async def generate(
+            self, input_ids: list[int], max_new_tokens: int, logprobs: bool
+        ) -> tuple[list[int], list[float]]:
+            return input_ids, LOGPROBS
+
+    prompts = Prompts()
+    note("starting an actor")
+    async with sglrl.spawn(Echo) as echo:
+        generate = echo.generate
+        assert await generate(prompts[0], TOKENS, True) == (prompts[0], LOGPROBS)
+        return await latency_and_rates(lambda i: generate(prompts[i], TOKENS, True), options, note)
 
 
 # --- the transport alone ----------------------------------------------------------------------
@@ -130,7 +137,7 @@ async def _transport_main(options: Mapping[str, Any], note: Note) -> dict[str, A
             router.send(IDENTITY, [payload])
             return answer
 
-        result = await _measure(call, options, note)
+        result = await latency_and_rates(call, options, note)
         router.send(IDENTITY, [END])
         await echo.wait()
         router.close()
@@ -346,88 +353,6 @@ async def _memory_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]
     return {"rates": rates}
 
 
-# --- peers ------------------------------------------------------------------------------------
-
-
-def _http(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
-    with socket.create_server(("127.0.0.1", 0), backlog=8192) as listening:
-        url = f"http://127.0.0.1:{listening.getsockname()[1]}/"
-        server = subprocess.Popen(
-            [sys.executable, "-m", "bench.http_echo", str(listening.fileno())],
-            cwd=ROOT,
-            pass_fds=(listening.fileno(),),
-        )
-    try:
-        result = uvloop.run(_http_main(url, options, note))
-    finally:
-        server.terminate()
-        server.wait()
-    result["parser"] = "httptools" if importlib.util.find_spec("httptools") else "h11"
-    return result
-
-
-async def _http_main(url: str, options: Mapping[str, Any], note: Note) -> dict[str, Any]:
-    import aiohttp
-    import msgspec
-
-    from .http_echo import Answer, Request
-
-    prompts = Prompts()
-    # This JSON codec costs the peer least.
-    encode = msgspec.json.Encoder().encode
-    decode = msgspec.json.Decoder(Answer).decode
-    headers = {"content-type": "application/json"}
-    async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
-    ) as session:
-
-        async def call(i: int) -> Answer:
-            body = encode(Request(prompts[i], TOKENS, True))
-            async with session.post(url, data=body, headers=headers) as response:
-                return decode(await response.read())
-
-        note("starting")
-        first = await call(0)
-        assert first.output_ids == prompts[0]
-        assert first.logprobs == LOGPROBS
-        return await _measure(call, options, note)
-
-
-def _ray(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    import ray
-
-    note("starting Ray")
-    ray.init(
-        num_cpus=1,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="error",
-        object_store_memory=200 << 20,
-    )
-    try:
-        return uvloop.run(_ray_main(options, note))
-    finally:
-        ray.shutdown()
-
-
-async def _ray_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
-    import ray
-
-    class Echo:
-        def generate(
-            self, input_ids: list[int], max_new_tokens: int, logprobs: bool
-        ) -> tuple[list[int], list[float]]:
-            return input_ids, LOGPROBS
-
-    prompts = Prompts()
-    generate = ray.remote(Echo).remote().generate.remote
-    note("starting an actor")
-    first = await generate(prompts[0], TOKENS, True)
-    assert first == (prompts[0], LOGPROBS)
-    return await _measure(lambda i: generate(prompts[i], TOKENS, True), options, note)
-
-
 if __name__ == "__main__":
     serve_part(
         {
@@ -435,7 +360,6 @@ if __name__ == "__main__":
             "transport": _transport,
             "waiting": _waiting,
             "memory": _memory,
-            "http": _http,
-            "ray": _ray,
+            "actor": _actor,
         }
     )

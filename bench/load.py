@@ -6,10 +6,12 @@ import asyncio
 import gc
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from .parts import Note
 
 Call = Callable[[int], Awaitable[Any]]
 """``call(i)`` makes the i-th call. Awaiting the result gives the answer."""
@@ -136,3 +138,22 @@ def rate_summary(windows: Sequence[Window]) -> dict[str, float]:
         "cpu_us": statistics.median(w.cpu_us for w in windows),
         "loop_us": statistics.median(w.loop_us for w in windows),
     }
+
+
+async def latency_and_rates(call: Call, options: Mapping[str, Any], note: Note) -> dict[str, Any]:
+    """Measure the latency at 1 in flight, then the rate at each level.
+
+    Args:
+        options: ``seconds``, ``repeats`` and ``levels``, the numbers of calls in flight.
+    """
+    seconds, repeats = options["seconds"], options["repeats"]
+    note("latency at 1 in flight")
+    result: dict[str, Any] = {
+        "latency": latency_summary(await closed_loop(call, 1, seconds, repeats, record=True)),
+        "rates": {},
+    }
+    for level in options["levels"]:
+        note(f"{level} in flight")
+        windows = await closed_loop(call, level, seconds, repeats)
+        result["rates"][str(level)] = rate_summary(windows)
+    return result

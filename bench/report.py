@@ -61,6 +61,7 @@ def machine() -> dict[str, Any]:
                 "uvicorn",
                 "httptools",
                 "ray",
+                "torchmonarch",
             )
             if (version := _version(name))
         },

@@ -33,7 +33,7 @@ def run_bench(name: str, *options: str, file: Path) -> dict[str, Any]:
 def test_the_fabric_bench_measures_all_but_its_peers(tmp_path: Path) -> None:
     options = ["--no-peers", "--address", "ipc", "--seconds", "0.05", "--repeats", "1", "--quick"]
     document = run_bench("fabric", *options, file=tmp_path / "fabric.json")
-    assert len(document["results"]) == 8
+    assert len(document["results"]) == 9
 
 
 def test_the_rollout_bench_measures_all_but_its_peer(tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_the_rollout_bench_measures_all_but_its_peer(tmp_path: Path) -> None:
     assert [target["measured"] for target in document["asked"]] != [None, None]
 
 
-async def test_the_genlm_bench_asks_for_prompts_that_grow_token_by_token() -> None:
+async def test_the_genlm_bench_asks_for_prompts_that_grow() -> None:
     asked: list[list[int]] = []
 
     async def ask(ids: list[int]) -> None:
