@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import importlib.util
+import importlib
 import itertools
 import sys
 import threading
@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 import sglrl
 from sglrl.integrations import genlm
 from sglrl.integrations.genlm import AsyncSGLTransformer, Token
-from sglrl.integrations.vocabulary import token_bytes, token_strings
+from sglrl.integrations.genlm.vocabulary import token_bytes, token_strings
 from sglrl.tools.tiny_model import make_character_tokenizer, make_model
 from sglrl.wire.engine import NextTokenArgs
 
@@ -264,7 +264,7 @@ def test_identical_queries_in_flight_are_one(
     # Without a cache the engine computes the answer again.
     assert int(model.next_token_logprobs_sync([1, 2, 3]).argmax()) == 3
     assert len(asked.keys) == 3
-    assert not model._inflight
+    assert not model._queries.inflight
 
 
 def test_what_was_asked_is_kept(
@@ -364,7 +364,7 @@ def test_queries_can_be_reset(fake: sglrl.BlockingClient) -> None:
         assert int((await model.next_token_logprobs([1, 9])).argmax()) == 9
 
     asyncio.run(asyncio.wait_for(run(), 30))
-    assert not model._inflight
+    assert not model._queries.inflight
     assert fake.workers[0].load == 0
 
 
@@ -386,7 +386,7 @@ def test_queries_from_before_an_update_are_reset_too(
 
     asyncio.run(asyncio.wait_for(run(), 30))
     fake.resume()
-    assert not model._unanswered
+    assert not model._queries.unanswered
 
 
 @pytest.mark.parametrize("own_loop", [False, True])
@@ -451,7 +451,7 @@ def test_a_loop_that_is_blocked_is_not_waited_for_without_end(
     fake: sglrl.BlockingClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = AsyncSGLTransformer(fake)
-    monkeypatch.setattr(genlm, "_PATIENCE", 0.01)
+    monkeypatch.setattr("sglrl.integrations.genlm.engine_loop._PATIENCE", 0.01)
     go_on = threading.Event()
     assert fake._loop is not None
     fake._loop.call_soon_threadsafe(go_on.wait, 30)
@@ -583,14 +583,11 @@ def test_it_is_an_asynclm_where_there_is_one(
         vars(module).update(values)
         module.__path__ = []
         monkeypatch.setitem(sys.modules, name, module)
-    spec = importlib.util.spec_from_file_location(
-        "sglrl.integrations.genlm_again", Path(genlm.__file__)
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    again = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, again)
-    spec.loader.exec_module(again)
+    # Import the package again. The test's end brings back the modules of the first import.
+    monkeypatch.setattr("sglrl.integrations.genlm", genlm)
+    for name in [name for name in sys.modules if name.startswith(genlm.__name__)]:
+        monkeypatch.delitem(sys.modules, name)
+    again = importlib.import_module(genlm.__name__)
     assert issubclass(again.AsyncSGLTransformer, AsyncLM)
     assert again.Token is TheirToken
     assert again.AsyncSGLTransformer.add_new_lora(None) == "theirs"
@@ -602,7 +599,7 @@ def test_it_is_an_asynclm_where_there_is_one(
 def test_by_name(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"engine": "fake", "vocab_size": 512}
     with monkeypatch.context() as patch:
-        patch.setattr(genlm, "blocking", None)
+        patch.setattr("sglrl.integrations.genlm.model.blocking", None)
         with pytest.raises(TypeError, match="'foo'"):
             # The error is raised before any worker is started.
             AsyncSGLTransformer.from_name(str(tiny), options, foo=1)
