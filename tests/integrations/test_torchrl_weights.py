@@ -23,7 +23,8 @@ from sglrl.integrations.torchrl import (
     SGLangWeightSyncScheme,
     get_sglang_model_metadata,
 )
-from sglrl.integrations.torchrl.weights import FolderTransport, PoolTransport
+from sglrl.integrations.torchrl.folder_transport import FolderTransport
+from sglrl.integrations.torchrl.pool_transport import PoolTransport
 
 URL = "tcp://127.0.0.1:1#token"
 

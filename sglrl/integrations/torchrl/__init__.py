@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .balancer import LoadBalancer as LoadBalancer
     from .service import AsyncSGLang as AsyncSGLang
+    from .tensor_names import get_sglang_model_metadata as get_sglang_model_metadata
     from .weights import SGLangWeightReceiver as SGLangWeightReceiver
     from .weights import SGLangWeightSender as SGLangWeightSender
     from .weights import SGLangWeightSyncScheme as SGLangWeightSyncScheme
-    from .weights import get_sglang_model_metadata as get_sglang_model_metadata
     from .wrapper import SGLangWrapper as SGLangWrapper
 
 _HOMES = {
@@ -21,7 +21,7 @@ _HOMES = {
     "SGLangWeightSender": "weights",
     "SGLangWeightSyncScheme": "weights",
     "SGLangWrapper": "wrapper",
-    "get_sglang_model_metadata": "weights",
+    "get_sglang_model_metadata": "tensor_names",
 }
 
 __all__ = [

@@ -7,46 +7,20 @@ It has a version, and every token sampled with these weights carries this versio
 from __future__ import annotations
 
 import copy
-import logging
 import os
-import secrets
-import shutil
 import weakref
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any, Final, Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
-import msgspec
 import torch
-from tensordict import TensorDict, TensorDictBase
 from torchrl.modules.llm.backends.sglang.sglang_utils import get_local_ip_address, get_open_port
-from torchrl.weight_update.llm import get_sglang_model_metadata as _of_module
 from torchrl.weight_update.weight_sync_schemes import WeightStrategy, WeightSyncScheme
 
 from ...api.blocking import BlockingClient, blocking
-from ...weights.tensor_source import check_metadata
 from ...weights.update_report import UpdateReport
-
-logger = logging.getLogger("sglrl.integrations.torchrl")
-
-Metadata = Mapping[str, tuple[torch.dtype, torch.Size]]
-PauseMode = Literal["abort", "retract", "in_place"]
-
-_INFLIGHT: Final = {"abort": "abort", "retract": "retract", "in_place": "continue"}
-_DERIVED: Final = ("inv_freq", "original_inv_freq")
-"""Buffers that are not in checkpoints, because a model computes them when it is created.
-TensorDicts of modules contain them."""
-_LATEST: Final = "latest"
-
-
-def get_sglang_model_metadata(model: Any) -> dict[str, tuple[torch.dtype, torch.Size]]:
-    """Return dtype and shape by name.
-
-    For a module, these are its tensors, with adapters (PEFT) merged. For an ``AsyncSGLang``, these
-    are the tensors that its engines accept.
-    """
-    of_service = getattr(model, "get_model_metadata", None)
-    return dict(_of_module(model) if of_service is None else of_service())
+from .folder_transport import FolderTransport
+from .pool_transport import INFLIGHT, PauseMode, PoolTransport, client_of, logger, update_pool
+from .tensor_names import Metadata, flat
 
 
 class SGLangWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]
@@ -106,8 +80,8 @@ class SGLangWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]
         local_addr: str | os.PathLike[str] | None = None,
         num_threads: int = 1,
     ) -> None:
-        if pause_mode is not None and pause_mode not in _INFLIGHT:
-            raise ValueError(f"pause_mode must be one of {set(_INFLIGHT)}, got {pause_mode!r}")
+        if pause_mode is not None and pause_mode not in INFLIGHT:
+            raise ValueError(f"pause_mode must be one of {set(INFLIGHT)}, got {pause_mode!r}")
         if flush_cache_on_update and pause_mode not in (None, "abort"):
             raise ValueError(
                 "flush_cache_on_update=True requires pause_mode='abort': the others keep requests, "
@@ -118,7 +92,7 @@ class SGLangWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]
         if server_url is None and remote_addr is None:
             raise ValueError("give server_url, or remote_addr for updates through files")
         self.server_url = server_url.rstrip("/") if isinstance(server_url, str) else server_url
-        self._host = master_address
+        self.host = master_address
         self.master_address = master_address or get_local_ip_address()
         self.master_port = master_port or int(get_open_port())
         self.num_gpus = num_gpus
@@ -181,182 +155,6 @@ class SGLangWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]
         if engine is None and self.remote_addr is None:
             return None
         return SGLangWeightReceiver(self, engine)
-
-
-class PoolTransport:
-    """Sends weights directly into the replicas' memory, over NCCL (gloo on CPU)."""
-
-    def __init__(self, scheme: SGLangWeightSyncScheme) -> None:
-        self._scheme = scheme
-        self._client: BlockingClient | None = None
-        self._owned = False
-        self._known: set[str] = set()
-
-    def init_all_workers_group(self, model_metadata: Metadata | None = None) -> None:
-        """Connect to the pool.
-
-        Args:
-            model_metadata: name -> (dtype, shape) of the tensors that will be sent. They are
-                checked now.
-
-        Raises:
-            ValueError: the model has no tensor of this name and shape, or the dtype is not
-                floating-point. Floating-point tensors are cast to the engine's dtype.
-        """
-        scheme = self._scheme
-        if self._client is None:
-            self._client, self._owned = _client_of(scheme.server_url, scheme)
-        client = self._client
-        wanted = client._wait(client._client._pool.weights.describe(scheme.timeout))
-        self._known = {spec.name for spec in wanted.tensors}
-        if model_metadata:
-            check_metadata(_fitted(_flat(dict(model_metadata)), self._known), wanted)
-        if not self._owned:
-            self._client.connect_weights(device=_device(scheme, self._client), **self._hosted())
-
-    def _hosted(self) -> dict[str, str]:
-        host = self._scheme._host
-        return {} if host is None else {"host": host}
-
-    def send_weights(
-        self, model_id: str, weights: Any, *, partial: bool = False, version: int | None = None
-    ) -> UpdateReport:
-        """Make the weights live on all replicas.
-
-        Raises:
-            RuntimeError: ``init_all_workers_group`` was not called.
-            sglrl.InvalidWeights: the weights do not fit the model.
-            sglrl.WeightUpdateError: the update was abandoned. No weights have changed.
-        """
-        if self._client is None:
-            raise RuntimeError(
-                "Communication group not initialized. Call init_all_workers_group first."
-            )
-        scheme = self._scheme
-        report = self._client.update_weights(
-            _fitted(_flat(weights), self._known),
-            version=version,
-            inflight=_INFLIGHT[scheme.pause_mode or "retract"],
-            partial=partial,
-            timeout=scheme.timeout,
-            check_finite=scheme.check_finite,
-            device=_device(scheme, self._client),
-            **self._hosted(),
-        )
-        logger.info("%s: %s", model_id, report)
-        return report
-
-    def flush_cache(self) -> bool:
-        return self._client is not None and self._client.flush_cache()
-
-    def check_connection(self) -> bool:
-        """Return whether ``init_all_workers_group`` was called."""
-        return self._client is not None
-
-    def shutdown(self) -> None:
-        """Disconnect. The pool keeps running."""
-        client, self._client = self._client, None
-        if client is not None and self._owned:
-            client.close()
-
-
-class _Latest(msgspec.Struct):
-    """The content of the file ``latest``.
-
-    Attributes:
-        number: number of the last update; 0: no update.
-        tensors: by tensor name, the number of the update that contains the current value.
-        series: id of the numbering. It changes when the folder is created anew.
-    """
-
-    number: int
-    tensors: dict[str, int]
-    series: str = ""
-
-
-class FolderTransport:
-    """Sends weights as memory-mapped tensordicts in a folder.
-
-    Update n is in folder ``n``. The file ``latest`` is JSON. It holds the number of the last update
-    and, for every tensor, the number of the update that contains its current value.
-
-    The file is replaced when an update is complete, so a reader never sees half an update. A reader
-    that skipped updates finds the values of all of them, even if each contains only a part of the
-    tensors. The folder of an update is kept while the current or the previous ``latest`` refers to
-    it.
-    """
-
-    def __init__(self, folder: str | os.PathLike[str], num_threads: int = 1) -> None:
-        self.folder = Path(folder)
-        self.num_threads = num_threads
-        self.read = 0
-        """Number of the last update that this object received."""
-        self._series = ""
-        """Series of that update."""
-
-    def init_all_workers_group(self, model_metadata: Metadata | None = None) -> None:
-        """Do nothing: this transport has no group."""
-
-    def send_weights(
-        self, model_id: str, weights: Any, *, partial: bool = False, version: int | None = None
-    ) -> None:
-        """Write an update. The receiver keeps the values of tensors that are not in the update."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        before = self._latest()
-        number = before.number + 1
-        target = self.folder / str(number)
-        shutil.rmtree(target, ignore_errors=True)
-        tensors = {name: tensor.detach().cpu() for name, tensor in _flat(weights).items()}
-        whole = TensorDict(tensors, batch_size=[]).unflatten_keys(".")
-        whole.memmap(str(target), copy_existing=True, num_threads=self.num_threads)
-        now = _Latest(
-            number,
-            (before.tensors if partial else {}) | dict.fromkeys(tensors, number),
-            before.series or secrets.token_hex(8),
-        )
-        marker = self.folder / f"{_LATEST}.new"
-        marker.write_bytes(msgspec.json.encode(now))
-        marker.replace(self.folder / _LATEST)
-        kept = {*now.tensors.values(), *before.tensors.values()}
-        for folder in self.folder.iterdir():
-            if folder.name.isdecimal() and int(folder.name) not in kept:
-                shutil.rmtree(folder, ignore_errors=True)
-
-    def receive_weights(self, timeout: float | None = None, **kwargs: Any) -> Any:
-        """Return the tensors updated since the last call, by flat name; None: no update."""
-        latest = self._latest()
-        while (latest.series, latest.number) != (self._series, self.read):
-            if latest.series != self._series:
-                self._series, self.read = latest.series, 0
-            since = {n for n in latest.tensors.values() if n > self.read}
-            try:
-                folders = {
-                    n: TensorDict.load_memmap(str(self.folder / str(n))).flatten_keys(".")
-                    for n in since
-                }
-                found = {name: folders[n][name] for name, n in latest.tensors.items() if n in since}
-            except (OSError, RuntimeError):
-                # Two updates were written meanwhile, so a new file refers to other folders.
-                again = self._latest()
-                if again.number == latest.number:
-                    raise
-                latest = again
-                continue
-            self.read = latest.number
-            return found
-        return None
-
-    def _latest(self) -> _Latest:
-        try:
-            return msgspec.json.decode((self.folder / _LATEST).read_bytes(), type=_Latest)
-        except FileNotFoundError:
-            return _Latest(0, {})
-
-    def check_connection(self) -> bool:
-        return True
-
-    def shutdown(self) -> None:
-        """Do nothing: no resource is open."""
 
 
 class SGLangWeightSender:
@@ -456,7 +254,7 @@ class SGLangWeightSender:
         if self._scheme.strategy_name == "state_dict":
             return model.state_dict()
         saved = model.state_dict(keep_vars=True).keys()
-        found = _flat(WeightStrategy(extract_as="tensordict").extract_weights(model))
+        found = flat(WeightStrategy(extract_as="tensordict").extract_weights(model))
         return {name: tensor for name, tensor in found.items() if name in saved}
 
     def flush_cache(self) -> bool:
@@ -482,7 +280,7 @@ class SGLangWeightReceiver:
         if engine is None:
             raise ValueError("create_receiver needs the engine, or the scheme its server_url")
         self._scheme = scheme
-        self._client, self._owned = _client_of(engine, scheme)
+        self._client, self._owned = client_of(engine, scheme)
         self._known = set(self._client.model_metadata())
         folder = scheme.local_addr
         self._folder = None if folder is None else FolderTransport(folder)
@@ -495,14 +293,7 @@ class SGLangWeightReceiver:
         """
         if not inplace:
             raise ValueError("Cannot apply weights out of place: an engine has one set of them")
-        return self._client.update_weights(
-            _fitted(_flat(weights), self._known),
-            partial=True,
-            inflight=_INFLIGHT[self._scheme.pause_mode or "retract"],
-            timeout=self._scheme.timeout,
-            check_finite=self._scheme.check_finite,
-            device=_device(self._scheme, self._client),
-        )
+        return update_pool(self._client, self._scheme, weights, self._known, partial=True)
 
     def poll_and_apply(self, timeout: float = 0.1) -> bool:
         """Apply the updates in the folder that were not applied before.
@@ -531,50 +322,3 @@ class SGLangWeightReceiver:
         if self._owned:
             self._owned = False
             self._client.close()
-
-
-def _client_of(pool: Any, scheme: SGLangWeightSyncScheme) -> tuple[BlockingClient, bool]:
-    """Return the client of a pool, and whether this module must close it."""
-    if isinstance(pool, str):
-        client = blocking.connect(pool, keys=scheme.keys, insecure=scheme.insecure)
-        return client.__enter__(), True
-    return getattr(pool, "client", pool), False
-
-
-def _device(scheme: SGLangWeightSyncScheme, client: BlockingClient) -> torch.device | str | None:
-    device = scheme.device
-    if isinstance(device, int):
-        return "cpu" if client.info.device == "cpu" else f"cuda:{device}"
-    return device
-
-
-def _flat(weights: Any) -> dict[str, Any]:
-    """Return tensors by dotted name, without derived buffers and extra state."""
-    if isinstance(weights, Mapping) and any(isinstance(v, Mapping) for v in weights.values()):
-        weights = TensorDict(dict(weights), batch_size=[])
-    if isinstance(weights, TensorDictBase):
-        weights = weights.flatten_keys(".")
-    return {
-        name: tensor
-        for name, tensor in weights.items()
-        if name.rpartition(".")[2] not in _DERIVED and not name.startswith("__extra_state__")
-    }
-
-
-def _fitted(named: dict[str, Any], known: set[str]) -> dict[str, Any]:
-    """Return the tensors under the engine's names.
-
-    TorchRL's modules may contain the model as ``module.0.model``, for example. This prefix is the
-    same for every name and is removed.
-    """
-    if any(name in known for name in named):
-        return named
-    for name in named:
-        _, _, rest = name.partition(".")
-        while rest:
-            if rest in known:
-                size = len(name) - len(rest)
-                prefix = name[:size]
-                return {n.removeprefix(prefix): tensor for n, tensor in named.items()}
-            _, _, rest = rest.partition(".")
-    return named
