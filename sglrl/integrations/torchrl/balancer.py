@@ -6,8 +6,9 @@ programs that choose the replica themselves.
 
 from __future__ import annotations
 
+import asyncio
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -87,6 +88,32 @@ class LoadBalancer:
             pending[worker] += 1
             chosen.append(worker)
         return chosen
+
+    def generate(self, what: str, inputs: Sequence[Any], arguments: Mapping[str, Any]) -> list[Any]:
+        """Call ``client.generate`` for each input at the same time, on the selected replica.
+
+        Args:
+            what: "prompt" or "input_ids".
+            arguments: more arguments of ``client.generate``.
+        """
+        client = self._service.client
+        workers = self.select_actors(inputs)
+
+        async def all_of_them() -> list[Any]:
+            tasks = [
+                asyncio.ensure_future(
+                    client._client.generate(**{what: given}, worker=worker, **arguments)
+                )
+                for given, worker in zip(inputs, workers, strict=True)
+            ]
+            try:
+                return list(await asyncio.gather(*tasks))
+            finally:
+                for task in tasks:
+                    task.cancel()
+
+        found: list[Any] = client._wait(all_of_them())
+        return found
 
     def _select(self, prompt: Any, pending: dict[int, int], usage: dict[int, float]) -> int:
         for strategy in self.strategies:

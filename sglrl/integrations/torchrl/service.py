@@ -6,30 +6,20 @@ methods, it has the methods of ``AsyncVLLM`` for several replicas.
 
 from __future__ import annotations
 
-import asyncio
 import random
-import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, Self
+from typing import Any, Self
 
 import torch
 from torchrl.modules.llm.backends import RLSGLangEngine
 from torchrl.modules.llm.backends.sglang.sglang_utils import get_local_ip_address, get_open_port
 
 from ...api.blocking import BlockingClient, blocking
-from ...errors import Closed, DeadlineExceeded, UsageError
-from ...inference.completion import Completion
 from ...inference.sampling import SamplingParams
 from .balancer import LoadBalancer
-from .generate_kwargs import override, understood
-
-_CONNECT_SECONDS: Final = 10.0
-_CONNECTION: Final = ("keys", "insecure", "heartbeat_timeout")
-"""Names in ``server_kwargs`` that a copy of the service in another process also needs."""
-_RENAMED: Final = {"max_model_len": "context_length", "num_replicas": "replicas"}
-"""Names of TorchRL and vLLM, and the corresponding arguments of ``sglrl.launch``."""
-_START_SECONDS: Final = 600.0
+from .service_client import CONNECTION, close, connect, launch_arguments, without_secret
+from .sglang_format import call_arguments, is_one, is_text, result
 
 
 class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
@@ -101,22 +91,7 @@ class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
         return service
 
     def _connect(self) -> None:
-        known = {
-            name: self._server_kwargs[name] for name in _CONNECTION if name in self._server_kwargs
-        }
-        try:
-            client = blocking.connect(
-                self.server_url,
-                connect_timeout=min(_CONNECT_SECONDS, self._timeout),
-                timeout=self._timeout,
-                **known,
-            )
-            client.__enter__()
-        except (DeadlineExceeded, Closed, UsageError) as error:
-            raise ConnectionError(
-                f"Cannot connect to SGLang server at {_public(self._server_url)}. "
-                f"Ensure the server is running and accessible. ({error})"
-            ) from error
+        client = connect(self.server_url, self._timeout, self._server_kwargs)
         self._keep(client)
         self._model_path = client.info.model
         self._tp_size = client.info.tp_size
@@ -125,15 +100,7 @@ class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
     def _launch_server(self) -> None:
         if self._model_path is None:
             raise ValueError("model_path is required to launch a managed SGLang server")
-        arguments = {_RENAMED.get(k, k): v for k, v in self._server_kwargs.items()}
-        arguments.setdefault("replicas", self._dp_size)
-        arguments.setdefault("start_timeout", max(self._timeout, _START_SECONDS))
-        gpus = arguments.pop("cuda_devices", None)
-        if gpus:
-            arguments["gpus"] = list(gpus)
-        host, port = arguments.pop("host", None), arguments.pop("port", None)
-        if host is not None or port is not None:
-            arguments["address"] = f"tcp://{host or '127.0.0.1'}:{port or '*'}"
+        arguments = launch_arguments(self._dp_size, self._timeout, self._server_kwargs)
         client = blocking(
             self._model_path, tp_size=self._tp_size, timeout=self._timeout, **arguments
         )
@@ -146,7 +113,7 @@ class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
     def _keep(self, client: BlockingClient) -> None:
         self._client = client
         # Without shutdown(), the client is closed at garbage collection or at program exit.
-        self._end = weakref.finalize(self, _close, client)
+        self._end = weakref.finalize(self, close, client)
 
     @property
     def client(self) -> BlockingClient:
@@ -214,7 +181,7 @@ class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
             raise ValueError("Must provide either 'prompts' or 'input_ids'")
         if prompts is not None and input_ids is not None:
             raise ValueError("Cannot provide both 'prompts' and 'input_ids'")
-        values = _values(sampling_params, kwargs)
+        values = call_arguments(sampling_params, kwargs)
         n = values.pop("n", 1)
         arguments: dict[str, Any] = {
             "n": n,
@@ -226,8 +193,8 @@ class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
             **values,
         }
         given: Any = prompts if input_ids is None else input_ids
-        what = "prompt" if input_ids is None and _is_text(given) else "input_ids"
-        single = _is_one(given)
+        what = "prompt" if input_ids is None and is_text(given) else "input_ids"
+        single = is_one(given)
         inputs = [given] if single else list(given)
         if not inputs:
             return []
@@ -237,7 +204,7 @@ class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
         arguments[what] = inputs
         found = self.completions(**arguments)
         results = [
-            _result(completion, return_text)
+            result(completion, return_text)
             for group in found
             for completion in (group if n > 1 else [group])
         ]
@@ -259,22 +226,7 @@ class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
         what, inputs = ("prompt", prompt) if input_ids is None else ("input_ids", input_ids)
         if balancer is None or worker is not None or not inputs:
             return list(client.generate(**{what: inputs}, worker=worker, **arguments))
-        workers = balancer.select_actors(inputs)
-
-        async def all_of_them() -> list[Any]:
-            tasks = [
-                asyncio.ensure_future(
-                    client._client.generate(**{what: given}, worker=worker, **arguments)
-                )
-                for given, worker in zip(inputs, workers, strict=True)
-            ]
-            try:
-                return list(await asyncio.gather(*tasks))
-            finally:
-                for task in tasks:
-                    task.cancel()
-
-        return client._wait(all_of_them())
+        return balancer.generate(what, inputs, arguments)
 
     def generate_batch(
         self, prompts: list[str], sampling_params: Mapping[str, Any] | None = None, **kwargs: Any
@@ -459,7 +411,7 @@ class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
             self._end()
 
     def __getstate__(self) -> dict[str, Any]:
-        kwargs = {k: v for k, v in self._server_kwargs.items() if k in _CONNECTION}
+        kwargs = {k: v for k, v in self._server_kwargs.items() if k in CONNECTION}
         return {
             "server_url": self._server_url,
             "model_path": self._model_path,
@@ -474,99 +426,7 @@ class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
 
     def __repr__(self) -> str:
         return (
-            f"AsyncSGLang(url={_public(self._server_url)!r}, model={self._model_path!r}, "
+            f"AsyncSGLang(url={without_secret(self._server_url)!r}, model={self._model_path!r}, "
             f"tp={self._tp_size}, dp={self._dp_size}, "
             f"mode={'managed' if self._managed else 'external'})"
         )
-
-
-def _close(client: BlockingClient) -> None:
-    if threading.current_thread() is client._thread:
-        # The garbage collector may run on the client's thread, which cannot wait for itself.
-        threading.Thread(target=client.close).start()
-    else:
-        client.close()
-
-
-def _public(url: str | None) -> str | None:
-    """Return the address without the secret."""
-    return None if url is None else url.partition("#")[0]
-
-
-def _is_text(given: Any) -> bool:
-    """Return whether the input is a text or a list of texts."""
-    return isinstance(given, str) or (
-        isinstance(given, (list, tuple)) and all(isinstance(prompt, str) for prompt in given)
-    )
-
-
-def _is_one(given: Any) -> bool:
-    """Return whether the input is one prompt: a text, or the token ids of one prompt."""
-    if isinstance(given, str):
-        return True
-    ndim = getattr(given, "ndim", None)
-    if ndim is not None:
-        return bool(ndim == 1)
-    return bool(given) and hasattr(given[0], "__index__") and not getattr(given[0], "ndim", 0)
-
-
-def _values(
-    sampling_params: Mapping[str, Any] | SamplingParams | None, kwargs: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Merge both into keyword arguments of ``client.generate``, including ``n``.
-
-    The result may also contain SGLang's ``return_logprob`` and ``top_logprobs_num``.
-    """
-    values: dict[str, Any] = {}
-    if isinstance(sampling_params, SamplingParams):
-        values["sampling"] = sampling_params
-    elif isinstance(sampling_params, Mapping):
-        values.update(sampling_params)
-    elif sampling_params is not None:
-        raise TypeError(
-            'sampling_params must be a mapping such as {"max_new_tokens": 16} or a '
-            f"sglrl.SamplingParams, got {sampling_params!r}"
-        )
-    values = understood(override(values, kwargs))
-    logprobs = values.pop("logprobs", False)
-    if logprobs is not False:
-        # In vLLM, a number also returns this many of the likeliest tokens.
-        values["return_logprob"] = True
-        if logprobs is not True:
-            values.setdefault("top_logprobs_num", logprobs)
-    return values
-
-
-def _result(completion: Completion, return_text: bool) -> dict[str, Any]:
-    """Return a completion in the format of SGLang's ``/generate``."""
-    reason: dict[str, Any] = {"type": completion.finish_reason}
-    if completion.finish_reason == "length":
-        reason["length"] = len(completion.output_ids)
-    elif completion.stop_match is not None:
-        reason["matched"] = completion.stop_match
-    ids = completion.output_ids.tolist()
-    meta: dict[str, Any] = {
-        "finish_reason": reason,
-        "prompt_tokens": len(completion.prompt_ids),
-        "completion_tokens": len(ids),
-        "cached_tokens": completion.cached_tokens,
-        "e2e_latency": completion.timing.total,
-        "weight_version": str(completion.versions[-1].version) if ids else "",
-        "weight_versions": [tuple(span) for span in completion.versions],
-        "actor_index": completion.worker,
-    }
-    if completion.logprobs is not None:
-        meta["output_token_logprobs"] = [
-            (logprob, token, None)
-            for logprob, token in zip(completion.logprobs.tolist(), ids, strict=True)
-        ]
-    top = completion.top_logprobs
-    if top is not None:
-        meta["output_top_logprobs"] = [
-            [(logprob, token, None) for logprob, token in zip(row, tokens, strict=True)]
-            for row, tokens in zip(top.logprobs.tolist(), top.ids.tolist(), strict=True)
-        ]
-    result: dict[str, Any] = {"output_ids": ids, "meta_info": meta}
-    if return_text:
-        result["text"] = completion.text
-    return result
