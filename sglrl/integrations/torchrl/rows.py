@@ -18,7 +18,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from tensordict import MetaData, TensorDict, lazy_stack
+from tensordict import (
+    LazyStackedTensorDict,
+    MetaData,
+    TensorDict,
+    TensorDictBase,
+    lazy_stack,
+)
 from torchrl.data.llm import History
 from torchrl.modules.llm.policies.common import ChatHistory, LogProbs, Masks, Text, Tokens
 
@@ -72,6 +78,15 @@ def make_rows(
             row.set(key, value)
         rows.append(row)
     return rows
+
+
+def nest(rows: list[TensorDict], shape: Sequence[int]) -> TensorDictBase:
+    """Return the rows as lazy stacks of the given batch shape."""
+    if not shape:
+        return rows[0]
+    size = len(rows) // shape[0]
+    parts = [nest(rows[i * size : (i + 1) * size], shape[1:]) for i in range(shape[0])]
+    return LazyStackedTensorDict.lazy_stack(parts, 0)
 
 
 _Place = Callable[[int, torch.Tensor, Any], torch.Tensor]

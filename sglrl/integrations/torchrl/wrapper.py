@@ -1,12 +1,11 @@
 """TorchRL's policy on an sglrl pool: an ``LLMWrapperBase`` that generates or scores.
 
-All input modes are converted to token ids. Each result becomes one ``Sample``, and ``rows.py``
-converts samples to TorchRL's containers.
+``inputs.py`` converts all input modes to token ids. Each result becomes one ``Sample``, and
+``rows.py`` converts samples to TorchRL's containers.
 """
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import os
 import threading
@@ -14,25 +13,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self, cast
 
 import torch
-from tensordict import (
-    LazyStackedTensorDict,
-    NonTensorData,
-    NonTensorStack,
-    TensorDict,
-    TensorDictBase,
-    lazy_stack,
-)
-from torchrl.data.llm import History
+from tensordict import TensorDictBase, lazy_stack
 from torchrl.modules.llm.policies.common import LLMWrapperBase
 
 from ...errors import InvalidRequest
-from ...inference.prompts import check_conversation
+from .distributions import with_logits
 from .generate_kwargs import override, split
-from .rows import Keys, Sample, make_rows
-from .unpad import unpad
+from .inputs import InputReader
+from .rows import Keys, Sample, make_rows, nest
 
 _MODES = ("history", "text", "tokens")
-_PADDING_ARGUMENTS = ("padding", "padding_side", "return_tensors", "return_attention_mask")
 
 
 class SGLangWrapper(LLMWrapperBase):  # type: ignore[misc]
@@ -268,7 +258,7 @@ class SGLangWrapper(LLMWrapperBase):  # type: ignore[misc]
         inputs = list(flat.unbind(0))
         samples = self._generate(inputs, kwargs) if self.generate else self._score(inputs)
         if logits_only and not self.generate:
-            samples = self._with_logits(samples)
+            samples = with_logits(self.client, samples)
         keys = Keys(
             text=self.text_key if self.return_text else None,
             tokens=self.tokens_key,
@@ -278,7 +268,7 @@ class SGLangWrapper(LLMWrapperBase):  # type: ignore[misc]
         )
         device = self._device if tensordict.device is None else tensordict.device
         rows = make_rows(samples, keys, self.pad_output, self.padding_value, device)
-        out = _nest(rows, (*shape, self.num_samples) if self.num_samples else tuple(shape))
+        out = nest(rows, (*shape, self.num_samples) if self.num_samples else tuple(shape))
         if tensordict_out is None:
             # Ragged logits only fit into a lazy stack, which the input may not be.
             if self.inplace is False or logits_only:
@@ -289,7 +279,7 @@ class SGLangWrapper(LLMWrapperBase):  # type: ignore[misc]
         return cast(TensorDictBase, result)
 
     def _generate(self, inputs: Sequence[TensorDictBase], kwargs: dict[str, Any]) -> list[Sample]:
-        prompts = self._prompts(inputs)
+        prompts = self._reader().read(inputs)
         for i, prompt in enumerate(prompts):
             if not len(prompt.ids):
                 raise InvalidRequest(f"prompt {i} of the batch has no tokens to go on from")
@@ -316,7 +306,7 @@ class SGLangWrapper(LLMWrapperBase):  # type: ignore[misc]
                 logprobs = completion.logprobs
                 samples.append(
                     prompt._replace(
-                        response=_long(completion.output_ids),
+                        response=torch.from_numpy(completion.output_ids.astype("int64")),
                         log_probs=None if logprobs is None else torch.from_numpy(logprobs.copy()),
                         response_text=completion.text if self.return_text else None,
                         is_complete=completion.finish_reason == "stop",
@@ -325,7 +315,7 @@ class SGLangWrapper(LLMWrapperBase):  # type: ignore[misc]
         return samples
 
     def _score(self, inputs: Sequence[TensorDictBase]) -> list[Sample]:
-        prompts = self._prompts(inputs)
+        prompts = self._reader().read(inputs)
         # A row that consists of padding has no tokens to score.
         asked = [prompt.ids.numpy() for prompt in prompts if len(prompt.ids)]
         found = iter(self.client.score(asked, **self._call) if asked else ())
@@ -338,138 +328,22 @@ class SGLangWrapper(LLMWrapperBase):  # type: ignore[misc]
             samples.append(prompt._replace(log_probs=values))
         return samples
 
-    def _with_logits(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Add logits to scored samples, with one query per token.
-
-        The scored tokens are in the prefix cache, so each query computes a single position.
-        """
-        prefixes = [s.ids[:i].numpy() for s in samples for i in range(1, len(s.ids))]
-        found = iter(self.client._wait(_distributions(self.client._client, prefixes)))
-        full = []
-        for sample in samples:
-            logits = torch.zeros(len(sample.ids), self.client.info.vocab_size)
-            for row in logits[1:]:
-                row.copy_(torch.from_numpy(next(found).copy()))
-            full.append(sample._replace(logits=logits))
-        return full
-
-    # --- what comes in ----------------------------------------------------------------------------
-
-    def _prompts(self, inputs: Sequence[TensorDictBase]) -> list[Sample]:
-        if self.input_mode == "history":
-            return self._histories(inputs)
-        if self.input_mode == "text":
-            return self._texts(inputs)
-        return self._tokens(inputs)
-
-    def _histories(self, inputs: Sequence[TensorDictBase]) -> list[Sample]:
-        template = {
-            "tokenizer": self.tokenizer,
-            "chat_template_name": self.chat_template_name,
-            "chat_template": self.chat_template,
-            "add_generation_prompt": self.generate,
-        }
-        known = self._known_tokens(inputs) if self.generate and self.prefer_tokens else None
-        samples = []
-        for i, row in enumerate(inputs):
-            history = row.get(self.input_key)
-            if not isinstance(history, History):
-                raise TypeError(
-                    f"Expected History object for '{self.input_key}', got {type(history)}"
-                )
-            if not history.ndim:
-                history = lazy_stack([history])
-            mask = None
-            if known is not None:
-                ids = known[i]
-                text = self.tokenizer.decode(ids, skip_special_tokens=False)
-            else:
-                rendered = _with_texts(history)
-                text = rendered.apply_chat_template(tokenize=False, **template)
-                if self.generate:
-                    # The template has already added the special tokens.
-                    encoded = self.tokenizer(text, add_special_tokens=False)
-                    ids = torch.tensor(encoded["input_ids"])
-                else:
-                    found = rendered.apply_chat_template(
-                        tokenize=True,
-                        return_dict=True,
-                        return_assistant_tokens_mask=True,
-                        **template,
-                    )
-                    ids = _tensor(found.get("input_ids"))
-                    mask = found.get("assistant_masks").bool().cpu()
-            samples.append(Sample(ids, text=text, history=history, assistant_mask=mask))
-        return samples
-
-    def _known_tokens(self, inputs: Sequence[TensorDictBase]) -> list[torch.Tensor] | None:
-        for name in ("prompt", "full"):
-            found = [row.get((self.tokens_key, name), None) for row in inputs]
-            if all(ids is not None for ids in found):
-                masks = unpad(found, None, self.padding_value, self._pad_ends_texts)
-                return [_tensor(ids)[m] for ids, m in zip(found, masks, strict=True)]
-        return None
-
-    def _texts(self, inputs: Sequence[TensorDictBase]) -> list[Sample]:
-        texts = []
-        for row in inputs:
-            text = _plain(row.get(self.input_key))
-            if not isinstance(text, str):
-                raise TypeError(f"Expected text for '{self.input_key}', got {type(text)}")
-            texts.append(text)
-        options = {k: v for k, v in self.tokenizer_kwargs.items() if k not in _PADDING_ARGUMENTS}
-        encoded = self.tokenizer(texts, **options)["input_ids"]
-        masks = []
-        given = self._given_assistant_masks(inputs)
-        for row, mask, ids in zip(inputs, given, encoded, strict=True):
-            tokens = row.get((self.masks_key, "all_attention_mask"), None)
-            known = row.get((self.tokens_key, "full"), None)
-            if mask is not None and tokens is not None and tokens.shape == mask.shape:
-                mask = mask[tokens.bool().cpu()]
-                if known is not None and known.shape == tokens.shape:
-                    known = known[tokens.bool()]
-            # A mask of different tokens does not apply. For example, the text may lack the end
-            # token.
-            fits = mask is not None and mask.shape == (len(ids),)
-            masks.append(mask if fits and (known is None or known.tolist() == ids) else None)
-        return [
-            Sample(torch.tensor(ids, dtype=torch.long), text=text, assistant_mask=mask)
-            for ids, text, mask in zip(encoded, texts, masks, strict=True)
-        ]
-
-    def _tokens(self, inputs: Sequence[TensorDictBase]) -> list[Sample]:
-        found = [_tensor(row.get(self.input_key)) for row in inputs]
-        keys = ((self.masks_key, "all_attention_mask"), self.attention_mask_key)
-        given: list[Any] | None = None
-        for key in keys:
-            values = [row.get(key, None) for row in inputs]
-            if all(
-                m is not None and m.shape == ids.shape for m, ids in zip(values, found, strict=True)
-            ):
-                given = values
-                break
-        masks = unpad(found, given, self.padding_value, self._pad_ends_texts)
-        assistant = self._given_assistant_masks(inputs)
-        samples = []
-        for ids, mask, theirs in zip(found, masks, assistant, strict=True):
-            if theirs is not None:
-                theirs = theirs[mask] if theirs.shape == mask.shape else None
-            # Scored tokens keep their positions in the padded row, so results match the input.
-            samples.append(
-                Sample(ids[mask], places=None if self.generate else mask, assistant_mask=theirs)
-            )
-        return samples
-
-    def _given_assistant_masks(self, inputs: Sequence[TensorDictBase]) -> list[torch.Tensor | None]:
-        if self.generate:
-            return [None] * len(inputs)
-        key = (self.masks_key, "all_assistant_mask")
-        return [None if (m := row.get(key, None)) is None else m.bool().cpu() for row in inputs]
-
-    @property
-    def _pad_ends_texts(self) -> bool:
-        """Whether the padding token is also an end-of-text token."""
-        return self.padding_value in self.client.info.eos_token_ids
+    def _reader(self) -> InputReader:
+        return InputReader(
+            input_mode=self.input_mode,
+            input_key=self.input_key,
+            generate=self.generate,
+            tokenizer=self.tokenizer,
+            tokenizer_kwargs=self.tokenizer_kwargs,
+            chat_template_name=self.chat_template_name,
+            chat_template=self.chat_template,
+            prefer_tokens=self.prefer_tokens,
+            tokens_key=self.tokens_key,
+            masks_key=self.masks_key,
+            attention_mask_key=self.attention_mask_key,
+            padding_value=self.padding_value,
+            pad_ends_texts=self.padding_value in self.client.info.eos_token_ids,
+        )
 
     # --- log-probs and distributions --------------------------------------------------------------
 
@@ -513,7 +387,7 @@ class SGLangWrapper(LLMWrapperBase):  # type: ignore[misc]
 
 def _service(model: Any) -> Any:
     if isinstance(model, (str, os.PathLike)):
-        from . import AsyncSGLang
+        from .service import AsyncSGLang
 
         path = os.fspath(model)
         return AsyncSGLang.connect(path) if "://" in path else AsyncSGLang.from_pretrained(path)
@@ -525,61 +399,3 @@ def _service(model: Any) -> Any:
             f"an address, or a model's name or folder, got {type(model).__name__}"
         )
     return model
-
-
-async def _distributions(client: Any, prefixes: Sequence[Any]) -> list[Any]:
-    """Return float32 [vocabulary] for each prefix: the log-probs of the next token."""
-    some = asyncio.Semaphore(256)
-
-    async def one(ids: Any) -> Any:
-        async with some:
-            return (await client.next_token_logprobs(ids)).logprobs
-
-    tasks = [asyncio.ensure_future(one(ids)) for ids in prefixes]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
-def _with_texts(history: History) -> History:
-    """Return the history with content parts replaced by text; see ``check_conversation``.
-
-    Raises:
-        InvalidRequest: a content part is not text.
-    """
-    messages = history.view(-1).tolist(tolist_first=True)
-    if not any(isinstance(message["content"], (list, dict)) for message in messages):
-        return history
-    for message in messages:
-        # TorchRL stores a list of one part as the part itself.
-        if isinstance(message["content"], dict):
-            message["content"] = [message["content"]]
-    return History.from_chats([[*map(dict, check_conversation(messages))]])[0]
-
-
-def _nest(rows: list[TensorDict], shape: Sequence[int]) -> TensorDictBase:
-    """Return the rows as lazy stacks of the given batch shape."""
-    if not shape:
-        return rows[0]
-    size = len(rows) // shape[0]
-    parts = [_nest(rows[i * size : (i + 1) * size], shape[1:]) for i in range(shape[0])]
-    return LazyStackedTensorDict.lazy_stack(parts, 0)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, NonTensorStack):
-        return value.tolist()
-    return value.data if isinstance(value, NonTensorData) else value
-
-
-def _long(ids: Any) -> torch.Tensor:
-    return torch.from_numpy(ids.astype("int64"))
-
-
-def _tensor(ids: Any) -> torch.Tensor:
-    """Return token ids as int64 [length] on the CPU."""
-    if not isinstance(ids, torch.Tensor):
-        ids = torch.tensor(_plain(ids))
-    return cast(torch.Tensor, ids.detach().cpu().long())
