@@ -309,7 +309,7 @@ def test_errors_before_there_is_a_server(tmp_path: Path) -> None:
             AsyncSGLang.connect(url)
 
 
-def test_the_error_of_a_pool_that_is_gone_has_the_callers_limit_and_no_secret() -> None:
+def test_a_lost_pools_error_has_the_callers_limit_and_no_secret() -> None:
     with pytest.raises(ConnectionError, match=r"within 0\.2 s") as caught:
         AsyncSGLang.connect("tcp://127.0.0.1:1#secret", timeout=0.2)
     assert "tcp://127.0.0.1:1" in str(caught.value)
