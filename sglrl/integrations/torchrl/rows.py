@@ -64,9 +64,14 @@ class Sample(NamedTuple):
 
 
 def make_rows(
-    samples: Sequence[Sample], keys: Keys, padded: bool, pad: int, device: Any
-) -> list[TensorDict]:
-    """Return one tensordict without batch dimensions per sample.
+    samples: Sequence[Sample],
+    keys: Keys,
+    padded: bool,
+    pad: int,
+    device: Any,
+    shape: Sequence[int],
+) -> TensorDictBase:
+    """Return a tensordict of this batch shape with one row per sample.
 
     With ``padded``, all samples have the same length.
     """
@@ -77,15 +82,15 @@ def make_rows(
         for key, value in _containers(i, sample, keys, padded, pad, left, right):
             row.set(key, value)
         rows.append(row)
-    return rows
+    return _nest(rows, shape)
 
 
-def nest(rows: list[TensorDict], shape: Sequence[int]) -> TensorDictBase:
+def _nest(rows: list[TensorDict], shape: Sequence[int]) -> TensorDictBase:
     """Return the rows as lazy stacks of the given batch shape."""
     if not shape:
         return rows[0]
     size = len(rows) // shape[0]
-    parts = [nest(rows[i * size : (i + 1) * size], shape[1:]) for i in range(shape[0])]
+    parts = [_nest(rows[i * size : (i + 1) * size], shape[1:]) for i in range(shape[0])]
     return LazyStackedTensorDict.lazy_stack(parts, 0)
 
 

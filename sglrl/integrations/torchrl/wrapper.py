@@ -20,7 +20,7 @@ from ...errors import InvalidRequest
 from .distributions import with_logits
 from .generate_kwargs import override, split
 from .inputs import InputReader
-from .rows import Keys, Sample, make_rows, nest
+from .rows import Keys, Sample, make_rows
 
 _MODES = ("history", "text", "tokens")
 
@@ -267,8 +267,8 @@ class SGLangWrapper(LLMWrapperBase):  # type: ignore[misc]
             history=self.history_key if self.return_history else None,
         )
         device = self._device if tensordict.device is None else tensordict.device
-        rows = make_rows(samples, keys, self.pad_output, self.padding_value, device)
-        out = nest(rows, (*shape, self.num_samples) if self.num_samples else tuple(shape))
+        size = (*shape, self.num_samples) if self.num_samples else tuple(shape)
+        out = make_rows(samples, keys, self.pad_output, self.padding_value, device, size)
         if tensordict_out is None:
             # Ragged logits only fit into a lazy stack, which the input may not be.
             if self.inplace is False or logits_only:
