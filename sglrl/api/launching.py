@@ -35,8 +35,8 @@ from ..driver.pool import Birth, Pool
 from ..errors import ModelError, NotEnoughDevices, UsageError
 from ..inference.client import Client
 from ..remote.server import serve
+from ..transport.addresses import check_address
 from ..transport.curve_keys import read_driver_keys
-from ..transport.zmq import check_address
 from ..wire.processes import EngineSpec
 
 logger = logging.getLogger("sglrl.launch")

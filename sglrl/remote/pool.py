@@ -14,8 +14,9 @@ from ..config import FabricConfig, PoolConfig, check_heartbeat, check_timeout
 from ..core.members import RETIRED
 from ..driver.pool import Pool, QueueInfo, WorkerInfo
 from ..errors import Closed, DeadlineExceeded, UsageError
+from ..transport.addresses import check_address
 from ..transport.curve_keys import read_client_keys
-from ..transport.zmq import ZmqDealer, check_address
+from ..transport.zmq import ZmqDealer
 from ..weights.channel import WeightChannel
 from ..wire.calls import PROTOCOL_VERSION, Ready
 from ..wire.codec import encode

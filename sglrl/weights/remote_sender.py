@@ -24,8 +24,9 @@ from ..errors import (
     WorkerLost,
     from_wire,
 )
+from ..transport.addresses import check_address
 from ..transport.curve_keys import read_client_keys
-from ..transport.zmq import ZmqDealer, check_address
+from ..transport.zmq import ZmqDealer
 from ..unclosed import warn_unless_closed
 from ..wire.codec import MALFORMED, Buffer, decode_to_rank, encode
 from ..wire.weights import (

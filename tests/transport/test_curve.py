@@ -140,8 +140,8 @@ async def test_a_key_that_was_taken_away(keys: Path) -> None:
 async def test_nobody_is_let_in_when_nobody_can_be_asked(router: ZmqRouter, keys: Path) -> None:
     inbox = Inbox()
     router.start(inbox)
-    assert router._gate is not None
-    router._gate.close()
+    assert router._authenticator is not None
+    router._authenticator.close()
     with (
         watching(router.socket, *FAILED, any_one=True) as refused,
         dealer(router, b"trainer", read_client_keys(keys)) as end,

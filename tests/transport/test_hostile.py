@@ -13,7 +13,8 @@ import pytest
 import zmq
 
 from sglrl.transport.base import MOST_UNREAD, DriverKeys
-from sglrl.transport.zmq import _MOST_UNTAKEN, ZmqDealer, ZmqRouter, key_pair
+from sglrl.transport.zmq import ZmqDealer, ZmqRouter, key_pair
+from sglrl.transport.zmq.router import _MOST_UNTAKEN
 
 from .links import Inbox
 from .test_zmq import watching
@@ -188,7 +189,7 @@ async def test_handshakes_that_are_not_finished(folder: Path, locked: bool) -> N
         for end in good:
             end.send([b"hello"])
         await inbox.reach(6)
-        router._connections._most = most  # type: ignore[union-attr]
+        router._monitor._most = most
         port = int(router.address.rpartition(":")[2])
         idle = []
         for _ in range(20):

@@ -1,0 +1,66 @@
+"""Addresses: ``ipc://PATH`` and ``tcp://HOST:PORT``."""
+
+from __future__ import annotations
+
+import contextlib
+import socket as sockets
+from ipaddress import ip_address
+
+from ..errors import UsageError
+
+
+def check_address(address: str, *, keys: bool = False, insecure: bool = False) -> None:
+    """Raise ``UsageError`` unless sglrl may listen on an address, or connect to it.
+
+    Args:
+        keys: keys are given.
+        insecure: keys are not required.
+    """
+    if address == "ipc" or address.startswith("ipc://"):
+        if keys:
+            raise UsageError("keys= is for tcp; an ipc socket is in a folder of your own already")
+        return
+    if address == "tcp" or address.startswith("tcp://"):
+        if keys or insecure or address == "tcp" or is_loopback(address):
+            return
+        raise UsageError(
+            f"{address} is not a loopback address; connections beyond this machine need keys: "
+            "make them with 'sglrl keys DIR' and pass keys='DIR' (insecure=True accepts any peer, "
+            "unencrypted)"
+        )
+    raise UsageError(f"unknown address {address!r}; use ipc://PATH or tcp://127.0.0.1:*")
+
+
+def is_loopback(address: str) -> bool:
+    """Return True if a TCP address can be reached only from this machine."""
+    host = address.removeprefix("tcp://").rsplit(":", 1)[0].strip("[]")
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        # A host name or an interface, which may have any address.
+        return False
+
+
+def reachable(address: str, *, here: bool) -> str:
+    """Return the address to connect to an end that listens on ``address``.
+
+    Args:
+        here: for connections from this machine. Otherwise the address is for other machines, and is
+            a guess if the end listens on all interfaces.
+    """
+    for anywhere, loopback, family, away in (
+        ("tcp://0.0.0.0:", "127.0.0.1", sockets.AF_INET, "192.0.2.1"),
+        ("tcp://[::]:", "[::1]", sockets.AF_INET6, "2001:db8::1"),
+    ):
+        if address.startswith(anywhere):
+            host = loopback
+            if not here:
+                # Sends no packet: the kernel only chooses the source address for a packet.
+                with contextlib.suppress(OSError), sockets.socket(family, sockets.SOCK_DGRAM) as s:
+                    s.connect((away, 9))
+                    found = s.getsockname()[0]
+                    host = f"[{found}]" if ":" in found else found
+            return f"tcp://{host}:{address.removeprefix(anywhere)}"
+    return address

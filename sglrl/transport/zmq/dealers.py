@@ -1,0 +1,189 @@
+"""A peer's socket: a DEALER, on an event loop or polled by a thread."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Sequence
+from math import ceil
+from typing import Any, Final
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from ...errors import Closed, UsageError
+from ...system_limits import start_thread
+from ...wire.processes import ClientKeys
+from ..base import Frame, OnWorkerMessage
+from .pump import Pump, close_with
+from .sockets import Socket, close_socket, open_socket, send_frames
+
+_RECONNECT_MS: Final = 1000
+"""Milliseconds before ZeroMQ reconnects, for a dealer with ``on_break``. This must be longer than
+the shutdown of the other end, which breaks the connection."""
+
+
+class ZmqDealer(Pump):
+    """A worker's end on an event loop (``WorkerTransport``).
+
+    ZeroMQ reconnects by itself after a break. It does not report messages that are lost then, for
+    example in the middle of a stream.
+
+    Args:
+        on_break: called on a separate thread when the connection breaks.
+        heartbeat_timeout: close a TCP connection on which nothing arrives for this number of
+            seconds. None: never.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        identity: bytes,
+        *,
+        max_message_bytes: int,
+        keys: ClientKeys | None = None,
+        on_break: Callable[[], None] | None = None,
+        heartbeat_timeout: float | None = None,
+    ) -> None:
+        super().__init__(
+            _connect(address, identity, max_message_bytes, keys, on_break, heartbeat_timeout)
+        )
+        close_with(self, self.socket)
+        self._on_message: OnWorkerMessage | None = None
+
+    def start(self, on_message: OnWorkerMessage) -> None:
+        self._on_message = on_message
+        self.begin()
+
+    def handle(self, frames: list[Any]) -> None:
+        assert self._on_message is not None
+        self._on_message(frames)
+
+    def send(self, frames: Sequence[Frame]) -> None:
+        if self.closed:
+            raise Closed("the transport is closed")
+        try:
+            send_frames(self.socket, frames)
+        except zmq.Again:
+            # The queue has no limit, so this error means that the connection was refused for good.
+            raise Closed("the driver has refused the connection") from None
+        self.check_soon()
+
+
+class ZmqPolledDealer:
+    """A worker's end without an event loop, polled by a thread with other work.
+
+    The engine's scheduler loop uses it. Only the thread that created it may use it, except for
+    ``wake``. The arguments are those of ``ZmqDealer``.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        identity: bytes,
+        *,
+        max_message_bytes: int,
+        keys: ClientKeys | None = None,
+        on_break: Callable[[], None] | None = None,
+        heartbeat_timeout: float | None = None,
+    ) -> None:
+        self._socket = _connect(
+            address, identity, max_message_bytes, keys, on_break, heartbeat_timeout
+        )
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._wakeup, zmq.POLLIN)
+
+    def wake(self) -> None:
+        """End the current ``wait``, or the next one. Other threads may call this method only."""
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self._wakeup, 1)
+
+    def receive(self) -> list[bytes] | None:
+        """Return the next message, or None if none has arrived. Never wait."""
+        try:
+            return self._socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+
+    def wait(self, timeout: float) -> bool:
+        """Block until a message arrives, ``wake`` is called, or ``timeout`` seconds have passed.
+
+        Returns:
+            True if a message has arrived.
+        """
+        events = dict(self._poller.poll(ceil(timeout * 1000)))
+        if self._wakeup in events:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._wakeup)
+        return self._socket in events
+
+    def send(self, frames: Sequence[Frame]) -> None:
+        send_frames(self._socket, frames)
+
+    def close(self, linger: float = 0.0) -> None:
+        """Close the socket.
+
+        Args:
+            linger: seconds to send the messages that are not sent yet.
+        """
+        close_socket(self._socket, linger)
+        os.close(self._wakeup)
+
+
+def _connect(
+    address: str,
+    identity: bytes,
+    max_message_bytes: int,
+    keys: ClientKeys | None,
+    on_break: Callable[[], None] | None,
+    heartbeat_timeout: float | None,
+) -> Socket:
+    """Return a connected DEALER."""
+    socket = open_socket(
+        zmq.Context.instance(),
+        zmq.DEALER,
+        address,
+        max_message_bytes=max_message_bytes,
+        heartbeat_timeout=heartbeat_timeout,
+    )
+    try:
+        socket.setsockopt(zmq.IDENTITY, identity)
+        if keys is not None:
+            socket.setsockopt(zmq.CURVE_SERVERKEY, keys.driver.encode())
+            socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public.encode())
+            socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
+        if on_break is not None:
+            socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+            _watch(socket, on_break)
+        try:
+            socket.connect(address)
+        except zmq.ZMQError as error:
+            raise UsageError(
+                f"there can be nobody at {address!r}: {zmq.strerror(error.errno or 0)}"
+            ) from None
+    except BaseException:
+        close_socket(socket)
+        raise
+    return socket
+
+
+def _watch(socket: Socket, on_break: Callable[[], None]) -> None:
+    """Start a thread that calls ``on_break`` when the connection breaks."""
+    events = zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
+    thread = threading.Thread(
+        target=_await_break,
+        args=(socket.get_monitor_socket(events), on_break),
+        name="sglrl-connection",
+        daemon=True,
+    )
+    start_thread(thread)
+
+
+def _await_break(monitor: Socket, on_break: Callable[[], None]) -> None:
+    with contextlib.suppress(zmq.ContextTerminated), monitor:
+        # Read up to the last event: closing the watched socket would wait until it is read.
+        while parse_monitor_message(monitor.recv_multipart())["event"] == zmq.EVENT_DISCONNECTED:
+            on_break()
