@@ -1,4 +1,4 @@
-"""Actors: classes whose endpoints run in worker processes, and the handles that call them.
+"""Actors: classes whose endpoints run in worker processes.
 
 ::
 
@@ -17,37 +17,30 @@ arguments are checked before they are sent.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import math
 import typing
-from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from difflib import get_close_matches
+from collections.abc import Callable
 from typing import Any, TypeVar, overload
 from weakref import WeakKeyDictionary
 
-from msgspec import Raw
-
 from ..config import check_timeout
-from ..core.calls import Call
-from ..driver.driver import ENVELOPE_BYTES, Driver, now
-from ..errors import (
-    DRIVER_ERRORS,
-    DeadlineExceeded,
-    MessageTooLarge,
-    Overloaded,
-    ProtocolError,
-    SglrlError,
-    UnknownEndpoint,
-    UsageError,
-    from_wire,
-)
-from ..wire.calls import ErrorBody, Item, ItemKind
-from ..wire.codec import Arguments, Buffer, Result
+from ..driver.driver import now
+from ..errors import DeadlineExceeded, UsageError
+from ..wire.codec import Arguments, Result
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _MARK = "__sglrl_endpoint__"
+_RESERVED = {
+    "add_workers",
+    "broadcast",
+    "close",
+    "remove_worker",
+    "stream",
+    "wait_until_full",
+    "workers",
+}
+"""Names that an endpoint must not have, because they are attributes of handles."""
 
 
 class Actor:
@@ -180,330 +173,3 @@ def deadline_from(timeout: float | None) -> float | None:
         )
     # Do not add in the precision of a numpy number: the value of the clock may be large.
     return now() + float(timeout)
-
-
-class UnaryReply:
-    """The reply of a unary call: sets a future to the result."""
-
-    __slots__ = ("future", "result")
-
-    def __init__(self, future: asyncio.Future[Any], result: Result) -> None:
-        self.future = future
-        self.result = result
-
-    def chunk(self, item: Item, frames: Sequence[Buffer]) -> None:
-        """Ignore the chunk: a unary endpoint sends no chunks."""
-
-    def restart(self, call: Call) -> None:
-        """Do nothing: no part of the result was received."""
-
-    def end(self, call: Call, outcome: Item | SglrlError, frames: Sequence[Buffer]) -> None:
-        if self.future.done():
-            return
-        try:
-            value = decode_outcome(self.result, outcome, frames)
-        except SglrlError as error:
-            self.future.set_exception(error)
-        else:
-            self.future.set_result(value)
-
-
-MOST_UNREAD_ITEMS = 1 << 16
-MOST_UNREAD_BYTES = 256 << 20
-"""Maximum unread bytes of one stream, as sent. A stream that exceeds this limit or
-``MOST_UNREAD_ITEMS`` ends with ``Overloaded``: unread items would fill the driver's memory."""
-
-
-class StreamReply:
-    """The reply of a stream: queues its items for the single coroutine that reads them.
-
-    Attributes:
-        give_up: called once to stop the actor, if too many items are unread or an item is
-            malformed.
-    """
-
-    __slots__ = ("done", "error", "give_up", "items", "result", "unread", "waiter")
-
-    def __init__(self, result: Result) -> None:
-        self.result = result
-        self.items: deque[tuple[Any, int]] = deque()
-        self.unread = 0
-        self.give_up: Callable[[], None] = lambda: None
-        self.done = False
-        self.error: SglrlError | None = None
-        self.waiter: asyncio.Future[None] | None = None
-
-    def _wake(self) -> None:
-        if self.waiter is not None and not self.waiter.done():
-            self.waiter.set_result(None)
-
-    def chunk(self, item: Item, frames: Sequence[Buffer]) -> None:
-        if self.done:
-            return
-        size = len(item.body) + sum(map(len, frames))
-        try:
-            self.items.append((self.result.decode(item.body, frames), size))
-        except SglrlError as error:
-            self.error = error
-            self.done = True
-            self.give_up()
-            self._wake()
-            return
-        self.unread += size
-        if len(self.items) > MOST_UNREAD_ITEMS or self.unread > MOST_UNREAD_BYTES:
-            self.error = Overloaded(
-                f"{len(self.items):,} items of this stream were not read ({self.unread:,} bytes); "
-                "read it faster, or have the actor yield less"
-            )
-            self.done = True
-            self.give_up()
-        self._wake()
-
-    def restart(self, call: Call) -> None:
-        """Do nothing: a stream restarts only before its first chunk."""
-
-    def end(self, call: Call, outcome: Item | SglrlError, frames: Sequence[Buffer]) -> None:
-        if self.done:
-            # The stream has ended already: an item was malformed, or too many were unread.
-            return
-        if isinstance(outcome, SglrlError):
-            self.error = outcome
-        elif outcome.kind != ItemKind.DONE:
-            self.error = error_of(outcome)
-        self.done = True
-        self._wake()
-
-    async def next(self) -> tuple[bool, Any]:
-        """Return ``(True, item)``, or ``(False, None)`` at the end of the stream.
-
-        Raises:
-            SglrlError: the error that ended the stream.
-        """
-        while not self.items:
-            if self.done:
-                if self.error is not None:
-                    raise self.error
-                return False, None
-            self.waiter = asyncio.get_running_loop().create_future()
-            await self.waiter
-        item, size = self.items.popleft()
-        self.unread -= size
-        return True, item
-
-
-_error_body = Result(ErrorBody)
-_cancelled = "the worker gave the call up; it was cancelled there"
-
-
-def error_of(item: Item) -> SglrlError:
-    """Return the exception for an ERROR, FAILED or CANCELLED item."""
-    if item.kind == ItemKind.CANCELLED:
-        return from_wire("EngineError", _cancelled, "")
-    try:
-        body: ErrorBody = _error_body.decode(item.body)
-    except ProtocolError as error:
-        return error
-    if item.kind == ItemKind.FAILED and body.kind in DRIVER_ERRORS:
-        return DRIVER_ERRORS[body.kind](body.message)
-    return from_wire(body.kind, body.message, body.traceback)
-
-
-def decode_outcome(result: Result, outcome: Item | SglrlError, frames: Sequence[Buffer]) -> Any:
-    """Return the result of a finished call.
-
-    Raises:
-        SglrlError: the call ended with an error.
-    """
-    if isinstance(outcome, SglrlError):
-        raise outcome
-    if outcome.kind != ItemKind.DONE:
-        raise error_of(outcome)
-    return result.decode(outcome.body, frames)
-
-
-class _Caller:
-    """An endpoint bound to a handle and optionally to one worker."""
-
-    __slots__ = ("_driver", "_spec", "_worker")
-
-    def __init__(self, driver: Driver, spec: EndpointSpec, worker: int | None) -> None:
-        self._driver = driver
-        self._spec = spec
-        self._worker = worker
-
-    def __repr__(self) -> str:
-        at = "" if self._worker is None else f" of worker {self._worker}"
-        return f"<{type(self).__name__} of endpoint {self._spec.name}{at}>"
-
-    def _call(
-        self, reply: Any, args: tuple[Any, ...], kwargs: dict[str, Any], worker: int | None
-    ) -> Call:
-        spec = self._spec
-        timeout = kwargs.pop("timeout", spec.timeout)
-        body, frames = spec.arguments.encode(args, kwargs)
-        limit = self._driver.max_message_bytes - ENVELOPE_BYTES
-        largest = max(len(body), *map(len, frames)) if frames else len(body)
-        if largest > limit:
-            raise MessageTooLarge(
-                f"{spec.name}(): the arguments have {largest:,} bytes; at most {limit:,} fit one "
-                "message"
-            )
-        return Call(
-            spec.name,
-            Raw(body),
-            reply,
-            frames=frames,
-            deadline=deadline_from(timeout),
-            pinned=worker,
-            idempotent=spec.idempotent,
-            stream=spec.streaming,
-        )
-
-
-class UnaryCaller(_Caller):
-    """``await handle.method(...)``. The keyword ``timeout`` sets the call's timeout in seconds."""
-
-    async def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        future = asyncio.get_running_loop().create_future()
-        call = self._call(UnaryReply(future, self._spec.result), args, kwargs, self._worker)
-        self._driver.submit(call)
-        try:
-            return await future
-        except BaseException:
-            # This has no effect on a call that has ended.
-            self._driver.cancel(call)
-            raise
-
-
-class StreamCaller(_Caller):
-    """``async for item in handle.stream.method(...)``.
-
-    Exiting the loop early stops the actor when the iterator is garbage-collected. Wrap the iterator
-    in ``contextlib.aclosing`` to stop the actor at once.
-    """
-
-    def __call__(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
-        reply = StreamReply(self._spec.result)
-        call = self._call(reply, args, kwargs, self._worker)
-        return self._iterate(reply, call)
-
-    async def _iterate(self, reply: StreamReply, call: Call) -> AsyncGenerator[Any, None]:
-        reply.give_up = lambda: self._driver.cancel(call)
-        self._driver.submit(call)
-        try:
-            while True:
-                more, item = await reply.next()
-                if not more:
-                    return
-                yield item
-        finally:
-            if not reply.done:
-                self._driver.cancel(call)
-
-
-class BroadcastCaller(_Caller):
-    """``await handle.broadcast.method(...)``: calls all workers that accept calls.
-
-    The results are in the order of the workers.
-    """
-
-    async def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
-        workers = self._driver.ready
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(
-                        UnaryCaller(self._driver, self._spec, index)(*args, **dict(kwargs))
-                    )
-                    for index in workers
-                ]
-        except BaseExceptionGroup as failures:
-            # Raise only the first error: the other calls were cancelled.
-            raise failures.exceptions[0] from None
-        return [task.result() for task in tasks]
-
-
-class _Namespace:
-    """The endpoints of an actor class as attributes."""
-
-    def __init__(
-        self,
-        driver: Driver,
-        specs: dict[str, EndpointSpec],
-        owner: str,
-        worker: int | None = None,
-    ) -> None:
-        self._driver = driver
-        self._specs = specs
-        self._owner = owner
-        self._worker = worker
-
-    def _spec(self, name: str) -> EndpointSpec:
-        spec = self._specs.get(name)
-        if spec is None:
-            near = get_close_matches(name, self._specs, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise UnknownEndpoint(
-                f"{self._owner} declares no endpoint {name!r}{hint} "
-                f"(endpoints: {', '.join(sorted(self._specs)) or 'none'})"
-            )
-        return spec
-
-    def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *self._specs})
-
-
-class StreamNamespace(_Namespace):
-    def __getattr__(self, name: str) -> StreamCaller:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        spec = self._spec(name)
-        if not spec.streaming:
-            raise UsageError(f"{self._owner}.{name} returns one result; call handle.{name}(...)")
-        return StreamCaller(self._driver, spec, self._worker)
-
-
-class BroadcastNamespace(_Namespace):
-    def __getattr__(self, name: str) -> BroadcastCaller:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        spec = self._spec(name)
-        if spec.streaming:
-            raise UsageError(f"{self._owner}.{name} is a stream; broadcast takes unary endpoints")
-        return BroadcastCaller(self._driver, spec, None)
-
-
-class WorkerHandle(_Namespace):
-    """``handle[i]``: the endpoints of one worker as attributes."""
-
-    def __getattr__(self, name: str) -> UnaryCaller:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        spec = self._spec(name)
-        if spec.streaming:
-            raise UsageError(
-                f"{self._owner}.{name} is a stream; iterate over handle.stream.{name}(...)"
-            )
-        return UnaryCaller(self._driver, spec, self._worker)
-
-    @property
-    def stream(self) -> StreamNamespace:
-        return StreamNamespace(self._driver, self._specs, self._owner, self._worker)
-
-
-_RESERVED = {
-    "add_workers",
-    "broadcast",
-    "close",
-    "remove_worker",
-    "stream",
-    "wait_until_full",
-    "workers",
-}
-
-__all__ = [
-    "Actor",
-    "AsyncIterator",
-    "WorkerHandle",
-    "endpoint",
-]

@@ -17,17 +17,9 @@ from ..config import (
 from ..driver.pool import Birth, Pool, WorkerInfo, describe
 from ..errors import UsageError
 from ..wire.processes import ActorSpec
-from .actor import (
-    Actor,
-    BroadcastNamespace,
-    EndpointSpec,
-    StreamNamespace,
-    UnaryCaller,
-    WorkerHandle,
-    constructor_arguments,
-    endpoints_of,
-)
+from .actor import Actor, EndpointSpec, constructor_arguments, endpoints_of
 from .class_pickling import by_value, importable_as
+from .handles import BroadcastNamespace, StreamNamespace, UnaryCaller, WorkerHandle
 
 
 class ActorHandle:

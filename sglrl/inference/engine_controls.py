@@ -10,7 +10,8 @@ import msgspec
 from msgspec import Raw
 
 from ..actors.actor import Actor as _Actor
-from ..actors.actor import EndpointSpec, UnaryReply, deadline_from, endpoint, endpoints_of
+from ..actors.actor import EndpointSpec, deadline_from, endpoint, endpoints_of
+from ..actors.replies import UnaryReply
 from ..config import check_timeout
 from ..core.calls import Call
 from ..core.driver_listener import DriverListener

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ..actors.actor import error_of
+from ..actors.replies import error_of
 from ..core.calls import Call
 from ..driver.driver import now
 from ..errors import NOT_FINITE, EngineError, ProtocolError, SglrlError

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any
 
-from ..actors.actor import error_of
+from ..actors.replies import error_of
 from ..config import check_target
 from ..errors import Closed, InvalidRequest, SglrlError
 from ..wire.calls import ItemKind

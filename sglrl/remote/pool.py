@@ -9,7 +9,8 @@ import secrets
 import weakref
 from typing import Any, Final, Self
 
-from ..actors.actor import UnaryCaller, endpoints_of
+from ..actors.actor import endpoints_of
+from ..actors.handles import UnaryCaller
 from ..config import FabricConfig, PoolConfig, check_heartbeat, check_timeout
 from ..core.members import RETIRED
 from ..driver.pool import Pool, QueueInfo, WorkerInfo

@@ -12,7 +12,8 @@ from typing import Any, Final
 
 import msgspec
 
-from ..actors.actor import EndpointSpec, endpoints_of, error_of
+from ..actors.actor import EndpointSpec, endpoints_of
+from ..actors.replies import error_of
 from ..actors.spawning import ActorHandle, spawn
 from ..core.calls import Call
 from ..core.driver_listener import DriverListener

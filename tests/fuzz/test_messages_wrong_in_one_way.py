@@ -8,7 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from sglrl.actors.actor import Actor, StreamCaller, UnaryCaller, endpoint, endpoints_of
+from sglrl.actors.actor import Actor, endpoint, endpoints_of
+from sglrl.actors.handles import StreamCaller, UnaryCaller
 from sglrl.core.driver_listener import DriverListener
 from sglrl.driver.driver import Driver
 from sglrl.errors import ProtocolError

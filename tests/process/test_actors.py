@@ -294,7 +294,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, how: Callable[[Call], None]) -> None:
             how(call)
         return call
 
-    monkeypatch.setattr("sglrl.actors.actor.Call", make)
+    monkeypatch.setattr("sglrl.actors.handles.Call", make)
 
 
 async def test_a_reply_that_raises_fails_its_own_call(

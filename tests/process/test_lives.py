@@ -220,7 +220,7 @@ async def test_a_worker_that_stops_is_killed_when_the_pool_ends() -> None:
 async def test_a_stream_that_is_not_read_is_stopped(
     monkeypatch: pytest.MonkeyPatch, bound: str
 ) -> None:
-    monkeypatch.setattr(f"sglrl.actors.actor.{bound}", 100)
+    monkeypatch.setattr(f"sglrl.actors.replies.{bound}", 100)
     async with sglrl.spawn(Values) as values, aclosing(values.stream.count(1 << 40)) as stream:
         assert await anext(stream) == 0
         # The stream keeps running until the worker has received its cancellation. Only then is its

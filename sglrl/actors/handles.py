@@ -1,0 +1,186 @@
+"""Handles: the endpoints of an actor class as attributes that can be called."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from difflib import get_close_matches
+from typing import Any
+
+from msgspec import Raw
+
+from ..core.calls import Call
+from ..driver.driver import ENVELOPE_BYTES, Driver
+from ..errors import MessageTooLarge, UnknownEndpoint, UsageError
+from .actor import EndpointSpec, deadline_from
+from .replies import StreamReply, UnaryReply
+
+
+class _Caller:
+    """An endpoint bound to a handle and optionally to one worker."""
+
+    __slots__ = ("_driver", "_spec", "_worker")
+
+    def __init__(self, driver: Driver, spec: EndpointSpec, worker: int | None) -> None:
+        self._driver = driver
+        self._spec = spec
+        self._worker = worker
+
+    def __repr__(self) -> str:
+        at = "" if self._worker is None else f" of worker {self._worker}"
+        return f"<{type(self).__name__} of endpoint {self._spec.name}{at}>"
+
+    def _call(
+        self, reply: Any, args: tuple[Any, ...], kwargs: dict[str, Any], worker: int | None
+    ) -> Call:
+        spec = self._spec
+        timeout = kwargs.pop("timeout", spec.timeout)
+        body, frames = spec.arguments.encode(args, kwargs)
+        limit = self._driver.max_message_bytes - ENVELOPE_BYTES
+        largest = max(len(body), *map(len, frames)) if frames else len(body)
+        if largest > limit:
+            raise MessageTooLarge(
+                f"{spec.name}(): the arguments have {largest:,} bytes; at most {limit:,} fit one "
+                "message"
+            )
+        return Call(
+            spec.name,
+            Raw(body),
+            reply,
+            frames=frames,
+            deadline=deadline_from(timeout),
+            pinned=worker,
+            idempotent=spec.idempotent,
+            stream=spec.streaming,
+        )
+
+
+class UnaryCaller(_Caller):
+    """``await handle.method(...)``. The keyword ``timeout`` sets the call's timeout in seconds."""
+
+    async def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        future = asyncio.get_running_loop().create_future()
+        call = self._call(UnaryReply(future, self._spec.result), args, kwargs, self._worker)
+        self._driver.submit(call)
+        try:
+            return await future
+        except BaseException:
+            # This has no effect on a call that has ended.
+            self._driver.cancel(call)
+            raise
+
+
+class StreamCaller(_Caller):
+    """``async for item in handle.stream.method(...)``.
+
+    Exiting the loop early stops the actor when the iterator is garbage-collected. Wrap the iterator
+    in ``contextlib.aclosing`` to stop the actor at once.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+        reply = StreamReply(self._spec.result)
+        call = self._call(reply, args, kwargs, self._worker)
+        return self._iterate(reply, call)
+
+    async def _iterate(self, reply: StreamReply, call: Call) -> AsyncGenerator[Any, None]:
+        reply.give_up = lambda: self._driver.cancel(call)
+        self._driver.submit(call)
+        try:
+            while True:
+                more, item = await reply.next()
+                if not more:
+                    return
+                yield item
+        finally:
+            if not reply.done:
+                self._driver.cancel(call)
+
+
+class BroadcastCaller(_Caller):
+    """``await handle.broadcast.method(...)``: calls all workers that accept calls.
+
+    The results are in the order of the workers.
+    """
+
+    async def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
+        workers = self._driver.ready
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(
+                        UnaryCaller(self._driver, self._spec, index)(*args, **dict(kwargs))
+                    )
+                    for index in workers
+                ]
+        except BaseExceptionGroup as failures:
+            # Raise only the first error: the other calls were cancelled.
+            raise failures.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+
+class _Namespace:
+    """The endpoints of an actor class as attributes."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        specs: dict[str, EndpointSpec],
+        owner: str,
+        worker: int | None = None,
+    ) -> None:
+        self._driver = driver
+        self._specs = specs
+        self._owner = owner
+        self._worker = worker
+
+    def _spec(self, name: str) -> EndpointSpec:
+        spec = self._specs.get(name)
+        if spec is None:
+            near = get_close_matches(name, self._specs, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise UnknownEndpoint(
+                f"{self._owner} declares no endpoint {name!r}{hint} "
+                f"(endpoints: {', '.join(sorted(self._specs)) or 'none'})"
+            )
+        return spec
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *self._specs})
+
+
+class StreamNamespace(_Namespace):
+    def __getattr__(self, name: str) -> StreamCaller:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        spec = self._spec(name)
+        if not spec.streaming:
+            raise UsageError(f"{self._owner}.{name} returns one result; call handle.{name}(...)")
+        return StreamCaller(self._driver, spec, self._worker)
+
+
+class BroadcastNamespace(_Namespace):
+    def __getattr__(self, name: str) -> BroadcastCaller:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        spec = self._spec(name)
+        if spec.streaming:
+            raise UsageError(f"{self._owner}.{name} is a stream; broadcast takes unary endpoints")
+        return BroadcastCaller(self._driver, spec, None)
+
+
+class WorkerHandle(_Namespace):
+    """``handle[i]``: the endpoints of one worker as attributes."""
+
+    def __getattr__(self, name: str) -> UnaryCaller:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        spec = self._spec(name)
+        if spec.streaming:
+            raise UsageError(
+                f"{self._owner}.{name} is a stream; iterate over handle.stream.{name}(...)"
+            )
+        return UnaryCaller(self._driver, spec, self._worker)
+
+    @property
+    def stream(self) -> StreamNamespace:
+        return StreamNamespace(self._driver, self._specs, self._owner, self._worker)
