@@ -1,10 +1,10 @@
 """The warm fork server: ``python -m sglrl_workers.fork_server FD PRELOAD DRIVER``.
 
-FD is an inherited unix socket that listens. PRELOAD is a key of ``PRELOADS``. DRIVER is the process
-id of the parent. The fork server imports the modules of PRELOAD, then starts a worker for every
-``Fork`` message. The worker is a spare fork that already waits, because forking a process of this
-size takes long while other processes are busy. Without a spare, the server forks a new process.
-Forking is safe because the server has one thread and never uses a GPU.
+FD is an inherited unix socket that listens. PRELOAD is a kind of worker (see ``preloads``). DRIVER
+is the process id of the parent. The fork server imports the modules of PRELOAD, then starts a
+worker for every ``Fork`` message. The worker is a spare fork that already waits, because forking a
+process of this size takes long while other processes are busy. Without a spare, the server forks a
+new process. Forking is safe because the server has one thread and never uses a GPU.
 
 The processes watch each other:
 
@@ -19,10 +19,6 @@ The processes watch each other:
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import faulthandler
-import gc
-import importlib
 import os
 import selectors
 import shutil
@@ -30,7 +26,6 @@ import signal
 import socket
 import struct
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -53,93 +48,27 @@ from sglrl.wire.processes import (
     Warm,
 )
 
-PRELOADS = {
-    "plain": ("sglrl_workers.actor_worker",),
-    "sglang": ("sglrl_workers.actor_worker", "sglrl_workers.engine.sglang.preload"),
-    "sglang-cuda": ("sglrl_workers.actor_worker", "sglrl_workers.preload_cuda"),
-}
-_PR_SET_PDEATHSIG = 1
-_PR_SET_NAME = 15
-_M_ARENA_MAX = -8
-_CLONE_FILES = 0x400
+from .preloads import preload
+from .process_control import (
+    die_with_parent,
+    kill_group,
+    outlive_parent,
+    raise_oom_score,
+    reset_priority,
+)
+from .worker_process import become_worker, detach
+
 _SERVER_SCORE = 200
 """The fork server's ``oom_score_adj`` minus the driver's.
 
 When memory runs out, the kernel kills a worker first, because a worker can be replaced. Next is the
 fork server, whose exit ends all workers. The driver is last.
 """
-_WORKER_SCORE = 300
-"""A worker's ``oom_score_adj`` minus the fork server's."""
 _QUIET = 1.0
 """Seconds without work before the server makes the next spare fork.
 
 The fork then takes no time from a worker that starts. Answering a ``Ping`` is not work.
 """
-
-
-def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """Request a signal from the kernel when this process's parent exits."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent:
-        os.kill(os.getpid(), number)
-
-
-def raise_oom_score(by: int) -> None:
-    """Make the kernel more likely to kill this process when memory runs out."""
-    path = Path("/proc/self/oom_score_adj")
-    with contextlib.suppress(OSError, ValueError):
-        path.write_text(str(min(1000, int(path.read_text()) + by)))
-
-
-def call_this_process(name: str) -> None:
-    """Set the process name that ``ps`` shows: at most 15 ASCII characters."""
-    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode())
-
-
-def limit_arenas(most: int) -> None:
-    """Limit the malloc arenas of this process and its forks. Only glibc has this setting."""
-    with contextlib.suppress(AttributeError):
-        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, most)
-
-
-def end_with_process(fd: int) -> None:
-    """Keep ``fd`` open only in an idle thread that has its own file table.
-
-    When this process is killed, the kernel ends the thread at once and closes ``fd``, and the other
-    end of the pipe notices. The kernel closes the other files of the process only after it has
-    freed the memory, which takes a while.
-    """
-    kept = threading.Event()
-
-    def wait() -> None:
-        # Only SIGKILL may end this thread.
-        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        libc = ctypes.CDLL(None)
-        try:
-            own = libc.unshare(_CLONE_FILES) == 0
-            for other in map(int, os.listdir("/proc/thread-self/fd") if own else ()):
-                if other != fd:
-                    # The file descriptor of ``listdir`` itself is already closed.
-                    with contextlib.suppress(OSError):
-                        os.close(other)
-        finally:
-            # After an error here, the starting thread must not wait forever.
-            kept.set()
-        while own:
-            libc.pause()
-
-    threading.Thread(target=wait, name="sglrl-end", daemon=True).start()
-    kept.wait()
-    os.close(fd)
-
-
-def outlive_parent() -> None:
-    """Undo ``die_with_parent``: the server now watches the driver's process itself.
-
-    The kernel would also send its signal when the *thread* that started this process exits before
-    the parent does.
-    """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0)
 
 
 class Client:
@@ -167,10 +96,12 @@ class ForkServer:
     Args:
         listener: the unix socket that clients connect to.
         driver: process id of the driver.
+        warm: the message for a new client.
         ahead: keep a spare fork ready.
     """
 
-    def __init__(self, listener: socket.socket, driver: int, *, ahead: bool) -> None:
+    def __init__(self, listener: socket.socket, driver: int, warm: Warm, *, ahead: bool) -> None:
+        self.warm = warm
         self.ahead = ahead
         self.spare: tuple[int, int] | None = None
         """Process id of the fork that waits for a ``Fork``, and the pipe that takes the message."""
@@ -191,7 +122,6 @@ class ForkServer:
         os.set_blocking(self.wake_read, False)
         signal.set_wakeup_fd(self.wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        self.warm = Warm(0.0)
         self.pidfd = os.pidfd_open(driver)
         self._watch(0, lambda: self.leave())
         self._watch(self.pidfd, lambda: self.leave())
@@ -200,34 +130,6 @@ class ForkServer:
 
     def _watch(self, fd: int, callback: Callable[[], None]) -> None:
         self.selector.register(fd, selectors.EVENT_READ, callback)
-
-    def preload(self, name: str) -> None:
-        """Import the modules of ``PRELOADS[name]``. ``warm`` then holds the result."""
-        begun = time.monotonic()
-        error = ""
-        if name == "sglang":
-            # Workers on a CPU share its cores with each other and the driver. OpenMP threads that
-            # spin while they wait would take cores from busy processes. torch reads this variable
-            # when it loads.
-            os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-            # SGLang compiles a few small functions with a C++ compiler when it first uses them. The
-            # first repetition penalty would block a worker for eight seconds.
-            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-            # Otherwise each thread of a weight update has its own arena, which keeps memory that is
-            # no longer needed.
-            limit_arenas(1)
-            # SGLang initialises CUDA at import if it finds a GPU. The process must then not fork.
-            os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        try:
-            for module in PRELOADS[name]:
-                importlib.import_module(module)
-        except BaseException:
-            error = traceback.format_exc()
-        # Imported modules stay in memory. The garbage collector of a fork must not write to their
-        # pages, which would copy them.
-        gc.collect()
-        gc.freeze()
-        self.warm = Warm(time.monotonic() - begun, error)
 
     def serve(self) -> None:
         """Handle events forever, and make a spare fork when there is no work."""
@@ -254,7 +156,7 @@ class ForkServer:
         self.reserve = os.open(os.devnull, os.O_RDONLY)
 
     def accept(self) -> None:
-        """Accept a client and send it the result of ``preload``."""
+        """Accept a client and send it ``warm``."""
         self.worked = time.monotonic()
         try:
             connection, _ = self.listener.accept()
@@ -351,8 +253,9 @@ class ForkServer:
             try:
                 os.close(pipe)
                 os.close(end)
-                self.forget(parent)
-                self.become_worker(request, kept)
+                detach(parent)
+                self.close_files()
+                become_worker(request, kept)
             except BaseException as error:
                 traceback.print_exc()
                 explain(error)
@@ -372,8 +275,7 @@ class ForkServer:
         other processes wait for the exit.
         """
         self.forget_end(pid)
-        with contextlib.suppress(OSError):
-            Path(f"/proc/{pid}/autogroup").write_text("0")
+        reset_priority(pid)
 
     def forget_end(self, pid: int) -> None:
         """Close the pipe that reports the death of this worker, if it is open."""
@@ -394,52 +296,14 @@ class ForkServer:
             return None
         return pid
 
-    def forget(self, parent: int) -> None:
-        """In the child: detach from the fork server, and close its files."""
-        die_with_parent(parent)
-        raise_oom_score(_WORKER_SCORE)
-        call_this_process("sglrl spare")
-        os.setsid()
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        null = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(null, 0)
-        ours = (self.reserve, self.wake_read, self.wake_write, self.pidfd, *self.ends.values())
-        for fd in (null, *ours):
+    def close_files(self) -> None:
+        """In the child: close the files of the fork server."""
+        for fd in (self.reserve, self.wake_read, self.wake_write, self.pidfd, *self.ends.values()):
             os.close(fd)
         self.selector.close()
         self.listener.close()
         for client in self.clients.values():
             client.connection.close()
-
-    def become_worker(self, pipe: int, kept: int) -> None:
-        """In the child: wait for a ``Fork`` on ``pipe`` and run its worker.
-
-        Return if ``pipe`` closes without a message. ``kept`` closes when the worker is killed.
-        """
-        with open(pipe, "rb") as file:
-            body = file.read()
-        if not body:
-            return
-        call_this_process("sglrl worker")
-        request = msgspec.msgpack.decode(body, type=Fork)
-        log = os.open(request.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        os.close(log)
-        end_with_process(kept)
-        # faulthandler is written in C, so it also works while no Python code can run.
-        faulthandler.register(signal.SIGUSR1, file=2, all_threads=True, chain=False)
-        os.environ.update(request.env)
-        with contextlib.suppress(OSError):
-            # The folder may have been removed.
-            os.chdir(request.cwd)
-        sys.path[:] = request.sys_path
-        sys.argv[:] = ["sglrl-worker"]
-        from .__main__ import run
-
-        run(request.spec)
 
     def reap(self) -> None:
         """Report every worker that has exited to its client."""
@@ -482,17 +346,9 @@ class ForkServer:
         os._exit(0)
 
 
-def kill_group(pid: int) -> None:
-    """Kill a worker and the processes of its group."""
-    # The worker may not have called setsid yet, so kill the process itself as well.
-    for kill in (os.killpg, os.kill):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            kill(pid, signal.SIGKILL)
-
-
 def main() -> None:
     """Preload, then serve until the driver exits."""
-    listener, preload, driver = socket.socket(fileno=int(sys.argv[1])), *sys.argv[2:]
+    listener, name, driver = socket.socket(fileno=int(sys.argv[1])), *sys.argv[2:]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     folder = Path(listener.getsockname()).parent
 
@@ -504,9 +360,10 @@ def main() -> None:
     signal.signal(signal.SIGTERM, orphaned)
     die_with_parent(int(driver), signal.SIGTERM)
     raise_oom_score(_SERVER_SCORE)
+    warm = preload(name)
     # Plain actors are forked from a small process, so a spare fork saves no time.
-    server = ForkServer(listener, int(driver), ahead=preload != "plain")
-    server.preload(preload)
+    server = ForkServer(listener, int(driver), warm, ahead=name != "plain")
+    # From now on, the server itself watches the driver's process.
     outlive_parent()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     server.serve()

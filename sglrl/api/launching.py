@@ -281,7 +281,7 @@ def launch(
 
 
 def _preload(engine: str, groups: list[list[str] | None]) -> str:
-    """Return the name of the fork server's preload set: see ``workers/fork_server.py``."""
+    """Return the name of the fork server's preload set: see ``workers/preloads.py``."""
     if engine == "fake":
         return "plain"
     return "sglang" if groups[0] is None else "sglang-cuda"

@@ -9,9 +9,9 @@ import sys
 
 _PROGRAM = """
 import os, sys
-from sglrl_workers.fork_server import end_with_process
+from sglrl_workers.process_control import close_on_death
 fd = int(sys.argv[1])
-end_with_process(fd)
+close_on_death(fd)
 try:
     os.fstat(fd)
 except OSError:

@@ -1,0 +1,52 @@
+"""The modules that a fork server imports before it forks workers."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import time
+import traceback
+
+from sglrl.wire.processes import Warm
+
+from .process_control import limit_arenas
+
+_PRELOADS = {
+    "plain": ("sglrl_workers.actor_worker",),
+    "sglang": ("sglrl_workers.actor_worker", "sglrl_workers.engine.sglang.preload"),
+    "sglang-cuda": ("sglrl_workers.actor_worker", "sglrl_workers.preload_cuda"),
+}
+
+
+def preload(name: str) -> Warm:
+    """Import the modules of one kind of worker. Return the time it took, and the error if any."""
+    begun = time.monotonic()
+    error = ""
+    if name == "sglang":
+        _set_up_cpu()
+    try:
+        for module in _PRELOADS[name]:
+            importlib.import_module(module)
+    except BaseException:
+        error = traceback.format_exc()
+    # Imported modules stay in memory. The garbage collector of a fork must not write to their
+    # pages, which would copy them.
+    gc.collect()
+    gc.freeze()
+    return Warm(time.monotonic() - begun, error)
+
+
+def _set_up_cpu() -> None:
+    """Set what SGLang workers on a CPU need before torch and SGLang are imported."""
+    # Workers on a CPU share its cores with each other and the driver. OpenMP threads that spin
+    # while they wait would take cores from busy processes. torch reads this variable when it loads.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # SGLang compiles a few small functions with a C++ compiler when it first uses them. The first
+    # repetition penalty would block a worker for eight seconds.
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    # Otherwise each thread of a weight update has its own arena, which keeps memory that is no
+    # longer needed.
+    limit_arenas(1)
+    # SGLang initialises CUDA at import if it finds a GPU. The process must then not fork.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
