@@ -10,6 +10,8 @@ this rule. After that, any member takes it.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from typing import Final
 
 from msgspec import Raw
@@ -17,9 +19,9 @@ from msgspec import Raw
 from ..config import FabricConfig
 from ..errors import Overloaded
 from .calls import QUEUED, Call
-from .clients import ClientState
+from .clients import NO_LIMIT, ClientState
 from .fair_queue import FairQueue
-from .members import Member
+from .members import READY, STALE, LoadIndex, Member
 from .routing import Router
 
 _PATIENCE: Final = 64
@@ -31,7 +33,7 @@ _LOOKS: Final = 64
 class CallQueue:
     """The waiting calls of one fabric.
 
-    Invariants (checked by ``validate``):
+    Invariants (checked by ``invariants.validate``):
 
     * A pinned call is in its member's ``pinned``. Any other call is in ``fresh``, or both in
       ``homed`` and in the ``returning`` of some member.
@@ -58,19 +60,27 @@ class CallQueue:
         self.waiting = 0
         self.queued_bytes = 0
         self.clients = 0
+        self._turns = 0
+        self._own = self.add_client(NO_LIMIT)
         self._max_calls = config.max_queue
         self._max_bytes = config.max_queue_bytes
         most = config.max_calls_per_client
         self._max_per_client = config.max_queue if most is None else most
 
-    def push(self, call: Call, *, limited: bool = True) -> None:
-        """Add a call, which must have a client.
+    def add_client(self, max_unread: int) -> ClientState:
+        """Return a new client, which has the last turn. See ``Fabric.add_client``."""
+        self._turns += 1
+        return ClientState(self._turns, max_unread)
+
+    def push(self, call: Call, *, limited: bool) -> None:
+        """Add a call. A call that names no client is a call of the pool's own client.
 
         Raises:
             Overloaded: the call is ``limited``, and would exceed a limit of the queue.
         """
         client = call.client
-        assert client is not None
+        if client is None:
+            client = call.client = self._own
         size = own = _bytes_of(call)
         route = call.route
         if route is not None and not route.waiting:
@@ -117,7 +127,7 @@ class CallQueue:
             )
         return Overloaded(f"{what}; await some of them before you submit more")
 
-    def leave(self, call: Call) -> None:
+    def _forget(self, call: Call) -> None:
         """Stop counting a call that has been taken out."""
         client, route = call.client, call.route
         assert client is not None
@@ -137,7 +147,7 @@ class CallQueue:
 
         The call stays in its ``FairQueue`` until the queue reaches it or is swept.
         """
-        self.leave(call)
+        self._forget(call)
         client = call.client
         assert client is not None
         if not client.waiting:
@@ -163,14 +173,60 @@ class CallQueue:
                 self.fresh.push(call)
         member.returning.clear()
 
-    def take_pinned(self, member: Member) -> Call | None:
-        """Take the next call that is pinned to this member, which has room."""
-        call = member.pinned.first()
-        if call is not None:
-            member.pinned.take(call)
-        return call
+    def assign(
+        self, loads: LoadIndex, member: Member | None = None
+    ) -> Iterator[tuple[Call, Member]]:
+        """Take calls out for members with room, until no call or no room is left.
 
-    def take_any(self) -> Call | None:
+        The caller must reserve the place of a call at its member before it takes the next call.
+
+        Args:
+            loads: the members with room.
+            member: the member that gained room. Calls that are pinned to it are first.
+        """
+        if member is not None:
+            while member.has_room and (call := member.pinned.first()) is not None:
+                member.pinned.take(call)
+                self._take_turn(call)
+                yield call, member
+            while member.has_room and (call := self._take_for(member)) is not None:
+                self.router.given(call, member)
+                self._take_turn(call)
+                yield call, member
+        while loads.with_room and (call := self._take_any()) is not None:
+            chosen = self.router.choose(call)
+            assert chosen is not None
+            self._take_turn(call)
+            yield call, chosen
+
+    def describe(self, call: Call) -> str:
+        """Return where a queued call waits, in words.
+
+        The text includes the reason if the client does not read, or if no worker that may take the
+        call serves.
+        """
+        client, pinned = call.client, call.pinned
+        if client is not None and client.blocked:
+            return f"in the queue: {client.unread:,} bytes of answers to its client are unread"
+        among = self.members.values() if pinned is None else (self.members[pinned],)
+        if any(member.state is READY for member in among):
+            return "in the queue"
+        states = Counter(member.state for member in among)
+        found = ", ".join(f"{count} {state}" for state, count in states.items())
+        if STALE in states:
+            found += ": until the next weight update"
+        what = "no worker serves" if pinned is None else f"worker {pinned} does not serve"
+        return f"in the queue: {what} ({found or 'there is none'})"
+
+    def _take_turn(self, call: Call) -> None:
+        """Stop counting a call that was taken out. Its client is served again after all others."""
+        self._forget(call)
+        client = call.client
+        assert client is not None
+        self._turns += 1
+        client.turn = self._turns
+
+    def _take_any(self) -> Call | None:
         """Take the next call that is not pinned, for any member."""
         fresh = self.fresh.first()
         call = _earlier(fresh, self.homed.first())
@@ -178,7 +234,7 @@ class CallQueue:
             (self.fresh if call is fresh else self.homed).take(call)
         return call
 
-    def take_for(self, member: Member) -> Call | None:
+    def _take_for(self, member: Member) -> Call | None:
         """Take the next call that is not pinned, for this member, which has room."""
         own = member.returning.first()
         fresh = self.fresh.first()
@@ -222,40 +278,6 @@ class CallQueue:
         """Queue the call for the member that holds its prefix."""
         self.homed.push(call)
         home.returning.push(call)
-
-    def validate(self, calls: dict[int, Call]) -> None:
-        """Check the invariants in O(n).
-
-        Args:
-            calls: all calls that have not ended.
-
-        Raises:
-            AssertionError: an invariant is broken.
-        """
-        waiting = [call for call in calls.values() if call.state == QUEUED]
-        assert self.waiting == len(waiting), (self.waiting, len(waiting))
-        fresh, homed = set(self.fresh), set(self.homed)
-        returning = {call for member in self.members.values() for call in member.returning}
-        of_client: dict[ClientState, int] = {}
-        of_route: dict[object, int] = {}
-        for call in waiting:
-            client, route = call.client, call.route
-            assert client is not None, call
-            of_client[client] = of_client.get(client, 0) + 1
-            if route is not None:
-                of_route[route] = of_route.get(route, 0) + 1
-                assert route.waiting >= of_route[route], call
-            if call.pinned is not None:
-                assert call in set(self.members[call.pinned].pinned), call
-            else:
-                assert call in fresh or (call in homed and call in returning), call
-        assert self.clients == len(of_client), (self.clients, of_client)
-        for client, count in of_client.items():
-            assert client.waiting == count, (client, count)
-        assert len({client.turn for client in of_client}) == len(of_client), of_client
-        routes = {call.route for call in waiting if call.route is not None}
-        size = sum(call.queued_bytes for call in waiting) + sum(r.queued_bytes for r in routes)
-        assert self.queued_bytes == size, (self.queued_bytes, size)
 
 
 def _bytes_of(call: Call) -> int:

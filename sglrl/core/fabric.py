@@ -15,8 +15,6 @@ Invariants (checked by ``invariants.validate``, which the tests run after every 
 
 from __future__ import annotations
 
-from collections import Counter
-from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING
 
 from ..config import FabricConfig
@@ -25,8 +23,9 @@ from ..wire.calls import Item, ItemKind
 from .call_queue import CallQueue
 from .calls import CANCELLING, ENDED, QUEUED, RUNNING, SENT, Call
 from .clients import NO_LIMIT, ClientState
+from .deadlines import Deadlines
 from .effects import Chunk, Drained, Effect, End, Restart, Send, SendCancel
-from .members import DRAINING, GONE, LOST, READY, RETIRED, STALE, SYNCING, LoadIndex, Member
+from .members import DRAINING, GONE, LOST, READY, RETIRED, SYNCING, LoadIndex, Member
 from .routing import Router
 
 if TYPE_CHECKING:
@@ -54,20 +53,16 @@ class Fabric:
         self._last_loss = ""
         self._next_id = 0
         self.queue = CallQueue(self.config, self.router, self.members)
-        self._turns = 0
-        self._own = self.add_client()
-        """The client of calls that name no client."""
         self._woken = False
         """A client was unblocked, so calls may wait although members have room."""
-        self._deadlines: list[tuple[float, int]] = []
+        self._deadlines = Deadlines(self.calls)
 
     # --- clients ----------------------------------------------------------------------------------
 
     def add_client(self, max_unread: int = NO_LIMIT) -> ClientState:
         """Return a new client. Its waiting calls are sent only while it has fewer than
         ``max_unread`` unread bytes of answers."""
-        self._turns += 1
-        return ClientState(self._turns, max_unread)
+        return self.queue.add_client(max_unread)
 
     def remove_client(self, client: ClientState) -> None:
         """Forget a client. All its calls must have been cancelled."""
@@ -148,7 +143,7 @@ class Fabric:
                 if not call.resumable:
                     call.first_at = 0.0
                 self.outbox.append(Restart(call))
-                self._enqueue(call)
+                self.queue.push(call, limited=False)
             else:
                 why = "it had already streamed" if begun else f"loss {call.losses}"
                 self._end(
@@ -206,14 +201,13 @@ class Fabric:
             lost = not self.loads.members and self.members and not self.alive
             if lost and call.pinned is None:
                 raise WorkerLost(f"no worker is left in this pool: {self._last_loss}")
-            self._enqueue(call, limited=not call.urgent)
+            self.queue.push(call, limited=not call.urgent)
             self.calls[id_] = call
         else:
             self.calls[id_] = call
             self._dispatch(call, member, now)
         if call.deadline is not None:
-            heappush(self._deadlines, (call.deadline, id_))
-            self._trim_deadlines()
+            self._deadlines.add(id_, call.deadline)
 
     def cancel(self, call: Call, now: float) -> None:
         """Cancel the call for its caller. No ``End`` follows. Safe at any time."""
@@ -266,20 +260,13 @@ class Fabric:
 
     def next_deadline(self) -> float | None:
         """Return when ``tick`` is next needed, or None if no live call has a deadline."""
-        deadlines = self._deadlines
-        while deadlines and deadlines[0][1] not in self.calls:
-            heappop(deadlines)
-        return deadlines[0][0] if deadlines else None
+        return self._deadlines.next()
 
     def tick(self, now: float) -> None:
         """End every call whose deadline has passed with ``DeadlineExceeded``."""
-        deadlines = self._deadlines
-        while deadlines and deadlines[0][0] <= now:
-            call = self.calls.get(heappop(deadlines)[1])
-            if call is None:
-                continue
+        while (call := self._deadlines.pop(now)) is not None:
             waited = now - call.submitted_at
-            where = self._waits(call) if call.state == QUEUED else "at a worker"
+            where = self.queue.describe(call) if call.state == QUEUED else "at a worker"
             error = DeadlineExceeded(
                 f"{call.endpoint} did not finish within its deadline "
                 f"({waited:.3f} s since it was submitted, last {where})"
@@ -289,25 +276,6 @@ class Fabric:
             else:
                 self._abandon(call)
                 self.outbox.append(End(call, error))
-
-    def _waits(self, call: Call) -> str:
-        """Return where a queued call waits, in words.
-
-        The text includes the reason if the client does not read, or if no worker that may take the
-        call serves.
-        """
-        client, pinned = call.client, call.pinned
-        if client is not None and client.blocked:
-            return f"in the queue: {client.unread:,} bytes of answers to its client are unread"
-        among = self.members.values() if pinned is None else (self.members[pinned],)
-        if any(member.state is READY for member in among):
-            return "in the queue"
-        states = Counter(member.state for member in among)
-        found = ", ".join(f"{count} {state}" for state, count in states.items())
-        if STALE in states:
-            found += ": until the next weight update"
-        what = "no worker serves" if pinned is None else f"worker {pinned} does not serve"
-        return f"in the queue: {what} ({found or 'there is none'})"
 
     def close(self, reason: str = "the pool was closed") -> None:
         """End every call with ``Closed``. Accept no more calls."""
@@ -421,12 +389,6 @@ class Fabric:
                 if member.has_room:
                     self._pump(now, member)
 
-    def _enqueue(self, call: Call, *, limited: bool = False) -> None:
-        """Queue the call. Raise ``Overloaded`` if it is ``limited`` and the queue is full."""
-        if call.client is None:
-            call.client = self._own
-        self.queue.push(call, limited=limited)
-
     def _unqueue(self, call: Call) -> None:
         """End a waiting call and remove it from the queue."""
         call.move(ENDED)
@@ -477,30 +439,7 @@ class Fabric:
         """Send waiting calls to members with room.
 
         Args:
-            member: the member that gained room. Calls that are pinned to it are sent first.
+            member: the member that gained room.
         """
-        queue = self.queue
-        if member is not None:
-            while member.has_room and (call := queue.take_pinned(member)) is not None:
-                self._start_waiting(call, member, now)
-            while member.has_room and (call := queue.take_for(member)) is not None:
-                self.router.given(call, member)
-                self._start_waiting(call, member, now)
-        while self.loads.with_room and (call := queue.take_any()) is not None:
-            chosen = self.router.choose(call)
-            assert chosen is not None
-            self._start_waiting(call, chosen, now)
-
-    def _start_waiting(self, call: Call, member: Member, now: float) -> None:
-        self.queue.leave(call)
-        client = call.client
-        assert client is not None
-        self._turns += 1
-        client.turn = self._turns
-        self._dispatch(call, member, now)
-
-    def _trim_deadlines(self) -> None:
-        """Remove the deadlines of ended calls if they outnumber the live calls."""
-        if len(self._deadlines) > 64 + 2 * len(self.calls):
-            self._deadlines = [entry for entry in self._deadlines if entry[1] in self.calls]
-            heapify(self._deadlines)
+        for call, chosen in self.queue.assign(self.loads, member):
+            self._dispatch(call, chosen, now)
