@@ -23,7 +23,6 @@ from ..core.members import GONE, READY, RETIRED, STALE, STARTING, SYNCING, Membe
 from ..errors import Closed, ProtocolError, SglrlError, UsageError
 from ..transport.base import MOST_UNREAD, DriverTransport
 from ..transport.dropped import Dropped
-from ..transport.shared_rows import RowsReader
 from ..wire.calls import (
     PROTOCOL_VERSION,
     Cancel,
@@ -37,7 +36,9 @@ from ..wire.calls import (
     Starting,
     ToDriver,
 )
-from ..wire.codec import Buffer, decode_to_driver, encode, encode_submit, readable, split_frames
+from ..wire.codec import Buffer, decode_to_driver, encode, encode_submit, readable
+from .links import Links
+from .raw_frames import RawFrames
 
 logger = logging.getLogger("sglrl.driver")
 now = time.monotonic
@@ -67,15 +68,14 @@ class Driver:
         encode_calls: Callable[[list[Call]], list[Any]] = encode_submit,
     ) -> None:
         self.transport = transport
-        self._encode_calls = encode_calls
         self.max_message_bytes = max_message_bytes
         self.fabric = Fabric(config)
         self._drop = Dropped(logger)
         self._listeners: list[DriverListener] = []
         self._raw: dict[int, list[Buffer]] = {}
-        self._identities: dict[Member, bytes] = {}
-        self._members: dict[bytes, Member] = {}
-        self._rows: dict[Member, RowsReader] = {}
+        """The raw frames of the items in the outbox, by the ``id`` of the item."""
+        self._links = Links(transport, encode_calls, max_message_bytes, self)
+        self._frames = RawFrames()
         self.loop = asyncio.get_running_loop()
         self._pid = os.getpid()
         self._flush_scheduled = False
@@ -131,9 +131,8 @@ class Driver:
     def add_worker(self, index: int, identity: bytes) -> None:
         """Add a new worker, or the replacement of a lost worker."""
         member = self.fabric.add_member(index)
-        self._members[identity] = member
-        self._identities[member] = identity
-        self._piece = _PIECE * len(self._identities)
+        self._links.add(member, identity)
+        self._piece = _PIECE * len(self._links)
 
     def worker_lost(self, index: int, reason: str, *, returns: bool = False) -> None:
         """Record that a worker is lost.
@@ -145,9 +144,9 @@ class Driver:
         if member.state in GONE:
             return
         self.fabric.member_lost(index, reason, now(), returns=returns)
-        del self._members[self._identities.pop(member)]
-        self._piece = _PIECE * (len(self._identities) or 1)
-        self._rows.pop(member, None)
+        self._links.remove(member)
+        self._piece = _PIECE * (len(self._links) or 1)
+        self._frames.close(member)
         self._flush()
         self._changed()
         for listener in self._listeners:
@@ -210,7 +209,7 @@ class Driver:
             return False
 
     def shut_down_worker(self, index: int) -> None:
-        self._send(self.fabric.members[index], [encode(Shutdown())])
+        self._links.send(self.fabric.members[index], [encode(Shutdown())])
 
     @property
     def is_copied(self) -> bool:
@@ -245,22 +244,18 @@ class Driver:
             return
         self.check_loop()
         fabric.submit(call, now())
-        self._flush_scheduled = True
-        self.loop.call_soon(self._end_of_turn)
+        self._flush_soon()
 
     def cancel(self, call: Call) -> None:
         """Cancel a call whose caller no longer waits, and ask its worker to stop."""
         self.fabric.cancel(call, now())
-        if not self._flush_scheduled:
-            self._flush_scheduled = True
-            self.loop.call_soon(self._end_of_turn)
+        self._flush_soon()
 
     def read_by_client(self, client: ClientState, size: int) -> None:
         """See ``Fabric.read_by_client``."""
         self.fabric.read_by_client(client, size, now())
-        if self.fabric.outbox and not self._flush_scheduled:
-            self._flush_scheduled = True
-            self.loop.call_soon(self._end_of_turn)
+        if self.fabric.outbox:
+            self._flush_soon()
 
     def answer_waiting(self, endpoint: str, body: bytes, worker: int | None) -> int:
         """See ``Fabric.answer_waiting``."""
@@ -284,7 +279,7 @@ class Driver:
     # --- inside -----------------------------------------------------------------------------------
 
     def _on_message(self, identity: bytes, frames: list[Buffer]) -> None:
-        member = self._members.get(identity)
+        member = self._links.find(identity)
         if member is None:
             listeners = self._listeners if frames else ()
             if not any(listener.on_peer(identity, frames) for listener in listeners):
@@ -294,7 +289,8 @@ class Driver:
         try:
             message = decode_to_driver(frames[0])
             if type(message) is Results and (message.slots or len(frames) > 1):
-                self._keep_raw(member, message, frames)
+                owned = self._frames.split(member, message, frames)
+                self._raw |= zip(map(id, message.items), owned, strict=True)
         except (ProtocolError, IndexError) as error:
             self._drop("a message of worker %d: %s", member.index, error)
             return
@@ -331,7 +327,9 @@ class Driver:
             case Ready(window=window) if window < 1:
                 self._drop("worker %d offers a window of %d", member.index, window)
             case Ready():
-                self._share_rows(member, message)
+                if self._frames.open(member, message):
+                    # From now on, the worker writes rows to this memory instead of a message.
+                    self._links.send(member, [encode(ShareRows())])
                 # A call takes at most two messages: one to submit it and one to cancel it.
                 window = min(message.window, MOST_UNREAD // 2)
                 if any(listener.must_sync(member.index) for listener in self._listeners):
@@ -355,36 +353,6 @@ class Driver:
         for listener in self._listeners:
             listener.on_drained(index)
 
-    def _share_rows(self, member: Member, ready: Ready) -> None:
-        """Read rows directly from the shared memory that the worker offers, if possible.
-
-        The worker then does not send these rows in messages.
-        """
-        if ready.rows is None:
-            return
-        try:
-            self._rows[member] = RowsReader(ready.pid, ready.rows)
-        except OSError as error:
-            logger.debug("worker %d sends rows: %s", member.index, error)
-        else:
-            self._send(member, [encode(ShareRows())])
-
-    def _keep_raw(self, member: Member, message: Results, frames: list[Buffer]) -> None:
-        """Keep the raw buffers of the message's items until the next flush.
-
-        The key is the object identity of an item. The outbox keeps the items alive until then.
-
-        Raises:
-            ProtocolError: the number of buffers differs from the number in the items.
-        """
-        if message.slots:
-            rows = self._rows.get(member)
-            if rows is None:
-                raise ProtocolError("it names shared memory that there is none of")
-            frames = [*frames, *rows.views(message.slots)]
-        owned = split_frames(message.items, frames)
-        self._raw |= zip(map(id, message.items), owned, strict=True)
-
     def _on_pause(self) -> None:
         """Flush once: every message that had arrived has been processed."""
         if self.fabric.outbox:
@@ -392,8 +360,13 @@ class Driver:
         else:
             self._raw.clear()
 
+    def _flush_soon(self) -> None:
+        """Flush at the end of this loop tick."""
+        if not self._flush_scheduled:
+            self._flush_scheduled = True
+            self.loop.call_soon(self._end_of_turn)
+
     def _end_of_turn(self) -> None:
-        """Flush at the end of a loop tick in which a call was submitted or cancelled."""
         self._flush_scheduled = False
         self._flush()
 
@@ -407,7 +380,7 @@ class Driver:
         self._flushing = True
         for effect in effects:
             try:
-                # Patterns with fields, such as ``End(call, outcome)``, are much slower.
+                # Patterns with fields, such as ``End(call, outcome)``, take twice as long.
                 match effect:
                     case Send():
                         submits.setdefault(effect.member, []).append(effect.call)
@@ -427,9 +400,9 @@ class Driver:
                 self._reply_failed(effect, error)
         self._flushing = False
         for member, calls in submits.items():
-            self._send_calls(member, calls)
+            self._links.send_calls(member, calls)
         for member, ids in cancels.items():
-            self._send(member, [encode(Cancel(ids))])
+            self._links.send(member, [encode(Cancel(ids))])
         self._set_timer()
         if self._idle is not None and not fabric.calls:
             idle, self._idle = self._idle, None
@@ -450,23 +423,7 @@ class Driver:
         except Exception:
             logger.exception("the caller of %s could not be told", call.endpoint)
 
-    def _send_calls(self, member: Member, calls: list[Call]) -> None:
-        try:
-            frames = self._encode_calls(calls)
-        except Exception as error:
-            if len(calls) == 1:
-                self._refuse(member, calls[0], error)
-                return
-            frames = []
-        if not frames or (len(frames[0]) > self.max_message_bytes and len(calls) > 1):
-            # Each call fits into a message alone: this was checked when the call was made.
-            half = len(calls) // 2
-            self._send_calls(member, calls[:half])
-            self._send_calls(member, calls[half:])
-            return
-        self._send(member, frames)
-
-    def _refuse(self, member: Member, call: Call, error: Exception) -> None:
+    def on_refused(self, member: Member, call: Call, error: Exception) -> None:
         """End a call that cannot be sent, as if the worker had answered with an error.
 
         Other calls are not affected.
@@ -474,41 +431,24 @@ class Driver:
         what = f"{call.endpoint}: the call cannot be sent: {readable(error)}"
         body = encode(ErrorBody(UsageError.__name__, what, ""))
         self.fabric.results(member, [Item(call.id, ItemKind.ERROR, body)], now())
-        if not self._flush_scheduled:
-            self._flush_scheduled = True
-            self.loop.call_soon(self._end_of_turn)
-
-    def _send(self, member: Member, frames: list[Any]) -> None:
-        identity = self._identities.get(member)
-        if identity is None:
-            # The worker was lost meanwhile.
-            return
-        try:
-            sent = self.transport.send(identity, frames)
-        except Closed:
-            return
-        if not sent:
-            self.loop.call_soon(self._unreachable, member)
+        self._flush_soon()
 
     def _on_break(self) -> None:
         if self._search is None and not self.fabric.closed:
             self._search = self.loop.call_later(_FIND_LOST_SECONDS, self._find_lost)
 
     def _find_lost(self) -> None:
-        """Send every peer a message without effect. Sending fails if the peer is unreachable."""
+        """Send every peer a message, which fails if the peer is unreachable."""
         self._search = None
-        for member in list(self._identities):
-            # A starting worker may not have connected yet. Its start has a time limit.
-            if member.state is not STARTING:
-                self._send(member, [encode(Cancel([]))])
+        self._links.probe()
         for listener in self._listeners:
             listener.on_connection_broken()
 
-    def _unreachable(self, member: Member) -> None:
-        if member in self._identities:
-            reason = "its connection is gone, or it does not read"
-            self._unusable(member.index, reason)
-            self.worker_lost(member.index, reason)
+    def on_unreachable(self, member: Member) -> None:
+        """Treat a worker as lost."""
+        reason = "its connection is gone, or it does not read"
+        self._unusable(member.index, reason)
+        self.worker_lost(member.index, reason)
 
     def _set_timer(self) -> None:
         at = self.fabric.next_deadline()

@@ -69,7 +69,7 @@ def test_nothing_is_sent_before_ready() -> None:
     assert sent(fabric) == [pinned, call]
 
 
-def test_no_worker_left_is_said_at_once_even_with_a_queue_of_none() -> None:
+def test_without_a_worker_calls_fail_at_once_whatever_the_queue() -> None:
     fabric = make_fabric(1, max_queue=0)
     fabric.member_lost(0, "it was killed", 0.0)
     with pytest.raises(WorkerLost, match="no worker is left"):
@@ -140,7 +140,7 @@ def test_a_stream_that_has_begun_is_not_repeated() -> None:
     assert "already streamed" in error.message
 
 
-def test_a_cancelled_call_keeps_its_place_until_the_worker_confirms() -> None:
+def test_a_cancelled_call_keeps_its_place_until_it_is_confirmed() -> None:
     fabric = make_fabric(1, window=1)
     first, second = submit(fabric), submit(fabric)
     assert sent(fabric) == [first]
@@ -240,7 +240,7 @@ def test_what_is_urgent_is_sent_to_a_worker_that_is_full() -> None:
     assert sent(fabric) == [waiting]
 
 
-def test_what_is_urgent_waits_for_a_worker_and_comes_before_all_else() -> None:
+def test_urgent_calls_wait_for_a_worker_and_are_served_first() -> None:
     fabric = Fabric(FabricConfig(max_queue=2))
     fabric.add_member(0)
     others = [submit(fabric, pinned=0, priority=9), submit(fabric)]

@@ -119,7 +119,7 @@ async def test_rows_of_a_large_vocabulary(tmp_path: Path) -> None:
     expected = [reference.logprobs(prompt)[-1] for prompt in prompts]
     async with sglrl.launch(folder, device="cuda", **ARGUMENTS) as client:
         assert client._driver is not None
-        (reader,) = client._driver._rows.values()
+        (reader,) = client._driver._frames.readers.values()
         held = []
         while len(held) < MOST_BYTES // (4 * 150_000) + 100:
             given_up = [asyncio.ensure_future(client.next_token_logprobs(p)) for p in prompts]

@@ -121,7 +121,7 @@ async def test_a_full_queue() -> None:
         assert await gate.until_cancelled(2) == 0
 
 
-async def test_calls_that_are_cancelled_before_they_begin_leave_the_window() -> None:
+async def test_calls_cancelled_before_they_begin_leave_the_window() -> None:
     async with sglrl.spawn(Gate, window=2) as gate:
         for _ in range(6):
             calls = [asyncio.ensure_future(gate.enter()) for _ in range(2)]

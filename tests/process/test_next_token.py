@@ -72,7 +72,7 @@ async def test_a_lost_worker_is_survived(client: sglrl.Client) -> None:
 def readers(client: sglrl.Client) -> list[RowsReader]:
     """Return the readers of the memory that the driver shares with each worker, in worker order."""
     assert client._driver is not None
-    found = client._driver._rows
+    found = client._driver._frames.readers
     return [found[member] for member in sorted(found, key=lambda member: member.index)]
 
 
@@ -146,7 +146,7 @@ async def test_a_worker_whose_memory_cannot_be_opened(monkeypatch: pytest.Monkey
     def refused(*args: object) -> None:
         raise PermissionError("not yours")
 
-    monkeypatch.setattr("sglrl.driver.driver.RowsReader", refused)
+    monkeypatch.setattr("sglrl.driver.raw_frames.RowsReader", refused)
     async with sglrl.launch("fake", engine="fake", vocab_size=VOCAB, context_length=64) as client:
         for i in range(3):
             assert int((await client.next_token_logprobs([i])).logprobs.argmax()) == i

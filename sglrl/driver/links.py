@@ -1,0 +1,102 @@
+"""The connections to the workers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from ..core.calls import Call
+from ..core.members import STARTING, Member
+from ..errors import Closed
+from ..transport.base import DriverTransport
+from ..wire.calls import Cancel
+from ..wire.codec import encode
+
+
+class LinkListener(Protocol):
+    """Is notified of messages that cannot be sent."""
+
+    def on_refused(self, member: Member, call: Call, error: Exception) -> None:
+        """A call cannot be encoded."""
+
+    def on_unreachable(self, member: Member) -> None:
+        """A worker is not connected, or does not read. Called in a later loop tick."""
+
+
+class Links:
+    """Sends messages to workers. The transport knows each worker by its identity.
+
+    Args:
+        encode_calls: returns the frames of one message with these calls.
+    """
+
+    def __init__(
+        self,
+        transport: DriverTransport,
+        encode_calls: Callable[[list[Call]], list[Any]],
+        max_message_bytes: int,
+        listener: LinkListener,
+    ) -> None:
+        self._transport = transport
+        self._encode_calls = encode_calls
+        self._max_message_bytes = max_message_bytes
+        self._listener = listener
+        self._loop = asyncio.get_running_loop()
+        self._identities: dict[Member, bytes] = {}
+        self._members: dict[bytes, Member] = {}
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def add(self, member: Member, identity: bytes) -> None:
+        self._members[identity] = member
+        self._identities[member] = identity
+
+    def remove(self, member: Member) -> None:
+        del self._members[self._identities.pop(member)]
+
+    def find(self, identity: bytes) -> Member | None:
+        """Return the worker with this identity, if any."""
+        return self._members.get(identity)
+
+    def send(self, member: Member, frames: list[Any]) -> None:
+        """Send one message. A message to a worker that was removed is dropped."""
+        identity = self._identities.get(member)
+        if identity is None:
+            # The worker was lost meanwhile.
+            return
+        try:
+            sent = self._transport.send(identity, frames)
+        except Closed:
+            return
+        if not sent:
+            self._loop.call_soon(self._report, member)
+
+    def send_calls(self, member: Member, calls: list[Call]) -> None:
+        """Send calls in one message, or in several if they are too large for one."""
+        try:
+            frames = self._encode_calls(calls)
+        except Exception as error:
+            if len(calls) == 1:
+                self._listener.on_refused(member, calls[0], error)
+                return
+            frames = []
+        if not frames or (len(frames[0]) > self._max_message_bytes and len(calls) > 1):
+            # Each call fits into a message alone: this was checked when the call was made.
+            half = len(calls) // 2
+            self.send_calls(member, calls[:half])
+            self.send_calls(member, calls[half:])
+            return
+        self.send(member, frames)
+
+    def probe(self) -> None:
+        """Send every worker a message without effect, which fails if the worker is unreachable."""
+        for member in list(self._identities):
+            # A starting worker may not have connected yet. Its start has a time limit.
+            if member.state is not STARTING:
+                self.send(member, [encode(Cancel([]))])
+
+    def _report(self, member: Member) -> None:
+        if member in self._identities:
+            self._listener.on_unreachable(member)
