@@ -21,7 +21,7 @@ from ..errors import Overloaded
 from .calls import QUEUED, Call
 from .clients import NO_LIMIT, ClientState
 from .fair_queue import FairQueue
-from .members import READY, STALE, LoadIndex, Member
+from .members import READY, STALE, Member
 from .routing import Router
 
 _PATIENCE: Final = 64
@@ -173,16 +173,13 @@ class CallQueue:
                 self.fresh.push(call)
         member.returning.clear()
 
-    def assign(
-        self, loads: LoadIndex, member: Member | None = None
-    ) -> Iterator[tuple[Call, Member]]:
+    def assign(self, member: Member | None) -> Iterator[tuple[Call, Member]]:
         """Take calls out for members with room, until no call or no room is left.
 
         The caller must reserve the place of a call at its member before it takes the next call.
 
         Args:
-            loads: the members with room.
-            member: the member that gained room. Calls that are pinned to it are first.
+            member: the member that gained room, if any. Calls that are pinned to it are first.
         """
         if member is not None:
             while member.has_room and (call := member.pinned.first()) is not None:
@@ -193,8 +190,9 @@ class CallQueue:
                 self.router.given(call, member)
                 self._take_turn(call)
                 yield call, member
-        while loads.with_room and (call := self._take_any()) is not None:
-            chosen = self.router.choose(call)
+        router = self.router
+        while router.loads.with_room and (call := self._take_any()) is not None:
+            chosen = router.choose(call)
             assert chosen is not None
             self._take_turn(call)
             yield call, chosen

@@ -441,5 +441,5 @@ class Fabric:
         Args:
             member: the member that gained room.
         """
-        for call, chosen in self.queue.assign(self.loads, member):
+        for call, chosen in self.queue.assign(member):
             self._dispatch(call, chosen, now)
