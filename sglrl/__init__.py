@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .actors.spawning import ActorHandle, spawn
     from .api.blocking import BlockingClient, BlockingRollout, BlockingSession, blocking
     from .api.launching import launch
-    from .driver.pool import QueueInfo, WorkerInfo
+    from .driver.worker_info import QueueInfo, WorkerInfo
     from .errors import (
         Closed,
         DeadlineExceeded,
@@ -91,7 +91,7 @@ _HOME = {
     "NotEnoughDevices": "errors",
     "Overloaded": "errors",
     "ProtocolError": "errors",
-    "QueueInfo": "driver.pool",
+    "QueueInfo": "driver.worker_info",
     "RemoteError": "errors",
     "Rollout": "rollouts.runner",
     "RolloutFailed": "errors",
@@ -114,7 +114,7 @@ _HOME = {
     "VersionSpan": "inference.completion",
     "WeightUpdateError": "errors",
     "WorkerError": "errors",
-    "WorkerInfo": "driver.pool",
+    "WorkerInfo": "driver.worker_info",
     "WorkerLost": "errors",
     "WorkerStartError": "errors",
     "WorkerStats": "inference.engine_controls",

@@ -14,7 +14,8 @@ from ..config import (
     positive,
     strategies,
 )
-from ..driver.pool import Birth, Pool, WorkerInfo, describe
+from ..driver.pool import Birth, Pool
+from ..driver.worker_info import WorkerInfo, describe
 from ..errors import UsageError
 from ..wire.processes import ActorSpec
 from .actor import Actor, EndpointSpec, constructor_arguments, endpoints_of

@@ -18,7 +18,7 @@ import uvloop
 from numpy.typing import NDArray
 
 from ..config import open_standard_files
-from ..driver.pool import QueueInfo, WorkerInfo
+from ..driver.worker_info import QueueInfo, WorkerInfo
 from ..errors import Closed, UsageError
 from ..inference.client import Client
 from ..inference.completion import Chunk, Completion, NextTokenLogprobs

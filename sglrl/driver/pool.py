@@ -9,7 +9,7 @@ import secrets
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -31,56 +31,13 @@ from ..wire.weights import rank_identity
 from .driver import Driver
 from .fork_server import tail
 from .hang_monitor import HangMonitor
+from .worker_info import QueueInfo, WorkerInfo
 from .worker_processes import Processes, Worker
 
 logger = logging.getLogger("sglrl.pool")
 
 SYNC_TIMEOUT = 120.0
 """Seconds for a replacement to receive the weights from other workers, once its turn has come."""
-
-
-class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker of a pool, as the driver knows it now.
-
-    Attributes:
-        id: index in the pool.
-        pid: process id of the worker's rank 0.
-        state: "starting"; "syncing" (runs and receives the current weights); "stale" (no worker
-            could send the current weights: waits for the next update); "ready"; "draining"
-            (accepts no new calls); "lost" (a replacement follows); "retired".
-        weight_version: policy version of the worker's weights.
-        device: "cpu", "cuda:0", ...
-        load: number of calls that the worker holds.
-        window: number of calls that the worker may hold.
-    """
-
-    id: int
-    pid: int
-    state: str
-    weight_version: int
-    device: str
-    load: int
-    window: int
-
-
-class QueueInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """The calls that wait in the driver because no worker has room.
-
-    Attributes:
-        calls: number of waiting calls of all clients.
-        bytes: bytes of the waiting calls; ``max_queue_bytes`` limits them.
-        clients: number of clients that have waiting calls.
-    """
-
-    calls: int
-    bytes: int
-    clients: int
-
-
-def describe(workers: Iterable[WorkerInfo]) -> str:
-    """Return the number of workers in each state except "retired", such as "2 ready, 1 lost"."""
-    states = Counter(worker.state for worker in workers if worker.state != "retired")
-    return ", ".join(f"{n} {state}" for state, n in states.items()) or "no workers"
 
 
 class Birth(msgspec.Struct, kw_only=True):

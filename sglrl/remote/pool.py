@@ -13,7 +13,8 @@ from ..actors.actor import endpoints_of
 from ..actors.handles import UnaryCaller
 from ..config import FabricConfig, PoolConfig, check_heartbeat, check_timeout
 from ..core.members import RETIRED
-from ..driver.pool import Pool, QueueInfo, WorkerInfo
+from ..driver.pool import Pool
+from ..driver.worker_info import QueueInfo, WorkerInfo
 from ..errors import Closed, DeadlineExceeded, UsageError
 from ..transport.addresses import check_address
 from ..transport.curve_keys import read_client_keys

@@ -64,7 +64,7 @@ FromClient = Hello | Requests | Cancel | Leave | BytesRead
 
 
 class WorkerStatus(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """One worker: the fields of ``driver.pool.WorkerInfo`` and the load in ``Results``."""
+    """One worker: the fields of ``driver.worker_info.WorkerInfo`` and the load in ``Results``."""
 
     id: int
     pid: int

@@ -19,7 +19,7 @@ from sglrl.config import FabricConfig
 from sglrl.core.driver_listener import DriverListener
 from sglrl.core.members import READY
 from sglrl.driver.driver import Driver
-from sglrl.driver.pool import WorkerInfo
+from sglrl.driver.worker_info import WorkerInfo
 from sglrl.inference.client import Client
 from sglrl.remote.server import serve
 from sglrl.transport.memory import MemoryDealer, MemoryRouter

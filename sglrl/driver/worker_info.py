@@ -1,0 +1,52 @@
+"""What a pool reports about its workers and its queue."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+import msgspec
+
+
+class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker of a pool, as the driver knows it now.
+
+    Attributes:
+        id: index in the pool.
+        pid: process id of the worker's rank 0.
+        state: "starting"; "syncing" (runs and receives the current weights); "stale" (no worker
+            could send the current weights: waits for the next update); "ready"; "draining"
+            (accepts no new calls); "lost" (a replacement follows); "retired".
+        weight_version: policy version of the worker's weights.
+        device: "cpu", "cuda:0", ...
+        load: number of calls that the worker holds.
+        window: number of calls that the worker may hold.
+    """
+
+    id: int
+    pid: int
+    state: str
+    weight_version: int
+    device: str
+    load: int
+    window: int
+
+
+class QueueInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The calls that wait in the driver because no worker has room.
+
+    Attributes:
+        calls: number of waiting calls of all clients.
+        bytes: bytes of the waiting calls; ``max_queue_bytes`` limits them.
+        clients: number of clients that have waiting calls.
+    """
+
+    calls: int
+    bytes: int
+    clients: int
+
+
+def describe(workers: Iterable[WorkerInfo]) -> str:
+    """Return the number of workers in each state except "retired", such as "2 ready, 1 lost"."""
+    states = Counter(worker.state for worker in workers if worker.state != "retired")
+    return ", ".join(f"{n} {state}" for state, n in states.items()) or "no workers"
