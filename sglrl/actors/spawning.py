@@ -14,8 +14,9 @@ from ..config import (
     positive,
     strategies,
 )
-from ..driver.pool import Birth, Pool
+from ..driver.pool import Pool
 from ..driver.worker_info import WorkerInfo, describe
+from ..driver.worker_processes import Birth
 from ..errors import UsageError
 from ..wire.processes import ActorSpec
 from .actor import Actor, EndpointSpec, constructor_arguments, endpoints_of

@@ -31,7 +31,8 @@ from ..config import (
     visible_cuda_devices,
 )
 from ..core.seeds import SEEDS
-from ..driver.pool import Birth, Pool
+from ..driver.pool import Pool
+from ..driver.worker_processes import Birth
 from ..errors import ModelError, NotEnoughDevices, UsageError
 from ..inference.client import Client
 from ..remote.server import serve

@@ -4,7 +4,10 @@
 * ``links``: sends messages to the workers;
 * ``raw_frames``: rows of logprobs that arrive beside a message;
 * ``gathering``: submit several calls and gather their results;
-* ``pool``: the workers of one ``launch`` or ``spawn``, from fork to end;
+* ``pool``: the workers of one ``launch`` or ``spawn``, as its client sees them;
+* ``lifetime``: the states of a pool, entered once and closed once;
+* ``supervisor``: starts the workers of a pool and replaces lost ones;
+* ``worker_info``: what a pool reports about its workers;
 * ``worker_processes``, ``fork_server``: start and kill processes, and notice their exit;
 * ``hang_monitor``: finds workers that hang.
 """

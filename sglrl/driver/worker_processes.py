@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import sys
@@ -11,15 +12,24 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import msgspec
+
 from ..config import is_text
-from ..errors import UsageError, WorkerStartError
+from ..errors import SglrlError, UsageError, WorkerStartError
 from ..system_limits import no_file
 from ..wire.calls import Ready
 from ..wire.codec import encode
-from ..wire.processes import Dump, Fork, Kill, WorkerSpec
+from ..wire.processes import ActorSpec, Dump, EngineSpec, Fork, Kill, WorkerSpec
 from .fork_server import LAST_SECONDS, ForkConnection, ForkServer, fork_server
 
 _RANKS = 1024
+
+
+class Birth(msgspec.Struct, kw_only=True):
+    """How to start a worker: one process per rank."""
+
+    bodies: Sequence[ActorSpec | EngineSpec]
+    env: Mapping[str, str]
 
 
 class Worker:
@@ -54,6 +64,13 @@ class Worker:
         ready = self.ready
         return ready.done() and not ready.cancelled() and ready.exception() is None
 
+    def fail(self, error: SglrlError) -> None:
+        """Set the error of ``ready``, unless the worker was ready before."""
+        if not self.ready.done():
+            self.ready.set_exception(error)
+        # Avoid asyncio's warning when no task awaits the future.
+        self.ready.exception()
+
 
 def _remove(folder: Path, pid: int) -> None:
     """Remove the folder of a pool that was garbage-collected without being closed."""
@@ -69,28 +86,29 @@ class Processes:
     Args:
         preload: kind of fork server, see ``fork_server``.
         timeout: seconds to connect to the fork server.
-        on_exited: ``on_exited(worker, status)`` is called when a process of the worker has exited.
-            A negative status is the number of a signal.
     """
 
-    def __init__(
-        self, preload: str, timeout: float, on_exited: Callable[[Worker, int], None]
-    ) -> None:
+    def __init__(self, preload: str, timeout: float) -> None:
         self._preload = preload
         self._timeout = timeout
-        self._on_worker_exited = on_exited
+        self._on_worker_exited: Callable[[Worker, int], None]
         self._workers: dict[int, Worker] = {}
         self._folder: Path | None = None
         self._connection: ForkConnection | None = None
         self._server: ForkServer | None = None
         self._connecting = asyncio.Lock()
 
-    def start(self) -> Path:
+    def start(self, on_exited: Callable[[Worker, int], None]) -> Path:
         """Start the fork server, if it does not run.
+
+        Args:
+            on_exited: ``on_exited(worker, status)`` is called when a process of the worker has
+                exited. A negative status is the number of a signal.
 
         Returns:
             The folder for the pool's files: its socket and the logs of its workers.
         """
+        self._on_worker_exited = on_exited
         server = fork_server(self._preload)
         try:
             self._folder = Path(tempfile.mkdtemp(prefix="pool-", dir=server.folder))
@@ -104,21 +122,32 @@ class Processes:
         """Connect to the fork server, unless connected. Start a new fork server if it was lost.
 
         Raises:
-            WorkerStartError: the fork server could not start.
-            TimeoutError: the fork server was not ready in time.
+            WorkerStartError: the fork server could not start, or was not ready in time.
         """
         async with self._connecting:
             if self._connection is not None and self._connection.alive:
                 return
-            server = fork_server(self._preload)
             try:
-                self._connection = await self._connect(server)
-            except WorkerStartError:
-                # The fork server may be exiting: then use a new one. If it keeps running, keep it,
-                # because it has workers of other pools.
-                if not await asyncio.to_thread(server.ended, LAST_SECONDS):
-                    raise
-                self._connection = await self._connect(fork_server(self._preload))
+                self._connection = await self._connect()
+            except TimeoutError:
+                raise WorkerStartError(
+                    f"the fork server was not ready within {self._timeout:g} s (start_timeout)"
+                ) from None
+
+    async def _connect(self) -> ForkConnection:
+        server = fork_server(self._preload)
+        try:
+            return await self._open(server)
+        except WorkerStartError:
+            # The fork server may be exiting: then use a new one. If it keeps running, keep it,
+            # because it has workers of other pools.
+            if not await asyncio.to_thread(server.ended, LAST_SECONDS):
+                raise
+            return await self._open(fork_server(self._preload))
+
+    async def _open(self, server: ForkServer) -> ForkConnection:
+        self._server = server
+        return await ForkConnection.open(server, self._on_forked, self._on_exited, self._timeout)
 
     @property
     def lost(self) -> str:
@@ -132,10 +161,6 @@ class Processes:
     def leaving(self) -> bool:
         """Whether the program, and with it the fork server, is shutting down."""
         return self._server is not None and self._server.leaving
-
-    async def _connect(self, server: ForkServer) -> ForkConnection:
-        self._server = server
-        return await ForkConnection.open(server, self._on_forked, self._on_exited, self._timeout)
 
     def requests(
         self, worker: Worker, specs: Sequence[WorkerSpec], env: Mapping[str, str]
@@ -202,9 +227,17 @@ class Processes:
         """Kill the worker's running processes with SIGKILL."""
         self._send(worker, Kill)
 
-    def dump(self, worker: Worker) -> None:
-        """Ask the worker's processes to write the stacks of their threads to the worker's log."""
+    def dump(self, worker: Worker) -> tuple[Path, int]:
+        """Ask the worker's processes to write the stacks of their threads to the worker's log.
+
+        Returns:
+            The log, and its size in bytes before.
+        """
+        before = 0
+        with contextlib.suppress(OSError):
+            before = worker.log.stat().st_size
         self._send(worker, Dump)
+        return worker.log, before
 
     def _send(self, worker: Worker, message: Callable[[int], Kill | Dump]) -> None:
         if self._connection is not None:

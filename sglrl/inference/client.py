@@ -20,8 +20,9 @@ from ..core.members import READY
 from ..core.prefixes import Route
 from ..driver.driver import Driver
 from ..driver.gathering import submit_all
-from ..driver.pool import Birth, Pool
+from ..driver.pool import Pool
 from ..driver.worker_info import QueueInfo, WorkerInfo, describe
+from ..driver.worker_processes import Birth
 from ..errors import InvalidRequest, UsageError
 from ..weights.local_sender import LocalSender
 from ..wire.engine import EngineInfo

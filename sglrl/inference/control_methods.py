@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from ..config import check_target, positive
-from ..driver.pool import Birth
+from ..driver.worker_processes import Birth
 from .client_base import ClientBase
 from .engine_controls import Controls, WorkerStats
 

@@ -117,7 +117,7 @@ class RemotePool(Pool):
         return await UnaryCaller(self.driver, self._specs[endpoint], None)(*args, timeout=timeout)
 
     async def __aenter__(self) -> Self:
-        self._enter_once()
+        self._lifetime.enter()
         loop = asyncio.get_running_loop()
         # The thread that calls ``tell`` must not keep alive a client that is never closed.
         on_break = weakref.WeakMethod(self._on_break)
@@ -139,7 +139,7 @@ class RemotePool(Pool):
             on_break=tell,
             heartbeat_timeout=self.heartbeat_timeout,
         )
-        self._opened()
+        self._lifetime.opened(self)
         driver = RemoteDriver(Line(dealer, self._url), self._max_message_bytes)
         self._driver = driver
         driver.on_news = self._on_news
@@ -187,7 +187,7 @@ class RemotePool(Pool):
         driver = self._driver
         assert isinstance(driver, RemoteDriver)
         # Before the pool's first answer, a break may be a failed handshake.
-        if not self._closing and driver.admitted.done() and not driver.fabric.closed:
+        if not self._lifetime.closing and driver.admitted.done() and not driver.fabric.closed:
             reason = _BROKEN
             if self.heartbeat_timeout is not None and self._url.startswith("tcp"):
                 reason += (
@@ -206,7 +206,7 @@ class RemotePool(Pool):
         """
         driver = self._driver
         assert isinstance(driver, RemoteDriver)
-        if self._closing or driver.admitted.done():
+        if self._lifetime.closing or driver.admitted.done():
             return
         if _is_gone(self._url):
             driver.lose(_GONE)
@@ -269,14 +269,10 @@ class RemotePool(Pool):
     async def close(self, *, drain: bool = False, timeout: float = 600.0) -> None:
         """Close the connection. The pool keeps running."""
         driver = self._driver
-        if self._closing or driver is None or driver.is_copied:
+        if driver is None:
             return
-        driver.check_loop()
-        if drain:
-            await self._drain(timeout)
-            if self._closing:
-                return
-        self._closing = True
+        if not await self._lifetime.begin_closing(driver, drain=drain, timeout=timeout):
+            return
         if self._check is not None:
             self._check.cancel()
         driver.close()
@@ -284,7 +280,7 @@ class RemotePool(Pool):
             driver.send_to_peer(b"", encode(Leave()))
         await self.weights.close()
         driver.transport.close()
-        self._closed()
+        self._lifetime.closed()
 
 
 def _is_gone(url: str) -> bool:

@@ -255,8 +255,7 @@ async def test_an_actor_that_waits_is_left_alone() -> None:
 
 async def test_actors_are_not_watched_unless_asked_for() -> None:
     async with sglrl.spawn(Gate) as gate:
-        monitor = gate._pool._monitor
-        assert monitor is not None
+        monitor = gate._pool._supervisor.monitor
         assert monitor.heartbeat_interval is None
         assert monitor._timer is None
 
@@ -265,8 +264,7 @@ async def test_closing_while_a_hang_is_dealt_with(pair: sglrl.Client, hang_file:
     end_quickly(pair._pool)
     hang(hang_file)
     call = asyncio.ensure_future(pair.generate(**WANTED))
-    monitor = pair._pool._monitor
-    assert monitor is not None
+    monitor = pair._pool._supervisor.monitor
     found = asyncio.Event()
     dump = monitor._dump
 
@@ -282,9 +280,8 @@ async def test_closing_while_a_hang_is_dealt_with(pair: sglrl.Client, hang_file:
 
 
 async def test_beats_of_strangers_are_dropped(pair: sglrl.Client) -> None:
-    monitor = pair._pool._monitor
+    monitor = pair._pool._supervisor.monitor
     driver = pair._pool.driver
-    assert monitor is not None
     (known, _) = monitor._workers
     before = driver.dropped
     for identity, frame in (

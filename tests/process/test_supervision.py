@@ -340,7 +340,7 @@ async def test_adding_workers_that_wait_for_weights_ends_with_the_pool(
         return await asyncio.Event().wait()
 
     async with sglrl.spawn(Values) as values:
-        monkeypatch.setattr(values._pool, "must_sync", lambda worker: True)
+        monkeypatch.setattr(values._pool.weights, "must_sync", lambda worker: True)
         monkeypatch.setattr(values._pool.weights, "sync", never)
         adding = asyncio.ensure_future(values.add_workers())
         await until(values, ["ready", "syncing"])

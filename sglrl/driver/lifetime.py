@@ -1,0 +1,93 @@
+"""The states of a pool, from its entry to its end, for local and remote pools alike."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from typing import Any
+
+from ..errors import UsageError
+from ..unclosed import warn_unless_closed
+from .driver import Driver
+
+
+class Lifetime:
+    """One pool's life: it is entered once and closed once.
+
+    Args:
+        name: name of the pool in the warning about a pool that was never closed.
+
+    Attributes:
+        closing: whether the pool is closing or closed.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._entered = False
+        self._unclosed: weakref.finalize[..., Any] | None = None
+        self._draining = 0
+        """Number of tasks that wait for the last calls."""
+        self.closing = False
+
+    def enter(self) -> None:
+        """Raise ``UsageError`` if the pool has been entered before."""
+        if self._entered:
+            raise UsageError("this has been started before; make another one with launch or spawn")
+        self._entered = True
+
+    def opened(self, pool: object) -> None:
+        """Warn from now on if ``pool`` is never closed."""
+        self._unclosed = warn_unless_closed(pool, self._name)
+
+    def warn_unclosed(self) -> None:
+        """Warn now, unless the pool is closed."""
+        if self._unclosed is not None:
+            self._unclosed()
+
+    async def begin_closing(self, driver: Driver | None, *, drain: bool, timeout: float) -> bool:
+        """Wait for the last calls if ``drain`` is set, and set ``closing``.
+
+        Args:
+            driver: the driver of the pool; None: the pool has not started.
+            timeout: maximum seconds to wait for the calls. New calls are refused meanwhile.
+
+        Returns:
+            False if the caller must not close the pool: another task closes it, or the pool
+            belongs to the process that this process was forked from.
+
+        Raises:
+            UsageError: the running event loop is not the loop of the driver.
+        """
+        if self.closing:
+            return False
+        if driver is not None:
+            if driver.is_copied:
+                return False
+            driver.check_loop()
+            if drain:
+                await self._drain(driver, timeout)
+                if self.closing:
+                    return False
+        self.closing = True
+        return True
+
+    def closed(self) -> None:
+        """No longer warn: the pool is closed."""
+        if self._unclosed is not None:
+            self._unclosed.detach()
+
+    async def _drain(self, driver: Driver, timeout: float) -> None:
+        """Refuse new calls and wait until no call is left. A cancellation undoes the refusal."""
+        fabric = driver.fabric
+        self._draining += 1
+        fabric.refusing = True
+        try:
+            async with asyncio.timeout(timeout):
+                while fabric.calls:
+                    await driver.idle()
+        except TimeoutError:
+            pass
+        except BaseException:
+            self._draining -= 1
+            fabric.refusing = self._draining > 0
+            raise

@@ -1,0 +1,371 @@
+"""Start the workers of a pool, replace lost workers, and send new workers the current weights.
+
+``core.supervision`` decides whether and when a lost worker is replaced. ``worker_processes`` starts
+and kills the processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..config import PoolConfig
+from ..core.driver_listener import DriverListener
+from ..core.members import STALE, SYNCING
+from ..core.seeds import process_seed
+from ..core.supervision import Supervision
+from ..errors import WorkerStartError
+from ..weights.channel import WeightChannel
+from ..wire.calls import Ready
+from ..wire.processes import ClientKeys, EngineSpec, WorkerSpec
+from ..wire.weights import rank_identity
+from .driver import Driver
+from .fork_server import tail
+from .hang_monitor import HangMonitor
+from .worker_processes import Birth, Processes, Worker
+
+logger = logging.getLogger("sglrl.pool")
+
+SYNC_TIMEOUT = 120.0
+"""Seconds for a replacement to receive the weights from other workers, once its turn has come."""
+
+
+class Supervisor(DriverListener):
+    """The workers of one pool, from fork to exit, and their replacements.
+
+    Args:
+        processes: starts and kills the processes.
+        weights: sends the current weights to new workers.
+        on_progress: called with each stage of a worker's start.
+
+    Attributes:
+        births: how each worker is started, by index.
+        workers: the latest processes of each worker, by index.
+        monitor: kills workers that hang.
+    """
+
+    monitor: HangMonitor
+
+    def __init__(
+        self,
+        processes: Processes,
+        weights: WeightChannel,
+        config: PoolConfig,
+        on_progress: Callable[[str], None],
+    ) -> None:
+        self.births: dict[int, Birth] = {}
+        self.workers: dict[int, Worker] = {}
+        self._processes = processes
+        self._weights = weights
+        self._config = config
+        self._progress = on_progress
+        self._supervision: dict[int, Supervision] = {}
+        self._forked: Counter[int] = Counter()
+        """Number of processes that each worker has had."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._stopped = False
+        self._driver: Driver
+        self._folder: Path
+        self._keys: ClientKeys | None = None
+
+    def attach(self, driver: Driver, folder: Path, keys: ClientKeys | None) -> None:
+        """Connect new workers to ``driver`` from now on.
+
+        Args:
+            folder: folder of the workers' logs.
+            keys: keys of the workers' connections.
+        """
+        self._driver = driver
+        self._folder = folder
+        self._keys = keys
+        driver.add_listener(self)
+        self._weights.on_updated = self._sync_stale
+        self.monitor = HangMonitor(driver, self._config.hang_timeout, self._dump, self.expel)
+
+    def stop(self) -> None:
+        """Start no more replacements, and cancel all tasks. The pool ends the workers."""
+        self._stopped = True
+        self.monitor.close()
+        for task in self._tasks:
+            task.cancel()
+
+    def run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run ``work`` in a task until ``stop``."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    # --- start ------------------------------------------------------------------------------------
+
+    def add(self, birth: Birth) -> Worker:
+        """Fork a worker with the next index."""
+        index = len(self.births)
+        self.births[index] = birth
+        try:
+            return self._fork(index)
+        except BaseException:
+            del self.births[index]
+            raise
+
+    def _fork(self, index: int) -> Worker:
+        birth = self.births[index]
+        identity = f"{index}-{secrets.token_hex(8)}".encode()
+        worker = Worker(index, identity, self._folder)
+        specs = self._specs(worker, birth)
+        self._forked[index] += 1
+        requests = self._processes.requests(worker, specs, birth.env)
+        self._supervision.setdefault(
+            index, Supervision(self._config.restarts, self._config.restart_period)
+        )
+        self._driver.add_worker(index, identity)
+        self.workers[index] = worker
+        self.monitor.watch(index, identity)
+        for rank, body in enumerate(birth.bodies):
+            if isinstance(body, EngineSpec) and body.engine == "sglang":
+                self._weights.add_rank(index, rank, rank_identity(identity, rank))
+        self._processes.fork(worker, requests)
+        return worker
+
+    def _specs(self, worker: Worker, birth: Birth) -> list[WorkerSpec]:
+        """Return the spec of each rank."""
+        specs = []
+        for body in birth.bodies:
+            if isinstance(body, EngineSpec):
+                body = msgspec.structs.replace(
+                    body,
+                    rendezvous=str(worker.rendezvous),
+                    args=self._engine_args(body, worker.index),
+                )
+            specs.append(
+                WorkerSpec(
+                    index=worker.index,
+                    identity=worker.identity,
+                    address=self._driver.transport.address,
+                    max_message_bytes=self._config.max_message_bytes,
+                    keys=self._keys,
+                    body=body,
+                    heartbeat_interval=self.monitor.heartbeat_interval,
+                    heartbeat_timeout=self._config.heartbeat_timeout,
+                )
+            )
+        return specs
+
+    def _engine_args(self, body: EngineSpec, index: int) -> dict[str, object]:
+        """Return the engine's arguments. Replace ``random_seed``, if set, by a seed per process."""
+        seed = body.args.get("random_seed")
+        if not isinstance(seed, int):
+            return body.args
+        return {**body.args, "random_seed": process_seed(seed, index, self._forked[index])}
+
+    # --- end --------------------------------------------------------------------------------------
+
+    def expel(self, index: int, reason: str) -> None:
+        """Kill a worker. Its calls continue on other workers, as after the loss of a worker."""
+        worker = self.workers[index]
+        if self._stopped or not worker.running or worker.lost:
+            return
+        logger.error("worker %d is ended: %s", index, reason)
+        worker.exit_reason = reason
+        self._processes.kill(worker)
+        self._lost(worker, reason)
+
+    def dismiss(self, worker: Worker) -> None:
+        """Shut down a worker that was removed, or give up its replacement."""
+        if not worker.lost:
+            self._driver.shut_down_worker(worker.index)
+            self._driver.worker_lost(worker.index, "it was removed")
+            worker.lost = True
+        else:
+            self._driver.worker_retired(worker.index, "it was removed")
+
+    def on_exited(self, worker: Worker, status: int) -> None:
+        """Handle the exit of one process of a worker. ``Processes`` calls this."""
+        index = worker.index
+        if self._stopped:
+            if not worker.running:
+                worker.gone.set()
+            return
+        reason = (
+            worker.exit_reason
+            or self._processes.lost
+            or (f"killed by signal {-status}" if status < 0 else f"exited with status {status}")
+        )
+        if not worker.ready.done():
+            worker.fail(
+                WorkerStartError(
+                    f"worker {index} ended before it was ready: {reason}",
+                    worker=index,
+                    output=tail(worker.log),
+                )
+            )
+        elif not worker.lost:
+            output = tail(worker.log, 20)
+            said = f"; its last output:\n{output}" if output else ""
+            level = logging.DEBUG if self._processes.leaving else logging.ERROR
+            logger.log(level, "worker %d was lost: %s%s", index, reason, said)
+        if self._processes.leaving:
+            worker.returns = False
+        self._lost(worker, reason)
+        if worker.running:
+            # One rank has exited: the other ranks cannot continue without it.
+            self._processes.kill(worker)
+        else:
+            self._ended(worker)
+
+    def _lost(self, worker: Worker, reason: str) -> None:
+        """Move the calls of a lost worker to other workers and decide whether to replace it.
+
+        A replacement starts when all processes of the worker have exited.
+        """
+        if worker.lost:
+            return
+        worker.lost = True
+        worker.drained.set()
+        worker.settled.set()
+        index = worker.index
+        if worker.returns:
+            supervision = self._supervision[index]
+            served = self._driver.fabric.members[index].served > 0
+            worker.restart_in = supervision.lost(reason, time.monotonic(), served=served)
+            if worker.restart_in is None:
+                reason = f"{reason} ({supervision.history}; {supervision.used_up})"
+                logger.error("worker %d is retired: %s", index, reason)
+        self._driver.worker_lost(index, reason, returns=worker.restart_in is not None)
+
+    # --- replacements -----------------------------------------------------------------------------
+
+    def _ended(self, worker: Worker) -> None:
+        """Start the replacement, if any. All processes have exited and freed their resources."""
+        worker.gone.set()
+        if worker.restart_in is not None:
+            self.run(self._replace(worker))
+
+    async def _replace(self, worker: Worker) -> None:
+        index = worker.index
+        try:
+            if not await self._may_fork(worker):
+                return
+            replacement = self._fork(index)
+            replacement.returns = True
+        except Exception as error:
+            logger.error("worker %d cannot be replaced: %s", index, error)
+            self._driver.worker_retired(index, f"no replacement could be started: {error}")
+            return
+        try:
+            async with asyncio.timeout(self._config.start_timeout):
+                await asyncio.shield(replacement.ready)
+        except TimeoutError:
+            self.expel(
+                index, f"it was not ready within {self._config.start_timeout:g} s (start_timeout)"
+            )
+        except WorkerStartError as error:
+            logger.error("the replacement of worker %d failed: %s\n%s", index, error, error.output)
+
+    async def _may_fork(self, worker: Worker) -> bool:
+        """Wait until the replacement of a lost worker may start and the fork server is connected.
+
+        Returns:
+            False if the worker was removed meanwhile.
+
+        Raises:
+            WorkerStartError: the worker's budget of restarts is used up.
+        """
+        while worker.restart_in is not None:
+            await asyncio.sleep(worker.restart_in)
+            if worker.restart_in is None:
+                return False
+            try:
+                await self._processes.connect()
+            except WorkerStartError as error:
+                if worker.restart_in is not None:
+                    self._not_replaced(worker, error)
+            else:
+                return worker.restart_in is not None
+        return False
+
+    def _not_replaced(self, worker: Worker, error: WorkerStartError) -> None:
+        """Record that no fork server could start a replacement, and schedule another attempt.
+
+        Raises:
+            WorkerStartError: the worker's budget of restarts is used up.
+        """
+        logger.error(
+            "worker %d could not be replaced: %s\n%s", worker.index, error.message, error.output
+        )
+        supervision = self._supervision[worker.index]
+        worker.restart_in = supervision.lost(error.message, time.monotonic(), served=False)
+        if worker.restart_in is None:
+            raise WorkerStartError(f"{supervision.history}; {supervision.used_up}")
+
+    # --- weights ----------------------------------------------------------------------------------
+
+    def _sync_stale(self) -> None:
+        """Send the current weights to stale workers, now that a worker has them."""
+        for worker in list(self.workers.values()):
+            if self._driver.fabric.members[worker.index].state is STALE:
+                self._driver.set_syncing(worker.index, stale=False)
+                self.run(self._sync(worker))
+
+    async def _sync(self, worker: Worker) -> None:
+        """Send a running worker the current weights, then let it accept calls."""
+        index = worker.index
+
+        def serve() -> None:
+            if not worker.lost:
+                self._driver.serve(index)
+
+        try:
+            synced = await self._weights.sync(index, SYNC_TIMEOUT, serve)
+        except Exception as error:
+            if not worker.lost:
+                self.expel(index, f"it could not get the current weights: {error}")
+            return
+        if worker.lost:
+            return
+        if synced:
+            self._sync_stale()
+        else:
+            logger.warning(
+                "worker %d is up, but no other worker holds the current weights (version %d); it "
+                "serves after the next update",
+                index,
+                self._weights.version,
+            )
+            self._driver.set_syncing(index, stale=True)
+        worker.settled.set()
+
+    # --- events -----------------------------------------------------------------------------------
+
+    def on_starting(self, worker: int, stage: str) -> None:
+        logger.debug("worker %d: %s", worker, stage)
+        if not self._stopped:
+            self._progress(f"worker {worker}: {stage}")
+
+    def on_unusable(self, worker: int, reason: str) -> None:
+        self.expel(worker, reason)
+
+    def on_drained(self, worker: int) -> None:
+        self.workers[worker].drained.set()
+
+    def on_ready(self, worker: int, ready: Ready) -> None:
+        started = self.workers[worker]
+        if started.ready.done():
+            return
+        logger.debug("worker %d is ready (pid %d, %s)", worker, ready.pid, ready.device)
+        started.ready.set_result(ready)
+        if self._driver.fabric.members[worker].state is SYNCING:
+            self.run(self._sync(started))
+        else:
+            started.settled.set()
+
+    def _dump(self, index: int) -> tuple[Path, int]:
+        return self._processes.dump(self.workers[index])
