@@ -4,5 +4,6 @@
 * ``pool``, ``driver``: the pool and the fabric of such a client, whose one worker is the
   process that launched the pool;
 * ``server``: the driver's side;
-* ``forwarding``: requests of remote clients become calls of the driver's own fabric.
+* ``admission``: requests of remote clients become calls of the driver's own fabric;
+* ``forwarding``: the answers of these calls go back to the clients.
 """

@@ -39,7 +39,8 @@ from ..wire.remote import (
     WorkerStatus,
 )
 from ..wire.weights import ModelDescription, Shard
-from .forwarding import NEWS_SECONDS, Admission, Peer, Relay, arguments
+from .admission import Admission, arguments
+from .forwarding import NEWS_SECONDS, Peer, Relay
 
 logger = logging.getLogger("sglrl.remote")
 

@@ -1,0 +1,261 @@
+"""Check the requests of remote clients and turn them into calls of the driver.
+
+Clients are not trusted. ``remote/forwarding.py`` sends them the answers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from ..actors.actor import EndpointSpec
+from ..core.calls import Call
+from ..core.prefixes import Route
+from ..driver.driver import ENVELOPE_BYTES, Driver, now
+from ..errors import DeadlineExceeded, InvalidRequest, SglrlError, UnknownEndpoint
+from ..inference.sampling import GRAMMARS, MOST_BIAS, check_grammar, most_top_logprobs
+from ..inference.tokens import in_range
+from ..wire.codec import MALFORMED
+from ..wire.engine import EngineInfo, GenerateArgs, NextTokenArgs, Sampling, ScoreArgs, TokenChunk
+from ..wire.remote import Request
+from .forwarding import Forward, Peer, Relay
+
+_LONGEST_NAME: Final = 1024
+_KNOWN_SAMPLINGS: Final = 256
+"""Maximum number of checked sampling values in the cache. Clients use few different values."""
+
+_decode_generate: Final = msgspec.msgpack.Decoder(GenerateArgs).decode
+_decode_score: Final = msgspec.msgpack.Decoder(ScoreArgs).decode
+_decode_next_token: Final = msgspec.msgpack.Decoder(NextTokenArgs).decode
+_decode_sampling: Final = msgspec.msgpack.Decoder(Sampling).decode
+
+
+class Admission:
+    """Checks the requests of remote clients, which are not trusted, and turns them into calls.
+
+    Args:
+        relay: sends the answers.
+        driver: accepts the calls.
+        info: limits of the engine.
+        controls: endpoints of the engines that take no tokens.
+        weights: has the current version of the weights.
+        of_pool: endpoints of the pool as a whole.
+        ask: ``ask(peer, request, spec)`` runs an endpoint of the pool for a client.
+    """
+
+    def __init__(
+        self,
+        relay: Relay,
+        driver: Driver,
+        info: EngineInfo,
+        controls: Mapping[str, EndpointSpec],
+        weights: Any,
+        of_pool: Mapping[str, EndpointSpec],
+        ask: Callable[[Peer, Request, EndpointSpec], None],
+    ) -> None:
+        self._relay = relay
+        self._driver = driver
+        self._of_pool = of_pool
+        self._ask = ask
+        self._vocab_size: int = info.vocab_size
+        self._most_prompt: int = info.max_prompt_tokens
+        self._most_total: int = info.max_total_tokens
+        self._most_top = most_top_logprobs(info.vocab_size)
+        self._max_body = driver.max_message_bytes - ENVELOPE_BYTES
+        self._controls = controls
+        self._weights = weights
+        self._samplings: dict[bytes, int] = {}
+        """Checked sampling values, encoded as received, with their ``max_new_tokens``."""
+
+    def begin(self, peer: Peer, requests: Sequence[Request]) -> bool:
+        """Start requests. Return False if a request has the id of one that has not ended."""
+        taken = True
+        for request in requests:
+            id_ = request[0]
+            if id_ in peer.calls or id_ in peer.tasks:
+                taken = False
+                continue
+            try:
+                spec = self._of_pool.get(request[1])
+                if spec is not None:
+                    self._ask(peer, request, spec)
+                else:
+                    call = self._call(peer, request)
+                    try:
+                        self._driver.submit(call)
+                    except SglrlError:
+                        call.reply.let_go()
+                        raise
+                    peer.calls[id_] = call
+            except SglrlError as error:
+                self._relay.fail(peer, id_, error)
+        return taken
+
+    def _call(self, peer: Peer, request: Request) -> Call:
+        """Return the call for a request.
+
+        Raises:
+            InvalidRequest: the request is wrong. A correct client checks this before sending.
+            DeadlineExceeded: the deadline has passed.
+        """
+        fields: tuple[int, str, Any, float | None, int, int | None, str | None, int] = request
+        id_, endpoint, raw, timeout, priority, worker, session, number = fields
+        deadline: float | None = None
+        if timeout is not None:
+            if not timeout > 0:
+                raise DeadlineExceeded("the deadline had passed before the call was here")
+            deadline = now() + timeout if math.isfinite(timeout) else None
+        generate = endpoint == "generate"
+        forward = Forward(self._relay, peer, id_, generate)
+        control = None if generate else self._controls.get(endpoint)
+        if control is not None:
+            arguments(control, request)
+            return Call(
+                endpoint,
+                raw.copy(),
+                forward,
+                deadline=deadline,
+                pinned=worker,
+                idempotent=control.idempotent,
+                urgent=worker is not None,
+                client=peer.state,
+            )
+        args: msgspec.Struct
+        answer = 0
+        try:
+            if generate:
+                args, ids = self._generate(raw, forward)
+            elif endpoint == "score":
+                args, ids, answer = self._score(raw)
+            elif endpoint == "next_token_logprobs":
+                args, ids, answer = self._next_token(raw)
+            else:
+                raise UnknownEndpoint(f"the engine has no endpoint {endpoint!r}")
+        except MALFORMED as error:
+            raise InvalidRequest(f"{endpoint}: {error}") from None
+        self._check_ids(ids, self._most_total if endpoint == "score" else self._most_prompt)
+        if len(raw) > self._max_body:
+            raise InvalidRequest("the request does not fit one message to a worker")
+        if session is not None and len(session) > _LONGEST_NAME:
+            raise InvalidRequest(f"a session's name has at most {_LONGEST_NAME} characters")
+        version = self._weights.version
+        if number < 0 or session is not None:
+            route = Route(ids, version, session)
+        else:
+            # The claim that the call continues the conversation is not checked. A false claim costs
+            # a miss in a prefix cache.
+            forward.conversation = route = peer.conversation(number)
+            route.extend(ids, version)
+        call = Call(
+            endpoint,
+            args,
+            forward,
+            deadline=deadline,
+            priority=priority,
+            pinned=worker,
+            route=route,
+            idempotent=True,
+            resumable=generate,
+            client=peer.state,
+        )
+        call.answer_bytes = answer
+        call.extra_bytes = len(raw) - len(ids)
+        return call
+
+    def _check_ids(self, ids: bytes, most: int) -> None:
+        """Check the token ids of a prompt, at most ``most`` tokens."""
+        size = len(ids)
+        if not size or size % 4:
+            raise InvalidRequest("token ids are int32, at least one")
+        if not in_range(ids, self._vocab_size):
+            raise InvalidRequest("token ids are outside the vocabulary")
+        if size // 4 > most:
+            raise InvalidRequest(f"the prompt has {size // 4} tokens, which is too many")
+
+    def _generate(self, raw: Any, forward: Forward) -> tuple[GenerateArgs, bytes]:
+        wanted = _decode_generate(raw)
+        ids: bytes = wanted.input_ids
+        begun = wanted.resume
+        if begun:
+            if not in_range(begun, self._vocab_size):
+                raise InvalidRequest("token ids are outside the vocabulary, or no int32")
+            forward.begun = [TokenChunk(begun)]
+        # Copy: a view would keep the whole message alive as long as the call.
+        sampling = bytes(wanted.sampling)
+        new = self._samplings.get(sampling, 0)
+        if not new:
+            new = self._check_sampling(sampling)
+        if not 1 <= new <= self._most_total - len(ids) // 4:
+            raise InvalidRequest(
+                f"max_new_tokens={new} does not fit a prompt of {len(ids) // 4} tokens"
+            )
+        _check_top(wanted.top_logprobs, self._most_top)
+        args = GenerateArgs(
+            ids,
+            msgspec.Raw(sampling),
+            wanted.logprobs,
+            wanted.top_logprobs,
+            wanted.stream,
+            wanted.priority,
+            begun,
+        )
+        return args, ids
+
+    def _score(self, raw: Any) -> tuple[ScoreArgs, bytes, int]:
+        """Return the arguments, the token ids and the bytes of the answer, like ``_next_token``."""
+        wanted = _decode_score(raw)
+        ids: bytes = wanted.input_ids
+        count = len(ids) // 4
+        if not 0 <= wanted.start < count:
+            raise InvalidRequest(f"start={wanted.start} is beyond the tokens given")
+        _check_top(wanted.top_logprobs, self._most_top)
+        return wanted, ids, (count - wanted.start) * (4 + 8 * wanted.top_logprobs)
+
+    def _next_token(self, raw: Any) -> tuple[NextTokenArgs, bytes, int]:
+        wanted = _decode_next_token(raw)
+        ids: bytes = wanted.input_ids
+        _check_top(wanted.top_k, self._vocab_size)
+        return wanted, ids, 8 * wanted.top_k if wanted.top_k else 4 * self._vocab_size
+
+    def _check_sampling(self, raw: bytes) -> int:
+        """Check the sampling values that could crash an engine. Return ``max_new_tokens``.
+
+        The engine checks the other values itself.
+        """
+        vocab_size = self._vocab_size
+        sampling = _decode_sampling(raw)
+        if not all(0 <= token < vocab_size for token in sampling.stop_token_ids):
+            raise InvalidRequest("stop_token_ids are outside the vocabulary")
+        for token, bias in sampling.logit_bias.items():
+            if not 0 <= token < vocab_size or not abs(bias) <= MOST_BIAS:
+                raise InvalidRequest("logit_bias is outside the vocabulary, or no number")
+        for name in GRAMMARS:
+            grammar = getattr(sampling, name)
+            if grammar is not None:
+                check_grammar(name, grammar)
+        new: int = sampling.max_new_tokens
+        if len(self._samplings) >= _KNOWN_SAMPLINGS:
+            self._samplings.clear()
+        if len(raw) < 1024:
+            self._samplings[raw] = new
+        return new
+
+
+def _check_top(count: int, most: int) -> None:
+    if not 0 <= count <= most:
+        raise InvalidRequest(f"{count} likeliest tokens are too many, or too few")
+
+
+def arguments(spec: EndpointSpec, request: Request) -> dict[str, Any]:
+    """Return the arguments of a request by name.
+
+    Raises:
+        InvalidRequest: the arguments do not match the endpoint.
+    """
+    try:
+        return spec.arguments.decode(request.args, ())
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"{spec.name}(): {error}") from None
