@@ -9,8 +9,10 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 
 import pytest
+from processes import wait_for_end
 
 import sglrl
+from sglrl.driver.worker_processes import Worker
 
 from .actors import Gate, Values
 
@@ -210,10 +212,26 @@ async def test_cancelled_while_it_starts() -> None:
             await task
 
 
-async def test_a_worker_that_stops_is_killed_when_the_pool_ends() -> None:
+async def test_a_worker_that_stops_is_killed_when_the_pool_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    exits: dict[int, int] = {}
     async with sglrl.spawn(Values, replicas=2) as values:
-        os.kill(values.workers[0].pid, signal.SIGSTOP)
+        pids = [worker.pid for worker in values.workers]
+        processes = values._pool._processes
+        on_exited = processes._on_worker_exited
+
+        def exited(worker: Worker, status: int) -> None:
+            exits[worker.index] = status
+            on_exited(worker, status)
+
+        monkeypatch.setattr(processes, "_on_worker_exited", exited)
+        os.kill(pids[0], signal.SIGSTOP)
         values._pool._config = type(values._pool._config)(shutdown_timeout=0.2)
+    # The pool has waited for both exits.
+    assert sorted(exits) == [0, 1]
+    assert exits[0] == -signal.SIGKILL
+    assert wait_for_end(pids, 0.0) == []
 
 
 @pytest.mark.parametrize("bound", ["MOST_UNREAD_ITEMS", "MOST_UNREAD_BYTES"])

@@ -85,7 +85,7 @@ async def test_a_lost_worker_is_replaced() -> None:
         assert {c.worker for c in await asyncio.gather(*calls)} == {0, 1}
 
 
-async def test_the_only_worker_is_lost_and_its_calls_wait_for_the_replacement() -> None:
+async def test_calls_of_the_only_worker_wait_for_its_replacement() -> None:
     async with sglrl.launch("fake", engine="fake", **SLOW) as client:
         pinned = asyncio.ensure_future(client.generate(input_ids=[9], max_new_tokens=100, worker=0))
         calls = begin(client, 5)
@@ -270,7 +270,7 @@ async def test_workers_are_added_when_the_fork_server_was_lost() -> None:
         assert await values.add(1) == 11
 
 
-async def test_what_the_fork_server_cannot_read_ends_its_senders_workers_alone() -> None:
+async def test_an_unreadable_message_ends_its_senders_workers_alone() -> None:
     async with sglrl.spawn(Gate, restarts=0) as gate, sglrl.spawn(Values, restarts=0) as values:
         held = asyncio.ensure_future(gate.enter())
         await gate.until_begun(1)
