@@ -263,7 +263,7 @@ class _MemoryPool:
         self.driver = Driver(router, FabricConfig(routing=routing))
         decode_args = msgspec.msgpack.Decoder(GenerateArgs).decode
         logprobs = struct.pack(f"<{TOKENS}f", *LOGPROBS)
-        info = EngineInfo(
+        self.engine = EngineInfo(
             model="echo",
             architecture="Echo",
             dtype="float32",
@@ -275,7 +275,8 @@ class _MemoryPool:
             eos_token_ids=[],
             kv_cache_tokens=1 << 20,
         )
-        self._ready = Ready(PROTOCOL_VERSION, os.getpid(), 1024, ["generate"], "cpu", info)
+        pid, endpoints = os.getpid(), ["generate"]
+        ready = Ready(PROTOCOL_VERSION, pid, 1024, endpoints, "cpu", self.engine)
 
         def connect(index: int) -> None:
             identity = str(index).encode()
@@ -295,7 +296,7 @@ class _MemoryPool:
                     self.echo_seconds += (time.thread_time() - begun) * _TIMED
 
             dealer.start(echo)
-            dealer.send([encode(self._ready)])
+            dealer.send([encode(ready)])
 
         self._all_ready = asyncio.Event()
 
@@ -311,12 +312,8 @@ class _MemoryPool:
         for index in range(workers):
             connect(index)
 
-    def ready(self, index: int) -> Any:
-        return self._ready
-
-    async def __aenter__(self) -> _MemoryPool:
+    async def enter(self) -> None:
         await self._all_ready.wait()
-        return self
 
     async def close(self, *, drain: bool = False, timeout: float = 600.0) -> None:
         self.driver.close()
@@ -330,11 +327,13 @@ def _memory(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
 async def _memory_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
     """Measure client and driver with ``workers`` echoes in the same process and event loop."""
     from sglrl.inference.client import Client
+    from sglrl.weights.local_sender import LocalSender
 
     prompts = Prompts()
     pool = _MemoryPool(options["workers"], tuple(options["routing"]))
     rates: dict[str, Any] = {}
-    async with Client(pool, model="echo", timeout=None) as client:  # type: ignore[arg-type]
+    sender = LocalSender(pool.weights)
+    async with Client(pool, model="echo", timeout=None, sender=sender) as client:  # type: ignore[arg-type]
         generate = client.generate
         for level in options["levels"]:
             note(f"{level} in flight")

@@ -35,14 +35,13 @@ class ActorHandle:
     Every call takes ``timeout=`` in seconds in addition to the endpoint's own arguments.
     """
 
-    def __init__(self, cls: type[Actor], pool: Pool, birth: Birth) -> None:
+    def __init__(self, cls: type[Actor], pool: Pool) -> None:
         self._cls = cls
-        self._birth = birth
         self._specs: dict[str, EndpointSpec] = endpoints_of(cls)
         self._pool = pool
 
     async def __aenter__(self) -> Self:
-        await self._pool.__aenter__()
+        await self._pool.enter()
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -76,7 +75,7 @@ class ActorHandle:
         Raises:
             WorkerStartError: a worker failed to start. All new workers are then killed.
         """
-        return await self._pool.add([self._birth] * positive("n", n))
+        return await self._pool.add(positive("n", n))
 
     async def wait_until_full(self, timeout: float | None = 60.0) -> None:
         """Wait until every worker that was not removed or retired accepts calls.
@@ -205,6 +204,7 @@ def spawn(
     birth = Birth(bodies=[spec], env=check_env(env))
     pool = Pool(
         [birth] * replicas,
+        more=lambda n, present: [birth] * n,
         name=f"the ActorHandle of {actor.__qualname__}",
         preload="plain",
         fabric=FabricConfig(
@@ -217,4 +217,4 @@ def spawn(
             hang_timeout=hang_timeout,
         ),
     )
-    return ActorHandle(actor, pool, birth)
+    return ActorHandle(actor, pool)

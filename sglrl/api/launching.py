@@ -11,9 +11,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from difflib import get_close_matches
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 
@@ -35,9 +35,10 @@ from ..driver.pool import Pool
 from ..driver.worker_processes import Birth
 from ..errors import ModelError, NotEnoughDevices, UsageError
 from ..inference.client import Client
-from ..remote.server import serve
+from ..remote.server import PoolServer
 from ..transport.addresses import check_address
 from ..transport.curve_keys import read_driver_keys
+from ..weights.local_sender import LocalSender
 from ..wire.processes import EngineSpec
 
 logger = logging.getLogger("sglrl.launch")
@@ -254,6 +255,7 @@ def launch(
     progress = _Progress()
     pool = _ShownPool(
         births,
+        more=more,
         name=f"the Client of {os.path.basename(path)}",
         preload=_preload(engine, groups),
         fabric=fabric,
@@ -275,9 +277,9 @@ def launch(
         pool,
         model=path,
         timeout=timeout,
+        sender=LocalSender(pool.weights),
         weight_device=weight_device,
-        more=more,
-        serve=serve,
+        serve=partial(PoolServer, pool),
     )
 
 
@@ -508,9 +510,9 @@ class _ShownPool(Pool):
 
     progress: _Progress
 
-    async def __aenter__(self) -> Self:
+    async def enter(self) -> None:
         self.progress.begin()
         try:
-            return await super().__aenter__()
+            await super().enter()
         finally:
             self.progress.end()

@@ -5,6 +5,7 @@
 * ``raw_frames``: rows of logprobs that arrive beside a message;
 * ``gathering``: submit several calls and gather their results;
 * ``pool``: the workers of one ``launch`` or ``spawn``, as its client sees them;
+* ``port``: the parts of a pool that a client uses, with worker processes or in another process;
 * ``lifetime``: the states of a pool, entered once and closed once;
 * ``supervisor``: starts the workers of a pool and replaces lost ones;
 * ``worker_info``: what a pool reports about its workers;

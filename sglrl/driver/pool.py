@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Self
 
 from ..config import FabricConfig, PoolConfig, check_target, check_timeout, raise_file_limit
 from ..core.members import DRAINING, READY, RETIRED, STALE, SYNCING
@@ -19,6 +17,7 @@ from ..transport.curve_keys import read_driver_keys
 from ..transport.zmq import ZmqRouter
 from ..weights.channel import WeightChannel
 from ..wire.calls import Ready
+from ..wire.engine import EngineInfo
 from ..wire.processes import ClientKeys
 from .driver import Driver
 from .fork_server import tail
@@ -27,16 +26,24 @@ from .supervisor import Supervisor
 from .worker_info import QueueInfo, WorkerInfo
 from .worker_processes import Birth, Processes, Worker
 
-logger = logging.getLogger("sglrl.pool")
-
 
 class Pool:
-    """Worker processes of one kind, and the driver that sends them calls."""
+    """Worker processes of one kind, and the driver that sends them calls.
+
+    Args:
+        births: the births of the workers that the pool starts with.
+        more: ``more(n, present)`` returns the births of ``n`` further workers, beside the workers
+            that are present.
+        name: name of the pool in the warning about a pool that was never closed.
+        preload: kind of fork server, see ``fork_server``.
+        on_progress: called with each stage of the start.
+    """
 
     def __init__(
         self,
         births: Sequence[Birth],
         *,
+        more: Callable[[int, list[Birth]], list[Birth]],
         name: str,
         preload: str,
         fabric: FabricConfig,
@@ -45,7 +52,7 @@ class Pool:
     ) -> None:
         self._lifetime = Lifetime(name)
         self._first = births
-        """The births of the workers that the pool starts with."""
+        self._more = more
         self._preload = preload
         self._fabric_config = fabric
         self._config = config
@@ -91,13 +98,18 @@ class Pool:
         queue = self.driver.fabric.queue
         return QueueInfo(calls=queue.waiting, bytes=queue.queued_bytes, clients=queue.clients)
 
-    def ready(self, index: int) -> Ready:
-        """Return the ``Ready`` message of worker ``index``."""
-        return self._supervisor.workers[index].ready.result()
+    @property
+    def engine(self) -> EngineInfo | None:
+        return self._supervisor.workers[0].ready.result().engine
+
+    @property
+    def connect_options(self) -> tuple[ClientKeys | None, bool, float | None]:
+        config = self._config
+        return self._worker_keys, config.insecure, config.heartbeat_timeout
 
     # --- enter ------------------------------------------------------------------------------------
 
-    async def __aenter__(self) -> Self:
+    async def enter(self) -> None:
         """Start the workers and wait until all are ready.
 
         Raises:
@@ -126,7 +138,6 @@ class Pool:
         self._started = True
         for worker in workers.values():
             worker.returns = True
-        return self
 
     async def _start(self) -> None:
         config, supervisor = self._config, self._supervisor
@@ -188,7 +199,8 @@ class Pool:
                         driver.shut_down_worker(worker.index)
                     else:
                         self._processes.kill(worker)
-            await self._end([worker for worker in workers if worker.running])
+            running = [worker for worker in workers if worker.running]
+            await self._processes.end(running, self._config.shutdown_timeout)
         finally:
             # Do this also after a cancellation: the fork server kills the remaining processes.
             if driver is not None:
@@ -200,33 +212,7 @@ class Pool:
                 for event in (worker.drained, worker.settled, worker.gone):
                     event.set()
 
-    async def _end(self, workers: Sequence[Worker]) -> None:
-        """Wait until all processes of the workers have exited. Kill them after a timeout."""
-        try:
-            await self._all_gone(workers)
-        except TimeoutError:
-            logger.warning(
-                "workers %s did not end within %.0f s, and are killed",
-                [worker.index for worker in workers if worker.running],
-                self._config.shutdown_timeout,
-            )
-            for worker in workers:
-                self._processes.kill(worker)
-            try:
-                await self._all_gone(workers)
-            except TimeoutError:
-                # The kernel may need long, to free a GPU for example. The fork server waits for
-                # these processes.
-                left = [worker.index for worker in workers if worker.running]
-                logger.warning("killed, and not gone yet: the processes of workers %s", left)
-
-    async def _all_gone(self, workers: Sequence[Worker]) -> None:
-        async with asyncio.timeout(self._config.shutdown_timeout):
-            for worker in workers:
-                await worker.gone.wait()
-
     def warn_unclosed(self) -> None:
-        """Warn unless the pool is closed."""
         self._lifetime.warn_unclosed()
 
     # --- full, add, remove ------------------------------------------------------------------------
@@ -258,15 +244,8 @@ class Pool:
                 f"not every worker serves after {timeout:g} s: {waiting}"
             ) from None
 
-    @property
-    def births(self) -> list[Birth]:
-        """The births of the workers that are not retired."""
-        members = self.driver.fabric.members
-        births = self._supervisor.births
-        return [b for i, b in births.items() if members[i].state is not RETIRED]
-
-    async def add(self, births: Sequence[Birth]) -> list[int]:
-        """Start more workers and wait until they accept calls.
+    async def add(self, n: int) -> list[int]:
+        """Start ``n`` more workers and wait until they accept calls.
 
         If no worker has the current weights any more, the new workers are "stale". They accept
         calls after the next update, and this method returns without waiting for it.
@@ -276,11 +255,19 @@ class Pool:
 
         Raises:
             Closed: the pool was closed meanwhile.
+            NotEnoughDevices: there is no place for ``n`` more workers.
             WorkerStartError: a new worker exited before it was ready, or was not ready in time. All
                 new workers are then killed.
         """
         self._check_open()
         self.driver.check_loop()
+        members = self.driver.fabric.members
+        present = [
+            birth
+            for index, birth in self._supervisor.births.items()
+            if members[index].state is not RETIRED
+        ]
+        births = self._more(n, present)
         await self._processes.connect()
         self._check_open()
         workers: list[Worker] = []
@@ -369,7 +356,7 @@ class Pool:
                     await worker.drained.wait()
             self._supervisor.dismiss(worker)
         if worker.running:
-            await self._end([worker])
+            await self._processes.end([worker], self._config.shutdown_timeout)
 
     def expel(self, index: int, reason: str) -> None:
         """Kill a worker. Its calls continue on other workers, as after the loss of a worker."""

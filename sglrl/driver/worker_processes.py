@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import shutil
 import sys
@@ -21,6 +22,8 @@ from ..wire.calls import Ready
 from ..wire.codec import encode
 from ..wire.processes import ActorSpec, Dump, EngineSpec, Fork, Kill, WorkerSpec
 from .fork_server import LAST_SECONDS, ForkConnection, ForkServer, fork_server
+
+logger = logging.getLogger("sglrl.pool")
 
 _RANKS = 1024
 
@@ -70,6 +73,12 @@ class Worker:
             self.ready.set_exception(error)
         # Avoid asyncio's warning when no task awaits the future.
         self.ready.exception()
+
+
+async def _all_gone(workers: Sequence[Worker], timeout: float) -> None:
+    async with asyncio.timeout(timeout):
+        for worker in workers:
+            await worker.gone.wait()
 
 
 def _remove(folder: Path, pid: int) -> None:
@@ -222,6 +231,29 @@ class Processes:
             self._workers[key] = worker
             worker.running.add(rank)
             self._connection.fork(key, request)
+
+    async def end(self, workers: Sequence[Worker], timeout: float) -> None:
+        """Wait until all processes of the workers have exited. Kill them after ``timeout`` seconds.
+
+        Return ``timeout`` seconds after that at the latest.
+        """
+        try:
+            await _all_gone(workers, timeout)
+        except TimeoutError:
+            logger.warning(
+                "workers %s did not end within %.0f s, and are killed",
+                [worker.index for worker in workers if worker.running],
+                timeout,
+            )
+            for worker in workers:
+                self.kill(worker)
+            try:
+                await _all_gone(workers, timeout)
+            except TimeoutError:
+                # The kernel may need long, to free a GPU for example. The fork server waits for
+                # these processes.
+                left = [worker.index for worker in workers if worker.running]
+                logger.warning("killed, and not gone yet: the processes of workers %s", left)
 
     def kill(self, worker: Worker) -> None:
         """Kill the worker's running processes with SIGKILL."""

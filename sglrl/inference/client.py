@@ -18,13 +18,11 @@ from ..config import check_target
 from ..core.concurrency import Load
 from ..core.members import READY
 from ..core.prefixes import Route
-from ..driver.driver import Driver
 from ..driver.gathering import submit_all
-from ..driver.pool import Pool
+from ..driver.port import PoolPort
 from ..driver.worker_info import QueueInfo, WorkerInfo, describe
-from ..driver.worker_processes import Birth
 from ..errors import InvalidRequest, UsageError
-from ..weights.local_sender import LocalSender
+from ..weights.port import WeightSender
 from ..wire.engine import EngineInfo
 from ..wire.processes import ClientKeys
 from .client_base import not_started
@@ -61,16 +59,15 @@ class Client(WeightMethods, ControlMethods, ScoreMethods):
 
     def __init__(
         self,
-        pool: Pool,
+        pool: PoolPort,
         *,
         model: str,
         timeout: float | None,
+        sender: WeightSender,
         weight_device: Any = None,
-        more: Callable[[int, list[Birth]], list[Birth]] | None = None,
-        serve: Callable[[Client, Driver], RemoteServer] | None = None,
+        serve: Callable[[Client], RemoteServer] | None = None,
     ) -> None:
         super().__init__(pool)
-        self._more = more
         self._weight_device = weight_device
         self._timeout = timeout
         self.model = model
@@ -79,20 +76,20 @@ class Client(WeightMethods, ControlMethods, ScoreMethods):
         self._serve = serve
         self._server: RemoteServer | None = None
         self._controls = Controls(pool, timeout)
-        self._weights = LocalSender(pool.weights)
+        self._weights = sender
 
     async def __aenter__(self) -> Self:
-        await self._pool.__aenter__()
+        await self._pool.enter()
         self._driver = self._pool.driver
         self._driver.add_listener(self._controls)
-        info = self._pool.ready(0).engine
+        info = self._pool.engine
         assert info is not None
         self._tokenizer_box.fake = not info.sglang_version
         self._requests = Requests(
             self._driver, info, self._tokenizer_box, self._pool.weights, self._timeout
         )
         if self._serve is not None:
-            self._server = self._serve(self, self._driver)
+            self._server = self._serve(self)
         if self._weight_device is not None:
             try:
                 await self.connect_weights(device=self._weight_device)
@@ -420,9 +417,7 @@ class Client(WeightMethods, ControlMethods, ScoreMethods):
             raise not_started()
         _, _, token = self._server.address.partition("#")
         address = self._running().transport.address
-        config = self._pool._config
-        keys = self._pool._worker_keys
-        return f"{address}#{token}", keys, config.insecure, config.heartbeat_timeout
+        return f"{address}#{token}", *self._pool.connect_options
 
     @property
     def _is_connected(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..driver.driver import Driver
-from ..driver.pool import Pool
+from ..driver.port import PoolPort
 from ..errors import Closed
 from .requests import Requests
 
@@ -11,7 +11,7 @@ from .requests import Requests
 class ClientBase:
     """A pool, and its driver and ``Requests`` once the client has started."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: PoolPort) -> None:
         self._pool = pool
         self._driver: Driver | None = None
         self._requests: Requests | None = None

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal
 
 from ..config import check_target, positive
-from ..driver.worker_processes import Birth
 from .client_base import ClientBase
 from .engine_controls import Controls, WorkerStats
 
@@ -15,7 +13,6 @@ class ControlMethods(ClientBase):
     """The control methods of ``Client``. The client sets these attributes."""
 
     _controls: Controls
-    _more: Callable[[int, list[Birth]], list[Birth]] | None
 
     async def stats(self) -> list[WorkerStats]:
         """Return the statistics of every live engine, in worker order."""
@@ -118,8 +115,7 @@ class ControlMethods(ClientBase):
             WorkerStartError: a worker failed to start. None of the new workers remains.
         """
         self._running()
-        assert self._more is not None
-        return await self._pool.add(self._more(positive("n", n), self._pool.births))
+        return await self._pool.add(positive("n", n))
 
     async def wait_until_full(self, timeout: float | None = 60.0) -> None:
         """Wait until all workers serve, except removed and retired ones.

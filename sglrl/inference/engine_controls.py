@@ -17,7 +17,7 @@ from ..core.calls import Call
 from ..core.driver_listener import DriverListener
 from ..driver.driver import Driver
 from ..driver.gathering import submit_all
-from ..driver.pool import Pool
+from ..driver.port import PoolPort
 from ..errors import Closed, UnknownEndpoint, UsageError, WorkerLost
 from ..wire.codec import encode
 from ..wire.engine import EngineStats, TokenChunk
@@ -77,7 +77,7 @@ class Controls(DriverListener):
         timeout: default timeout of a control call, in seconds.
     """
 
-    def __init__(self, pool: Pool, timeout: float | None) -> None:
+    def __init__(self, pool: PoolPort, timeout: float | None) -> None:
         self._pool = pool
         self._timeout = timeout
         self._paused = False

@@ -13,7 +13,7 @@ from ..core.calls import Call
 from ..core.prefixes import Route
 from ..driver.driver import ENVELOPE_BYTES, Driver
 from ..errors import InvalidRequest, MessageTooLarge
-from ..weights.channel import WeightChannel
+from ..weights.port import WeightsPort
 from ..wire.codec import encode
 from ..wire.engine import EngineInfo, GenerateArgs, NextTokenArgs, ScoreArgs
 from .completion import Completion, Decode, NextTokenLogprobs
@@ -46,7 +46,7 @@ class Requests:
         driver: Driver,
         info: EngineInfo,
         box: TokenizerBox,
-        weights: WeightChannel,
+        weights: WeightsPort,
         timeout: float | None,
     ) -> None:
         self.driver = driver

@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from ..weights.local_sender import LocalSender, TensorMetadata
+from ..weights.local_sender import TensorMetadata
+from ..weights.port import WeightSender
 from ..weights.update_report import UpdateReport
 from ..weights.update_request import UpdateRequest
+from ..weights.verification import differing_tensors
 from .client_base import ClientBase
 
 
 class WeightMethods(ClientBase):
     """The weight methods of ``Client``. The client sets these attributes."""
 
-    _weights: LocalSender
+    _weights: WeightSender
 
     @property
     def weight_version(self) -> int:
@@ -196,4 +198,4 @@ class WeightMethods(ClientBase):
             InvalidWeights: names or shapes do not fit the model.
         """
         self._running()
-        return await self._weights.verify(weights, timeout)
+        return await differing_tensors(self._pool.weights, weights, timeout)

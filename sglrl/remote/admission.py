@@ -18,6 +18,7 @@ from ..driver.driver import ENVELOPE_BYTES, Driver, now
 from ..errors import DeadlineExceeded, InvalidRequest, SglrlError, UnknownEndpoint
 from ..inference.sampling import GRAMMARS, MOST_BIAS, check_grammar, most_top_logprobs
 from ..inference.tokens import in_range
+from ..weights.port import WeightsPort
 from ..wire.codec import MALFORMED
 from ..wire.engine import EngineInfo, GenerateArgs, NextTokenArgs, Sampling, ScoreArgs, TokenChunk
 from ..wire.remote import Request
@@ -52,7 +53,7 @@ class Admission:
         driver: Driver,
         info: EngineInfo,
         controls: Mapping[str, EndpointSpec],
-        weights: Any,
+        weights: WeightsPort,
         of_pool: Mapping[str, EndpointSpec],
         ask: Callable[[Peer, Request, EndpointSpec], None],
     ) -> None:

@@ -16,7 +16,6 @@ from ..core.members import READY
 from ..inference.client import Client
 from ..inference.engine_controls import Controls
 from ..weights.deadline import Deadline, turn
-from ..weights.local_sender import LocalSender
 from ..weights.update_report import UpdateReport
 from ..weights.update_request import UpdateRequest
 from ..wire.processes import ClientKeys
@@ -39,7 +38,7 @@ class _RemoteControls(Controls):
         return ended
 
 
-class _RemoteUpdates(LocalSender):
+class _RemoteSender:
     """Sends weights from this process to the pool's workers.
 
     The first update creates a ``Sender``. Later updates use the same ``Sender`` with its device and
@@ -49,7 +48,6 @@ class _RemoteUpdates(LocalSender):
     def __init__(
         self, pool: RemotePool, keys: str | os.PathLike[str] | None, insecure: bool
     ) -> None:
-        super().__init__(pool.weights)
         self._pool = pool
         self._keys = keys
         self._insecure = insecure
@@ -68,7 +66,7 @@ class _RemoteUpdates(LocalSender):
         host: str = "127.0.0.1",
     ) -> UpdateReport:
         request.check_values()
-        engine = self._pool.ready(0).engine
+        engine = self._pool.engine
         if device is None and engine is not None and engine.device == "cpu":
             device = "cpu"
         if self._sender is None or self._sender.lost:
@@ -90,7 +88,7 @@ class _RemoteUpdates(LocalSender):
                         heartbeat_timeout=self._pool.heartbeat_timeout,
                     )
         report: UpdateReport = await self._sender._update(weights, request)
-        self._pool.heard_of(report.version)
+        self._pool.weights.set_version(report.version)
         return report
 
     async def update_from_disk(self, path: Any, request: UpdateRequest) -> UpdateReport:
@@ -106,13 +104,16 @@ class _RemoteUpdates(LocalSender):
             request.wait,
             request.check_finite,
         )
-        self._pool.heard_of(report.version)
+        self._pool.weights.set_version(report.version)
         return report
 
     async def leave(self) -> None:
         """Close the sender. A running update is abandoned."""
         if self._sender is not None:
             await self._sender.close()
+
+    def close(self) -> None:
+        """Do nothing: ``leave`` has closed the sender."""
 
 
 class RemoteClient(Client):
@@ -130,11 +131,10 @@ class RemoteClient(Client):
         keys: str | os.PathLike[str] | None,
         insecure: bool,
     ) -> None:
-        super().__init__(pool, model=model or "", timeout=timeout)
+        self._sender = _RemoteSender(pool, keys, insecure)
+        super().__init__(pool, model=model or "", timeout=timeout, sender=self._sender)
         self._given_address = address
-        self._insecure = insecure
         self._controls = _RemoteControls(pool, timeout)
-        self._weights = self._updates = _RemoteUpdates(pool, keys, insecure)
 
     async def __aenter__(self) -> Self:
         await super().__aenter__()
@@ -148,7 +148,7 @@ class RemoteClient(Client):
         Args:
             drain: first wait at most ``timeout`` seconds until this client's calls have ended.
         """
-        await self._updates.leave()
+        await self._sender.leave()
         await super().close(drain=drain, timeout=timeout)
 
     @property
@@ -157,11 +157,7 @@ class RemoteClient(Client):
 
     @property
     def _way_in(self) -> tuple[str, ClientKeys | None, bool, float | None]:
-        pool = self._pool
-        return self._given_address, pool._client_keys, self._insecure, pool.heartbeat_timeout
-
-    async def add_workers(self, n: int = 1) -> list[int]:
-        raise not_here("workers are added")
+        return self._given_address, *self._pool.connect_options
 
     def _loads(self) -> tuple[list[Load], int]:
         self._running()

@@ -7,20 +7,21 @@ import contextlib
 import os
 import secrets
 import weakref
-from typing import Any, Final, Self
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
 
 from ..actors.actor import endpoints_of
 from ..actors.handles import UnaryCaller
-from ..config import FabricConfig, PoolConfig, check_heartbeat, check_timeout
+from ..config import check_heartbeat, check_timeout
 from ..core.members import RETIRED
-from ..driver.pool import Pool
+from ..core.weight_update import Member
+from ..driver.lifetime import Lifetime
 from ..driver.worker_info import QueueInfo, WorkerInfo
 from ..errors import Closed, DeadlineExceeded, UsageError
 from ..transport.addresses import check_address
 from ..transport.curve_keys import read_client_keys
 from ..transport.zmq import ZmqDealer
-from ..weights.channel import WeightChannel
-from ..wire.calls import PROTOCOL_VERSION, Ready
+from ..wire.calls import PROTOCOL_VERSION
 from ..wire.codec import encode
 from ..wire.engine import EngineInfo
 from ..wire.processes import ClientKeys
@@ -48,34 +49,41 @@ def a_bit_more(timeout: float | None) -> float | None:
     return None if timeout is None else timeout + _GRACE
 
 
-class RemoteWeights(WeightChannel):
-    """Forwards queries about the weights to the pool. ``sglrl.weights.Sender`` sends updates."""
+class RemoteWeights:
+    """The weights of a remote pool's workers. ``weights.port.WeightsPort`` documents the methods.
 
-    def __init__(self, pool: RemotePool) -> None:
-        super().__init__(lambda worker, reason: None)
-        self._of = pool
-        self.sender_address = ""
+    Args:
+        ask: ``RemotePool.ask``.
+    """
 
-    @property
-    def address(self) -> str:
-        return self.sender_address
+    def __init__(self, ask: Callable[..., Awaitable[Any]]) -> None:
+        self._ask = ask
+        self._description: ModelDescription | None = None
+        self.version = 0
+        self.on_version: set[Callable[[], None]] = set()
+        self.address = ""
+
+    def set_version(self, version: int) -> None:
+        """Record that the pool has this version, unless a later version is known.
+
+        A sender may learn of a version before the pool's next status arrives.
+        """
+        if version > self.version:
+            self.version = version
+            for listener in list(self.on_version):
+                listener()
 
     async def describe(self, timeout: float | None) -> ModelDescription:
         if self._description is None:
-            self._description = await self._of.ask("describe", timeout, timeout=a_bit_more(timeout))
+            self._description = await self._ask("describe", timeout, timeout=a_bit_more(timeout))
         return self._description
 
-    async def checksums(
-        self, names: list[str], timeout: float | None
-    ) -> dict[tuple[int, int], list[Shard]]:
-        found = await self._of.ask("checksums", names, timeout, timeout=a_bit_more(timeout))
-        return dict(found)
+    async def checksums(self, names: list[str], timeout: float | None) -> dict[Member, list[Shard]]:
+        return dict(await self._ask("checksums", names, timeout, timeout=a_bit_more(timeout)))
 
 
-class RemotePool(Pool):
-    """The pool of another process."""
-
-    weights: RemoteWeights
+class RemotePool:
+    """The pool of another process. ``driver.port.PoolPort`` documents the methods."""
 
     def __init__(
         self,
@@ -88,60 +96,47 @@ class RemotePool(Pool):
         heartbeat_timeout: float | None,
     ) -> None:
         url, _, token = address.partition("#") if isinstance(address, str) else ("", "", "")
-        super().__init__(
-            [],
-            name=f"the Client connected to {url}",
-            preload="plain",
-            fabric=FabricConfig(),
-            config=PoolConfig(),
-        )
         if not token:
             raise UsageError(f"{address!r} is no address of a pool; pass client.address")
         check_address(url, keys=keys is not None, insecure=insecure)
         check_timeout(connect_timeout, "connect_timeout")
+        self._lifetime = Lifetime(f"the Client connected to {url}")
         self._url, self._token = url, token
+        self._insecure = insecure
         self._client_keys: ClientKeys | None = None
         if keys is not None:
             self._client_keys = keys if isinstance(keys, ClientKeys) else read_client_keys(keys)
         self._connect_timeout = connect_timeout
         self._max_message_bytes = max_message_bytes
         self.heartbeat_timeout = check_heartbeat(heartbeat_timeout)
-        self.weights = RemoteWeights(self)
+        self.weights = RemoteWeights(self.ask)
         self.model = ""
+        self.engine: EngineInfo | None = None
+        self._driver: RemoteDriver | None = None
         self._check: asyncio.TimerHandle | None = None
-        self._engine: EngineInfo | None = None
         self._specs = endpoints_of(PoolEndpoints)
+
+    @property
+    def driver(self) -> RemoteDriver:
+        if self._driver is None:
+            raise Closed("the pool has not been started; use 'async with'")
+        return self._driver
+
+    @property
+    def connect_options(self) -> tuple[ClientKeys | None, bool, float | None]:
+        return self._client_keys, self._insecure, self.heartbeat_timeout
 
     async def ask(self, endpoint: str, *args: Any, timeout: float | None = None) -> Any:
         """Call an endpoint of ``PoolEndpoints`` in the pool's process and return its result."""
         return await UnaryCaller(self.driver, self._specs[endpoint], None)(*args, timeout=timeout)
 
-    async def __aenter__(self) -> Self:
+    async def enter(self) -> None:
         self._lifetime.enter()
-        loop = asyncio.get_running_loop()
-        # The thread that calls ``tell`` must not keep alive a client that is never closed.
-        on_break = weakref.WeakMethod(self._on_break)
-
-        def tell() -> None:
-            found = on_break()
-            if found is not None:
-                with contextlib.suppress(RuntimeError):  # the loop is closed
-                    loop.call_soon_threadsafe(found)
-
         if _is_gone(self._url):
             raise Closed(f"there is no pool at {self._url}: its process is gone or has closed it")
-        identity = f"client/{self._token}/{secrets.token_hex(8)}".encode()
-        dealer = ZmqDealer(
-            self._url,
-            identity,
-            max_message_bytes=self._max_message_bytes,
-            keys=self._client_keys,
-            on_break=tell,
-            heartbeat_timeout=self.heartbeat_timeout,
-        )
+        dealer = self._connect()
         self._lifetime.opened(self)
-        driver = RemoteDriver(Line(dealer, self._url), self._max_message_bytes)
-        self._driver = driver
+        self._driver = driver = RemoteDriver(Line(dealer, self._url), self._max_message_bytes)
         driver.on_news = self._on_news
         driver.start()
         self._look()
@@ -152,26 +147,48 @@ class RemotePool(Pool):
                 admitted = await driver.admitted
         except TimeoutError:
             await self.close()
-            hint = ""
-            if self._client_keys is not None:
-                hint = ", or it does not know this key"
-            elif self._url.startswith("tcp"):
-                hint = ", or it wants keys="
-            raise DeadlineExceeded(
-                f"nobody answered at {self._url} within {self._connect_timeout:g} s: no pool is "
-                "there any more, or what is behind '#' in the address is not its token (a pool "
-                f"does not answer strangers){hint}; pass what client.address says now"
-            ) from None
+            raise self._no_answer() from None
         except BaseException:
             await self.close()
             raise
         driver.max_message_bytes = min(self._max_message_bytes, admitted.max_message_bytes)
         self.model = admitted.model
-        self.weights.sender_address = admitted.weights_address
-        self._engine = admitted.engine
+        self.weights.address = admitted.weights_address
+        self.engine = admitted.engine
         self._on_news()
-        self._check = loop.call_later(_CHECK_SECONDS, self._make_sure)
-        return self
+        self._check = driver.loop.call_later(_CHECK_SECONDS, self._make_sure)
+
+    def _connect(self) -> ZmqDealer:
+        loop = asyncio.get_running_loop()
+        # The thread that calls ``tell`` must not keep alive a client that is never closed.
+        on_break = weakref.WeakMethod(self._on_break)
+
+        def tell() -> None:
+            found = on_break()
+            if found is not None:
+                with contextlib.suppress(RuntimeError):  # the loop is closed
+                    loop.call_soon_threadsafe(found)
+
+        return ZmqDealer(
+            self._url,
+            f"client/{self._token}/{secrets.token_hex(8)}".encode(),
+            max_message_bytes=self._max_message_bytes,
+            keys=self._client_keys,
+            on_break=tell,
+            heartbeat_timeout=self.heartbeat_timeout,
+        )
+
+    def _no_answer(self) -> DeadlineExceeded:
+        hint = ""
+        if self._client_keys is not None:
+            hint = ", or it does not know this key"
+        elif self._url.startswith("tcp"):
+            hint = ", or it wants keys="
+        return DeadlineExceeded(
+            f"nobody answered at {self._url} within {self._connect_timeout:g} s: no pool is "
+            "there any more, or what is behind '#' in the address is not its token (a pool "
+            f"does not answer strangers){hint}; pass what client.address says now"
+        )
 
     def _make_sure(self) -> None:
         """Send an empty message if calls are pending, to find out if the pool dropped this client.
@@ -184,8 +201,7 @@ class RemotePool(Pool):
         self._check = asyncio.get_running_loop().call_later(_CHECK_SECONDS, self._make_sure)
 
     def _on_break(self) -> None:
-        driver = self._driver
-        assert isinstance(driver, RemoteDriver)
+        driver = self.driver
         # Before the pool's first answer, a break may be a failed handshake.
         if not self._lifetime.closing and driver.admitted.done() and not driver.fabric.closed:
             reason = _BROKEN
@@ -204,8 +220,7 @@ class RemotePool(Pool):
 
         ZeroMQ does not report a pool that was closed before there was a connection.
         """
-        driver = self._driver
-        assert isinstance(driver, RemoteDriver)
+        driver = self.driver
         if self._lifetime.closing or driver.admitted.done():
             return
         if _is_gone(self._url):
@@ -215,21 +230,10 @@ class RemotePool(Pool):
 
     @property
     def status(self) -> PoolStatus:
-        assert isinstance(self._driver, RemoteDriver)
-        return self._driver.status
+        return self.driver.status
 
     def _on_news(self) -> None:
-        self.heard_of(self.status.version)
-
-    def heard_of(self, version: int) -> None:
-        """Record that the pool has this version of the weights.
-
-        A sender may learn of the version before the pool's next status arrives.
-        """
-        if version > self.weights.version:
-            self.weights.version = version
-            for told in list(self.weights.on_version):
-                told()
+        self.weights.set_version(self.status.version)
 
     @property
     def workers(self) -> list[WorkerInfo]:
@@ -256,12 +260,12 @@ class RemotePool(Pool):
             calls=status.queued, bytes=status.queued_bytes, clients=status.queued_clients
         )
 
-    def ready(self, index: int) -> Ready:
-        return Ready(PROTOCOL_VERSION, 0, 1, [], "", self._engine)
-
     async def full(self, timeout: float | None) -> None:
         # The pool's own error names the workers that are not ready.
         await self.ask("full", timeout, timeout=a_bit_more(timeout))
+
+    async def add(self, n: int) -> list[int]:
+        raise not_here("workers are added")
 
     async def remove(self, index: int, timeout: float | None) -> None:
         raise not_here("workers are removed")
@@ -269,18 +273,20 @@ class RemotePool(Pool):
     async def close(self, *, drain: bool = False, timeout: float = 600.0) -> None:
         """Close the connection. The pool keeps running."""
         driver = self._driver
-        if driver is None:
-            return
-        if not await self._lifetime.begin_closing(driver, drain=drain, timeout=timeout):
+        if driver is None or not await self._lifetime.begin_closing(
+            driver, drain=drain, timeout=timeout
+        ):
             return
         if self._check is not None:
             self._check.cancel()
         driver.close()
         with contextlib.suppress(Closed):
             driver.send_to_peer(b"", encode(Leave()))
-        await self.weights.close()
         driver.transport.close()
         self._lifetime.closed()
+
+    def warn_unclosed(self) -> None:
+        self._lifetime.warn_unclosed()
 
 
 def _is_gone(url: str) -> bool:

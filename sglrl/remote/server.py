@@ -17,11 +17,12 @@ from typing import Any, Final
 
 from ..actors.actor import Actor, EndpointSpec, endpoint, endpoints_of
 from ..core.driver_listener import DriverListener
-from ..driver.driver import Driver, now
+from ..driver.driver import now
 from ..driver.pool import Pool
 from ..errors import ProtocolError, SglrlError
 from ..inference.client import Client
 from ..inference.engine_controls import ENDPOINTS
+from ..weights.port import WeightsPort
 from ..weights.update_report import UpdateReport
 from ..wire.calls import PROTOCOL_VERSION, Cancel, ItemKind
 from ..wire.codec import Buffer, decode_from_client, encode
@@ -51,9 +52,9 @@ _MOST_PEERS: Final = 1024
 class PoolEndpoints(Actor):
     """The endpoints of the pool as a whole, for clients in other processes."""
 
-    def __init__(self, client: Client, pool: Pool) -> None:
+    def __init__(self, client: Client, weights: WeightsPort) -> None:
         self._client = client
-        self._pool = pool
+        self._weights = weights
 
     @endpoint
     async def pause(self, mode: str, seconds: float | None) -> None:
@@ -74,13 +75,13 @@ class PoolEndpoints(Actor):
 
     @endpoint
     async def describe(self, seconds: float | None) -> ModelDescription:
-        return await self._pool.weights.describe(seconds)
+        return await self._weights.describe(seconds)
 
     @endpoint
     async def checksums(
         self, names: list[str], seconds: float | None
     ) -> list[tuple[tuple[int, int], list[Shard]]]:
-        return [*(await self._pool.weights.checksums(names, seconds)).items()]
+        return [*(await self._weights.checksums(names, seconds)).items()]
 
     @endpoint
     async def update_weights_from_disk(
@@ -109,22 +110,21 @@ class PoolEndpoints(Actor):
 class PoolServer(DriverListener):
     """Serves remote clients on the event loop of the ``Client`` that owns the pool.
 
+    Args:
+        pool: the pool. It must have started.
+        client: the client that owns it.
+
     Attributes:
         address: address for ``sglrl.connect``. It holds a secret.
     """
 
-    def __init__(
-        self,
-        client: Client,
-        driver: Driver,
-        pool: Pool,
-    ) -> None:
+    def __init__(self, pool: Pool, client: Client) -> None:
         self._client = client
-        self._driver = driver
-        self._pool = pool
+        self._driver = driver = pool.driver
+        self._weights = pool.weights
         self._token = secrets.token_hex(16)
         self._peers: dict[bytes, Peer] = {}
-        self._endpoints = PoolEndpoints(client, pool)
+        self._endpoints = PoolEndpoints(client, pool.weights)
         self._relay = Relay(driver, self._news, self._lose)
         self._admission = Admission(
             self._relay,
@@ -299,7 +299,7 @@ class PoolServer(DriverListener):
                 PROTOCOL_VERSION,
                 self._client.model,
                 self._driver.max_message_bytes,
-                self._pool.weights.address,
+                self._weights.address,
                 self._client.info,
                 self._news(),
                 self._driver.fabric.config.max_queue,
@@ -336,8 +336,3 @@ class PoolServer(DriverListener):
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-
-def serve(client: Client, driver: Driver) -> PoolServer:
-    """Serve clients in other processes with the pool of ``client``. The pool must have started."""
-    return PoolServer(client, driver, client._pool)

@@ -149,7 +149,7 @@ class AgentHost(Actor):
         timeout = self.settings.timeout
         try:
             # The pool's own message about this version may arrive later.
-            self._client._pool.heard_of(version)
+            self._client._pool.weights.set_version(version)
             spec = self._spec_of(sample.item, tries, item, arguments)
             # Load the tokenizer before the time limit starts.
             await spec.ids()

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 from ..config import check_target, check_timeout
+from ..driver.port import PoolPort
 from ..errors import InvalidRequest
 from ..inference.prompts import Message, check_messages
 from ..inference.requests import Requests
@@ -18,8 +19,10 @@ from ..wire.engine import EngineInfo
 class SessionClient(Protocol):
     """The parts of ``Client`` that a session uses."""
 
-    _pool: Any
     _timeout: float | None
+
+    @property
+    def _pool(self) -> PoolPort: ...
 
     @property
     def info(self) -> EngineInfo: ...

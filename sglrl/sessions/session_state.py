@@ -179,7 +179,7 @@ class SessionState:
         if self.closed:
             raise Closed("the session was closed")
         spec = self.spec
-        version: int = spec.weights.version
+        version = spec.weights.version
         if not self.turns and (begun is None or not len(begun.output_ids)):
             # No token of the session will have an older version.
             self.oldest = version

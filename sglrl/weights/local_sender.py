@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ..config import check_timeout
-from ..core.manifest import FLOAT_BYTES, check_manifest, is_computed
-from ..core.weight_update import Member
+from ..core.manifest import FLOAT_BYTES, is_computed
 from ..errors import InvalidWeights
-from ..wire.weights import Shard, TensorSpec
+from ..wire.weights import TensorSpec
 from .channel import WeightChannel
 from .deadline import Deadline, turn
 from .safetensors_files import fingerprint, safetensors_specs
@@ -109,24 +108,6 @@ class LocalSender:
         )
         return await self._channel.update(request, None)
 
-    async def verify(self, weights: Any, timeout: float) -> list[str]:
-        """Return the names of the tensors whose live values differ, in the order of ``weights``."""
-        from .tensor_source import Manifest, named_tensors
-
-        deadline = Deadline(check_timeout(timeout))
-        named = named_tensors(weights)
-        wanted = await self._channel.describe(deadline.left)
-        manifest = Manifest()
-        tensors = manifest.take(named, wanted)
-        specs = manifest.specs
-        check_manifest(wanted, specs, partial=True)
-        untied = {name for name, _ in manifest.untied(named)}
-        found = await self._channel.checksums([spec.name for spec in specs], deadline.left)
-        differing = await asyncio.get_running_loop().run_in_executor(
-            None, _differing, tensors, specs, found
-        )
-        return [name for name, _ in manifest.spread(named) if name in untied or name in differing]
-
     async def _ending(self, device: Any, host: str, tensors: Any, deadline: Deadline) -> Any:
         from .bucket_sender import SendingEnd, sending_device
 
@@ -149,28 +130,3 @@ class LocalSender:
 def _looked_at(path: Any) -> tuple[list[Path], list[TensorSpec], list[Any]]:
     files, specs = safetensors_specs(path)
     return files, specs, fingerprint(files)
-
-
-def _differing(tensors: Any, specs: list[TensorSpec], found: dict[Member, list[Shard]]) -> set[str]:
-    import torch
-
-    from .checksum import checksum, piece
-    from .tensor_source import whole
-
-    by_name: dict[str, list[Shard]] = {}
-    for pieces in found.values():
-        for one in pieces:
-            by_name.setdefault(one.name, []).append(one)
-    differing = set()
-    with torch.no_grad():
-        for (name, tensor), spec in zip(tensors, specs, strict=True):
-            sent = whole(tensor).to(getattr(torch, spec.dtype))
-            known: dict[Any, int] = {}
-            for one in by_name.get(name, []):
-                key = (one.offset, one.size, one.stride)
-                if key not in known:
-                    known[key] = checksum(piece(sent, *key))
-                if known[key] != one.checksum:
-                    differing.add(name)
-                    break
-    return differing

@@ -10,6 +10,7 @@ import contextlib
 import gc
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,9 +22,10 @@ from sglrl.core.members import READY
 from sglrl.driver.driver import Driver
 from sglrl.driver.worker_info import WorkerInfo
 from sglrl.inference.client import Client
-from sglrl.remote.server import serve
+from sglrl.remote.server import PoolServer
 from sglrl.transport.memory import MemoryDealer, MemoryRouter
 from sglrl.weights.channel import WeightChannel
+from sglrl.weights.local_sender import LocalSender
 from sglrl.wire.calls import PROTOCOL_VERSION, Cancel, Item, ItemKind, Ready, Results, Submit
 from sglrl.wire.codec import decode_to_rank, decode_to_worker, encode
 from sglrl.wire.engine import GenerateArgs, ScoreArgs, TokenChunk
@@ -163,7 +165,7 @@ class Weights(WeightChannel):
 
 
 class Pool(DriverListener):
-    """A pool without processes, with the interface of ``sglrl.driver.pool.Pool``.
+    """A pool without processes, with the parts of ``PoolPort`` that the tests use.
 
     Worker ``bad`` may send anything in addition to its own messages. When the pool expels it,
     another worker replaces it.
@@ -174,6 +176,7 @@ class Pool(DriverListener):
         self.driver = Driver(self.router, FabricConfig(routing=("requests",)))
         self.weights = Weights(self.expel)
         self.driver.add_listener(self)
+        self.engine = INFO
         self.outer_address = "memory"
         self.weights.attach(self.driver, self.outer_address)
         self.source = LocalSource(self.weights)
@@ -221,14 +224,10 @@ class Pool(DriverListener):
     async def full(self, timeout: float) -> None:
         """Return at once: every worker but the bad worker serves."""
 
-    def ready(self, index: int) -> Ready:
-        return Ready(PROTOCOL_VERSION, 1, WINDOW, ["generate"], "cpu", INFO)
-
-    async def __aenter__(self) -> Pool:
+    async def enter(self) -> None:
         members = self.driver.fabric.members
         while not all(member.state is READY for member in members.values()):
             await self.driver.change()
-        return self
 
     async def close(self, *, drain: bool, timeout: float) -> None:
         await self.weights.close()
@@ -236,7 +235,9 @@ class Pool(DriverListener):
         self.router.close()
 
     def client(self) -> Client:
-        return Client(cast(Any, self), model="none", timeout=None, serve=serve)
+        pool = cast(Any, self)
+        sender, serve = LocalSender(self.weights), partial(PoolServer, pool)
+        return Client(pool, model="none", timeout=None, sender=sender, serve=serve)
 
 
 @contextlib.contextmanager

@@ -128,7 +128,7 @@ async def one_round(pool: Pool, client: Client, attack: Attack, n: int) -> None:
         assert isinstance(await update, UpdateReport)
     if n % 8 == 7:
         pool.replace_bad()
-        await pool.__aenter__()
+        await pool.enter()
     validate(pool.driver.fabric)
     assert not pool.driver.fabric.calls
     assert not pool.driver._raw

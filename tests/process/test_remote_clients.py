@@ -382,7 +382,7 @@ async def test_a_client_that_dies_is_forgotten_with_its_calls(pool: sglrl.Client
     await until(pool, lambda: all(w.load == 0 for w in pool.workers))
 
 
-async def test_who_could_not_be_told_anything_hears_that_it_is_forgotten(
+async def test_who_could_not_be_told_hears_that_it_is_forgotten(
     pool: sglrl.Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(remote_pool, "_CHECK_SECONDS", 0.05)

@@ -1,0 +1,59 @@
+"""The parts of a pool that a client uses. Local and remote pools implement them."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from ..weights.port import WeightsPort
+from ..wire.engine import EngineInfo
+from ..wire.processes import ClientKeys
+from .driver import Driver
+from .worker_info import QueueInfo, WorkerInfo
+
+
+class PoolPort(Protocol):
+    """The pool of a ``Client``.
+
+    ``driver.pool.Pool`` implements it with worker processes, ``remote.pool.RemotePool`` with the
+    pool of another process.
+    """
+
+    @property
+    def driver(self) -> Driver:
+        """The driver that calls are submitted to. Raises ``Closed`` before ``enter``."""
+        ...
+
+    @property
+    def weights(self) -> WeightsPort: ...
+
+    @property
+    def engine(self) -> EngineInfo | None:
+        """The engine of the workers; None: the workers have no engine."""
+        ...
+
+    @property
+    def workers(self) -> list[WorkerInfo]: ...
+
+    @property
+    def queue(self) -> QueueInfo: ...
+
+    @property
+    def connect_options(self) -> tuple[ClientKeys | None, bool, float | None]:
+        """How other processes of this machine connect: keys, insecure, heartbeat_timeout."""
+        ...
+
+    async def enter(self) -> None:
+        """Start the pool, or connect to it. It can be entered once."""
+        ...
+
+    async def close(self, *, drain: bool = False, timeout: float = 600.0) -> None: ...
+
+    async def full(self, timeout: float | None) -> None: ...
+
+    async def add(self, n: int) -> list[int]: ...
+
+    async def remove(self, index: int, timeout: float | None) -> None: ...
+
+    def warn_unclosed(self) -> None:
+        """Warn unless the pool is closed."""
+        ...

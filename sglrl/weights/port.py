@@ -1,0 +1,61 @@
+"""The parts of the weight updates that a client uses. Local and remote pools implement them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from ..core.weight_update import Member
+from ..wire.weights import ModelDescription, Shard
+from .update_report import UpdateReport
+from .update_request import UpdateRequest
+
+
+class WeightsPort(Protocol):
+    """The weights of a pool's workers.
+
+    ``WeightChannel`` implements it for a local pool, ``remote.pool.RemoteWeights`` for a remote
+    pool.
+    """
+
+    @property
+    def version(self) -> int:
+        """Policy version of the last update; 0 after loading."""
+        ...
+
+    @property
+    def on_version(self) -> set[Callable[[], None]]:
+        """Functions to call when ``version`` has changed."""
+        ...
+
+    @property
+    def address(self) -> str:
+        """The address for ``sglrl.weights.Sender.connect``. It contains a secret."""
+        ...
+
+    async def describe(self, timeout: float | None) -> ModelDescription:
+        """Return the tensors of the model."""
+        ...
+
+    async def checksums(self, names: list[str], timeout: float | None) -> dict[Member, list[Shard]]:
+        """Return checksums of live tensor shards by rank. Waits for a running update."""
+        ...
+
+
+class WeightSender(Protocol):
+    """Sends new weights to a pool's workers. ``Client`` documents methods of similar names.
+
+    ``LocalSender`` implements it for a local pool, ``remote.client`` for a remote pool.
+    """
+
+    async def connect(self, device: Any, host: str, timeout: float) -> float: ...
+
+    async def update(
+        self, weights: Any, request: UpdateRequest, *, device: Any = None, host: str = "127.0.0.1"
+    ) -> UpdateReport: ...
+
+    async def update_from_disk(self, path: Any, request: UpdateRequest) -> UpdateReport: ...
+
+    def close(self) -> None:
+        """Free the sender's memory. The pool is already closed."""
+        ...
