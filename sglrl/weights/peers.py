@@ -3,40 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
 from ..errors import SglrlError
-from ..wire.weights import (
-    CancelPeerCopy,
-    PeerCopyOffer,
-    RankAnswer,
-    ReceivePeerCopy,
-    SendPeerCopy,
-    ToRank,
-)
+from ..wire.weights import CancelPeerCopy, PeerCopyOffer, ReceivePeerCopy, SendPeerCopy
 from .answers import body_of
 from .deadline import Deadline
-from .ranks import Rank
-
-Ask = Callable[[Rank, Callable[[int], ToRank], Deadline, Rank], Awaitable[RankAnswer]]
+from .questions import Questions
+from .ranks import Rank, Ranks
 
 _offer = msgspec.msgpack.Decoder(PeerCopyOffer)
 
 
 class PeerCopies:
-    """Copies weights between workers, rank by rank. The caller holds the lock of updates.
+    """Copies weights between workers, rank by rank. The caller holds the lock of updates."""
 
-    Args:
-        ask: ``ask(rank, make, deadline, other)`` sends ``make(id)`` to ``rank`` and awaits the
-            answer. It raises ``WorkerLost`` as soon as ``rank`` or ``other`` is lost.
-        send: sends a rank a message that has no answer.
-    """
-
-    def __init__(self, ask: Ask, send: Callable[[Rank, ToRank], None]) -> None:
-        self._ask = ask
-        self._send = send
+    def __init__(self, ranks: Ranks, questions: Questions) -> None:
+        self._ranks = ranks
+        self._questions = questions
 
     async def copy_worker(
         self, receivers: Sequence[Rank], senders: Sequence[Rank], version: int, deadline: Deadline
@@ -68,11 +54,11 @@ class PeerCopies:
     ) -> None:
         """Copy the weights of one rank to another. When one of them fails, both stop."""
         try:
-            answer = await self._ask(
+            answer = await self._questions.ask(
                 sender, lambda id_: SendPeerCopy(id_, deadline.left), deadline, receiver
             )
             offer = body_of(_offer, answer)
-            await self._ask(
+            await self._questions.ask(
                 receiver,
                 lambda id_: ReceivePeerCopy(id_, version, offer, deadline.left),
                 deadline,
@@ -80,5 +66,5 @@ class PeerCopies:
             )
         except BaseException:
             for rank in (sender, receiver):
-                self._send(rank, CancelPeerCopy())
+                self._ranks.send(rank, CancelPeerCopy())
             raise

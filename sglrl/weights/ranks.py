@@ -1,13 +1,30 @@
-"""The driver's record of each process that takes part in weight updates."""
+"""The driver's record of each process that takes part in weight updates, and its connection."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
+from ..core.driver_listener import DriverListener
+from ..core.fabric import Fabric
 from ..core.weight_update import Member
-from ..errors import WorkerLost
-from ..wire.weights import RankSettings, TensorSpec
+from ..errors import UsageError, WeightUpdateError, WorkerLost
+from ..wire.codec import Buffer, encode
+from ..wire.weights import RankSettings, TensorSpec, ToRank
+from .deadline import Deadline
+
+
+class DriverPort(Protocol):
+    """The parts of ``Driver`` that a weight channel uses."""
+
+    fabric: Fabric
+
+    def add_listener(self, listener: DriverListener) -> None: ...
+
+    def change(self) -> asyncio.Future[None]: ...
+
+    def send_to_peer(self, identity: bytes, *frames: Buffer) -> bool: ...
 
 
 class Rank:
@@ -49,6 +66,102 @@ class Rank:
     def lose(self) -> None:
         self.lost = True
         self.hello.cancel()
+
+
+class Ranks:
+    """The ranks of a pool that are not lost.
+
+    Args:
+        is_up: ``is_up(worker)`` returns True if the worker has reported ready and is not lost.
+    """
+
+    def __init__(self, is_up: Callable[[int], bool]) -> None:
+        self._is_up = is_up
+        self._driver: DriverPort | None = None
+        self._by_member: dict[Member, Rank] = {}
+        self._by_identity: dict[bytes, Rank] = {}
+        self._has_weights = False
+        """True once a rank was added: the engine has weights to update."""
+
+    def attach(self, driver: DriverPort) -> None:
+        self._driver = driver
+
+    def add(self, member: Member, identity: bytes) -> None:
+        self._by_member[member] = self._by_identity[identity] = Rank(member, identity)
+        self._has_weights = True
+
+    def lose(self, worker: int) -> list[Rank]:
+        """Remove the ranks of a lost worker and return them."""
+        lost = self.of(worker)
+        for rank in lost:
+            del self._by_member[rank.member], self._by_identity[rank.identity]
+            rank.lose()
+        return lost
+
+    def close(self) -> None:
+        """Cancel all waits for a ``RankHello``."""
+        for rank in self._by_member.values():
+            rank.hello.cancel()
+
+    def find(self, identity: bytes) -> Rank | None:
+        return self._by_identity.get(identity)
+
+    def of(self, worker: int) -> list[Rank]:
+        return [rank for rank in self._by_member.values() if rank.worker == worker]
+
+    @property
+    def up(self) -> list[Rank]:
+        """Return every rank of every worker that is up.
+
+        A worker that is still starting gets the weights once it is up: see ``WeightChannel.sync``.
+        """
+        return [rank for _, rank in sorted(self._by_member.items()) if self._is_up(rank.worker)]
+
+    def send(self, rank: Rank, message: ToRank) -> None:
+        """Send a message to a rank, unless the rank is lost."""
+        if not rank.lost and self._driver is not None:
+            self._driver.send_to_peer(rank.identity, encode(message))
+
+    async def greeted(self, deadline: Deadline) -> list[Rank]:
+        """Wait until a worker is up and each of its ranks has sent ``RankHello``; return the ranks.
+
+        Raises:
+            UsageError: the engine has no weights to update.
+            WorkerLost: no worker is left.
+            WeightUpdateError: no worker was up, or a rank sent no ``RankHello``, in time.
+        """
+        if not self._has_weights:
+            raise UsageError("this engine has no weights to update: engine='sglang' has")
+        driver = self._driver
+        try:
+            async with deadline.limit():
+                while not (ranks := self.up):
+                    if driver is None or not driver.fabric.alive:
+                        raise WorkerLost("no worker is left")
+                    await driver.change()
+        except TimeoutError:
+            raise WeightUpdateError(f"no worker was up within {deadline}") from None
+        await all_said_hello(ranks, deadline)
+        return [rank for rank in ranks if not rank.lost]
+
+
+async def all_said_hello(ranks: Iterable[Rank], deadline: Deadline) -> None:
+    """Wait until each rank has sent ``RankHello`` or is lost.
+
+    Raises:
+        WeightUpdateError: a rank did neither in time.
+    """
+    waiting = [rank.hello for rank in ranks if not rank.hello.done()]
+    if waiting:
+        await asyncio.wait(waiting, timeout=deadline.left)
+        if any(not hello.done() for hello in waiting):
+            raise WeightUpdateError(f"not every rank was there within {deadline}")
+
+
+def check_alive(ranks: Iterable[Rank]) -> None:
+    """Raise ``WorkerLost`` if the worker of these ranks is lost."""
+    for rank in ranks:
+        rank.check()
 
 
 def lost_error(worker: int) -> WorkerLost:

@@ -1,8 +1,10 @@
-"""The driver's side of a sender in another process."""
+"""The driver's side of senders in other processes: which are admitted, and what they request."""
 
 from __future__ import annotations
 
 import asyncio
+import hmac
+import secrets
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
@@ -20,12 +22,21 @@ from ..wire.weights import (
     RankHello,
     RankSettings,
     SenderAccepted,
+    SenderClosed,
     TensorSpec,
     ToRank,
     Withdraw,
 )
+from .ranks import DriverPort
+from .sender_group import SenderGroup
 from .update_report import UpdateReport
 from .update_request import UpdateRequest
+
+_MOST_SENDERS = 16
+"""The maximum number of senders in other processes.
+
+A sender stays admitted until it reports ``SenderClosed``. A crashed sender never reports it.
+"""
 
 
 class Channel(Protocol):
@@ -33,20 +44,31 @@ class Channel(Protocol):
 
     version: int
 
-    def tell(self, sender: RemoteSource, message: ToRank) -> None: ...
-
     async def describe(self, timeout: float | None) -> ModelDescription: ...
 
     async def update(self, request: UpdateRequest, source: RemoteSource) -> UpdateReport: ...
 
     def sender_answered(self, source: RemoteSource, answer: RankAnswer) -> bool: ...
 
+    def sender_lost(self, source: RemoteSource) -> None: ...
+
 
 class RemoteSource:
-    """A sender in another process, and the task of the update that it proposed."""
+    """A sender in another process, and the task of the update that it proposed.
 
-    def __init__(self, channel: Channel, identity: bytes, settings: RankSettings) -> None:
+    Args:
+        tell: sends a message to the sender.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        tell: Callable[[RemoteSource, ToRank], None],
+        identity: bytes,
+        settings: RankSettings,
+    ) -> None:
         self._channel = channel
+        self._tell = tell
         self.identity = identity
         self.settings = settings
         self._task: asyncio.Task[None] | None = None
@@ -55,7 +77,7 @@ class RemoteSource:
         """The specs of the last proposal. An equal proposal keeps this list object."""
 
     def ask(self, message: ToRank) -> None:
-        self._channel.tell(self, message)
+        self._tell(self, message)
 
     @property
     def busy(self) -> bool:
@@ -149,3 +171,92 @@ class RemoteSource:
             self.ask(Proposed(proposal.id, ErrorBody(type(error).__name__, error.message)))
         else:
             self.ask(Proposed(proposal.id, None, msgspec.Raw(encode(report))))
+
+
+class RemoteSenders:
+    """The senders in other processes that are admitted. ``len`` counts them.
+
+    Args:
+        group: the current group. Its sender is not dismissed for another sender.
+    """
+
+    def __init__(self, channel: Channel, group: SenderGroup) -> None:
+        self._channel = channel
+        self._group = group
+        self._driver: DriverPort | None = None
+        self._address = ""
+        self._token = secrets.token_hex(16)
+        self._admitted: dict[bytes, RemoteSource] = {}
+
+    def __len__(self) -> int:
+        return len(self._admitted)
+
+    def attach(self, driver: DriverPort, address: str) -> None:
+        self._driver = driver
+        self._address = address
+
+    def close(self) -> None:
+        """Dismiss all senders and cancel the updates that they proposed."""
+        admitted, self._admitted = self._admitted, {}
+        for sender in admitted.values():
+            sender.cancel()
+
+    @property
+    def address(self) -> str:
+        """Return the address for ``sglrl.weights.Sender.connect``. It contains a secret."""
+        return f"{self._address}#{self._token}"
+
+    def knows(self, identity: bytes) -> bool:
+        """Return True for the identity of an admitted sender, and of a sender with the secret."""
+        kind, _, rest = identity.partition(b"/")
+        token, _, _ = rest.partition(b"/")
+        return identity in self._admitted or (
+            kind == b"sender" and hmac.compare_digest(token, self._token.encode())
+        )
+
+    def receive(self, identity: bytes, message: Any) -> bool:
+        """Handle a message of a sender. Return False if the message was not expected."""
+        sender = self._admitted.get(identity)
+        match message:
+            case RankHello(settings=settings) if sender is None:
+                return self._admit(identity, settings)
+            case SenderClosed() if sender is not None:
+                self._dismiss(sender)
+                return True
+            case _:
+                return sender is not None and sender.receive(message)
+
+    def find_lost(self) -> None:
+        """Send every sender a message. Sending it finds lost senders."""
+        for sender in list(self._admitted.values()):
+            # The message has no effect, because the ids of proposals start at 1.
+            self._tell(sender, Proposed(0, None))
+
+    def _tell(self, sender: RemoteSource, message: ToRank) -> None:
+        """Send a message to a sender. If the sender is lost, end its update."""
+        if self._driver is not None and self._driver.send_to_peer(sender.identity, encode(message)):
+            return
+        self._admitted.pop(sender.identity, None)
+        self._channel.sender_lost(sender)
+
+    def _admit(self, identity: bytes, settings: RankSettings) -> bool:
+        """Admit a sender. Return False if there are too many busy senders."""
+        if len(self._admitted) >= _MOST_SENDERS:
+            others = (
+                sender
+                for sender in self._admitted.values()
+                if sender is not self._group.source and not sender.busy
+            )
+            idle = next(others, None)
+            if idle is None:
+                return False
+            self._dismiss(idle)
+        sender = RemoteSource(self._channel, self._tell, identity, settings)
+        self._admitted[identity] = sender
+        sender.welcome()
+        return True
+
+    def _dismiss(self, sender: RemoteSource) -> None:
+        sender.cancel()
+        self._group.forget(sender)
+        self._admitted.pop(sender.identity, None)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import time
+
 import msgspec
+
+from ..core.weight_update import COMMIT, JOIN, PREPARE, STAGE
 
 
 class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,6 +62,32 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     __str__ = __repr__
+
+
+class PhaseTimes:
+    """Measures the phases of one update. An attempt that is repeated measures them again.
+
+    Args:
+        begun: the time of the call, on ``time.perf_counter``.
+    """
+
+    def __init__(self, begun: float) -> None:
+        self._begun = begun
+        self._at: dict[str, float] = {}
+
+    def enter(self, phase: str) -> None:
+        self._at[phase] = time.perf_counter()
+
+    def ended(self) -> dict[str, float]:
+        """Return the times of the phases of an update that ends now, by the report's names."""
+        at, end = self._at, time.perf_counter()
+        return {
+            "join_ms": (at[PREPARE] - at[JOIN]) * 1e3 if JOIN in at else 0.0,
+            "prepare_ms": (at[STAGE] - at[PREPARE]) * 1e3,
+            "stage_ms": (at[COMMIT] - at[STAGE]) * 1e3,
+            "commit_ms": (end - at[COMMIT]) * 1e3,
+            "total_ms": (end - self._begun) * 1e3,
+        }
 
 
 def _size(count: int) -> str:

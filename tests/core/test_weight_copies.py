@@ -36,7 +36,7 @@ from sglrl.wire.weights import (
     rank_identity,
 )
 
-from .test_weight_channel import SETTINGS, SPECS, Pool, Sender, answer, raw
+from .weight_pool import SETTINGS, SPECS, Pool, Sender, answer, raw
 
 LIMIT = 20.0
 """Time limit of a test in seconds. A test that takes longer hangs."""
@@ -114,7 +114,7 @@ def played(test: Callable[[Replaced], Awaitable[None]]) -> Callable[[], None]:
             await test(pool)
             assert pool.asked.empty(), pool.asked.get_nowait()
             assert not pool.channel._lock.locked()
-            assert not pool.channel._asked
+            assert len(pool.channel._questions) == 0
             await pool.channel.close()
 
     def run() -> None:
@@ -417,7 +417,7 @@ async def test_a_worker_is_replaced_before_an_update_begins(pool: Replaced) -> N
     describe = await pool.next(0, Describe)
     pool.lose(1)
     pool.replace(NEWER, hello=False)
-    pool.channel._is_up = lambda worker: worker != 1
+    pool.starting.add(1)
     pool.say(0, RankAnswer(describe.id, "describe", None, raw(ModelDescription(SPECS, []))))
     await pool.goes_well(calls.sender, [0, 2], Join, Prepare, Stage, Commit)
     assert (await update).workers == [0, 2]

@@ -1,8 +1,9 @@
-"""Weight updates, each test one sequence of events. Any order: ``test_weight_states``."""
+"""Weight updates, each test one sequence of events. See also ``test_weight_losses``.
+
+Any order of events: ``test_weight_states``.
+"""
 
 from __future__ import annotations
-
-from collections.abc import Iterable
 
 import pytest
 
@@ -15,114 +16,23 @@ from sglrl.core.weight_update import (
     PREPARE,
     SENDER,
     STAGE,
-    Ended,
-    Expel,
-    Limits,
     Member,
-    WeightUpdate,
 )
-from sglrl.errors import InvalidWeights, SettingsMismatch, SglrlError, WeightUpdateError
+from sglrl.errors import InvalidWeights, SettingsMismatch
 
-from .update_model import plain
-
-A0, A1, B0, B1 = (0, 0), (0, 1), (1, 0), (1, 1)
-RANKS = [A0, A1, B0, B1]
-LIMITS = Limits(phase=10.0, commit=20.0, abort=5.0)
-PHASES = [JOIN, PREPARE, STAGE, COMMIT]
-BEFORE_COMMIT = [(False, JOIN), *((j, phase) for j in (False, True) for phase in (PREPARE, STAGE))]
-"""Whether the group was joined before the update, and a phase that exists in this case."""
-NO = WeightUpdateError("no")
-
-
-class Update:
-    """A machine with a clock. Its methods return the machine's new effects."""
-
-    def __init__(
-        self,
-        members: Iterable[Member] = RANKS,
-        *,
-        joined: bool = False,
-        sender: bool = True,
-        join_only: bool = False,
-        until: str = "",
-    ) -> None:
-        """Begin an update.
-
-        Args:
-            until: the phase that is in progress. All members answered well in the phases before.
-        """
-        self.now = 100.0
-        self.machine = WeightUpdate(
-            members,
-            joined=joined,
-            sender=sender,
-            limits=LIMITS,
-            now=self.now,
-            join_only=join_only,
-        )
-        while until and self.machine.state != until:
-            self.all_answer()
-        self.ended: Ended | None = None
-        if until:
-            self.effects()
-
-    def effects(self) -> list[object]:
-        """Return the effects since the last call. Errors are in ``ended``."""
-        found, self.machine.outbox = self.machine.outbox, []
-        self.ended = next((e for e in found if isinstance(e, Ended)), None)
-        self.expelled = {e.worker: e.reason for e in found if isinstance(e, Expel)}
-        return [e[:3] if isinstance(e, tuple) else e for e in plain(found)]
-
-    def answer(
-        self, *members: Member, error: SglrlError | None = None, dirty: bool = False
-    ) -> list[object]:
-        for member in members:
-            self.machine.answered(member, self.machine.state, error, self.now, dirty)
-        return self.effects()
-
-    def all_answer(self) -> None:
-        for member in sorted(self.machine.waiting):
-            self.machine.answered(member, self.machine.state, None, self.now)
-
-    def time_out(self) -> list[object]:
-        """Let the time-out pass. Nothing may happen before it."""
-        self.now = self.machine.deadline - 0.25
-        self.machine.tick(self.now)
-        assert self.effects() == []
-        self.now = self.machine.deadline
-        self.machine.tick(self.now)
-        return self.effects()
-
-    def lose(self, worker: int) -> list[object]:
-        self.machine.lost(worker, self.now)
-        return self.effects()
-
-    def finish(self) -> list[object]:
-        """Answer well for all members until the end."""
-        found = self.effects()
-        while not self.machine.ended:
-            self.all_answer()
-            found += self.effects()
-        return found
-
-
-def ask(phase: str, *members: Member) -> object:
-    return ("ask", phase, frozenset(members))
-
-
-def end(state: str, why: str = "") -> object:
-    return ("end", state, why)
-
-
-def in_order(*members: Member) -> list[object]:
-    return [
-        ask(JOIN, *members, SENDER),
-        ask(PREPARE, *members),
-        ask(STAGE, *members, SENDER),
-        ask(COMMIT, *members),
-        end(DONE),
-    ]
-
+from .stepped_update import (
+    A0,
+    A1,
+    B0,
+    B1,
+    NO,
+    PHASES,
+    RANKS,
+    Update,
+    ask,
+    end,
+    in_order,
+)
 
 # --- success --------------------------------------------------------------------------------------
 
@@ -277,203 +187,6 @@ def test_a_sender_that_cannot_abort_has_no_second_attempt() -> None:
     update.lose(0)
     assert update.answer(SENDER, error=NO) == []
     assert update.answer(B0, B1) == [end(FAILED, "lost")]
-
-
-# --- a member is lost -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("joined", "phase"), BEFORE_COMMIT)
-def test_a_worker_is_lost_before_commit(joined: bool, phase: str) -> None:
-    """The other workers get the update, in a group of their own."""
-    update = Update(joined=joined, until=phase)
-    update.answer(A0)
-    assert update.lose(1) == [ask(ABORT, A0, A1, SENDER)]
-    assert update.machine.leave
-    assert update.finish() == in_order(A0, A1)
-    assert update.machine.attempts == 2
-    assert update.machine.joined
-    assert update.machine.errors == []
-
-
-def test_a_worker_is_lost_while_its_neighbour_reports_the_broken_collective() -> None:
-    """The result does not depend on which of the two events is noticed first."""
-    update = Update(until=STAGE)
-    assert update.answer(A0, error=NO) == [ask(ABORT, *RANKS, SENDER)]
-    assert update.answer(SENDER, A0, A1) == []
-    assert update.lose(1) == in_order(A0, A1)[:1]
-    assert update.finish() == in_order(A0, A1)[1:]
-    assert update.machine.errors == [], "those of an attempt that was made up for"
-
-
-def test_a_worker_is_lost_in_commit() -> None:
-    update = Update(until=COMMIT)
-    assert update.answer(A0, A1, B0) == []
-    assert update.lose(1) == [end(DONE)]
-    assert update.machine.workers == {0}
-    assert not update.machine.joined
-
-
-@pytest.mark.parametrize("joined", [True, False])
-def test_a_worker_is_lost_after_a_refusal(joined: bool) -> None:
-    """A group that was formed before the update is no longer whole either."""
-    update = Update(joined=joined, until=PREPARE)
-    update.answer(A0, error=NO)
-    update.answer(A1, B0, B1)
-    assert update.answer(SENDER, A0, A1) == []
-    assert update.lose(1) == [end(FAILED, "refused")]
-    assert not update.machine.joined
-
-
-def test_without_a_sender_the_others_begin_again_with_prepare() -> None:
-    update = Update(sender=False, until=STAGE)
-    assert update.lose(0) == [ask(ABORT, B0, B1)]
-    assert update.answer(B0, B1) == [ask(PREPARE, B0, B1)]
-
-
-@pytest.mark.parametrize("phase", PHASES)
-def test_all_workers_are_lost(phase: str) -> None:
-    update = Update(until=phase)
-    first = [] if phase == COMMIT else [ask(ABORT, B0, B1, SENDER)]
-    assert update.lose(0) == first
-    assert update.lose(0) == []
-    if phase == COMMIT:
-        assert update.lose(1) == [end(FAILED, "lost")]
-        return
-    assert update.lose(1) == []
-    assert update.answer(SENDER) == [end(FAILED, "lost")]
-    assert update.machine.attempts == 1
-
-
-def test_the_only_worker_is_lost() -> None:
-    update = Update([A0], until=PREPARE)
-    assert update.lose(0) == [ask(ABORT, SENDER)]
-    assert update.answer(SENDER) == [end(FAILED, "lost")]
-    alone = Update([A0], sender=False)
-    assert alone.effects() == [ask(PREPARE, A0)]
-    assert alone.lose(0) == [end(FAILED, "lost")]
-
-
-def test_another_attempt_has_to_have_a_reason_of_its_own() -> None:
-    update = Update(until=STAGE)
-    update.lose(1)
-    assert update.answer(SENDER, A0, A1) == [ask(JOIN, A0, A1, SENDER)]
-    assert update.answer(A0, error=NO) == [ask(ABORT, A0, A1, SENDER)]
-    assert update.finish() == [end(FAILED, "broken")]
-    assert update.machine.attempts == 2
-
-
-def test_workers_are_lost_one_attempt_after_the_other() -> None:
-    update = Update([(worker, 0) for worker in range(4)])
-    for left in (3, 2, 1):
-        update.effects()
-        for _ in PHASES[: left - 1]:
-            update.all_answer()
-        update.lose(left)
-        update.all_answer()
-    assert update.finish() == in_order((0, 0))
-    assert update.machine.attempts == 4
-
-
-def test_strangers_are_not_missed() -> None:
-    update = Update(until=STAGE)
-    assert update.lose(7) == []
-    assert update.answer((7, 0)) == []
-    assert update.answer((0, 2), error=NO) == []
-    assert update.machine.late_answers == 2
-
-
-@pytest.mark.parametrize("phase", [JOIN, PREPARE, STAGE])
-def test_the_sender_is_lost_before_commit(phase: str) -> None:
-    update = Update(until=phase)
-    gone = WeightUpdateError("the sender is gone")
-    update.machine.lost_sender(gone, update.now)
-    assert update.effects() == [ask(ABORT, *RANKS)]
-    assert update.machine.leave
-    update.machine.lost_sender(NO, update.now)
-    assert update.answer(*RANKS) == [end(FAILED, "lost")]
-    assert update.ended is not None
-    assert update.ended.errors == [(SENDER, gone)]
-
-
-def test_the_sender_is_lost_in_commit() -> None:
-    """The update does not need the sender any more, but the sender's group is lost."""
-    update = Update(until=COMMIT)
-    update.machine.lost_sender(NO, update.now)
-    assert update.finish() == [end(DONE)]
-    assert not update.machine.joined
-
-
-def test_the_sender_is_lost_as_the_last_of_those_who_abort() -> None:
-    update = Update(until=STAGE)
-    update.lose(0)
-    update.answer(B0, B1)
-    update.machine.lost_sender(NO, update.now)
-    assert update.effects() == [end(FAILED, "lost")]
-
-
-def test_there_was_no_sender_to_lose() -> None:
-    update = Update(sender=False, until=STAGE)
-    update.machine.lost_sender(NO, update.now)
-    assert update.finish() == [ask(COMMIT, *RANKS), end(DONE)]
-
-
-# --- a member is silent ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("joined", "phase"), BEFORE_COMMIT)
-def test_a_silent_worker_is_out(joined: bool, phase: str) -> None:
-    """A late worker may just wait for another. A worker that cannot even abort is expelled."""
-    update = Update(joined=joined, until=phase)
-    update.answer(A0, A1, SENDER)
-    assert update.time_out() == [ask(ABORT, *RANKS, SENDER)]
-    assert update.machine.leave is (phase != PREPARE)
-    assert update.answer(SENDER, A0, A1, B1) == []
-    assert update.time_out() == [("expel", 1), ask(JOIN, A0, A1, SENDER)]
-    assert "abort" in update.expelled[1]
-    assert update.finish() == in_order(A0, A1)[1:]
-
-
-@pytest.mark.parametrize("phase", [JOIN, PREPARE, STAGE])
-def test_a_slow_worker_that_aborts_is_kept(phase: str) -> None:
-    update = Update(until=phase)
-    update.answer(A0, A1, SENDER, B1)
-    update.time_out()
-    assert update.answer(SENDER, *RANKS) == [end(FAILED, "broken")]
-    assert update.ended is not None
-    ((member, error),) = update.ended.errors
-    assert member == B0
-    assert str(error) == f"no answer to '{phase}' within the time-out from rank 0 of worker 1"
-    assert update.machine.joined is (phase == PREPARE)
-
-
-def test_a_silent_worker_in_commit() -> None:
-    update = Update(until=COMMIT)
-    assert update.answer(A0, A1, B1) == []
-    assert update.time_out() == [("expel", 1), end(DONE)]
-    assert "commit" in update.expelled[1]
-
-
-@pytest.mark.parametrize("phase", [JOIN, STAGE])
-def test_a_silent_sender(phase: str) -> None:
-    update = Update(until=phase)
-    update.answer(*RANKS)
-    assert update.time_out() == [ask(ABORT, *RANKS, SENDER)]
-    assert update.answer(*RANKS) == []
-    assert update.time_out() == [end(FAILED, "lost")]
-    assert update.ended is not None
-    assert [(m, str(e)) for m, e in update.ended.errors] == [
-        (SENDER, f"no answer to '{phase}' within the time-out from the sender"),
-        (SENDER, "the sender does not answer"),
-    ]
-    assert not update.machine.joined
-
-
-@pytest.mark.parametrize("phase", PHASES)
-def test_all_are_silent(phase: str) -> None:
-    update = Update(until=phase)
-    if phase != COMMIT:
-        assert update.time_out() == [ask(ABORT, *RANKS, SENDER)]
-    assert update.time_out() == [("expel", 0), ("expel", 1), end(FAILED, "lost")]
 
 
 # --- the update is cancelled ----------------------------------------------------------------------

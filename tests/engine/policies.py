@@ -23,10 +23,13 @@ from transformers import DynamicCache
 import sglrl
 from sglrl.tools.tiny_model import make_model
 from sglrl.weights import UpdateReport
+from sglrl.weights.update_run import UpdateRun
 
 from .reference import Reference
 
 TOLERANCE = 1e-4
+NORM = "model.norm.weight"
+Weights = dict[str, torch.Tensor]
 PROMPTS = [[3 + (5 * i + 13 * j * j) % 500 for j in range(4 + 11 * i)] for i in range(4)]
 
 
@@ -187,6 +190,10 @@ class Lab:
         )
 
 
+def without(weights: Weights, name: str) -> Weights:
+    return {n: t for n, t in weights.items() if n != name}
+
+
 def on_phase(
     monkeypatch: pytest.MonkeyPatch,
     client: sglrl.Client,
@@ -194,13 +201,14 @@ def on_phase(
 ) -> None:
     """Call ``act(phase, member)`` right before a member of an update is asked for a phase."""
     channel = client._pool.weights
-    ask = channel._ask
+    ask = UpdateRun._ask
 
-    def observed(run: Any, phase: str, member: tuple[int, int]) -> None:
-        act(phase, member)
+    def observed(run: UpdateRun, phase: str, member: tuple[int, int]) -> None:
+        if run is channel._run:
+            act(phase, member)
         ask(run, phase, member)
 
-    monkeypatch.setattr(channel, "_ask", observed)
+    monkeypatch.setattr(UpdateRun, "_ask", observed)
 
 
 def phase_event(
@@ -223,22 +231,23 @@ def phase_held(
     """
     event = asyncio.Event()
     channel = client._pool.weights
-    ask = channel._ask
-    held: list[tuple[Any, str, tuple[int, int]]] = []
+    ask = UpdateRun._ask
+    held: list[tuple[UpdateRun, str, tuple[int, int]]] = []
 
     def release() -> None:
         while held:
             ask(*held.pop())
 
-    def observed(run: Any, phase: str, member: tuple[int, int]) -> None:
-        if phase == wanted and member == max(run.machine.members):
+    def observed(run: UpdateRun, phase: str, member: tuple[int, int]) -> None:
+        is_last = member == max(run.machine.members)
+        if run is channel._run and phase == wanted and is_last:
             held.append((run, phase, member))
             event.set()
         else:
             release()
             ask(run, phase, member)
 
-    monkeypatch.setattr(channel, "_ask", observed)
+    monkeypatch.setattr(UpdateRun, "_ask", observed)
     return event, release
 
 

@@ -17,12 +17,13 @@ def test_the_blocking_client_has_it_all(models: Path) -> None:
     policies = Policies(models / "policies")
     with sglrl.blocking(policies[0].folder, device="cpu", weight_device="cpu") as client:
         assert client.weight_version == 0
-        assert client.connect_weights() >= 0
+        client.connect_weights()
         assert client.weights_address
         metadata = client.model_metadata()
         assert set(metadata) == set(policies[1].model.state_dict())
         report = client.update_weights(policies[1].model)
         assert (report.version, report.workers) == (1, [0])
+        assert report.join_ms == 0, "connect_weights has formed the group"
         assert client.verify_weights(policies[1].model) == []
         assert client.update_weights_from_disk(policies[2].folder).version == 2
         assert client.verify_weights(policies[2].model) == []

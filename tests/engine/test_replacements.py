@@ -16,6 +16,7 @@ import pytest_asyncio
 from processes import strike as stop
 
 import sglrl
+from sglrl.weights.peers import PeerCopies
 
 from .policies import PROMPTS, Lab, Policies, gated, until_running
 
@@ -127,14 +128,15 @@ async def test_nobody_has_them(lab: Lab, caplog: pytest.LogCaptureFixture) -> No
 
 async def test_the_sender_is_lost_too(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     await lab.other()
-    channel = lab.client._pool.weights
-    copy_rank = channel._peer_copies.copy_rank
+    copy_rank = PeerCopies.copy_rank
 
-    async def observed(receiver: Any, sender: Any, version: int, deadline: Any) -> None:
+    async def observed(
+        copies: PeerCopies, receiver: Any, sender: Any, version: int, deadline: Any
+    ) -> None:
         strike(lab.client, sender.worker)
-        await copy_rank(receiver, sender, version, deadline)
+        await copy_rank(copies, receiver, sender, version, deadline)
 
-    monkeypatch.setattr(channel._peer_copies, "copy_rank", observed)
+    monkeypatch.setattr(PeerCopies, "copy_rank", observed)
     await kill(lab.client, 0)
     await until(lab.client, "stale", "stale")
     monkeypatch.undo()
@@ -149,8 +151,8 @@ async def test_the_sender_is_lost_in_the_peer_copy(
     """The receiver does not wait for the lost sender, but copies from another worker."""
     await lab.other()
     (added,) = await lab.client.add_workers()
-    channel = lab.client._pool.weights
-    send, struck, sender = channel._send, False, -1
+    ranks = lab.client._pool.weights._ranks
+    send, struck, sender = ranks.send, False, -1
 
     def observed(rank: Any, message: Any) -> None:
         nonlocal struck, sender
@@ -161,7 +163,7 @@ async def test_the_sender_is_lost_in_the_peer_copy(
             strike(lab.client, sender)
         send(rank, message)
 
-    monkeypatch.setattr(channel, "_send", observed)
+    monkeypatch.setattr(ranks, "send", observed)
     await kill(lab.client, 1)
     async with asyncio.timeout(30):
         await lab.client.wait_until_full()
@@ -174,8 +176,8 @@ async def test_the_receiver_is_lost_in_the_peer_copy(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await lab.other()
-    channel = lab.client._pool.weights
-    send, struck = channel._send, False
+    ranks = lab.client._pool.weights._ranks
+    send, struck = ranks.send, False
 
     def observed(rank: Any, message: Any) -> None:
         nonlocal struck
@@ -184,7 +186,7 @@ async def test_the_receiver_is_lost_in_the_peer_copy(
             struck = True
             strike(lab.client, rank.worker)
 
-    monkeypatch.setattr(channel, "_send", observed)
+    monkeypatch.setattr(ranks, "send", observed)
     await kill(lab.client, 1)
     await lab.client.wait_until_full()
     assert struck
@@ -238,8 +240,8 @@ async def on_message(
 
     Calls ``act`` right after the first message of this kind is sent, then returns.
     """
-    channel = lab.client._pool.weights
-    send, sent = channel._send, asyncio.Event()
+    ranks = lab.client._pool.weights._ranks
+    send, sent = ranks.send, asyncio.Event()
 
     def observed(rank: Any, message: Any) -> None:
         send(rank, message)
@@ -247,7 +249,7 @@ async def on_message(
             sent.set()
             act()
 
-    monkeypatch.setattr(channel, "_send", observed)
+    monkeypatch.setattr(ranks, "send", observed)
     await kill(lab.client, 1)
     async with asyncio.timeout(60):
         await sent.wait()

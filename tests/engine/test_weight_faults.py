@@ -14,7 +14,7 @@ import pytest
 from processes import strike
 
 import sglrl
-from sglrl.weights import channel
+from sglrl.weights import update_run
 
 from .policies import PROMPTS, Lab, Policies, gated, on_phase, phase_event
 
@@ -52,7 +52,7 @@ async def test_a_worker_fails_in_an_update(
     async with sglrl.launch(policies[0].folder, device="cpu", replicas=2, restarts=0) as client:
         lab = Lab(client, policies)
         # Seconds in which a live process must confirm that it has aborted.
-        monkeypatch.setattr(channel, "ABORT_SECONDS", SECONDS)
+        monkeypatch.setattr(update_run, "ABORT_SECONDS", SECONDS)
         pid = client.workers[VICTIM].pid
         if phase != "join":
             await lab.update(1, mode=mode)
@@ -91,7 +91,7 @@ async def test_a_worker_fails_in_an_update(
     assert not alive(pid)
 
 
-async def test_a_worker_is_lost_when_the_other_has_half_of_the_new_weights(
+async def test_a_worker_is_lost_when_another_is_half_updated(
     policies: Policies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other worker cannot return to the old weights, so it stays held until it has the rest."""

@@ -28,7 +28,7 @@ def test_a_drained_update_is_live_when_its_hold_ends(found: Any) -> None:
     assert found["drained"] == [[NEW, 6], {str(UPDATE): ""}]
 
 
-def test_a_drained_update_of_which_nothing_is_staged_is_not_taken_for_live(found: Any) -> None:
+def test_a_drained_update_without_staged_weights_is_not_live(found: Any) -> None:
     nothing = {str(UPDATE): "nothing is staged for this update"}
     after_release, after_commit = found["drained_without_its_weights"]
     assert after_release == [[OLD, 1], nothing]

@@ -14,6 +14,8 @@ import pytest
 import pytest_asyncio
 
 import sglrl
+from sglrl.core.weight_update import JOIN
+from sglrl.weights.update_run import UpdateRun
 
 from .policies import PROMPTS, Lab, Policies, gated, phase_event, phase_held
 
@@ -37,13 +39,15 @@ def size(lab: Lab) -> int:
 # --- reports and modes ----------------------------------------------------------------------------
 
 
-async def test_the_first_update_forms_the_group(lab: Lab) -> None:
+async def test_the_first_update_forms_the_group(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [w.weight_version for w in lab.client.workers] == [0, 0]
     first = await lab.other()
     assert first.join_ms > 0
     second = await lab.other()
     assert second.join_ms == 0
-    assert await lab.client.connect_weights() >= 0
+    joining = phase_event(monkeypatch, lab.client, JOIN)
+    await lab.client.connect_weights()
+    assert not joining.is_set(), "the group exists already"
     await lab.check(PROMPTS[:1])
 
 
@@ -65,9 +69,10 @@ async def test_a_worker_pauses_when_one_of_its_ranks_has_no_room(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker pauses even if its other ranks have room. Other workers continue."""
-    channel = lab.client._pool.weights
-    mode = channel._mode
-    monkeypatch.setattr(channel, "_mode", lambda run, m: "bucketed" if m[0] == 0 else mode(run, m))
+    mode = UpdateRun._mode
+    monkeypatch.setattr(
+        UpdateRun, "_mode", lambda run, m: "bucketed" if m[0] == 0 else mode(run, m)
+    )
     running = asyncio.gather(
         *(lab.client.generate(input_ids=PROMPTS[0], **WANTED) for _ in range(8))
     )

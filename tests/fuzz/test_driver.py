@@ -111,7 +111,7 @@ async def one_round(pool: Pool, client: Client, attack: Attack, n: int) -> None:
         if at % 40 == 0:
             run = pool.weights._run
             ids = [*pool.bad_worker.held, *pool.driver.fabric.calls]
-            attack.know([*ids, pool.weights._next_id, 1 if run is None else run.id])
+            attack.know([*ids, pool.weights._questions.last_id, 1 if run is None else run.id])
             await asyncio.sleep(0)
         attack.strike()
     while not all(task.done() for task in spoiled):

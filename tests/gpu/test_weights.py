@@ -18,6 +18,7 @@ from engine.reference import Reference
 
 import sglrl
 from sglrl.core.weight_update import STAGE
+from sglrl.weights.update_run import UpdateRun
 
 from .conftest import ARGUMENTS, TOLERANCE
 
@@ -97,17 +98,16 @@ async def test_updates(layout: str, gpu_model: Path, other_gpu_model: Path) -> N
 
 async def lose_a_worker(client: sglrl.Client, reference: Reference) -> None:
     """Kill a worker while it receives. This update and the next one succeed without it."""
-    channel = client._pool.weights
-    ask = channel._ask
+    ask = UpdateRun._ask
 
-    def killing(run: Any, phase: str, member: tuple[int, int]) -> None:
+    def killing(run: UpdateRun, phase: str, member: tuple[int, int]) -> None:
         if phase == STAGE and member[0] == 1:
             os.kill(client.workers[1].pid, signal.SIGKILL)
         ask(run, phase, member)
 
-    channel._ask = killing  # type: ignore[method-assign]
-    report = await client.update_weights(reference.model, timeout=20)
-    channel._ask = ask  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(UpdateRun, "_ask", killing)
+        report = await client.update_weights(reference.model, timeout=20)
     print(report)
     assert report.workers == [0]
     assert report.attempts == 2

@@ -122,7 +122,7 @@ class Storm:
         assert all(not fabric.members[index].calls for index in live)
         channel = pool.weights
         assert channel._run is None
-        assert channel._asked == {}
+        assert len(channel._questions) == 0
         assert not channel._lock.locked()
         async with asyncio.timeout(PATIENCE):
             # An engine drops an aborted request between two of its steps.

@@ -1,0 +1,106 @@
+"""Bring a replacement to the version of the pool: copy from another worker, or read files again."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+from ..errors import ModelError, SglrlError
+from .deadline import Deadline
+from .peers import PeerCopies
+from .ranks import Rank, check_alive
+from .safetensors_files import fingerprint, weight_files
+from .update_request import UpdateRequest
+
+logger = logging.getLogger("sglrl.weights")
+
+ReadFiles = Callable[[UpdateRequest, Sequence[Rank]], Awaitable[SglrlError | None]]
+
+
+class CatchUp:
+    """Brings workers to the version of the pool, one at a time.
+
+    Args:
+        copies: copies weights between workers.
+        read_files: ``read_files(request, ranks)`` lets ``ranks`` read the files of the last update.
+            It returns the error if that failed.
+    """
+
+    def __init__(self, copies: PeerCopies, read_files: ReadFiles) -> None:
+        self._copies = copies
+        self._read_files = read_files
+        self._folder: UpdateRequest | None = None
+        """The request of the last update, if it sent all tensors and read them from files."""
+
+    def updated(self, request: UpdateRequest) -> None:
+        """Record the last update of the pool."""
+        self._folder = request if request.folder and not request.partial else None
+
+    async def bring(
+        self, mine: Sequence[Rank], holders: Sequence[Rank], version: int, deadline: Deadline
+    ) -> bool:
+        """Send the current weights to a worker. The caller holds the lock of updates.
+
+        Args:
+            mine: all ranks of the worker. They have sent ``RankHello``.
+            holders: all ranks of the other workers that have the current weights.
+            version: the version of the current weights.
+
+        Returns:
+            False if the current weights are not available.
+
+        Raises:
+            WorkerLost: the worker is lost. Raised as soon as that happens.
+            SglrlError: the error of the last copy, if every copy failed and there are no files.
+        """
+        failure: SglrlError | None = None
+        peers: dict[int, list[Rank]] = {}
+        for rank in holders:
+            peers.setdefault(rank.worker, []).append(rank)
+        while peers:
+            peer = min(peers)
+            senders = peers.pop(peer)
+            begun = time.perf_counter()
+            # Half of the time, so that a peer that hangs leaves time for the other peers.
+            limit = Deadline(deadline.left / 2) if peers else deadline
+            failed = await self._copies.copy_worker(mine, senders, version, limit)
+            check_alive(mine)
+            if failed is None:
+                logger.info(
+                    "worker %d got the weights of version %d from worker %d in %.0f ms",
+                    mine[0].worker,
+                    version,
+                    peer,
+                    (time.perf_counter() - begun) * 1e3,
+                )
+                return True
+            failure = failed
+            logger.warning("worker %d could not give its weights: %s", peer, failure)
+        request = self._folder
+        if request is not None and _is_there(request, version):
+            failed = await self._read_files(request, mine)
+            if failed is None:
+                return True
+            check_alive(mine)
+            logger.warning(
+                "worker %d could not read %s: %s", mine[0].worker, request.folder, failed
+            )
+            # The files are the cause, not the worker: a replacement could not read them either.
+            return False
+        if failure is not None:
+            raise failure
+        return False
+
+
+def _is_there(request: UpdateRequest, version: int) -> bool:
+    """Return True if the files of the request exist and have not changed since."""
+    folder = Path(request.folder)
+    try:
+        same = fingerprint(weight_files(folder)) == request.seen
+    except (ModelError, OSError):
+        same = False
+    if not same:
+        logger.warning("%s does not hold the weights of version %d any more", folder, version)
+    return same

@@ -1,0 +1,97 @@
+"""The group of a sender and ranks, as the driver knows it. ``group`` holds the processes' side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from ..core.manifest import differences
+from ..core.weight_update import SENDER, Member
+from ..errors import SettingsMismatch
+from ..wire.weights import Join, RankSettings
+from .ranks import Rank
+from .update_request import Source
+
+
+class SenderGroup:
+    """The current group: at most one, because a rank that joins a group leaves its previous group.
+
+    Attributes:
+        source: the sender of the current group; None if there is no group.
+    """
+
+    def __init__(self) -> None:
+        self.source: Source | None = None
+        self._ranks: frozenset[Rank] = frozenset()
+        self._number = 0
+
+    def consists_of(self, source: Source, ranks: Iterable[Rank]) -> bool:
+        return self.source is source and self._ranks == frozenset(ranks)
+
+    def formed(self, source: Source, ranks: Iterable[Rank]) -> None:
+        """Record that the source and exactly these ranks form the current group."""
+        self.source, self._ranks = source, frozenset(ranks)
+
+    def dissolve(self) -> None:
+        """Record that there is no current group."""
+        self.source, self._ranks = None, frozenset()
+
+    def forget(self, source: Source) -> None:
+        """Dissolve the current group if it is the group of this source."""
+        if self.source is source:
+            self.dissolve()
+
+    def lost(self, ranks: Iterable[Rank]) -> None:
+        """Dissolve the current group if one of these lost ranks was in it."""
+        if not self._ranks.isdisjoint(ranks):
+            self.dissolve()
+
+    def joins(
+        self, id_: int, source: Source, ranks: Mapping[Member, Rank], timeout: float
+    ) -> dict[Member, Join]:
+        """Return the ``Join`` message of each member of a new group, which assigns its rank.
+
+        Members on the sender's GPU get no rank: they read the sender's memory.
+        """
+        ours = source.settings
+        self._number += 1
+        uuids = {member: ranks[member].settings.uuid for member in sorted(ranks)}
+        readers = [m for m, uuid in uuids.items() if uuid and uuid == ours.uuid]
+        others = [m for m in uuids if m not in readers]
+
+        def join(rank: int, reader: int) -> Join:
+            return Join(
+                id_,
+                self._number,
+                ours.host,
+                ours.port,
+                rank,
+                len(others) + 1,
+                reader,
+                len(readers),
+                timeout,
+            )
+
+        messages = {SENDER: join(0, -1)}
+        messages |= {m: join(rank, -1) for rank, m in enumerate(others, 1)}
+        messages |= {m: join(-1, reader) for reader, m in enumerate(readers)}
+        return messages
+
+
+def check_settings(ours: RankSettings, ranks: Sequence[Rank]) -> None:
+    """Check that a sender with these settings can form a group with the ranks.
+
+    Raises:
+        SettingsMismatch: the settings of a rank differ.
+    """
+    for rank in ranks:
+        theirs = rank.settings
+        found = differences(
+            {"device": ours.device, "torch": ours.torch, "NCCL": ours.nccl} | ours.environment,
+            {"device": theirs.device, "torch": theirs.torch, "NCCL": theirs.nccl}
+            | theirs.environment,
+        )
+        if found:
+            raise SettingsMismatch(
+                f"the sender and worker {rank.worker} cannot form a group: {'; '.join(found)} "
+                "(here is the sender, there the worker); set them alike in both"
+            )
