@@ -258,6 +258,7 @@ class UpdateRun:
         """Handle the loss of a sender."""
         if self.source is source:
             self.machine.lost_sender(WeightUpdateError("the sender is gone"), time.monotonic())
+            self._execute()
 
     def _on_timer(self) -> None:
         self.machine.tick(time.monotonic())

@@ -28,8 +28,10 @@ from sglrl.wire.weights import (
     Join,
     ModelDescription,
     Prepare,
+    Propose,
     RankAnswer,
     RankHello,
+    SenderAccepted,
     Stage,
     TensorSpec,
     ToRank,
@@ -418,6 +420,30 @@ async def test_a_sender_that_is_gone_ends_nobody_elses_update(pool: Pool) -> Non
     await pool.goes_well(sender, [0, 1], Prepare, Stage, Commit)
     assert (await update).version == 1
     assert len(pool.channel._senders) == 0
+
+
+@played
+async def test_a_remote_sender_that_is_lost_ends_its_update(pool: Pool) -> None:
+    """The driver finds out when it sends the sender a message, and gives up at once."""
+    identity = b"sender/%s/a" % pool.channel.address.partition("#")[2].encode()
+    pool.identities[identity] = "a"  # type: ignore[assignment]
+    assert pool.on_peer(identity, encode(RankHello(SETTINGS)))
+    await pool.describes_itself()
+    await pool.next("a", SenderAccepted)
+    proposal = Propose(1, SPECS, None, "continue", "auto", False, 1, 60.0, True)
+    assert pool.on_peer(identity, encode(proposal))
+    for who in (0, 1, "a"):
+        await pool.next(who, Join)
+    sent = pool.send_to_peer
+    pool.send_to_peer = lambda to, frame: to != identity and sent(to, frame)  # type: ignore[method-assign]
+    pool.channel.on_connection_broken()
+    async with asyncio.timeout(10.0):
+        for who in (0, 1):
+            pool.say(who, answer(await pool.next(who, Abort)))
+        async with pool.channel._lock:
+            pass
+    assert pool.channel.version == 0
+    assert pool.expelled == []
 
 
 @played
