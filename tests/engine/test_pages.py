@@ -16,8 +16,8 @@ from sglrl.core.manifest import Layout
 from sglrl_workers.engine.sglang.accelerations.parameter_arena import move
 from sglrl_workers.engine.sglang.weight_plan import Spare, make_plan
 from sglrl_workers.weights import double_buffer as pages_module
+from sglrl_workers.weights.announcements import Announcements
 from sglrl_workers.weights.double_buffer import Pages, make_pages
-from sglrl_workers.weights.rank_channel import RankWeights
 
 from .policies import PROMPTS, Lab, Policies
 
@@ -280,8 +280,9 @@ def test_a_short_update_is_announced_when_it_begins() -> None:
     update: Any = SimpleNamespace(layout=Layout([], [400, 600], 600), drained=False)
 
     def announced(rate: float) -> bool:
-        rank: Any = SimpleNamespace(_rate=rate, _engine=engine)
-        return RankWeights._expect(rank, update)
+        announcements = Announcements(engine)
+        announcements._rate = rate
+        return announcements.at_once(update)
 
     assert not announced(0.0)  # no rate has been measured yet
     assert not announced(1000 / 0.009)

@@ -16,7 +16,6 @@ import msgspec
 import pytest
 import torch
 
-from sglrl.core.manifest import lay_out
 from sglrl.errors import ProtocolError, WeightUpdateError
 from sglrl.wire.codec import decode_from_rank, decode_to_rank, encode
 from sglrl.wire.processes import ActorSpec, WorkerSpec
@@ -31,7 +30,7 @@ from sglrl.wire.weights import (
     Stage,
     TensorSpec,
 )
-from sglrl_workers.weights import peer_copy, rank_channel
+from sglrl_workers.weights import peer_copy, rank_channel, rank_socket
 from sglrl_workers.weights.staging import Update
 
 from .harness import memory
@@ -157,7 +156,7 @@ def test_a_ranks_weight_channel(monkeypatch: pytest.MonkeyPatch) -> None:
     def nobody_there(*args: Any) -> None:
         raise WeightUpdateError("nobody is there")
 
-    monkeypatch.setattr(rank_channel, "ZmqPolledDealer", Wire)
+    monkeypatch.setattr(rank_socket, "ZmqPolledDealer", Wire)
     monkeypatch.setattr(rank_channel, "connect_store", nobody_there)
     monkeypatch.setattr(peer_copy, "connect_store", nobody_there)
     monkeypatch.setattr(peer_copy, "Store", nobody_there)
@@ -168,9 +167,9 @@ def test_a_ranks_weight_channel(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = WorkerSpec(index=0, identity=b"w", address="", max_message_bytes=1 << 20, body=body)
     engine = Engine()
     rank = rank_channel.RankWeights(spec, 0, engine)
-    while rank._dealer is None:
-        rank._thread.join(0.001)
-    wire: Any = rank._dealer
+    while rank._socket._dealer is None:
+        rank._socket._thread.join(0.001)
+    wire: Any = rank._socket._dealer
     assert isinstance(wire.sent.get(timeout=60.0), RankHello)
     mutator = Mutator(to_rank())
     before = 0
@@ -186,15 +185,15 @@ def test_a_ranks_weight_channel(monkeypatch: pytest.MonkeyPatch) -> None:
         assert found.error is None
         described = msgspec.msgpack.decode(found.body, type=ModelDescription)
         assert described == ModelDescription(SPECS, ["tied"])
-        assert rank._thread.is_alive()
-        assert not rank._dirty
+        assert rank._socket._thread.is_alive()
+        assert not rank._current.dirty
         if n == rounds // 4:
             before = memory()
     assert memory() - before < GROWTH
-    assert rank._drop.count > MESSAGES // 4
+    assert rank._socket._dropped.count > MESSAGES // 4
 
     rank.close()
-    rank._thread.join(60.0)
+    rank._socket._thread.join(60.0)
     for link in (rank._link, rank._questions, rank._peer_copy._link):
         link.abandon()
     for thread in channel_threads() - threads:
@@ -208,21 +207,21 @@ def test_a_ranks_weight_channel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[rank_channel.RankWeights]:
-    monkeypatch.setattr(rank_channel, "ZmqPolledDealer", Wire)
+    monkeypatch.setattr(rank_socket, "ZmqPolledDealer", Wire)
     body = ActorSpec(target="", code=b"", args=b"", frames=[], window=1)
     spec = WorkerSpec(index=0, identity=b"w", address="", max_message_bytes=1 << 20, body=body)
     made = rank_channel.RankWeights(spec, 0, Engine())
-    while made._dealer is None:
-        made._thread.join(0.001)
+    while made._socket._dealer is None:
+        made._socket._thread.join(0.001)
     yield made
     made.close()
-    made._thread.join(60.0)
+    made._socket._thread.join(60.0)
     for link in (made._link, made._questions, made._peer_copy._link):
         link.abandon()
 
 
 def test_a_manifest_that_is_left_out_is_the_one_before(rank: rank_channel.RankWeights) -> None:
-    wire: Any = rank._dealer
+    wire: Any = rank._socket._dealer
 
     def prepare(id_: int, tensors: list[TensorSpec], like: int) -> str:
         """Return the error message, or an empty string."""
@@ -246,12 +245,12 @@ def test_what_was_given_up_is_not_staged(
     rank: rank_channel.RankWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first update's abort made the engine forget it. There is no second abort."""
-    wire: Any = rank._dealer
+    wire: Any = rank._socket._dealer
     staged: list[int] = []
     forgotten = threading.Event()
 
     def read(link: Any, update: Update) -> None:
-        """Replaces ``_read_files``. Files have no group that an abort could close."""
+        """Replaces ``FilesStage.read``. Files have no group that an abort could close."""
         if update.id == 1:
             wire.put([encode(Abort(update.id, False))])
             assert forgotten.wait(60.0)
@@ -261,7 +260,7 @@ def test_what_was_given_up_is_not_staged(
             pass
         return answer.error
 
-    monkeypatch.setattr(rank, "_read_files", read)
+    monkeypatch.setattr(rank._files, "read", read)
     monkeypatch.setattr(rank._engine, "staged", lambda id_, bound: staged.append(id_))
     monkeypatch.setattr(rank._engine, "forget", forgotten.set)
     errors = []
@@ -283,32 +282,31 @@ def test_half_new_weights_are_overwritten_in_place(
     The engine is held in the middle of the update. A copy would wait for the engine, which does not
     reach it.
     """
-    monkeypatch.setattr(rank, "_room", lambda wanted: 1 << 40)
+    monkeypatch.setattr(rank._memory, "room", lambda wanted: 1 << 40)
     message = Prepare(1, 1, SPECS, 1 << 20, "auto", "continue", False, "")
-    assert rank._first(message).mode == "full"
-    rank._dirty = True
-    assert rank._first(message).mode == "bucketed"
+    assert rank._prepare(message).mode == "full"
+    rank._current.dirty = True
+    assert rank._prepare(message).mode == "bucketed"
 
 
 def test_what_was_given_up_is_written_no_more(rank: rank_channel.RankWeights) -> None:
-    wire: Any = rank._dealer
-    layout = lay_out(SPECS, 1 << 20)
+    wire: Any = rank._socket._dealer
+    written: list[int] = []
+    link, current = rank._link, rank._current
 
-    def update(id_: int) -> Update:
-        message = Prepare(id_, 1, SPECS, 1 << 20, "auto", "continue", False, "")
-        return Update(message, layout, "full", 0)
+    def write(id_: int) -> None:
+        with current.writing(link, id_):
+            written.append(id_)
 
-    written: list[torch.Tensor] = []
-    link, data = rank._link, torch.zeros(1)
-    rank._put(link, update(3), written.append, data)
+    write(3)
     wire.put([encode(Abort(3, False))])
     assert answer_to(wire, 3).error is None
     with pytest.raises(WeightUpdateError, match="given up"):
-        rank._put(link, update(3), written.append, data)
-    rank._put(link, update(4), written.append, data)
+        write(3)
+    write(4)
     wire.put([encode(Abort(4, True))])
     assert answer_to(wire, 4).error is None
     # A thread may still work for the group that was left.
     with pytest.raises(WeightUpdateError, match="given up"):
-        rank._put(link, update(5), written.append, data)
-    assert len(written) == 2
+        write(5)
+    assert written == [3, 4]

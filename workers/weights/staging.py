@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from sglrl.core.manifest import Layout, by_bucket, in_pieces
+from sglrl.weights.group import Group
 from sglrl.wire.weights import Prepare
 
 KEPT_BYTES = 2 << 30
@@ -103,6 +105,13 @@ class Update:
             found[spec.name] = flat.view(getattr(torch, spec.dtype)).view(spec.shape)
         return found
 
+    def bind(self, bind: Callable[[Staged], Any]) -> None:
+        """Bind all staged tensors with ``WeightEngine.bind``, unless they are in ``spare``."""
+        if self.bound is None and self.spare is None:
+            for bucket in range(len(self.staged), len(self.memory)):
+                self.staged.append(self.views(bucket, self.memory[bucket]))
+            self.bound = bind({k: v for views in self.staged for k, v in views.items()})
+
     def serves(self, message: Prepare) -> bool:
         """Return True if the next update can use the memory of this one."""
         mine = self.message
@@ -119,6 +128,12 @@ class Update:
         update = copy.copy(self)
         update.id, update.message = message.id, message
         return update
+
+
+def broadcast(group: Group, update: Update, bucket: int, data: torch.Tensor, views: Staged) -> Any:
+    """Receive a bucket into ``data``, or into its ``views``. Return the work to wait for."""
+    pieces = group.takes_pieces and update.in_pieces(bucket)
+    return group.broadcast(list(views.values()) if pieces else [data])
 
 
 class Nothing:

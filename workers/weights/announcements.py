@@ -1,0 +1,68 @@
+"""Announce to the engine that an update will soon have arrived, so that it can avoid a step."""
+
+from __future__ import annotations
+
+import torch
+
+from sglrl.weights.link import Link
+
+from .staging import Update
+from .weight_engine import WeightEngine
+
+
+class Announcements:
+    """Announces updates about one step before all of their buckets have arrived."""
+
+    def __init__(self, engine: WeightEngine) -> None:
+        self._engine = engine
+        self._rate = 0.0
+        """Bytes per second of the last update that was received into spare memory."""
+
+    def at_once(self, update: Update) -> bool:
+        """Announce the update at once, if it will take less than two steps.
+
+        The estimate is the rate of the last update. A later announcement could be too late, after
+        the launch of another step.
+
+        Returns:
+            True if no later announcement is needed.
+        """
+        if update.drained:
+            # The engine is already held.
+            return True
+        seconds = update.layout.total / self._rate if self._rate else float("inf")
+        if seconds > 2 * self._engine.step_seconds():
+            return False
+        self._engine.nearly_staged(seconds, True)
+        return True
+
+    def watch(self, link: Link, update: Update, arrivals: list[torch.cuda.Event]) -> None:
+        """Announce the update about one step before all buckets have arrived."""
+        sizes = update.layout.sizes
+        middle = len(arrivals) // 2
+        arrivals[middle].synchronize()
+        # Use the GPU's clock, because this thread may be late.
+        took = arrivals[0].elapsed_time(arrivals[middle]) / 1e3
+        rate = sum(sizes[1 : middle + 1]) / max(1e-6, took)
+        ahead = self._engine.step_seconds() * rate
+        near = middle
+        while near < len(sizes) - 1 and sum(sizes[near + 2 :]) >= ahead:
+            near += 1
+        arrivals[near].synchronize()
+        link.check()
+        # With a single bucket there is no rate, and no bucket is left.
+        left = sum(sizes[near + 1 :]) / rate if rate else 0.0
+        self._engine.nearly_staged(left, update.spare is not None)
+
+    def measured(self, update: Update, arrivals: list[torch.cuda.Event]) -> None:
+        """Record the rate of an update of which all buckets have arrived."""
+        if len(arrivals) > 1:
+            took = arrivals[0].elapsed_time(arrivals[-1]) / 1e3
+            self._rate = sum(update.layout.sizes[1:]) / max(1e-6, took)
+
+
+def arrival() -> torch.cuda.Event:
+    """Return an event of the current stream: everything launched before it has arrived."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event

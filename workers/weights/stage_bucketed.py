@@ -1,0 +1,93 @@
+"""Receive an update into the live weights, because there is no room for a second copy."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+from typing import Any
+
+from sglrl.errors import WeightUpdateError
+from sglrl.weights.link import Link
+
+from .current_update import CurrentUpdate
+from .side_stream import SideStream
+from .staging import Nothing, Slots, Staged, Update, broadcast
+from .weight_engine import WeightEngine
+
+
+class BucketedStage:
+    """Receives buckets into the live weights while the scheduler is held.
+
+    Buckets go through a ring of slots until the scheduler is held, and if they do not have the
+    layout of the live tensors.
+    """
+
+    def __init__(self, engine: WeightEngine, current: CurrentUpdate, stream: SideStream) -> None:
+        self._engine = engine
+        self._current = current
+        self._stream = stream
+
+    def receive(self, link: Link, update: Update, timeout: float) -> None:
+        """Receive all buckets.
+
+        Args:
+            timeout: seconds that the engine may take until it is held.
+        """
+        engine, group, layout = self._engine, link.group, update.layout
+        if not self._current.dirty and update.message.inflight != "drain":
+            engine.hold(update.id, update.message.inflight)
+        slots = Slots(update)
+        waiting: collections.deque[tuple[int, Any, Staged]] = collections.deque()
+        straight = []
+
+        def apply_oldest() -> None:
+            bucket, work, views = waiting.popleft()
+            work.wait()
+            if not self._is_held(update, timeout):
+                raise WeightUpdateError("the engine did not come to rest in time")
+            with self._current.writing(link, update.id):
+                self._current.dirty = True
+                engine.copy(engine.bind(views))
+            slots.free(bucket)
+
+        with group.deadline() if group is not None else contextlib.nullcontext():
+            for bucket, size in enumerate(layout.sizes):
+                link.check()
+                in_pieces = group is not None and group.takes_pieces and update.in_pieces(bucket)
+                targets = engine.targets(update.names(bucket)) if in_pieces and bucket else None
+                if group is not None and targets and self._is_held(update, 0):
+                    with self._current.writing(link, update.id):
+                        self._current.dirty = True
+                        straight.append(group.broadcast(targets))
+                    continue
+                while not slots.has_room(bucket):
+                    apply_oldest()
+                data = slots.take(bucket)[:size]
+                views = update.views(bucket, data)
+                work: Any = Nothing
+                if group is not None:
+                    work = broadcast(group, update, bucket, data, views)
+                else:
+                    assert link.reader is not None
+                    link.reader.receive(update.id, bucket, data.copy_)
+                waiting.append((bucket, work, views))
+                if group is not None and not bucket:
+                    # The sender checks the weights, then sends the first bucket. Overwrite no live
+                    # weights before that.
+                    work.wait()
+                    group.synchronize()
+                if self._is_held(update, 0):
+                    # The scheduler is already held, so copy at once.
+                    apply_oldest()
+            # Copy after all broadcasts are launched, because they would wait for these copies.
+            while waiting:
+                apply_oldest()
+            for work in straight:
+                work.wait()
+            if group is not None:
+                group.synchronize()
+        self._stream.synchronize()
+
+    def _is_held(self, update: Update, timeout: float) -> bool:
+        """Wait until the engine is held. If some live weights are new, it is held already."""
+        return self._current.dirty or self._engine.held(update.id, timeout)

@@ -1,0 +1,62 @@
+"""Read an update from a folder of safetensors files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from sglrl.errors import InvalidWeights, WeightUpdateError
+from sglrl.weights.finite import FiniteCheck, ToCheck
+from sglrl.weights.link import Link
+from sglrl.weights.safetensors_files import weight_files
+
+from .current_update import CurrentUpdate
+from .side_stream import SideStream
+from .staging import Update
+from .weight_engine import WeightEngine
+
+
+class FilesStage:
+    """Reads the weights, cast to the engine's dtypes, into spare or staging memory."""
+
+    def __init__(self, engine: WeightEngine, current: CurrentUpdate, stream: SideStream) -> None:
+        self._engine = engine
+        self._current = current
+        self._stream = stream
+
+    def read(self, link: Link, update: Update) -> None:
+        from safetensors import safe_open
+
+        if update.mode != "full":
+            raise InvalidWeights("weights from files need room for all of them")
+        views: list[ToCheck] = []
+        wanted = {spec.name: index for index, spec in enumerate(update.message.tensors)}
+        for path in weight_files(Path(update.message.source)):
+            with safe_open(path, framework="pt", device="cpu") as file:
+                for name in file.keys():  # noqa: SIM118
+                    index = wanted.pop(name, None)
+                    if index is None:
+                        continue
+                    view = _view(update, name, index)
+                    tensor = file.get_tensor(name)
+                    with self._current.writing(link, update.id):
+                        view.copy_(tensor)
+                    views.append((name, view, view.dtype))
+        if wanted:
+            raise WeightUpdateError(f"the files no longer hold {', '.join(sorted(wanted)[:8])}")
+        if update.message.check_finite:
+            check = FiniteCheck()
+            check.add(views)
+            check.finish()
+        update.bind(self._engine.bind)
+        self._stream.synchronize()
+
+
+def _view(update: Update, name: str, index: int) -> torch.Tensor:
+    """Return the memory of one tensor of the update."""
+    if update.spare is not None:
+        return update.spare[name]
+    place, spec = update.layout.places[index], update.message.tensors[index]
+    flat = update.memory[place.bucket][place.offset : place.offset + place.nbytes]
+    return flat.view(getattr(torch, spec.dtype)).view(spec.shape)

@@ -1,0 +1,94 @@
+"""The memory that a rank allocates for an update: how much there is, and how it is divided."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from sglrl.core.manifest import Layout
+from sglrl.errors import InvalidWeights
+
+from .double_buffer import SPARE_BYTES
+
+RING_BYTES = 6 << 30
+"""Bytes of the ring of a bucketed update, which has no memory for a second copy of all weights.
+
+The ring holds the buckets that arrive before the engine is held. With little free memory the ring
+is smaller, but has at least ``LEAST_RING`` slots.
+"""
+LEAST_RING = 2
+
+
+class StagingMemory:
+    """Allocates the memory of updates on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._had = 0
+        """Bytes of the last update's staging memory, which torch still caches."""
+
+    def allocate(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        return [torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes]
+
+    def allocate_all(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Allocate all memory of an update, and record how much it is."""
+        memory = self.allocate(sizes)
+        self._had = sum(sizes)
+        return memory
+
+    def room(self, wanted: int) -> int:
+        """Return the bytes that staging may use, or any number of at least ``wanted``."""
+        if self._device.type == "cpu":
+            meminfo = Path("/proc/meminfo").read_text()
+            (line,) = [text for text in meminfo.splitlines() if text.startswith("MemAvailable")]
+            return int(line.split()[1]) * 1024
+        # memory_reserved() and similar functions build a dict of all statistics, which takes a
+        # millisecond.
+        stats = torch._C._cuda_memoryStats(self._device.index)
+        cached: int = (
+            stats["reserved_bytes"]["all"]["current"] - stats["allocated_bytes"]["all"]["current"]
+        )
+        if cached >= wanted and wanted <= self._had:
+            # The last update's memory is enough. Asking the CUDA driver can take a millisecond.
+            return cached
+        free: int = torch.cuda.mem_get_info(self._device)[0]
+        return max(0, free + cached - SPARE_BYTES)
+
+
+def ring_sizes(layout: Layout, room: int) -> list[int]:
+    """Return the sizes of a bucketed update's slots.
+
+    The last slot is a large one, if some buckets are larger than a slot.
+    """
+    slot = layout.ring_slot
+    large = max((size for size in layout.sizes if size > slot), default=0)
+    wanted = -(-RING_BYTES // slot)
+    ring = max(LEAST_RING, min(wanted, len(layout.sizes), (room - large) // slot))
+    return [slot] * ring + ([large] if large else [])
+
+
+def choose(wanted: str, layout: Layout, room: int, *, must_fit: bool) -> tuple[str, list[int]]:
+    """Choose the mode of an update.
+
+    Args:
+        wanted: the mode that was requested: "auto", "full" or "bucketed".
+        must_fit: whether the smallest ring must fit into ``room``.
+
+    Returns:
+        The mode and the sizes of its memory: of every bucket, or of the slots of a ring.
+
+    Raises:
+        InvalidWeights: there is no room for the mode that was requested.
+    """
+    if wanted in ("auto", "full") and layout.total <= room:
+        return "full", layout.sizes
+    ring = ring_sizes(layout, room)
+    if wanted != "full" and (sum(ring) <= room or not must_fit):
+        return "bucketed", ring
+    least = layout.total if wanted == "full" else sum(ring)
+    raise InvalidWeights(
+        f"no room to stage the weights: {least / 1e9:.2f} GB are needed and "
+        f"{room / 1e9:.2f} GB are free; lower mem_fraction_static, or bucket_bytes"
+    )
