@@ -39,12 +39,12 @@ class CatchUp:
         self._folder = request if request.folder and not request.partial else None
 
     async def bring(
-        self, mine: Sequence[Rank], holders: Sequence[Rank], version: int, deadline: Deadline
+        self, receivers: Sequence[Rank], holders: Sequence[Rank], version: int, deadline: Deadline
     ) -> bool:
         """Send the current weights to a worker. The caller holds the lock of updates.
 
         Args:
-            mine: all ranks of the worker. They have sent ``RankHello``.
+            receivers: all ranks of the worker. They have sent ``RankHello``.
             holders: all ranks of the other workers that have the current weights.
             version: the version of the current weights.
 
@@ -65,12 +65,12 @@ class CatchUp:
             begun = time.perf_counter()
             # Half of the time, so that a peer that hangs leaves time for the other peers.
             limit = Deadline(deadline.left / 2) if peers else deadline
-            failed = await self._copies.copy_worker(mine, senders, version, limit)
-            check_alive(mine)
+            failed = await self._copies.copy_worker(receivers, senders, version, limit)
+            check_alive(receivers)
             if failed is None:
                 logger.info(
                     "worker %d got the weights of version %d from worker %d in %.0f ms",
-                    mine[0].worker,
+                    receivers[0].worker,
                     version,
                     peer,
                     (time.perf_counter() - begun) * 1e3,
@@ -80,12 +80,12 @@ class CatchUp:
             logger.warning("worker %d could not give its weights: %s", peer, failure)
         request = self._folder
         if request is not None and _is_there(request, version):
-            failed = await self._read_files(request, mine)
+            failed = await self._read_files(request, receivers)
             if failed is None:
                 return True
-            check_alive(mine)
+            check_alive(receivers)
             logger.warning(
-                "worker %d could not read %s: %s", mine[0].worker, request.folder, failed
+                "worker %d could not read %s: %s", receivers[0].worker, request.folder, failed
             )
             # The files are the cause, not the worker: a replacement could not read them either.
             return False
