@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import collections
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -39,18 +37,9 @@ from .accelerations.queries import Known
 from .commands import PauseCommand, Resume, WeightCommand
 from .next_token import NextTokens, Rows
 from .tracked_request import TrackedRequest
+from .weight_commands import WeightCommands
 
 logger = logging.getLogger("sglrl.worker")
-
-_LAUNCH_SECONDS = 0.0015
-"""Upper bound of the time that launching a step on the GPU takes."""
-_REST_SECONDS = 0.006
-"""Longest time that the GPU may idle instead of starting a step that new weights would wait for."""
-_COMMIT_SECONDS = 0.0015
-"""Time from the arrival of the last weights to the command that applies them.
-
-The wait for a late command allows this time once more.
-"""
 
 _DRAIN_WAIT = 0.05
 """Seconds. Poll interval while an update waits for a paused engine.
@@ -82,11 +71,7 @@ class Adapter:
         self.cancelled: set[int] = set()
         self.returned: set[int] = set()
         self.flushes: list[int] = []
-        self.commands: collections.deque[WeightCommand] = collections.deque()
-        self.expected = threading.Event()
-        self.arrived = threading.Event()
-        self.due: float | None = None
-        """Time of ``time.monotonic`` at which the expected command arrives. None if unknown."""
+        self.weight_commands = WeightCommands(mailbox.wake)
         self.draining: WeightCommand | None = None
         """The command that waits until no request runs."""
         self.held_back: list[Any] = []
@@ -267,9 +252,8 @@ class Adapter:
 
     def pull(self) -> list[Any]:
         """Return the requests that arrived since the last scheduler step, as SGLang's types."""
-        if self.expected.is_set():
-            self._linger()
-        if self.scheduler.sglrl_paused and not (self.flushes or self.commands):
+        self.weight_commands.await_expected(self.scheduler)
+        if self.scheduler.sglrl_paused and not (self.flushes or self.weight_commands):
             # Without this wait SGLang's loop would spin.
             self.mailbox.flush()
             self.mailbox.wait(IDLE_WAIT if self.draining is None else _DRAIN_WAIT)
@@ -281,7 +265,7 @@ class Adapter:
         else:
             self.mailbox.flush()
         incoming, self.incoming = self.incoming, []
-        if self.commands or self.draining is not None:
+        if self.weight_commands or self.draining is not None:
             incoming = self._with_commands(incoming)
         version = str(self.scheduler.sglrl_version)
         for request in incoming:
@@ -292,52 +276,10 @@ class Adapter:
             incoming.append(ShutdownReq())
         return incoming
 
-    def weight_command(self, command: WeightCommand) -> None:
-        """Execute a command between the next two steps, or when the running requests have finished.
-
-        Called from any thread.
-        """
-        self.commands.append(command)
-        self.arrived.set()
-        self.mailbox.wake()
-
-    def expect_command(self, seconds: float | None) -> None:
-        """Expect a weight command within about one step. Called from any thread.
-
-        Args:
-            seconds: the time until all weights have arrived. None if the weights do not become live
-                at once then.
-        """
-        self.arrived.clear()
-        self.due = None if seconds is None else time.monotonic() + seconds + _COMMIT_SECONDS
-        self.expected.set()
-
-    def _linger(self) -> None:
-        """Delay the next launch while an update is about to come.
-
-        With overlap, the scheduler launches a step while the GPU still runs the step before. New
-        weights can apply only after the launched steps. So the scheduler launches the next step as
-        late as the GPU allows.
-
-        If the update comes soon after that and costs the GPU no time of its own, the scheduler
-        launches the step after the update. This happens once per update.
-        """
-        scheduler = self.scheduler
-        if scheduler.enable_overlap and scheduler.last_batch is not None:
-            self.arrived.wait(max(0.0, scheduler.sglrl_step_seconds - _LAUNCH_SECONDS))
-            due, now = self.due, time.monotonic()
-            if due is not None and due - now < _REST_SECONDS and not self.arrived.is_set():
-                self.due = None
-                assert scheduler.sglrl_weights is not None
-                scheduler.sglrl_weights.rest()
-                self.arrived.wait(max(0.0, due - now) + _COMMIT_SECONDS)
-        if self.arrived.is_set():
-            self.expected.clear()
-
     @property
     def pending(self) -> bool:
         """Whether there is work even when no request runs."""
-        return bool(self.flushes or self.commands or self.draining is not None)
+        return bool(self.flushes or self.weight_commands or self.draining is not None)
 
     def _with_commands(self, incoming: list[Any]) -> list[Any]:
         """Append the next weight command to the requests.
@@ -350,7 +292,7 @@ class Adapter:
             back, self.held_back = self.held_back, []
             return [*back, *incoming]
         if self.draining is None:
-            command = self.commands.popleft()
+            command = self.weight_commands.pop()
             if self._given_up(command):
                 return incoming
             if command.inflight == "abort":

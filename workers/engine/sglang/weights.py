@@ -174,7 +174,7 @@ class SglangWeights:
 
     def nearly_staged(self, seconds: float, exchanged: bool) -> None:
         if self._scheduler.sglrl_adapter is not None:
-            self._scheduler.sglrl_adapter.expect_command(seconds if exchanged else None)
+            self._scheduler.sglrl_adapter.weight_commands.expect(seconds if exchanged else None)
 
     def step_seconds(self) -> float:
         return float(self._scheduler.sglrl_step_seconds)
@@ -182,7 +182,7 @@ class SglangWeights:
     def forget(self) -> None:
         self._ready = None
         if self._scheduler.sglrl_adapter is not None:
-            self._scheduler.sglrl_adapter.expected.clear()
+            self._scheduler.sglrl_adapter.weight_commands.expect_none()
 
     def commit(self, update: int, version: int, inflight: str) -> None:
         self._command(WeightCommand(update, version, inflight, hold=False))
@@ -230,7 +230,7 @@ class SglangWeights:
     def _command(self, command: WeightCommand) -> None:
         adapter = self._scheduler.sglrl_adapter
         if adapter is not None:
-            adapter.weight_command(command)
+            adapter.weight_commands.put(command)
 
     # --- on the scheduler's thread ----------------------------------------------------------------
 

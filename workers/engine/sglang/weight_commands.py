@@ -1,0 +1,88 @@
+"""Weight commands on their way from the weight channel's thread to the scheduler's loop."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from .commands import WeightCommand
+
+_LAUNCH_SECONDS = 0.0015
+"""Upper bound of the time that launching a step on the GPU takes."""
+_REST_SECONDS = 0.006
+"""Longest time that the GPU may idle instead of starting a step that new weights would wait for."""
+_COMMIT_SECONDS = 0.0015
+"""Time from the arrival of the last weights to the command that applies them.
+
+The wait for a late command allows this time once more.
+"""
+
+
+class WeightCommands:
+    """The commands that the scheduler has not executed, in order. True if there are any.
+
+    Args:
+        wake: wakes the scheduler's loop, from any thread.
+    """
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self._commands: deque[WeightCommand] = deque()
+        self._expected = threading.Event()
+        self._arrived = threading.Event()
+        self._due: float | None = None
+        """Time of ``time.monotonic`` at which the expected command arrives. None if unknown."""
+
+    def __bool__(self) -> bool:
+        return bool(self._commands)
+
+    def put(self, command: WeightCommand) -> None:
+        """Add a command. Called from any thread."""
+        self._commands.append(command)
+        self._arrived.set()
+        self._wake()
+
+    def pop(self) -> WeightCommand:
+        """Return the next command."""
+        return self._commands.popleft()
+
+    def expect(self, seconds: float | None) -> None:
+        """Expect a command within about one step. Called from any thread.
+
+        Args:
+            seconds: the time until all weights have arrived. None if the weights do not become live
+                at once then.
+        """
+        self._arrived.clear()
+        self._due = None if seconds is None else time.monotonic() + seconds + _COMMIT_SECONDS
+        self._expected.set()
+
+    def expect_none(self) -> None:
+        """End the wait for an expected command. Called from any thread."""
+        self._expected.clear()
+
+    def await_expected(self, scheduler: Any) -> None:
+        """Delay the next launch while an expected command is about to come.
+
+        With overlap, the scheduler launches a step while the GPU still runs the step before. New
+        weights can apply only after the launched steps. So the scheduler launches the next step as
+        late as the GPU allows.
+
+        If the command comes soon after that and costs the GPU no time of its own, the scheduler
+        launches the step after the command. This happens once per update.
+        """
+        if not self._expected.is_set():
+            return
+        if scheduler.enable_overlap and scheduler.last_batch is not None:
+            self._arrived.wait(max(0.0, scheduler.sglrl_step_seconds - _LAUNCH_SECONDS))
+            due, now = self._due, time.monotonic()
+            if due is not None and due - now < _REST_SECONDS and not self._arrived.is_set():
+                self._due = None
+                assert scheduler.sglrl_weights is not None
+                scheduler.sglrl_weights.rest()
+                self._arrived.wait(max(0.0, due - now) + _COMMIT_SECONDS)
+        if self._arrived.is_set():
+            self._expected.clear()
