@@ -122,7 +122,7 @@ def engine_arguments(case: Case, extra: dict[str, Any]) -> dict[str, Any]:
 
     Arguments that this SGLang version does not have are omitted. ``extra`` overrides the rest.
     """
-    from sglrl.api.launching import engine_argument_names
+    from sglrl.api.engine_arguments import engine_argument_names
 
     arguments: dict[str, Any] = {"random_seed": 1}
     if case.device == "cuda":

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import ast
-import glob
-import importlib.util
 import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from difflib import get_close_matches
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from ..config import (
     HEARTBEAT_TIMEOUT,
@@ -25,49 +19,23 @@ from ..config import (
     check_env,
     check_restarts,
     check_timeout,
-    install,
     positive,
     strategies,
     visible_cuda_devices,
 )
-from ..core.seeds import SEEDS
 from ..driver.pool import Pool
 from ..driver.worker_processes import Birth
-from ..errors import ModelError, NotEnoughDevices, UsageError
+from ..errors import NotEnoughDevices, UsageError
 from ..inference.client import Client
 from ..remote.server import PoolServer
 from ..transport.addresses import check_address
 from ..transport.curve_keys import read_driver_keys
 from ..weights.local_sender import LocalSender
 from ..wire.processes import EngineSpec
+from .engine_arguments import check_engine_arguments
+from .model_folder import check_model, own_dtype
 
 logger = logging.getLogger("sglrl.launch")
-
-OWN_ARGUMENTS = {
-    "model_path": "the first argument of launch",
-    "device": "device=",
-    "tp_size": "tp_size=",
-    "dp_size": "replicas=",
-    "dtype": "dtype=",
-    "base_gpu_id": "CUDA_VISIBLE_DEVICES",
-    "nccl_port": "nothing: sglrl picks it",
-    "dist_init_addr": "nothing: sglrl picks it",
-    "host": "nothing: there is no HTTP server",
-    "port": "nothing: there is no HTTP server",
-    "watchdog_timeout": "hang_timeout=",
-    "skip_tokenizer_init": "nothing: the scheduler needs the tokenizer for stop strings",
-}
-"""SGLang arguments that ``launch`` sets itself; the value names the replacement."""
-
-FAKE_ARGUMENTS = {
-    "tokens_per_step",
-    "step_seconds",
-    "max_running_requests",
-    "vocab_size",
-    "context_length",
-    "fail_start",
-    "hang_file",
-}
 
 
 def launch(
@@ -195,12 +163,12 @@ def launch(
         max_calls_per_client=max_calls_per_client,
         max_unread_bytes=max_unread_bytes,
     )
-    _check_engine_args(engine, engine_args)
+    check_engine_arguments(engine, engine_args)
     wanted = check_accelerations(accelerations)
     if engine == "sglang":
         path = check_model(path)
         if dtype == "auto":
-            dtype = _own_dtype(path)
+            dtype = own_dtype(path)
         if dtype is not None:
             engine_args["dtype"] = dtype
         groups = _place(device, replicas, tp_size, gpus)
@@ -381,97 +349,6 @@ def cuda_devices() -> list[str]:
     if visible is not None:
         return visible if present else []
     return sorted((p for p in present if p.isdigit()), key=int)
-
-
-def check_model(model: str) -> str:
-    """Return the absolute path of a model folder, or a hub name unchanged.
-
-    Raises:
-        ModelError: the folder does not exist, or its config.json cannot be used.
-    """
-    folder = Path(model).expanduser()
-    if not folder.exists():
-        looks_like_path = model.startswith((".", "/", "~")) or model.count("/") != 1
-        if looks_like_path:
-            raise ModelError(
-                f"there is no model at {model!r}; give a folder, or 'owner/name' on the hub"
-            )
-        return model
-    config = folder / "config.json"
-    if not config.is_file():
-        raise ModelError(f"{folder} holds no config.json, so it is not a model folder")
-    try:
-        parsed = msgspec.json.decode(config.read_bytes())
-    except (msgspec.DecodeError, OSError) as error:
-        raise ModelError(f"{config} cannot be read: {error}") from None
-    if not isinstance(parsed, dict) or not parsed.get("architectures"):
-        raise ModelError(f"{config} names no 'architectures', so SGLang cannot load it")
-    path = str(folder.resolve())
-    if glob.escape(path) != path:
-        raise ModelError(f"SGLang finds no weights in {path!r}: it holds one of * ? [; rename it")
-    return path
-
-
-def _own_dtype(model: str) -> str | None:
-    """Return the dtype in which a local model was saved.
-
-    SGLang's own "auto" converts float32 to float16, which changes the logprobs.
-    """
-    config = Path(model, "config.json")
-    if not config.is_file():
-        return None
-    parsed = msgspec.json.decode(config.read_bytes())
-    found = parsed.get("dtype") or parsed.get("torch_dtype")
-    return found if isinstance(found, str) else None
-
-
-def _check_engine_args(engine: str, args: dict[str, Any]) -> None:
-    known = engine_argument_names() if engine == "sglang" else FAKE_ARGUMENTS
-    for name in args:
-        if engine == "sglang" and name in OWN_ARGUMENTS:
-            raise UsageError(f"{name!r} is set by sglrl; use {OWN_ARGUMENTS[name]}")
-        if name not in known:
-            near = get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise UsageError(
-                f"{name!r} is neither an argument of launch nor of SGLang's ServerArgs{hint}"
-            )
-    seed = args.get("random_seed")
-    if seed is not None and (type(seed) is not int or not 0 <= seed < SEEDS):
-        raise UsageError(f"random_seed must be None or an integer in 0..{SEEDS - 1}, got {seed!r}")
-
-
-@lru_cache
-def engine_argument_names() -> frozenset[str]:
-    """Return the field names of SGLang's ``ServerArgs``, read from its source.
-
-    Importing ``ServerArgs`` takes 20 s.
-
-    Raises:
-        UsageError: sglang is not installed, or its source defines no ``ServerArgs``.
-    """
-    spec = importlib.util.find_spec("sglang")
-    if spec is None or not spec.submodule_search_locations:
-        raise UsageError(f"sglang is not installed: {install('sglang')}")
-    source = Path(spec.submodule_search_locations[0], "srt")
-    # Newer SGLang versions assemble ServerArgs from the classes in this folder.
-    found = _class_fields(source / "server_args.py", "ServerArgs")
-    for part in sorted((source / "arg_groups" / "fields").glob("*.py")):
-        found |= _class_fields(part)
-    if "model_path" not in found:
-        raise UsageError(f"{source} defines no ServerArgs; this sglang version is not supported")
-    return frozenset(found)
-
-
-def _class_fields(source: Path, name: str | None = None) -> set[str]:
-    """Return the annotated names in the classes of a module, or only in class ``name``."""
-    return {
-        item.target.id
-        for node in ast.parse(source.read_text()).body
-        if isinstance(node, ast.ClassDef) and name in (None, node.name)
-        for item in node.body
-        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
-    }
 
 
 class _Progress:

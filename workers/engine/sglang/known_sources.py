@@ -229,6 +229,11 @@ KNOWN: Final[dict[str, dict[str, str]]] = {
     },
     "sglang.srt.model_executor.model_runner:ModelRunner.load_model": {
         "d2ba5b4a96505629": "0.5.17",
+        "57f2c7113b2a6392": "0.5.18",
+        "9f170facc655d726": "0.5.19",
+        "29aad98bb856a971": "0.5.20",
+        "5f22564729682789": "0.5.21",
+        "d57a14935a44ccc1": "0.5.22",
         "bf6781e45efd63b5": "0.5.23",
     },
     "sglang.srt.models.qwen2_moe:fused_gate_sigmoid_mul_add": {

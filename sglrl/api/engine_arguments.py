@@ -1,0 +1,94 @@
+"""The arguments that ``launch`` passes on to the engine."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from difflib import get_close_matches
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from ..config import install
+from ..core.seeds import SEEDS
+from ..errors import UsageError
+
+OWN_ARGUMENTS = {
+    "model_path": "the first argument of launch",
+    "device": "device=",
+    "tp_size": "tp_size=",
+    "dp_size": "replicas=",
+    "dtype": "dtype=",
+    "base_gpu_id": "CUDA_VISIBLE_DEVICES",
+    "nccl_port": "nothing: sglrl picks it",
+    "dist_init_addr": "nothing: sglrl picks it",
+    "host": "nothing: there is no HTTP server",
+    "port": "nothing: there is no HTTP server",
+    "watchdog_timeout": "hang_timeout=",
+    "skip_tokenizer_init": "nothing: the scheduler needs the tokenizer for stop strings",
+}
+"""SGLang arguments that ``launch`` sets itself; the value names the replacement."""
+
+FAKE_ARGUMENTS = {
+    "tokens_per_step",
+    "step_seconds",
+    "max_running_requests",
+    "vocab_size",
+    "context_length",
+    "fail_start",
+    "hang_file",
+}
+
+
+def check_engine_arguments(engine: str, args: dict[str, Any]) -> None:
+    """Check the names of an engine's arguments.
+
+    Raises:
+        UsageError: the engine has no such argument, or sglrl sets it.
+    """
+    known = engine_argument_names() if engine == "sglang" else FAKE_ARGUMENTS
+    for name in args:
+        if engine == "sglang" and name in OWN_ARGUMENTS:
+            raise UsageError(f"{name!r} is set by sglrl; use {OWN_ARGUMENTS[name]}")
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise UsageError(
+                f"{name!r} is neither an argument of launch nor of SGLang's ServerArgs{hint}"
+            )
+    seed = args.get("random_seed")
+    if seed is not None and (type(seed) is not int or not 0 <= seed < SEEDS):
+        raise UsageError(f"random_seed must be None or an integer in 0..{SEEDS - 1}, got {seed!r}")
+
+
+@lru_cache
+def engine_argument_names() -> frozenset[str]:
+    """Return the field names of SGLang's ``ServerArgs``, read from its source.
+
+    Importing ``ServerArgs`` takes 20 s.
+
+    Raises:
+        UsageError: sglang is not installed, or its source defines no ``ServerArgs``.
+    """
+    spec = importlib.util.find_spec("sglang")
+    if spec is None or not spec.submodule_search_locations:
+        raise UsageError(f"sglang is not installed: {install('sglang')}")
+    source = Path(spec.submodule_search_locations[0], "srt")
+    # Newer SGLang versions assemble ServerArgs from the classes in this folder.
+    found = _class_fields(source / "server_args.py", "ServerArgs")
+    for part in sorted((source / "arg_groups" / "fields").glob("*.py")):
+        found |= _class_fields(part)
+    if "model_path" not in found:
+        raise UsageError(f"{source} defines no ServerArgs; this sglang version is not supported")
+    return frozenset(found)
+
+
+def _class_fields(source: Path, name: str | None = None) -> set[str]:
+    """Return the annotated names in the classes of a module, or only in class ``name``."""
+    return {
+        item.target.id
+        for node in ast.parse(source.read_text()).body
+        if isinstance(node, ast.ClassDef) and name in (None, node.name)
+        for item in node.body
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+    }

@@ -1,0 +1,52 @@
+"""Check the folder of a model before a worker starts."""
+
+from __future__ import annotations
+
+import glob
+from pathlib import Path
+
+import msgspec
+
+from ..errors import ModelError
+
+
+def check_model(model: str) -> str:
+    """Return the absolute path of a model folder, or a hub name unchanged.
+
+    Raises:
+        ModelError: the folder does not exist, or its config.json cannot be used.
+    """
+    folder = Path(model).expanduser()
+    if not folder.exists():
+        looks_like_path = model.startswith((".", "/", "~")) or model.count("/") != 1
+        if looks_like_path:
+            raise ModelError(
+                f"there is no model at {model!r}; give a folder, or 'owner/name' on the hub"
+            )
+        return model
+    config = folder / "config.json"
+    if not config.is_file():
+        raise ModelError(f"{folder} holds no config.json, so it is not a model folder")
+    try:
+        parsed = msgspec.json.decode(config.read_bytes())
+    except (msgspec.DecodeError, OSError) as error:
+        raise ModelError(f"{config} cannot be read: {error}") from None
+    if not isinstance(parsed, dict) or not parsed.get("architectures"):
+        raise ModelError(f"{config} names no 'architectures', so SGLang cannot load it")
+    path = str(folder.resolve())
+    if glob.escape(path) != path:
+        raise ModelError(f"SGLang finds no weights in {path!r}: it holds one of * ? [; rename it")
+    return path
+
+
+def own_dtype(model: str) -> str | None:
+    """Return the dtype in which a local model was saved.
+
+    SGLang's own "auto" converts float32 to float16, which changes the logprobs.
+    """
+    config = Path(model, "config.json")
+    if not config.is_file():
+        return None
+    parsed = msgspec.json.decode(config.read_bytes())
+    found = parsed.get("dtype") or parsed.get("torch_dtype")
+    return found if isinstance(found, str) else None
