@@ -59,8 +59,9 @@ if TYPE_CHECKING:
     from .inference.sampling import SamplingParams
     from .inference.stream import Stream
     from .remote.client import connect
-    from .rollouts.group import Group, RolloutMetrics
-    from .rollouts.runner import Rollout, rollout
+    from .rollouts.group import Group
+    from .rollouts.metrics import RolloutMetrics
+    from .rollouts.run import Rollout, rollout
     from .sessions.session import Session
     from .sessions.trajectory import Trajectory, TrajectoryTiming, Turn
     from .wire.engine import EngineInfo, EngineStats
@@ -93,9 +94,9 @@ _HOME = {
     "ProtocolError": "errors",
     "QueueInfo": "driver.worker_info",
     "RemoteError": "errors",
-    "Rollout": "rollouts.runner",
+    "Rollout": "rollouts.run",
     "RolloutFailed": "errors",
-    "RolloutMetrics": "rollouts.group",
+    "RolloutMetrics": "rollouts.metrics",
     "SamplingParams": "inference.sampling",
     "ScoreLogprobs": "inference.completion",
     "Scores": "inference.completion",
@@ -122,7 +123,7 @@ _HOME = {
     "connect": "remote.client",
     "endpoint": "actors.actor",
     "launch": "api.launching",
-    "rollout": "rollouts.runner",
+    "rollout": "rollouts.run",
     "spawn": "actors.spawning",
 }
 

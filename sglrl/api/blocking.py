@@ -25,8 +25,9 @@ from ..inference.completion import Chunk, Completion, NextTokenLogprobs
 from ..inference.engine_controls import WorkerStats
 from ..remote.client import connect
 from ..rollouts.agent import Agent
-from ..rollouts.group import Group, RolloutMetrics
-from ..rollouts.runner import Rollout, rollout
+from ..rollouts.group import Group
+from ..rollouts.metrics import RolloutMetrics
+from ..rollouts.run import Rollout, rollout
 from ..sessions.session import Session
 from ..sessions.trajectory import Trajectory
 from ..system_limits import start_thread

@@ -1,10 +1,14 @@
 """Agent loops: run one coroutine per sample, thousands at a time, and deliver groups.
 
-* ``runner``: ``sglrl.rollout`` runs an agent over a data set; ``core/rollout_plan.py`` decides;
-* ``dataset``: reads the items;
-* ``agent``, ``task_ending``: one sample, and agents that do not end;
+* ``run``, ``config``: ``sglrl.rollout``, and its arguments;
+* ``runner``: starts the samples; ``core/rollout_plan.py`` decides which ones;
+* ``agent_host``: the interface to the place where agents run;
+* ``agent_tasks``, ``task_ending``: agents in this process, and agents that do not end;
 * ``agent_processes``, ``agent_worker``, ``agent_messages``: agents in processes of their own;
-* ``group``, ``failures``, ``progress``: results, the log of failures, and progress.
+* ``agent``: one sample, in any process;
+* ``dataset``, ``sample_limit``: the items, and the number of samples that run at a time;
+* ``delivery``, ``group``: ready groups on their way to the consumer;
+* ``failures``, ``metrics``, ``progress``: what failed samples lead to, and counts.
 """
 
 from ..sessions.session import Session
@@ -12,8 +16,9 @@ from ..sessions.tensors import stack
 from ..sessions.trajectory import Trajectory, TrajectoryTiming, Turn
 from ..sessions.trajectory_files import load, save
 from .dataset import session_arguments
-from .group import Group, RolloutMetrics
-from .runner import Rollout, rollout
+from .group import Group
+from .metrics import RolloutMetrics
+from .run import Rollout, rollout
 
 __all__ = [
     "Group",

@@ -7,25 +7,35 @@ call. No task of the driver waits for a sample.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from ..actors.actor import EndpointSpec, endpoints_of
 from ..actors.replies import error_of
 from ..actors.spawning import ActorHandle, spawn
+from ..core import rollout_plan as core
 from ..core.calls import Call
 from ..core.driver_listener import DriverListener
-from ..core.rollout_plan import SUSPECT, Sample
 from ..driver.driver import ENVELOPE_BYTES
-from ..errors import MessageTooLarge, ProtocolError, SglrlError, UsageError
+from ..errors import MessageTooLarge, ProtocolError, SglrlError, UsageError, WorkerLost
 from ..inference.engine_controls import ask_all, tell
+from ..sessions.session_spec import SessionSpec
+from ..sessions.trajectory import Trajectory
 from ..wire.calls import Item, ItemKind
 from ..wire.codec import Body, Buffer
-from .agent_messages import Outcome, Settings
-from .agent_worker import AgentHost
-from .task_ending import GRACE_SECONDS
+from .agent import Agent
+from .agent_host import Done, End, Failed, GivenUp, Late, OnEnd, ProcessLost
+from .agent_messages import DONE, LATE, STALE, Outcome, Settings, error_from, sampling_to
+from .agent_worker import AgentWorker
+from .config import RolloutConfig
+from .dataset import session_arguments
+from .task_ending import GRACE_SECONDS, log_hanging, title_of
+
+if TYPE_CHECKING:
+    from ..inference.client import Client
 
 _ANY_NUMBER: Final = 1 << 30
 """No limit for the actor's queues: the run limits the number of samples."""
@@ -36,35 +46,33 @@ _LEAST_HANG_SECONDS: Final = 10.0
 The time is the timeout of the samples, but at least ``_LEAST_HANG_SECONDS`` and at most
 ``_HANG_SECONDS``.
 """
+_call_arguments: Final = Body(Any)
 _START_SECONDS: Final = 120.0
 _RESTARTS: Final = 12
 """Restarts of one process per minute. A start is quick, and one sample may kill several processes.
 """
+_SUSPECT_DEATHS: Final = 4
+"""The run ends after too many deaths of processes in a row without any outcome of a sample.
 
-OnEnd = Callable[["Away", Outcome | SglrlError], None]
+The limit is this number for each process, and once more. One item kills each process at most this
+often: see ``core/rollout_plan.py``.
+"""
 
 
-class Away:
-    """A sample that runs in another process. This object is the ``Reply`` of its call."""
+class _Away:
+    """A sample that runs in another process. This object is the ``Reply`` of its call.
 
-    __slots__ = ("alone_in", "call", "processes", "refused", "sample")
+    Attributes:
+        alone_in: index of the process that runs this suspect and no other suspect, if any.
+    """
 
-    oldest_version: int | None = None
-    """The sample's process knows this version and checks it."""
+    __slots__ = ("alone_in", "call", "processes", "sample")
 
-    def __init__(self, processes: AgentProcesses, sample: Sample) -> None:
+    def __init__(self, processes: AgentProcesses, sample: core.Sample) -> None:
         self.processes = processes
         self.sample = sample
         self.call: Call | None = None
-        self.alone_in = -1
-        """Index of the process that runs this suspect and no other suspect; -1 if it is none."""
-        self.refused = False
-
-    def close(self) -> None:
-        """Cancel the sample. Its result is dropped."""
-        self.processes.suspects.discard(self.alone_in)
-        if self.call is not None:
-            self.processes.driver.cancel(self.call)
+        self.alone_in: int | None = None
 
     def chunk(self, item: Item, frames: Sequence[Buffer]) -> None:
         """Ignore chunks: the call has none."""
@@ -73,47 +81,72 @@ class Away:
         """Do nothing. An agent may have side effects, so its call does not restart."""
 
     def end(self, call: Call, outcome: Item | SglrlError, frames: Sequence[Buffer]) -> None:
-        found: Outcome | SglrlError
-        self.processes.suspects.discard(self.alone_in)
-        if isinstance(outcome, SglrlError):
-            found = outcome
-        elif outcome.kind != ItemKind.DONE:
-            found = error_of(outcome)
-        else:
-            try:
-                found = self.processes.run_endpoint.result.decode(outcome.body, frames)
-            except ProtocolError as error:
-                found = error
-        self.processes.on_end(self, found)
+        self.processes._call_ended(self, outcome, frames)
 
 
 class AgentProcesses(DriverListener):
-    """The processes of one run.
+    """The ``AgentHost`` of agents in separate processes.
+
+    Owns the processes, the running samples and the session arguments of their groups.
 
     Args:
-        on_end: called with each finished sample and its result. It is not called for samples that
-            were closed.
+        count: number of processes.
+        on_turns: called with bytes of the prompts of the turns that a process has finished, cached
+            prompt tokens, bytes of their new tokens, and the number of turns.
+        on_end: called with the end of each sample.
         on_room: called when a process is added.
+
+    Raises:
+        UsageError: the agent cannot be sent to other processes.
     """
 
+    turns_running = None
+    """Only the processes know their turns."""
+
     def __init__(
-        self, settings: Settings, count: int, on_end: OnEnd, on_room: Callable[[], None]
+        self,
+        client: Client,
+        agent: Agent,
+        config: RolloutConfig,
+        count: int,
+        on_turns: Callable[[int, int, int, int], None],
+        on_end: OnEnd,
+        on_room: Callable[[], None],
     ) -> None:
+        self._client = client
+        self._agent = agent
+        self._config = config
+        self._on_turns = on_turns
+        self._on_end = on_end
+        self._on_room = on_room
+        self._running: dict[core.Sample, _Away] = {}
+        self._suspects: set[int] = set()
+        """Processes that run a suspect: see ``core/rollout_plan.py``."""
+        self._arguments: dict[core.Group, Mapping[str, Any] | None] = {}
+        """Arguments of a group's sessions. None: the processes derive them from the item."""
+        self._dead: set[Any] = set()
+        """Processes that have died since the last outcome of a sample."""
+        self._most_dead = _SUSPECT_DEATHS * (count + 1)
+        self.paused = False
+        settings = Settings(
+            os.getpid(),
+            client._running().max_message_bytes,
+            *client._way_in,
+            client.model,
+            client._timeout,
+            agent,
+            config.timeout,
+            config.max_staleness,
+            config.sampling,
+            dict(config.values),
+        )
         # The class is sent by value, with all objects that it refers to, over the private socket of
         # its fork server.
-        cls = type("AgentProcess", (AgentHost,), {"settings": settings, "__module__": __name__})
-        self.count = count
-        self.on_end = on_end
-        self._on_room = on_room
-        self._specs: dict[str, EndpointSpec] = endpoints_of(cls)
-        self.run_endpoint = self._specs["run"]
-        self._arguments = Body(Any)
-        self.suspects: set[int] = set()
-        """Processes that run a suspect: see ``core/rollout_plan.py``."""
-        self._paused = False
+        cls = type("AgentProcess", (AgentWorker,), {"settings": settings, "__module__": __name__})
+        self._endpoints: dict[str, EndpointSpec] = endpoints_of(cls)
         hang = _HANG_SECONDS
-        if settings.timeout is not None:
-            hang = min(hang, max(_LEAST_HANG_SECONDS, settings.timeout))
+        if config.timeout is not None:
+            hang = min(hang, max(_LEAST_HANG_SECONDS, config.timeout))
         try:
             self._handle: ActorHandle = spawn(
                 cls,
@@ -160,7 +193,7 @@ class AgentProcesses(DriverListener):
         """
         await self._handle.__aenter__()
         self.driver.add_listener(self)
-        if self._paused:
+        if self.paused:
             for index in self.driver.ready:
                 self.before_serving(index)
 
@@ -169,41 +202,43 @@ class AgentProcesses(DriverListener):
 
     @property
     def room_for_suspect(self) -> bool:
-        return len(self.suspects) < len(self.driver.ready)
+        return len(self._suspects) < len(self.driver.ready)
 
-    def expel(self, away: Away, reason: str) -> None:
-        """Kill the process of a sample. Its other samples are lost, too."""
-        worker = None if away.call is None else away.call.worker
-        if worker is not None:
-            self._handle._pool.expel(worker.index, reason)
+    # --- start of samples -------------------------------------------------------------------------
 
-    def begin(
-        self,
-        sample: Sample,
-        seed: int | None,
-        version: int,
-        arguments: Mapping[str, Any] | None,
-    ) -> Away:
-        """Run a sample in a process. See ``AgentHost.run``.
+    def begin(self, sample: core.Sample, seed: int | None, version: int) -> None:
+        """Run a sample in a process. See ``AgentWorker.run``.
 
         Raises:
-            UsageError: the item cannot be sent.
+            UsageError: the item cannot be sent, or its session's arguments are wrong.
+            MessageTooLarge: the item is too large.
             WorkerLost: no process is left.
         """
-        away = Away(self, sample)
+        body, frames = self._encode(sample, seed, version)
+        away = _Away(self, sample)
+        driver = self.driver
+        call = Call("run", msgspec.Raw(body), away, frames=frames)
+        if sample.losses >= core.SUSPECT:
+            call.pinned = next((i for i in driver.ready if i not in self._suspects), None)
+        driver.submit(call)
+        away.call = call
+        if call.pinned is not None:
+            away.alone_in = call.pinned
+            self._suspects.add(call.pinned)
+        self._running[sample] = away
+
+    def forget(self, group: core.Group) -> None:
+        self._arguments.pop(group, None)
+
+    def _encode(
+        self, sample: core.Sample, seed: int | None, version: int
+    ) -> tuple[bytes, Sequence[Buffer]]:
+        """Encode the arguments of ``AgentWorker.run``."""
         group = sample.group
-        # The arguments of ``AgentHost.run`` are encoded like this.
-        call_arguments = (
-            group.index,
-            group.tries,
-            sample.index,
-            seed,
-            version,
-            group.item,
-            arguments,
-        )
+        arguments = self._arguments_of(group)
+        values = (group.index, group.tries, sample.index, seed, version, group.item, arguments)
         try:
-            body, frames = self._arguments.encode(call_arguments)
+            body, frames = _call_arguments.encode(values)
         except Exception as error:
             # Objects in the item may raise any exception.
             reason = str(error).partition(";")[0]
@@ -212,43 +247,136 @@ class AgentProcesses(DriverListener):
                 f"{reason}; it may hold what msgpack can, and numpy arrays; the rest is "
                 "to be made there"
             ) from None
-        driver = self.driver
-        most = driver.max_message_bytes - ENVELOPE_BYTES
+        most = self.driver.max_message_bytes - ENVELOPE_BYTES
         if len(body) > most or any(len(frame) > most for frame in frames):
             raise MessageTooLarge(
                 f"item {group.index} of the data set is larger than a message may be ({most:,} "
                 "bytes)"
             )
-        call = Call("run", msgspec.Raw(body), away, frames=frames)
-        if sample.losses >= SUSPECT:
-            alone = next((i for i in driver.ready if i not in self.suspects), None)
-            if alone is not None:
-                call.pinned = alone
-        driver.submit(call)
-        away.call = call
-        if call.pinned is not None:
-            away.alone_in = call.pinned
-            self.suspects.add(call.pinned)
-        return away
+        return body, frames
+
+    def _arguments_of(self, group: core.Group) -> Mapping[str, Any] | None:
+        """Return the entry of ``_arguments`` for a group.
+
+        Raise an exception for wrong arguments, as far as this process can check them.
+        """
+        config = self._config
+        if config.open_session is session_arguments and type(group.item) in (dict, str, list):
+            return None
+        if group not in self._arguments:
+            found = config.open_session(group.item)
+            SessionSpec.of(self._client, found, config.values, config.sampling)
+            self._arguments[group] = sampling_to(found)
+        return self._arguments[group]
+
+    # --- ends of samples --------------------------------------------------------------------------
+
+    def oldest_version(self, sample: core.Sample) -> int | None:
+        """Return None. The sample's process knows this version and checks it."""
+        return None
+
+    def give_up(self, sample: core.Sample, reason: str) -> None:
+        away = self._running.pop(sample, None)
+        if away is not None:
+            self._cancel(away)
+            self.driver.loop.call_soon(self._on_end, sample, GivenUp(reason))
+
+    def stop(self) -> None:
+        for away in self._running.values():
+            self._cancel(away)
+        self._running.clear()
+
+    def _cancel(self, away: _Away) -> None:
+        """Cancel a call. Its end is not reported."""
+        self._not_alone(away)
+        if away.call is not None:
+            self.driver.cancel(away.call)
+
+    def _not_alone(self, away: _Away) -> None:
+        if away.alone_in is not None:
+            self._suspects.discard(away.alone_in)
+
+    def _call_ended(self, away: _Away, found: Item | SglrlError, frames: Sequence[Buffer]) -> None:
+        self._not_alone(away)
+        sample = away.sample
+        if self._running.get(sample) is away:
+            del self._running[sample]
+            self._on_end(sample, self._end_of(away, found, frames))
+
+    def _end_of(self, away: _Away, found: Item | SglrlError, frames: Sequence[Buffer]) -> End:
+        if isinstance(found, WorkerLost):
+            return self._lost(away, found)
+        if isinstance(found, SglrlError):
+            return Failed(found)
+        if found.kind != ItemKind.DONE:
+            return Failed(error_of(found))
+        try:
+            outcome = self._endpoints["run"].result.decode(found.body, frames)
+        except ProtocolError as error:
+            return Failed(error)
+        return self._end_from(away, outcome)
+
+    def _lost(self, away: _Away, error: WorkerLost) -> End:
+        """Return the end of a sample whose process has died."""
+        self._dead.add(away.call and away.call.worker)
+        if len(self._dead) >= self._most_dead:
+            error.add_note(f"and {len(self._dead)} of them died before any told of a sample")
+            return Failed(error, fatal=True)
+        return ProcessLost(error)
+
+    def _end_from(self, away: _Away, outcome: Outcome) -> End:
+        self._dead.clear()
+        self._on_turns(
+            outcome.prompt_bytes, outcome.cached_tokens, outcome.new_bytes, outcome.turns
+        )
+        sample = away.sample
+        error = None if outcome.error is None else error_from(outcome.error)
+        if outcome.hangs_at:
+            title = title_of(self._agent, sample.index, sample.group.index)
+            reason = "timeout" if outcome.how == LATE else core.STALE
+            log_hanging(title, reason, outcome.hangs_at)
+        if outcome.how == DONE and outcome.trajectory is not None:
+            try:
+                return Done(Trajectory.from_record(outcome.trajectory, outcome.oldest))
+            except ProtocolError as wrong:
+                return Failed(wrong, fatal=True)
+        if outcome.how == LATE and error is not None:
+            return Late(error)
+        if outcome.how == STALE:
+            return GivenUp(core.STALE)
+        if outcome.cut_off and self._client._is_connected:
+            self._expel(away, "it has lost its connection to the pool")
+            return ProcessLost(
+                WorkerLost("the process of this sample has lost its connection to the pool")
+            )
+        fatal = outcome.refused or outcome.fatal
+        return Failed(error or ProtocolError(f"a sample ended {outcome.how!r}"), fatal)
+
+    def _expel(self, away: _Away, reason: str) -> None:
+        """Kill the process of a sample. Its other samples are lost, too."""
+        worker = None if away.call is None else away.call.worker
+        if worker is not None:
+            self._handle._pool.expel(worker.index, reason)
+
+    # --- pause ------------------------------------------------------------------------------------
 
     async def pause(self) -> bool:
-        """Wait until no turn runs. Return False if the run was resumed before that."""
-        self._paused = True
+        self.paused = True
         if not self._runs:
             return True
         # Turns of a lost process do not run any more.
-        found = await ask_all(self.driver, self._specs["pause"])
-        return self._paused and all(found.values())
+        found = await ask_all(self.driver, self._endpoints["pause"])
+        return self.paused and all(found.values())
 
     def resume(self) -> None:
-        self._paused = False
+        self.paused = False
         if self._runs:
             for index in self.driver.ready:
-                tell(self.driver, self._specs["resume"], (), index)
+                tell(self.driver, self._endpoints["resume"], (), index)
 
     def before_serving(self, worker: int) -> None:
         """Pause a process that starts while the run is paused."""
-        if self._paused:
-            tell(self.driver, self._specs["pause"], (), worker)
+        if self.paused:
+            tell(self.driver, self._endpoints["pause"], (), worker)
         # The process serves immediately after this method.
         self.driver.loop.call_soon(self._on_room)

@@ -27,7 +27,7 @@ from ..wire.codec import Body
 from .agent import Agent, NotAsync, as_failure, is_late, made_ready, play, too_late
 from .agent_messages import DONE, FAILED, LATE, STALE, Outcome, Settings, body_of, sampling_from
 from .dataset import session_arguments
-from .task_ending import GRACE_SECONDS, Grace, Limit, end_without, name_of, stack_of
+from .task_ending import GRACE_SECONDS, Grace, Limit, end_without, stack_of, title_of
 
 if TYPE_CHECKING:
     from ..remote.client import RemoteClient
@@ -59,7 +59,7 @@ class _Sample:
         self.outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
 
 
-class AgentHost(Actor):
+class AgentWorker(Actor):
     """The actor. Each run has a subclass with its ``settings``."""
 
     settings: ClassVar[Settings]
@@ -243,11 +243,9 @@ class AgentHost(Actor):
         else:
             # The driver has cancelled the sample and waits for no answer.
             logger.error(
-                "agent %s with sample %d of item %d was cancelled by the run and did not end "
-                "within %g s; it is closed where it waits:\n%s",
-                name_of(self.settings.agent),
-                sample.index,
-                sample.item,
+                "%s was cancelled by the run and did not end within %g s; it is closed where it "
+                "waits:\n%s",
+                title_of(self.settings.agent, sample.index, sample.item),
                 GRACE_SECONDS,
                 stack,
             )

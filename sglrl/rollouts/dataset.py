@@ -19,34 +19,42 @@ from typing import Any
 
 from ..errors import SglrlError, UsageError
 
-StartTask = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
+StartTask = Callable[[Coroutine[Any, Any, None], str], "asyncio.Task[None]"]
+"""Starts a task with this name."""
 
 
 class Items:
     """The items of ``dataset`` that must be run, with their numbers in it.
 
     Args:
-        wanted: returns whether the item of this number must be run.
+        state: the ``state_dict`` of an earlier run, whose finished items are skipped.
         on_read: called when an item arrives later than it was requested, or when the data set
             turns out to be exhausted.
 
     Attributes:
-        exhausted: there are no more items.
         error: the exception, if the data set raised one.
-        read: number of items read so far.
+        total: number of items that must be run, or None if the data set does not know it.
+
+    Raises:
+        UsageError: the data set cannot be iterated, or ``state`` is wrong.
     """
 
     def __init__(
-        self, dataset: Any, wanted: Callable[[int], bool], on_read: Callable[[], None]
+        self, dataset: Any, state: Mapping[str, Any] | None, on_read: Callable[[], None]
     ) -> None:
         self._source = _iterator(dataset)
-        self._wanted = wanted
+        self._begun_before, self._unfinished_before = _checked_state(state)
+        """The earlier run began the items below this number, and left some of them unfinished."""
         self._on_read = on_read
         self._next: tuple[int, Any] | None = None
         self._reading: asyncio.Task[None] | None = None
+        self._read = 0
         self._ended = False
         self.error: Exception | None = None
-        self.read = 0
+        self.total = _length(dataset)
+        if self.total is not None:
+            finished = self._begun_before - len(self._unfinished_before)
+            self.total -= min(self.total, finished)
 
     @property
     def read_ahead(self) -> int | None:
@@ -55,7 +63,23 @@ class Items:
 
     @property
     def exhausted(self) -> bool:
+        """Whether there are no more items."""
         return self._ended and self._next is None
+
+    def state_dict(self, next_index: int, unfinished: set[int]) -> dict[str, Any]:
+        """Return the ``state`` for a later run over the same data set.
+
+        Args:
+            next_index: the items from this number on were not taken from here.
+            unfinished: numbers of the items that were taken and are not finished.
+        """
+        unread = {index for index in self._unfinished_before if index >= self._read}
+        if (ahead := self.read_ahead) is not None and ahead < self._begun_before:
+            unread.add(ahead)
+        return {
+            "next": max(next_index, self._begun_before),
+            "unfinished": sorted(unfinished | unread),
+        }
 
     def take(self, start: StartTask) -> tuple[int, Any] | None:
         """Return the next item, or None.
@@ -72,7 +96,7 @@ class Items:
         source = self._source
         if isinstance(source, AsyncIterator):
             if self._next is None and not self._ended and self._reading is None:
-                self._reading = start(self._read(source))
+                self._reading = start(self._read_next(source), "the data set")
             return
         while self._next is None and not self._ended:
             try:
@@ -82,7 +106,7 @@ class Items:
             except Exception as error:
                 self.error, self._ended = error, True
 
-    async def _read(self, source: AsyncIterator[Any]) -> None:
+    async def _read_next(self, source: AsyncIterator[Any]) -> None:
         try:
             while self._next is None:
                 self._came(await anext(source))
@@ -102,8 +126,8 @@ class Items:
         self._on_read()
 
     def _came(self, item: Any) -> None:
-        index, self.read = self.read, self.read + 1
-        if self._wanted(index):
+        index, self._read = self._read, self._read + 1
+        if index >= self._begun_before or index in self._unfinished_before:
             self._next = (index, item)
 
 
@@ -128,7 +152,21 @@ def session_arguments(item: Any) -> Mapping[str, Any]:
     )
 
 
-def length(dataset: Any) -> int | None:
+def _iterator(dataset: Any) -> Iterator[Any] | AsyncIterator[Any]:
+    if isinstance(dataset, AsyncIterable):
+        return aiter(dataset)
+    if isinstance(dataset, (str, bytes, Mapping)):
+        raise UsageError(f"dataset must be an iterable of items, got {type(dataset).__name__}")
+    if isinstance(dataset, Iterable):
+        return iter(dataset)
+    count = _length(dataset)
+    if count is not None and hasattr(dataset, "__getitem__"):
+        # torch.utils.data.Dataset is of this kind. It may never raise an error for a missing item.
+        return (dataset[i] for i in range(count))
+    raise UsageError(f"dataset must be an iterable of items, got {type(dataset).__name__}")
+
+
+def _length(dataset: Any) -> int | None:
     """Return the number of items, or None if the data set does not know this number."""
     try:
         return len(dataset)
@@ -137,15 +175,10 @@ def length(dataset: Any) -> int | None:
         return None
 
 
-def _iterator(dataset: Any) -> Iterator[Any] | AsyncIterator[Any]:
-    if isinstance(dataset, AsyncIterable):
-        return aiter(dataset)
-    if isinstance(dataset, (str, bytes, Mapping)):
-        raise UsageError(f"dataset must be an iterable of items, got {type(dataset).__name__}")
-    if isinstance(dataset, Iterable):
-        return iter(dataset)
-    count = length(dataset)
-    if count is not None and hasattr(dataset, "__getitem__"):
-        # torch.utils.data.Dataset is of this kind. It may never raise an error for a missing item.
-        return (dataset[i] for i in range(count))
-    raise UsageError(f"dataset must be an iterable of items, got {type(dataset).__name__}")
+def _checked_state(state: Mapping[str, Any] | None) -> tuple[int, set[int]]:
+    if state is None:
+        return 0, set()
+    try:
+        return int(state["next"]), {int(i) for i in state["unfinished"]}
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"state is not what state_dict() gave: {error!r}") from None

@@ -1,43 +1,102 @@
-"""Log the failures of a run: each kind of error once in full, and later its count now and then."""
+"""The failures of a run: what they lead to, and what is logged.
+
+The log has each kind of error once in full, and later its count now and then.
+"""
 
 from __future__ import annotations
 
 import logging
 import re
+from collections import deque
+from typing import Final
 
 from ..core.failures import Failures, Kind
-from ..errors import RemoteError, RolloutFailed, SglrlError
+from ..core.rollout_plan import Sample
+from ..errors import RemoteError, RolloutFailed, SglrlError, UsageError
 from ..wire.codec import readable
+from .config import RolloutConfig
+from .sample_limit import SampleLimit
 
 logger = logging.getLogger("sglrl.rollout")
 
+_KEPT: Final = 100
+"""Number of latest errors that are kept."""
+_SUSPECT: Final = 32
+"""The run ends if this many samples have finished and none was successful: the agent is faulty."""
 _REMOTE_FRAME = re.compile(r'^  File "(.*)", line (\d+)', re.MULTILINE)
 
 
-class FailureLog:
-    """Counts the failed attempts of a run and logs them.
+class FailurePolicy:
+    """Decides whether a failed sample runs again, is lost, or ends the run. Logs failures.
+
+    Owns the counts of failed and successful attempts, and the latest errors.
 
     Args:
-        max_rate: see ``rollout``.
+        limit: the number of samples that may run at a time.
+
+    Attributes:
+        errors: the latest errors.
+        failed: number of failed attempts.
     """
 
-    def __init__(self, max_rate: float | None) -> None:
-        self._failures = Failures(max_rate)
+    def __init__(self, config: RolloutConfig, limit: SampleLimit) -> None:
+        self._on_error = config.on_error
+        self._limit = limit
+        self._failures = Failures(config.max_failure_rate)
+        self.errors: deque[Exception] = deque(maxlen=_KEPT)
+        self.failed = self._succeeded = 0
 
-    def went_well(self, concurrency: int) -> None:
-        self._failures.attempt(False, concurrency)
+    def count_success(self) -> None:
+        self._succeeded += 1
+        self._failures.attempt(False, self._limit.value)
 
-    def count(self, error: Exception, concurrency: int) -> Kind:
-        """Count a failed attempt.
+    def count_late(self, error: Exception) -> None:
+        """Count an attempt that was too late.
 
         Raises:
+            Exception: ``error`` itself, if all samples so far have failed.
             RolloutFailed: too many of the latest attempts have failed.
         """
-        failures = self._failures
-        message = error.message if isinstance(error, SglrlError) else readable(error)
-        if isinstance(error, RemoteError):
-            message = message.removeprefix(f"{error.kind}: ")
-        kind = failures.count(_name_of(error), place_of(error), message)
+        self._count(error)
+
+    def count_failure(self, error: Exception, sample: Sample, *, fatal: bool) -> bool:
+        """Count and log a failed attempt. Return whether the sample may run again.
+
+        Args:
+            fatal: the failure ends the run.
+
+        Raises:
+            Exception: ``error`` itself, if it ends the run, or if all samples so far have failed.
+            RolloutFailed: too many of the latest attempts have failed.
+        """
+        kind = self._count(error, fatal=fatal or self._on_error == "raise")
+        self._log(kind, error, sample)
+        return self._on_error == "retry" and not isinstance(error, UsageError)
+
+    def check_end(self) -> None:
+        """Raise the latest error if the data set has ended and no sample was successful."""
+        if self.failed and not self._succeeded:
+            error = self.errors[-1]
+            error.add_note(f"and none of the {self.failed} samples ended well")
+            raise error
+
+    def log_totals(self) -> None:
+        """Log at the end of the run each kind whose count has grown since its last log entry."""
+        for kind in self._failures.kinds.values():
+            if 0 < kind.logged < kind.count:
+                kind.logged = kind.count
+                logger.warning("in all, %d samples have failed with %r", kind.count, kind)
+
+    def _count(self, error: Exception, *, fatal: bool = False) -> Kind:
+        self.errors.append(error)
+        self.failed += 1
+        if self.failed >= _SUSPECT and not self._succeeded:
+            error.add_note(f"and none of the first {self.failed} samples ended well")
+            fatal = True
+        if fatal:
+            raise error
+        failures, concurrency = self._failures, self._limit.value
+        kind = failures.count(_name_of(error), place_of(error), _message_of(error))
         rate = failures.attempt(True, concurrency)
         if rate is not None:
             worst = failures.most_frequent()
@@ -50,14 +109,15 @@ class FailureLog:
             ) from error
         return kind
 
-    def log(self, kind: Kind, error: Exception, sample: int, item: int) -> None:
+    def _log(self, kind: Kind, error: Exception, sample: Sample) -> None:
         """Log the first error of a kind in full, and later ones as a count."""
         if not kind.is_due():
             return
+        item = sample.group.index
         if kind.count == 1:
             logger.warning(
                 "sample %d of item %d failed: %s: %s",
-                sample,
+                sample.index,
                 item,
                 type(error).__name__,
                 error,
@@ -69,16 +129,9 @@ class FailureLog:
                 "%d samples have failed with %r, the last one is sample %d of item %d",
                 kind.count,
                 kind,
-                sample,
+                sample.index,
                 item,
             )
-
-    def log_totals(self) -> None:
-        """Log at the end of the run each kind whose count has grown since its last log entry."""
-        for kind in self._failures.kinds.values():
-            if 0 < kind.logged < kind.count:
-                kind.logged = kind.count
-                logger.warning("in all, %d samples have failed with %r", kind.count, kind)
 
 
 def place_of(error: Exception) -> str:
@@ -96,3 +149,8 @@ def place_of(error: Exception) -> str:
 
 def _name_of(error: Exception) -> str:
     return error.kind if isinstance(error, RemoteError) else type(error).__name__
+
+
+def _message_of(error: Exception) -> str:
+    message = error.message if isinstance(error, SglrlError) else readable(error)
+    return message.removeprefix(f"{error.kind}: ") if isinstance(error, RemoteError) else message

@@ -1,4 +1,4 @@
-"""The results of a run: groups of trajectories, and metrics."""
+"""The result of a run: groups of trajectories."""
 
 from __future__ import annotations
 
@@ -53,46 +53,3 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     def tokens(self) -> int:
         """The number of tokens that the policy sampled."""
         return int(sum(t.loss_mask.sum() for t in self.trajectories))
-
-
-class RolloutMetrics(msgspec.Struct, frozen=True, kw_only=True):
-    """The progress of a run. Counts are totals, and times are in seconds.
-
-    Attributes:
-        groups_taken: groups that were delivered.
-        groups_filtered: groups that ``keep`` rejected.
-        groups_dropped: groups that were given up for good.
-        groups_ready, groups_running: current numbers of groups.
-        samples_done: successful samples, without those of groups that were given up.
-        samples_running: current number of samples.
-        samples_retried: retried samples in total.
-        samples_lost: by reason: "error", "timeout", "stale", "given up" (with its group).
-        concurrency: current maximum of samples that run at a time.
-        turns, generated_tokens, prompt_tokens, cached_tokens: of all turns. Cached tokens are
-            prompt tokens that came from the prefix cache.
-        mean_reward: over the last 256 samples; NaN without any.
-        mean_staleness: of the delivered groups, in policy versions.
-        seconds: since the run began.
-    """
-
-    groups_taken: int
-    groups_filtered: int
-    groups_dropped: int
-    groups_ready: int
-    groups_running: int
-    samples_done: int
-    samples_running: int
-    samples_retried: int
-    samples_lost: dict[str, int]
-    concurrency: int
-    turns: int
-    generated_tokens: int
-    prompt_tokens: int
-    cached_tokens: int
-    mean_reward: float
-    mean_staleness: float
-    seconds: float
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.generated_tokens / self.seconds if self.seconds else 0.0

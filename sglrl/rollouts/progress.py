@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from .group import RolloutMetrics
+from .metrics import RolloutMetrics
 
 logger = logging.getLogger("sglrl.rollout")
 

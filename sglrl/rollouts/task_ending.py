@@ -9,10 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from types import FrameType
 from typing import Any, Final, Self
+
+logger = logging.getLogger("sglrl.rollout")
 
 GRACE_SECONDS: float = 5.0
 """Time in which a cancelled agent must end."""
@@ -21,8 +24,93 @@ _STEPS: Final = 5
 
 While the event loop does not run, the agent cannot end. This time counts as at most one step.
 """
-_WITHOUT_AGENT: Final = ("runner.py", "agent_worker.py", "agent.py", "task_ending.py")
+_WITHOUT_AGENT: Final = ("agent_tasks.py", "agent_worker.py", "agent.py", "task_ending.py")
 """Files of this package whose frames come before the agent's frames."""
+
+_ENDED: Final = "the run has ended"
+"""The reason for cancelling a task at the end. Other reasons are those for losing samples."""
+
+
+class TaskSet:
+    """The tasks of a run. They end with it.
+
+    A cancelled task that does not end in its grace period is abandoned: its stack is logged, and no
+    code waits for it any more.
+
+    Args:
+        on_error: called with an exception that a task raises.
+    """
+
+    def __init__(self, on_error: Callable[[BaseException], None]) -> None:
+        self._on_error = on_error
+        self._alive: dict[asyncio.Task[None], Callable[[str], None] | None] = {}
+        """The tasks that have not ended, and what to call if they are abandoned."""
+        self._all_ended: asyncio.Future[None] | None = None
+
+    def begin(
+        self,
+        work: Coroutine[Any, Any, None],
+        name: str,
+        on_abandoned: Callable[[str], None] | None = None,
+    ) -> asyncio.Task[None]:
+        """Start a task.
+
+        Args:
+            name: the subject of a log entry.
+            on_abandoned: called with the reason for cancelling the task, if it is abandoned.
+        """
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._alive[task] = on_abandoned
+        task.add_done_callback(self._ended)
+        return task
+
+    def cancel(self, task: asyncio.Task[None], reason: str) -> None:
+        task.cancel()
+        Grace(task, functools.partial(self.abandon, task, reason))
+
+    def cancel_all(self) -> None:
+        for task in list(self._alive):
+            self.cancel(task, _ENDED)
+
+    def abandon(self, task: asyncio.Task[None], reason: str) -> None:
+        """Continue without a cancelled task, unless it has ended."""
+        if task.done() or task not in self._alive:
+            return
+        on_abandoned = self._alive.pop(task)
+        log_hanging(task.get_name(), reason, stack_of(task))
+        if on_abandoned is not None:
+            on_abandoned(reason)
+        end_without(task)
+        self._notify()
+
+    async def ended(self) -> None:
+        """Wait until all tasks have ended or are abandoned.
+
+        The tasks were cancelled, or are about to end. If this call is cancelled, it cancels them.
+        """
+        cancelled: asyncio.CancelledError | None = None
+        while self._alive:
+            self._all_ended = asyncio.get_running_loop().create_future()
+            try:
+                await self._all_ended
+            except asyncio.CancelledError as error:
+                cancelled = error
+                self.cancel_all()
+        if cancelled is not None:
+            raise cancelled
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if task not in self._alive:
+            # The task was abandoned.
+            return
+        del self._alive[task]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._on_error(error)
+        self._notify()
+
+    def _notify(self) -> None:
+        if not self._alive and self._all_ended is not None and not self._all_ended.done():
+            self._all_ended.set_result(None)
 
 
 class Grace:
@@ -148,9 +236,21 @@ def _is_ours(frame: FrameType) -> bool:
     return folder == __file__.rpartition("/")[0] and name in _WITHOUT_AGENT
 
 
-def name_of(agent: Any) -> str:
-    """Return an agent's name for a log: the name of its function or class."""
+def log_hanging(what: str, reason: str, stack: str) -> None:
+    """Log a cancelled task that has not ended, and where it waits."""
+    logger.error(
+        "%s was cancelled (%s) and did not end within %g s; the run goes on without it. It "
+        "waits here:\n%s",
+        what,
+        reason,
+        GRACE_SECONDS,
+        stack,
+    )
+
+
+def title_of(agent: Any, sample: int, item: int) -> str:
+    """Return the title of a sample for a log, with the name of the agent's function or class."""
     while isinstance(agent, functools.partial):
         agent = agent.func
     made_of = agent if hasattr(agent, "__qualname__") else type(agent)
-    return f"{made_of.__module__}.{made_of.__qualname__}"
+    return f"agent {made_of.__module__}.{made_of.__qualname__} with sample {sample} of item {item}"

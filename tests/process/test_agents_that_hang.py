@@ -130,7 +130,7 @@ async def test_leaving_a_run(
     (error,) = errors(caplog)
     assert "agent_of.<locals>.agent with sample 0 of item 1 was cancelled (the run has" in error
     assert f"in {hang.__name__}\n" in error
-    assert "play.py" not in error, "the stack begins with the agent"
+    assert "agent_tasks.py" not in error, "the stack begins with the agent"
     # The remaining tasks block neither the loop nor the program.
     for _ in range(3):
         await asyncio.sleep(0)

@@ -711,8 +711,7 @@ async def test_a_close_that_is_cancelled_twice_ends_the_processes(client: sglrl.
             await asyncio.sleep(0)
         task.cancel()
         await asyncio.wait([task])
-        assert run._processes is not None
-        assert run._processes.driver.fabric.closed
+        assert run._runner._host.driver.fabric.closed
 
 
 async def test_pausing_before_and_after(client: sglrl.Client) -> None:
@@ -925,8 +924,7 @@ async def test_a_process_that_is_cut_off_is_replaced(client: sglrl.Client, tmp_p
         server._forget(first)
         (tmp_path / "go").touch()
         assert len(await run.take(24)) == 24
-        assert run._processes is not None
-        await run._processes._handle.wait_until_full(20)
+        await run._runner._host._handle.wait_until_full(20)
     assert run.metrics.samples_lost == {}
     assert run.metrics.samples_retried >= 1
     assert any("lost its connection to the pool" in str(error) for error in run.errors)

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import sglrl
-from sglrl.rollouts import runner
+from sglrl.rollouts import delivery
 
 ITEMS = [{"input_ids": [1 + i % 900, 2, 3], "id": i} for i in range(40)]
 
@@ -940,7 +940,7 @@ async def test_progress_is_logged_where_there_is_no_terminal(
 async def test_who_waits_for_new_weights_is_told(
     client: sglrl.Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(runner, "_HINT_SECONDS", 0.05)
+    monkeypatch.setattr(delivery, "_HINT_SECONDS", 0.05)
 
     run = sglrl.rollout(client, of_now, ITEMS, batch_size=2, max_staleness=0)
     async with run:
@@ -956,7 +956,7 @@ async def test_who_waits_for_new_weights_is_told(
 async def test_who_waits_while_nobody_has_the_weights_is_told(
     client: sglrl.Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(runner, "_HINT_SECONDS", 0.05)
+    monkeypatch.setattr(delivery, "_HINT_SECONDS", 0.05)
     await client.pause()
     async with sglrl.rollout(client, two_turns, ITEMS[:1], concurrency=1) as run:
         with pytest.raises(sglrl.DeadlineExceeded):

@@ -1,0 +1,112 @@
+"""The interface between a run and its agents, wherever they run.
+
+``AgentTasks`` runs agents as tasks of this event loop. ``AgentProcesses`` runs them in other
+processes. The run begins samples, and the host reports one end for each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from ..core.rollout_plan import Group, Sample
+from ..errors import WorkerLost
+from ..sessions.trajectory import Trajectory
+
+
+class Done(NamedTuple):
+    """The agent has finished its sample."""
+
+    trajectory: Trajectory
+
+
+class Failed(NamedTuple):
+    """The agent has failed.
+
+    Attributes:
+        fatal: every other sample would fail in the same way, so the run ends.
+    """
+
+    error: Exception
+    fatal: bool = False
+
+
+class Late(NamedTuple):
+    """The agent has taken longer than its time limit."""
+
+    error: Exception
+
+
+class GivenUp(NamedTuple):
+    """The sample was cancelled because it is no longer useful.
+
+    Attributes:
+        reason: why the sample is lost, see ``core/rollout_plan.py``.
+    """
+
+    reason: str
+
+
+class ProcessLost(NamedTuple):
+    """The sample's process was lost, for a reason that the sample may not have caused."""
+
+    error: WorkerLost
+
+
+End = Done | Failed | Late | GivenUp | ProcessLost
+OnEnd = Callable[[Sample, End], None]
+
+
+class AgentHost(Protocol):
+    """Runs the agents of one run."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether the host can still run samples."""
+
+    @property
+    def paused(self) -> bool:
+        """Whether no turn may begin."""
+
+    @property
+    def room_for_suspect(self) -> bool:
+        """Whether a suspect can run apart from other suspects: see ``core/rollout_plan.py``."""
+
+    @property
+    def turns_running(self) -> int | None:
+        """Number of turns that are being sampled, or None if this process does not know it."""
+
+    async def start(self) -> None:
+        """Prepare the agent."""
+
+    async def close(self) -> None:
+        """Release the agent. Safe to call again, and while ``start`` runs."""
+
+    def begin(self, sample: Sample, seed: int | None, version: int) -> None:
+        """Begin a sample.
+
+        Args:
+            seed: seed of the sample's draws.
+            version: the policy version that the run has used for its plan.
+
+        Raises:
+            Exception: the sample cannot begin. Its end is not reported.
+        """
+
+    def oldest_version(self, sample: Sample) -> int | None:
+        """Return the policy version of a running sample's oldest token, if it is known here."""
+
+    def give_up(self, sample: Sample, reason: str) -> None:
+        """Cancel a running sample. Report ``GivenUp`` later. Do nothing if this was done before."""
+
+    def stop(self) -> None:
+        """Give no more turns to any agent: the run is ending. Its samples need no report."""
+
+    def forget(self, group: Group) -> None:
+        """Drop what is kept for the samples of a group. None of them will begin."""
+
+    async def pause(self) -> bool:
+        """Wait until no turn runs. Return False if the run was resumed before that."""
+
+    def resume(self) -> None:
+        """Let turns begin again."""

@@ -1,0 +1,188 @@
+"""Run agents as tasks of this event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING
+
+from ..core.rollout_plan import Group, Sample
+from ..sessions.gate import Gate
+from ..sessions.session import Session, session_of_sample
+from ..sessions.session_spec import SessionSpec
+from .agent import Agent, NotAsync, as_failure, is_late, made_ready, play, too_late
+from .agent_host import Done, End, Failed, GivenUp, Late, OnEnd
+from .config import RolloutConfig
+from .task_ending import Limit, TaskSet, title_of
+
+if TYPE_CHECKING:
+    from ..inference.client import Client
+
+_TIMEOUT = "timeout"
+"""The reason for cancelling an agent at its time limit."""
+
+
+class _Attempt:
+    """One attempt of a sample.
+
+    Attributes:
+        task: None before its first step. A task that is cancelled before its first step would end
+            without an exception in the agent.
+        given_up: the reason why the sample was given up; "" if it was not.
+    """
+
+    __slots__ = ("given_up", "limit", "sample", "session", "task")
+
+    def __init__(self, sample: Sample, session: Session) -> None:
+        self.sample = sample
+        self.session = session
+        self.task: asyncio.Task[None] | None = None
+        self.limit: Limit | None = None
+        self.given_up = ""
+
+
+class AgentTasks:
+    """The ``AgentHost`` of agents in this process.
+
+    Owns the agent, the running attempts and the session specs of their groups.
+
+    Args:
+        tasks: runs the tasks, and ends them with the run.
+        on_turn: called with the size of each turn: bytes of its prompt, cached prompt tokens, bytes
+            of its new tokens.
+        on_end: called with the end of each sample.
+    """
+
+    alive = True
+    room_for_suspect = False
+
+    def __init__(
+        self,
+        client: Client,
+        agent: Agent,
+        config: RolloutConfig,
+        tasks: TaskSet,
+        on_turn: Callable[[int, int, int], None],
+        on_end: OnEnd,
+    ) -> None:
+        self._client = client
+        self._agent = agent
+        self._config = config
+        self._tasks = tasks
+        self._on_turn = on_turn
+        self._on_end = on_end
+        self._gate = Gate()
+        self._stack = AsyncExitStack()
+        self._specs: dict[Group, SessionSpec] = {}
+        self._running: dict[Sample, _Attempt] = {}
+
+    async def start(self) -> None:
+        self._play = await self._stack.enter_async_context(made_ready(self._agent))
+
+    async def close(self) -> None:
+        await self._stack.aclose()
+
+    # --- samples ----------------------------------------------------------------------------------
+
+    def begin(self, sample: Sample, seed: int | None, version: int) -> None:
+        group = sample.group
+        spec = self._specs.get(group)
+        if spec is None:
+            config = self._config
+            found = config.open_session(group.item)
+            spec = SessionSpec.of(self._client, found, config.values, config.sampling)
+            self._specs[group] = spec
+        session = session_of_sample(
+            spec, self._gate, self._on_turn, seed, group.index, sample.index
+        )
+        attempt = self._running[sample] = _Attempt(sample, session)
+        self._tasks.begin(
+            self._run(attempt),
+            title_of(self._agent, sample.index, group.index),
+            functools.partial(self._abandoned, attempt),
+        )
+
+    def forget(self, group: Group) -> None:
+        self._specs.pop(group, None)
+
+    async def _run(self, attempt: _Attempt) -> None:
+        """Run one attempt to its end. Raise only exceptions that end the program."""
+        session, timeout = attempt.session, self._config.timeout
+        task = attempt.task = asyncio.current_task()
+        assert task is not None
+        try:
+            if attempt.given_up:
+                raise asyncio.CancelledError
+            if timeout is not None:
+                # Load the tokenizer before the time limit starts.
+                await session._spec.ids()
+                late = functools.partial(self._tasks.abandon, task, _TIMEOUT)
+                session._limit = attempt.limit = Limit(timeout, late)
+            trajectory = await play(self._play, session, attempt.sample.group.item, attempt.limit)
+            end: End = Done(trajectory)
+        except (asyncio.CancelledError, SystemExit, Exception) as error:
+            end = self._end_of(attempt, error)
+        finally:
+            session.close()
+        self._report(attempt, end)
+
+    def _end_of(self, attempt: _Attempt, error: BaseException) -> End:
+        if attempt.given_up:
+            return GivenUp(attempt.given_up)
+        if is_late(attempt.limit):
+            return Late(too_late(self._config.timeout, error))
+        # If a turn was refused, no other sample would get a turn either, whatever the agent raised.
+        fatal = isinstance(error, NotAsync) or attempt.session.refused
+        return Failed(as_failure(error), fatal)
+
+    def _abandoned(self, attempt: _Attempt, reason: str) -> None:
+        """Report the end of an attempt whose agent does not end."""
+        attempt.session.close()
+        if attempt.given_up:
+            self._report(attempt, GivenUp(attempt.given_up))
+        elif reason == _TIMEOUT:
+            self._report(attempt, Late(too_late(self._config.timeout, None)))
+        else:
+            # The run has ended, and needs no report.
+            self._running.pop(attempt.sample, None)
+
+    def _report(self, attempt: _Attempt, end: End) -> None:
+        # An abandoned agent may still end. Its sample may run again by then.
+        if self._running.get(attempt.sample) is attempt:
+            del self._running[attempt.sample]
+            self._on_end(attempt.sample, end)
+
+    def oldest_version(self, sample: Sample) -> int | None:
+        attempt = self._running.get(sample)
+        return None if attempt is None else attempt.session.oldest_version
+
+    def give_up(self, sample: Sample, reason: str) -> None:
+        attempt = self._running.get(sample)
+        if attempt is not None and not attempt.given_up:
+            attempt.given_up = reason
+            if attempt.task is not None:
+                self._tasks.cancel(attempt.task, reason)
+
+    def stop(self) -> None:
+        # Agents that continue after their cancellation get no turn and wait for none.
+        for attempt in self._running.values():
+            attempt.session.close()
+
+    # --- pause ------------------------------------------------------------------------------------
+
+    @property
+    def paused(self) -> bool:
+        return self._gate.opening is not None
+
+    @property
+    def turns_running(self) -> int:
+        return self._gate.inside
+
+    async def pause(self) -> bool:
+        self._gate.close()
+        return await self._gate.empty()
+
+    def resume(self) -> None:
+        self._gate.open()

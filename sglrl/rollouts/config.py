@@ -1,0 +1,102 @@
+"""The settings of a run, checked before anything starts."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ..config import check_timeout
+from ..core.rollout_plan import Plan
+from ..errors import UsageError
+from ..inference.sampling import SamplingParams, own_names
+from .dataset import session_arguments
+from .group import Group
+
+OnError = Literal["retry", "drop", "raise"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """The arguments of ``rollout``, which describes each of them.
+
+    ``timeout`` becomes a float. ``values`` get the names of the fields of ``SamplingParams``.
+
+    Raises:
+        UsageError: an argument is wrong.
+    """
+
+    group_size: int = 1
+    concurrency: int | None = None
+    batch_size: int | None = None
+    max_staleness: int | None = None
+    timeout: float | None = None
+    on_error: OnError = "retry"
+    retries: int = 2
+    max_failure_rate: float | None = 0.9
+    min_group: int | None = None
+    keep: Callable[[Group], bool] | None = None
+    open_session: Callable[[Any], Mapping[str, Any]] = session_arguments
+    ahead: int | None = None
+    processes: int | None = None
+    progress: bool | None = None
+    state: Mapping[str, Any] | None = None
+    seed: int | None = None
+    sampling: SamplingParams | None = None
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, minimum in (
+            ("group_size", 1),
+            ("concurrency", 1),
+            ("batch_size", 1),
+            ("max_staleness", 0),
+            ("retries", 0),
+            ("min_group", 1),
+            ("ahead", 1),
+            ("processes", 1),
+        ):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < minimum):
+                raise UsageError(f"{name} must be an integer of at least {minimum}, got {value!r}")
+        if self.on_error not in ("retry", "drop", "raise"):
+            raise UsageError(f"on_error must be 'retry', 'drop' or 'raise', got {self.on_error!r}")
+        if self.max_staleness is not None and self.batch_size is None:
+            raise UsageError("max_staleness needs batch_size: the groups of one weight update")
+        if self.min_group is not None and self.min_group > self.group_size:
+            raise UsageError(
+                f"min_group={self.min_group} is more than group_size={self.group_size}"
+            )
+        _check_rate(self.max_failure_rate)
+        for name in ("keep", "open_session"):
+            given = getattr(self, name)
+            if not callable(given) and not (name == "keep" and given is None):
+                raise UsageError(f"{name} must be callable, got {given!r}")
+            if inspect.iscoroutinefunction(given):
+                raise UsageError(f"{name} must be a plain function, not async")
+        seed: object = self.seed
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+            raise UsageError(f"seed must be an integer, got {seed!r}")
+        timeout = check_timeout(self.timeout)
+        if timeout == 0:
+            raise UsageError(f"timeout must be more than 0 seconds, got {timeout!r}")
+        object.__setattr__(self, "timeout", timeout)
+        object.__setattr__(self, "values", own_names(self.values))
+
+    def plan(self) -> Plan:
+        """Return the plan of a new run."""
+        return Plan(
+            group_size=self.group_size,
+            min_group=min(2, self.group_size) if self.min_group is None else self.min_group,
+            retries=self.retries,
+            batch_size=self.batch_size,
+            max_staleness=self.max_staleness,
+            ahead=max(64, 2 * (self.batch_size or 1)) if self.ahead is None else self.ahead,
+        )
+
+
+def _check_rate(rate: object) -> None:
+    number = isinstance(rate, (int, float)) and not isinstance(rate, bool)
+    if rate is not None and not (number and 0 < rate <= 1):  # type: ignore[operator]
+        raise UsageError(f"max_failure_rate must be None or in (0, 1], got {rate!r}")

@@ -1,0 +1,194 @@
+"""Deliver the ready groups of a run to its consumer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from ..core import rollout_plan as core
+from ..errors import DeadlineExceeded
+from .config import RolloutConfig
+from .dataset import Items
+from .failures import FailurePolicy
+from .group import Group
+from .metrics import MetricsRecorder
+
+if TYPE_CHECKING:
+    from ..inference.client import Client
+
+logger = logging.getLogger("sglrl.rollout")
+
+_HINT_SECONDS: Final = 10.0
+"""Wait of a consumer before the log says that only new weights will help."""
+
+
+class Delivery:
+    """Takes ready groups from the plan for one consumer at a time.
+
+    Owns the consumer that waits, and groups that were taken for an unfinished ``take``.
+
+    Args:
+        on_taken: called when more groups may begin.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        config: RolloutConfig,
+        plan: core.Plan,
+        items: Items,
+        failures: FailurePolicy,
+        metrics: MetricsRecorder,
+        on_taken: Callable[[], None],
+    ) -> None:
+        self._client = client
+        self._keep = config.keep
+        self._plan = plan
+        self._items = items
+        self._failures = failures
+        self._metrics = metrics
+        self._on_taken = on_taken
+        self._partial: list[Group] = []
+        self._arrival: asyncio.Future[None] | None = None
+        self._failure: BaseException | None = None
+        self._closed = False
+
+    @property
+    def unfinished(self) -> set[int]:
+        """The numbers of the items whose groups no finished ``take`` has returned."""
+        return {*self._plan.unfinished(), *(group.index for group in self._partial)}
+
+    # --- called by the runner ---------------------------------------------------------------------
+
+    def arrived(self, group: core.Group) -> None:
+        """Filter a group that is ready now, or notify the consumer."""
+        if self._keep is None or self._keep(self._made(group)):
+            self.notify()
+        else:
+            self._plan.filter(group)
+
+    def notify(self) -> None:
+        """Let a waiting consumer look at the plan again."""
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
+
+    def fail(self, failure: BaseException) -> None:
+        """Let ``take`` raise the failure that has ended the run, if too few groups are ready."""
+        self._failure = failure
+        self.notify()
+
+    def close(self) -> None:
+        """Let ``take`` return no more groups. A waiting consumer is notified later."""
+        self._closed = True
+
+    # --- called by the consumer -------------------------------------------------------------------
+
+    async def take(self, n: int, timeout: float | None) -> list[Group]:
+        """See ``Rollout.take``."""
+        if self._plan.ahead < n:
+            self._plan.ahead = n
+            self._on_taken()
+        if not self._closed and not self._take_ready(n):
+            await self._wait_for(n, timeout)
+        if self._closed:
+            return []
+        found, self._partial = self._partial[:n], self._partial[n:]
+        return found
+
+    async def _wait_for(self, n: int, timeout: float | None) -> None:
+        """Wait for ``n`` groups, or for all remaining groups if there are fewer."""
+        loop = asyncio.get_running_loop()
+        hint = loop.call_later(_HINT_SECONDS, self._hint)
+        try:
+            async with asyncio.timeout(timeout) as limit:
+                while not self._closed and not self._take_ready(n):
+                    if self._failure is not None:
+                        raise self._failure
+                    if self._plan.over:
+                        if not self._partial:
+                            self._check_end()
+                        break
+                    self._arrival = loop.create_future()
+                    await self._arrival
+        except TimeoutError:
+            if not limit.expired():
+                # The error belongs to an agent or to the data set.
+                raise
+            ready = len(self._partial) + len(self._plan.ready)
+            raise DeadlineExceeded(
+                f"{ready} of {n} groups were ready within {timeout:g} s"
+            ) from None
+        finally:
+            hint.cancel()
+
+    def _check_end(self) -> None:
+        """Raise an error if the run has ended for another reason than the end of the data set."""
+        self._failures.check_end()
+        if self._items.error is not None:
+            raise self._items.error
+
+    def _hint(self) -> None:
+        """Warn if a waiting consumer waits for new weights, because it may not know this."""
+        plan = self._plan
+        states = [worker.state for worker in self._client.workers]
+        if "stale" in states and "ready" not in states:
+            logger.warning(
+                "a rollout waits for new weights: no worker serves, and nobody could give those "
+                "that were replaced (%d) the weights of version %d; they serve after the next "
+                "update_weights, for which no groups are needed",
+                states.count("stale"),
+                plan.version,
+            )
+        bounded = plan.max_staleness is not None and not plan.may_begin()
+        if bounded and not plan.running and len(plan.ready) < plan.ahead:
+            logger.warning(
+                "a rollout waits for new weights: with max_staleness=%d and batch_size=%d no more "
+                "groups are begun at version %d, until update_weights is called; without training, "
+                "leave max_staleness out",
+                plan.max_staleness,
+                plan.batch_size,
+                plan.version,
+            )
+
+    def _take_ready(self, n: int) -> bool:
+        """Return whether there are ``n`` groups. Take them only then, or at the end."""
+        plan = self._plan
+        self._filter_lessened()
+        while len(self._partial) < n:
+            enough = len(self._partial) + len(plan.ready) >= n
+            # At the end, take all ready groups. Wait for groups that run or begin again.
+            last = plan.exhausted and not plan.again and len(plan.live) == len(plan.ready)
+            if not (enough or last):
+                break
+            group = plan.take()
+            if group is None:
+                break
+            self._on_taken()
+            made = self._made(group)
+            # Samples and group refer to each other. This saves the garbage collector some work.
+            group.samples.clear()
+            self._metrics.count_delivered(plan.version - group.oldest)
+            self._partial.append(made)
+        return len(self._partial) >= n
+
+    def _filter_lessened(self) -> None:
+        """Filter groups again that were ready to be kept with samples that they have lost since."""
+        plan = self._plan
+        while self._keep is not None and (group := plan.next_lessened()) is not None:
+            if self._keep(self._made(group)):
+                plan.keep(group)
+            else:
+                plan.filter(group)
+                self._on_taken()
+
+    def _made(self, group: core.Group) -> Group:
+        done = group.done
+        return Group(
+            index=group.index,
+            item=group.item,
+            trajectories=tuple(sample.result for sample in done),
+            failed=self._plan.group_size - len(done),
+            version=self._plan.version,
+        )

@@ -1,0 +1,345 @@
+"""``rollout``: run an agent over a data set, and deliver groups as they finish."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    AsyncIterator,
+    Callable,
+    Iterable,
+    Mapping,
+)
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from ..config import check_timeout
+from ..errors import UsageError
+from ..inference.sampling import SamplingParams
+from .agent import Agent
+from .config import OnError, RolloutConfig
+from .dataset import Items, session_arguments
+from .delivery import Delivery
+from .failures import FailurePolicy
+from .group import Group
+from .metrics import MetricsRecorder, RolloutMetrics
+from .runner import Runner
+from .sample_limit import SampleLimit
+
+if TYPE_CHECKING:
+    from ..inference.client import Client
+
+_MOST_SAMPLES: Final = 100_000
+"""Maximum samples of an item. All samples of a group are created when the group begins."""
+
+
+def rollout(
+    client: Client,
+    agent: Agent,
+    dataset: Iterable[Any] | AsyncIterable[Any],
+    *,
+    group_size: int = 1,
+    concurrency: int | None = None,
+    batch_size: int | None = None,
+    max_staleness: int | None = None,
+    timeout: float | None = None,
+    on_error: OnError = "retry",
+    retries: int = 2,
+    max_failure_rate: float | None = 0.9,
+    min_group: int | None = None,
+    keep: Callable[[Group], bool] | None = None,
+    open_session: Callable[[Any], Mapping[str, Any]] | None = None,
+    ahead: int | None = None,
+    processes: int | None = None,
+    progress: bool | None = None,
+    state: Mapping[str, Any] | None = None,
+    seed: int | None = None,
+    sampling: SamplingParams | None = None,
+    **values: Any,
+) -> Rollout:
+    """Run ``agent`` over a data set and deliver groups of trajectories as they finish.
+
+    ::
+
+        async def agent(session, item):
+            turn = await session.generate(max_new_tokens=64)
+            return float(item["answer"] in turn.text)
+
+        async for group in sglrl.rollout(client, agent, items, group_size=8):
+            train(group)
+
+    With thousands of samples at a time, Python's cyclic garbage collector takes as long as all
+    other work of the run. Call ``gc.freeze(); gc.set_threshold(50_000, 20, 100)`` once, at the
+    start of the program. This reduces the collector's time to a fraction (``python -m
+    bench.rollout``: 142 to 98 us a turn).
+
+    Args:
+        agent: ``await agent(session, item)`` returns the reward or a ``Trajectory``. It may return
+            None if it has called ``session.reward``. If the agent is a class, the run makes an
+            instance, and enters it if it is a context manager. With ``processes``, each process
+            does this.
+        dataset: items; each item becomes one group. A text is a prompt, and a list of messages is a
+            conversation. In a mapping, "prompt", "messages" or "input_ids" is used. For other
+            items, or more arguments, pass ``open_session``.
+        group_size: samples of each item.
+        concurrency: samples at a time. None: the number that keeps the engines full, found from
+            their reports (KV cache in use, waiting requests, preempted requests).
+        batch_size: groups that one weight update trains on. ``batches`` yields lists of this
+            length.
+        max_staleness: with policy version v at most ``(v + max_staleness + 1) * batch_size`` groups
+            begin, and no delivered token is more versions old than this. 0 is synchronous
+            training: every token is of the current policy. None: no bound.
+        timeout: seconds that a sample may take, without pauses. After that the sample is cancelled
+            and lost. An agent may fail to end within 5 s after its cancellation, for any reason.
+            Then it is closed where it waits, its stack is logged, and the run continues or ends
+            without it.
+        on_error: the reaction to an exception of the agent. "retry" runs the sample again, at most
+            ``retries`` times, and then drops it. "drop" drops it at once. "raise" raises the
+            exception from this iterator. A ``UsageError`` is not retried. In every mode the run
+            raises if its first 32 samples fail, or all samples if there are fewer.
+        retries: maximum reruns of a sample, in total. A group that was given up begins again with
+            the samples that have reruns left, if these are enough for a group. So no sample runs
+            more than ``1 + retries`` times. Runs that end with their process do not count: see
+            ``processes``.
+        max_failure_rate: the run raises ``RolloutFailed`` when more than this share of the latest
+            attempts has failed, because the agent raised or was late. The error states the most
+            frequent error. The latest attempts are 4 times ``concurrency``, and at least 64. None:
+            no limit.
+        min_group: a group with fewer samples left is given up. None: 2, or 1 if ``group_size`` is
+            1.
+        keep: returns False to filter out a finished group. Another group takes its place in the
+            batch. See ``sglrl.rl.has_signal``.
+        open_session: returns the arguments of ``Client.session`` for an item.
+        ahead: maximum finished groups that wait to be taken; at this number no further group
+            begins. None: 64, or two batches if that is more.
+        processes: run the agents in this many separate processes, and not on this event loop. This
+            is for agents that compute. See below.
+        progress: show the progress on a terminal, or in the log. True: always. None: on a terminal
+            only.
+        state: the ``state_dict`` of an earlier run. Items that this run had finished are skipped.
+        seed: makes every sample's draws repeatable. Each sample has its own seeds.
+        sampling, **values: sampling parameters of turns, unless the agent passes others.
+
+    With ``processes``:
+
+    * Turns still go through this process. A thread that computes in Python delays them: see
+      ``sys.setswitchinterval``.
+    * The processes get the agent by value, with all objects that it refers to. They import modules
+      anew. They get items as msgpack decodes them: tuples and sets become lists, and dataclasses
+      become mappings.
+    * Output of the agents goes to the output of this process. Their exceptions are a
+      ``RemoteError`` here.
+    * ``metrics`` includes a turn when a sample of the same process ends.
+    * A process that dies is replaced, and its samples run again. An item is dropped when one of its
+      samples has lost its process four times.
+    * A process whose event loop is blocked for too long is killed and handled like a crash. The
+      limit is 300 s, or ``timeout`` if that is less, but at least 10 s.
+    * ``seed`` applies to the engine's draws and not to draws of the agents themselves.
+
+    Raises:
+        UsageError: an argument is wrong.
+    """
+    config = RolloutConfig(
+        group_size=group_size,
+        concurrency=concurrency,
+        batch_size=batch_size,
+        max_staleness=max_staleness,
+        timeout=timeout,
+        on_error=on_error,
+        retries=retries,
+        max_failure_rate=max_failure_rate,
+        min_group=min_group,
+        keep=keep,
+        open_session=open_session or session_arguments,
+        ahead=ahead,
+        processes=processes,
+        progress=progress,
+        state=state,
+        seed=seed,
+        sampling=sampling,
+        values=values,
+    )
+    return Rollout(client, agent, dataset, config)
+
+
+class Rollout:
+    """A run of an agent over a data set; see ``rollout``.
+
+    ``async for group in run`` is sufficient. ``async with run`` also ends the remaining work when
+    the block is left early. A run supports only one consumer at a time.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        agent: Agent,
+        dataset: Iterable[Any] | AsyncIterable[Any],
+        config: RolloutConfig,
+    ) -> None:
+        if not callable(agent):
+            raise UsageError(f"agent must be callable, got {agent!r}")
+        _check_pool(client, config)
+        self.batch_size = config.batch_size
+        wake = asyncio.Event()
+        plan = self._plan = config.plan()
+        items = self._items = Items(dataset, config.state, wake.set)
+        limit = self._limit = SampleLimit(client, plan, config.concurrency, wake.set)
+        failures = FailurePolicy(config, limit)
+        self.errors = failures.errors
+        """The latest exceptions of the agent, and errors for late agents."""
+        metrics = self._metrics = MetricsRecorder(plan, limit)
+        delivery = Delivery(client, config, plan, items, failures, metrics, wake.set)
+        self._delivery = delivery
+        self._runner = Runner(
+            client, agent, config, plan, items, limit, failures, metrics, delivery, wake
+        )
+        self._entered = False
+        self._closed = False
+        self._looped = False
+        """A loop runs over the run itself, without ``async with``."""
+
+    def __repr__(self) -> str:
+        begun = "running" if self._runner.begun else "not begun"
+        state = "closed" if self._closed else begun
+        metrics = self.metrics
+        return (
+            f"<Rollout, {state}: {metrics.groups_taken} groups taken, "
+            f"{metrics.groups_ready} ready, {metrics.samples_running} samples running>"
+        )
+
+    # --- start and end ----------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        if self._closed or self._entered:
+            raise UsageError("a run is begun once; make another one")
+        self._entered = True
+        try:
+            await self._runner.start()
+        except BaseException:
+            self._closed = True
+            raise
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Cancel running samples. Ready groups can no longer be taken. Safe to call again."""
+        self._closed = True
+        self._delivery.close()
+        try:
+            await self._runner.stop()
+        finally:
+            self._delivery.notify()
+
+    # --- delivery of groups -----------------------------------------------------------------------
+
+    def __aiter__(self) -> AsyncIterator[Group]:
+        if self._closed or self._looped:
+            raise UsageError(
+                "this run has ended; to go on after leaving a loop over it, enter it with 'async "
+                "with', or make another run with state=run.state_dict()"
+            )
+        return self if self._runner.begun else self._groups()
+
+    async def _groups(self) -> AsyncGenerator[Group, None]:
+        self._looped = True
+        async with self:
+            while found := await self.take(1):
+                yield found[0]
+
+    async def __anext__(self) -> Group:
+        found = await self.take(1)
+        if not found:
+            raise StopAsyncIteration
+        return found[0]
+
+    async def batches(self) -> AsyncGenerator[list[Group], None]:
+        """Yield lists of ``batch_size`` groups. The last list may be shorter.
+
+        Raises:
+            UsageError: the run has no ``batch_size``, or was not entered with ``async with``.
+        """
+        if self.batch_size is None:
+            raise UsageError("batches() needs rollout(..., batch_size=)")
+        while batch := await self.take(self.batch_size):
+            yield batch
+
+    async def take(self, n: int = 1, *, timeout: float | None = None) -> list[Group]:
+        """Return the next ``n`` groups.
+
+        Return fewer groups at the end of the data set, and none when there are no more. The ready
+        group with the oldest tokens comes first. A cancelled or late call loses nothing: the next
+        call returns its groups.
+
+        Raises:
+            DeadlineExceeded: fewer than ``n`` groups were ready within ``timeout`` seconds. With
+                ``max_staleness``, new groups need new weights now and then.
+            Exception: raised by the agent, with on_error="raise".
+            UsageError: the run has not begun.
+        """
+        if type(n) is not int or n < 1:
+            raise UsageError(f"take at least 1 group, got {n!r}")
+        check_timeout(timeout)
+        if not self._runner.begun:
+            raise UsageError(
+                "the run has not begun; use 'async with run' ('with run', of a blocking client)"
+            )
+        return await self._delivery.take(n, timeout)
+
+    # --- pause, state, metrics --------------------------------------------------------------------
+
+    async def pause(self, *, timeout: float | None = None) -> None:
+        """Begin no further turn, and wait until all running turns have ended.
+
+        Then the engines have no work for this run's sessions. Agents wait at their next turn. Tools
+        continue, and so do calls that agents make without their session.
+
+        Raises:
+            DeadlineExceeded: turns still run after ``timeout`` seconds. The run stays paused.
+            UsageError: ``resume`` was called before the turns had ended.
+        """
+        check_timeout(timeout)
+        await self._runner.pause(timeout)
+
+    def resume(self) -> None:
+        """Continue after ``pause``."""
+        self._runner.resume()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the finished items, for ``rollout(..., state=)`` over the same data set.
+
+        A group counts as finished when it is taken. Running samples run again.
+        """
+        return self._items.state_dict(self._plan.next_index, self._delivery.unfinished)
+
+    @property
+    def concurrency(self) -> int:
+        """The current maximum of samples that run at a time."""
+        return self._limit.value
+
+    @property
+    def metrics(self) -> RolloutMetrics:
+        """A snapshot of the run's metrics."""
+        return self._metrics.snapshot()
+
+
+def _check_pool(client: Client, config: RolloutConfig) -> None:
+    """Check the arguments that depend on the pool.
+
+    Raises:
+        InvalidRequest: a sampling parameter is wrong. It would fail every sample.
+        UsageError: a group has more samples than can run.
+    """
+    requests = client._started()
+    requests.samplings.prepare(config.sampling, dict(config.values))
+    most = requests.driver.max_queue + requests.driver.windows(None)
+    if config.concurrency is not None:
+        # These samples do not all run at the same time.
+        most = max(most, _MOST_SAMPLES)
+    if config.group_size > most:
+        raise UsageError(
+            f"group_size={config.group_size:,} is too large: at most {most:,} samples of an item "
+            "can run. Give concurrency= if there are fewer calls that the pool can take (the "
+            "workers' windows and max_queue), or sample the item in several groups"
+        )
