@@ -1,42 +1,5 @@
 """After each test, check that its loop has no task, and that no worker or pool folder remains."""
 
-from __future__ import annotations
+from leftovers import no_task_is_left, no_worker_is_left
 
-import asyncio
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
-
-import pytest
-from processes import descendants
-
-from sglrl.driver import fork_server
-
-
-@pytest.fixture(autouse=True)
-def no_worker_is_left() -> Iterator[None]:
-    """Check that the test left no worker process and no pool folder.
-
-    Fixtures that outlive the test may keep theirs, when other tests run in the same process.
-    """
-    before = set(descendants()), _pools()
-    yield
-    known = {server.process.pid for server in fork_server._servers.values() if server.alive}
-    left = {
-        pid: name
-        for pid, name in descendants().items()
-        if pid not in known | before[0] and name != "sglrl spare"
-    }
-    assert not left, f"processes were left running: {left}"
-    assert not _pools() - before[1], "a pool left its folder"
-
-
-def _pools() -> set[Path]:
-    servers = [server for server in fork_server._servers.values() if server.alive]
-    return {pool for server in servers for pool in server.folder.glob("pool-*")}
-
-
-@pytest.fixture(autouse=True)
-async def no_task_is_left() -> AsyncIterator[None]:
-    yield
-    left = asyncio.all_tasks() - {asyncio.current_task()}
-    assert not left, f"tasks were left running: {left}"
+__all__ = ["no_task_is_left", "no_worker_is_left"]

@@ -23,7 +23,7 @@ import pytest
 import sglrl
 from sglrl.rollouts import task_ending
 
-from .test_rollout_processes import new_weights, until
+from .agents import new_weights, until
 
 pytestmark = pytest.mark.timeout(120)
 ITEMS = [{"input_ids": [1, 2, 3], "id": i} for i in range(3)]

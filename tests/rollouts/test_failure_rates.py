@@ -1,11 +1,10 @@
-"""Runs with many failures: how often samples are retried, what is logged, and when the run ends."""
+"""Runs with many failures: how often samples are retried, what is logged, when the run ends."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -13,12 +12,6 @@ import pytest
 import sglrl
 
 ITEMS = [{"input_ids": [1 + i % 900, 2, 3], "id": i} for i in range(300)]
-
-
-@pytest.fixture
-async def client() -> AsyncIterator[sglrl.Client]:
-    async with sglrl.launch("fake", engine="fake", vocab_size=1000, context_length=256) as client:
-        yield client
 
 
 class Bad:
