@@ -25,7 +25,7 @@ _TIMEOUT = "timeout"
 
 
 class _Attempt:
-    """One attempt of a sample.
+    """One attempt of a sample, and the owner of its task.
 
     Attributes:
         task: None before its first step. A task that is cancelled before its first step would end
@@ -33,14 +33,22 @@ class _Attempt:
         given_up: the reason why the sample was given up; "" if it was not.
     """
 
-    __slots__ = ("given_up", "limit", "sample", "session", "task")
+    __slots__ = ("given_up", "host", "limit", "sample", "session", "task")
 
-    def __init__(self, sample: Sample, session: Session) -> None:
+    def __init__(self, host: AgentTasks, sample: Sample, session: Session) -> None:
+        self.host = host
         self.sample = sample
         self.session = session
         self.task: asyncio.Task[None] | None = None
         self.limit: Limit | None = None
         self.given_up = ""
+
+    @property
+    def title(self) -> str:
+        return title_of(self.host.agent, self.sample.index, self.sample.group.index)
+
+    def abandoned(self, reason: str) -> None:
+        self.host._abandoned(self, reason)
 
 
 class AgentTasks:
@@ -68,7 +76,7 @@ class AgentTasks:
         on_end: OnEnd,
     ) -> None:
         self._client = client
-        self._agent = agent
+        self.agent = agent
         self._config = config
         self._tasks = tasks
         self._on_turn = on_turn
@@ -79,7 +87,7 @@ class AgentTasks:
         self._running: dict[Sample, _Attempt] = {}
 
     async def start(self) -> None:
-        self._play = await self._stack.enter_async_context(made_ready(self._agent))
+        self._play = await self._stack.enter_async_context(made_ready(self.agent))
 
     async def close(self) -> None:
         await self._stack.aclose()
@@ -97,12 +105,8 @@ class AgentTasks:
         session = session_of_sample(
             spec, self._gate, self._on_turn, seed, group.index, sample.index
         )
-        attempt = self._running[sample] = _Attempt(sample, session)
-        self._tasks.begin(
-            self._run(attempt),
-            title_of(self._agent, sample.index, group.index),
-            functools.partial(self._abandoned, attempt),
-        )
+        attempt = self._running[sample] = _Attempt(self, sample, session)
+        self._tasks.begin(self._run(attempt), attempt)
 
     def forget(self, group: Group) -> None:
         self._specs.pop(group, None)

@@ -18,9 +18,9 @@ from collections.abc import (
 from typing import Any
 
 from ..errors import SglrlError, UsageError
+from .task_ending import Owner
 
-StartTask = Callable[[Coroutine[Any, Any, None], str], "asyncio.Task[None]"]
-"""Starts a task with this name."""
+StartTask = Callable[[Coroutine[Any, Any, None], Owner], "asyncio.Task[None]"]
 
 
 class Items:
@@ -38,6 +38,8 @@ class Items:
     Raises:
         UsageError: the data set cannot be iterated, or ``state`` is wrong.
     """
+
+    title = "the data set"
 
     def __init__(
         self, dataset: Any, state: Mapping[str, Any] | None, on_read: Callable[[], None]
@@ -96,7 +98,7 @@ class Items:
         source = self._source
         if isinstance(source, AsyncIterator):
             if self._next is None and not self._ended and self._reading is None:
-                self._reading = start(self._read_next(source), "the data set")
+                self._reading = start(self._read_next(source), self)
             return
         while self._next is None and not self._ended:
             try:
@@ -124,6 +126,9 @@ class Items:
         finally:
             self._reading = None
         self._on_read()
+
+    def abandoned(self, reason: str) -> None:
+        """Do nothing: the run ends without the next item."""
 
     def _came(self, item: Any) -> None:
         index, self._read = self._read, self._read + 1

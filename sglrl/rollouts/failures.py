@@ -50,6 +50,10 @@ class FailurePolicy:
         self._succeeded += 1
         self._failures.attempt(False, self._limit.value)
 
+    def record(self, error: Exception) -> None:
+        """Keep an error that is not a failure of its sample."""
+        self.errors.append(error)
+
     def count_late(self, error: Exception) -> None:
         """Count an attempt that was too late.
 

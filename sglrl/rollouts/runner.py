@@ -264,7 +264,7 @@ class Runner:
         if self._is_hopeless:
             self._failed(sample, error)
         elif self._plan.interrupted(sample):
-            self._failures.errors.append(error)
+            self._failures.record(error)
             self._changed()
         else:
             error.add_note(f"this sample has now lost its process {core.MOST_LOSSES + 1} times")

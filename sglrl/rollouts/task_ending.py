@@ -13,7 +13,7 @@ import logging
 import traceback
 from collections.abc import Callable, Coroutine, Iterator
 from types import FrameType
-from typing import Any, Final, Self
+from typing import Any, Final, Protocol, Self
 
 logger = logging.getLogger("sglrl.rollout")
 
@@ -31,6 +31,17 @@ _ENDED: Final = "the run has ended"
 """The reason for cancelling a task at the end. Other reasons are those for losing samples."""
 
 
+class Owner(Protocol):
+    """The object that a task of a ``TaskSet`` works for."""
+
+    @property
+    def title(self) -> str:
+        """The name of the task in a log."""
+
+    def abandoned(self, reason: str) -> None:
+        """The run continues without the task, which was cancelled for this reason."""
+
+
 class TaskSet:
     """The tasks of a run. They end with it.
 
@@ -43,24 +54,13 @@ class TaskSet:
 
     def __init__(self, on_error: Callable[[BaseException], None]) -> None:
         self._on_error = on_error
-        self._alive: dict[asyncio.Task[None], Callable[[str], None] | None] = {}
-        """The tasks that have not ended, and what to call if they are abandoned."""
+        self._alive: dict[asyncio.Task[None], Owner] = {}
+        """The tasks that have not ended."""
         self._all_ended: asyncio.Future[None] | None = None
 
-    def begin(
-        self,
-        work: Coroutine[Any, Any, None],
-        name: str,
-        on_abandoned: Callable[[str], None] | None = None,
-    ) -> asyncio.Task[None]:
-        """Start a task.
-
-        Args:
-            name: the subject of a log entry.
-            on_abandoned: called with the reason for cancelling the task, if it is abandoned.
-        """
-        task = asyncio.get_running_loop().create_task(work, name=name)
-        self._alive[task] = on_abandoned
+    def begin(self, work: Coroutine[Any, Any, None], owner: Owner) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._alive[task] = owner
         task.add_done_callback(self._ended)
         return task
 
@@ -76,10 +76,9 @@ class TaskSet:
         """Continue without a cancelled task, unless it has ended."""
         if task.done() or task not in self._alive:
             return
-        on_abandoned = self._alive.pop(task)
-        log_hanging(task.get_name(), reason, stack_of(task))
-        if on_abandoned is not None:
-            on_abandoned(reason)
+        owner = self._alive.pop(task)
+        log_hanging(owner.title, reason, stack_of(task))
+        owner.abandoned(reason)
         end_without(task)
         self._notify()
 
