@@ -95,7 +95,7 @@ def test_an_update_that_was_given_up_can_be_caught_as_such() -> None:
     assert not issubclass(errors.InvalidWeights, errors.WeightUpdateError)
 
 
-def test_what_ranks_and_coordinators_say_of_weights_has_its_type_at_the_other_end() -> None:
+def test_errors_of_the_weight_channel_keep_their_type() -> None:
     assert {
         "InvalidWeights",
         "SettingsMismatch",

@@ -39,7 +39,7 @@ def shared(a: list[int], b: list[int]) -> int:
 
 @given(asks=asks, lost=st.none() | st.integers(0, 29))
 @settings(deadline=None)
-def test_prefix_aware_takes_the_longest_prefix_of_the_same_version(
+def test_prefix_aware_prefers_the_longest_prefix_of_this_version(
     asks: list[tuple[list[int], int]], lost: int | None
 ) -> None:
     """A known prefix sends the call to one of its holders. No worker is overloaded here."""
@@ -92,7 +92,7 @@ def test_prefixes_of_different_versions_are_never_shared() -> None:
     assert others == [1 - (first or 0), first, 1 - (first or 0)]
 
 
-def test_a_worker_that_is_gone_does_not_hide_shorter_prefixes_elsewhere() -> None:
+def test_a_lost_worker_does_not_hide_shorter_prefixes_elsewhere() -> None:
     fabric = make_fabric(3, routing=("prefix-aware", "round-robin"), prefix_block=BLOCK)
     prefixes = fabric.router.prefixes
     prefixes.record(route([1, 2, 3, 4]).prefix_keys(BLOCK), fabric.members[0])
@@ -354,7 +354,7 @@ def test_turns_that_wait_return_to_their_workers(strategy: str) -> None:
     assert len(homes) == 30
 
 
-def test_a_prompt_that_waits_goes_to_the_only_worker_that_holds_its_beginning() -> None:
+def test_a_waiting_prompt_goes_to_the_only_holder_of_its_prefix() -> None:
     fabric = make_fabric(2, window=1, routing=("prefix-aware",), prefix_block=BLOCK)
     first = [submit(fabric, route=route([n] * BLOCK)) for n in range(2)]
     assert [worker_of(call) for call in first] == [0, 1]
@@ -378,7 +378,7 @@ def test_samples_of_one_prompt_that_wait_share_a_worker() -> None:
     assert sum(workers) <= 15, "at the end, who has nothing else takes some"
 
 
-def test_who_waits_for_a_worker_that_never_has_room_is_not_passed_by_for_ever() -> None:
+def test_a_call_for_a_full_worker_is_not_overtaken_for_ever() -> None:
     fabric = make_fabric(2, window=1, routing=("requests",))
     slow, quick = (route([n]) for n in range(2))
     converse(fabric, slow)

@@ -21,7 +21,7 @@ def test_the_budget_is_of_a_period() -> None:
     assert supervision.lost("killed", 19.9, served=True) is None
 
 
-def test_one_that_fails_before_it_serves_is_tried_ever_more_rarely() -> None:
+def test_failed_starts_are_retried_at_growing_intervals() -> None:
     supervision = Supervision(100, 1e9)
     delays = [supervision.lost("out of memory", float(t), served=False) for t in range(12)]
     assert delays[:5] == [0.0, FIRST_DELAY, 2 * FIRST_DELAY, 4 * FIRST_DELAY, 8 * FIRST_DELAY]
@@ -30,7 +30,7 @@ def test_one_that_fails_before_it_serves_is_tried_ever_more_rarely() -> None:
     assert supervision.lost("killed", 99.5, served=False) == 0.0, "once is no pattern"
 
 
-def test_failures_in_a_row_use_the_budget_up_however_rare_they_are() -> None:
+def test_failures_in_a_row_exhaust_the_budget_however_rare() -> None:
     supervision = Supervision(3, 10.0)
     delays = [supervision.lost("no memory", 100.0 * t, served=False) for t in range(4)]
     assert None not in delays[:3]

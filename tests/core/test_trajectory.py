@@ -301,7 +301,7 @@ def test_from_turns() -> None:
         assert not getattr(trajectory, name).flags.writeable
 
 
-def test_from_a_turn_that_was_aborted_at_once_and_one_without_logprobs() -> None:
+def test_from_a_turn_aborted_at_once_and_one_without_logprobs() -> None:
     nothing = completion([TokenChunk(b"", finish="abort")], i4([1]))
     silent = completion([TokenChunk(i4([5]), finish="stop")], i4([1, 9]), wants_logprobs=False)
     trajectory = Trajectory.from_turns(

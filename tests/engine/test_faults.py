@@ -16,7 +16,7 @@ from bench.faults_parts import measure
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
-async def test_nothing_is_lost_duplicated_or_wrong_while_weights_are_updated(qwen: Path) -> None:
+async def test_no_call_is_lost_duplicated_or_wrong_during_updates(qwen: Path) -> None:
     case = CASES["sglang-cpu"]._replace(
         replicas=2,
         faults=6,

@@ -369,7 +369,7 @@ def test_the_plan_of_a_model_points_to_its_live_memory() -> None:
     assert memory[12:24].view(3, 4).tolist() == [[12, 13, 14, 15], [-2] * 4, [-2] * 4]
 
 
-def test_the_engines_weights_survive_a_loader_of_sglang_that_computes_in_place(qwen: Path) -> None:
+def test_a_loader_that_computes_in_place_changes_no_live_weight(qwen: Path) -> None:
     """Plan a real model in which one parameter has the loader of Mamba2's ``A``."""
     found = run_program("plan_program", qwen)
     assert "its loader does more than copy" in found["refused"]

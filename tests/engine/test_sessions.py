@@ -301,7 +301,7 @@ async def test_a_session_through_weight_updates_replays_span_by_span(lab: Lab) -
 
 
 @pytest.mark.parametrize("seed", [None, 5])
-async def test_a_turn_that_an_update_returned_goes_on_with_the_new_weights(
+async def test_a_turn_continues_with_new_weights_after_an_update(
     lab: Lab, seed: int | None
 ) -> None:
     long: dict[str, Any] = {"ignore_eos": True, "max_new_tokens": 800, "seed": seed}

@@ -1,4 +1,4 @@
-"""A client of two fake engines. After each test, check what remains as in ``tests/process``."""
+"""A client of two fake engines. After each test, check what remains as in ``leftovers.py``."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def ends() -> Iterator[tuple[RowsWriter, RowsReader]]:
     os.close(writer.offer.fd)
 
 
-def test_a_row_arrives_and_its_slot_is_free_when_nothing_looks_at_it(
+def test_a_row_arrives_and_its_slot_is_free_after_its_last_use(
     ends: tuple[RowsWriter, RowsReader],
 ) -> None:
     writer, reader = ends

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from actor_classes import Blocks, Gate
 
 import sglrl
 from sglrl.core.members import READY
@@ -21,8 +22,6 @@ from sglrl.wire.codec import encode
 from sglrl.wire.processes import EngineSpec, WorkerSpec
 from sglrl_workers.engine.fake import FakeEngine
 from sglrl_workers.mailbox import Mailbox
-
-from .actors import Blocks, Gate
 
 pytestmark = pytest.mark.alone
 

@@ -87,7 +87,7 @@ def test_files_that_the_documents_name_exist() -> None:
     assert [pair for pair in sorted(named) if not (ROOT / pair[1]).exists()] == []
 
 
-def test_functions_that_the_documents_name_beside_a_file_are_in_it() -> None:
+def test_functions_that_the_documents_name_are_in_their_file() -> None:
     """A step such as "`sglrl/core/fabric.py`, `Fabric.submit`" names the function's own file."""
     pattern = r"`((?:sglrl|workers)/[\w/]+\.py)`, `(\w+)(?:\.(\w+))?`"
     missing = []

@@ -17,13 +17,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from actor_classes import Gate, Values
 from processes import wait_for_end
 from readme import DOCS, example
 
 import sglrl
 from sglrl.driver import fork_server
-
-from .actors import Gate, Values
 
 IDS = [5, 6, 7]
 SLOW = {"tokens_per_step": 1, "step_seconds": 0.002}

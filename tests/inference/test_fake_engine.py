@@ -404,7 +404,7 @@ class SlowTokenizer:
         return {"input_ids": [[1] for _ in texts]}
 
 
-def test_closing_a_blocking_client_ends_the_calls_of_other_threads() -> None:
+def test_close_of_a_blocking_client_ends_calls_of_other_threads() -> None:
     """The calls wait at a worker, and in the tokenizer."""
     tokenizer = SlowTokenizer()
     ends: list[type[BaseException]] = []
@@ -461,7 +461,7 @@ def test_a_blocking_session_is_closed_on_the_clients_thread(
         assert closed_on == [client._thread] * 2
 
 
-async def test_a_stream_goes_on_when_its_workers_are_killed_one_after_the_other() -> None:
+async def test_a_stream_continues_after_several_killed_workers() -> None:
     """Every token arrives exactly once, however many workers are killed."""
     count = 400
     async with sglrl.launch(

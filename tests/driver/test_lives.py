@@ -9,12 +9,11 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 
 import pytest
+from actor_classes import Gate, Values
 from processes import wait_for_end
 
 import sglrl
 from sglrl.driver.worker_processes import Worker
-
-from .actors import Gate, Values
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from sglrl.core.calls import Call
 from sglrl.inference.replies import GenerationReply
 
 
-async def test_nothing_is_lost_duplicated_or_wrong_under_faults_of_every_kind() -> None:
+async def test_no_call_is_lost_duplicated_or_wrong_under_faults() -> None:
     case = CASES["fake"]._replace(replicas=6, faults=30, gap=0.2, in_flight=24)
     found = await measure(case, "fake", 5, lambda text: None)
     assert found["flawless"], (found["reasons"], found["troubles"])

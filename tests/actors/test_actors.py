@@ -14,14 +14,13 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from actor_classes import Gate, Label, Picky, Point, Refuses, Values
 from msgspec import Raw
 
 import sglrl
 from sglrl.core.calls import Call
 from sglrl.core.invariants import validate
 from sglrl.wire.codec import encode
-
-from .actors import Gate, Label, Picky, Point, Refuses, Values
 
 
 @pytest.fixture

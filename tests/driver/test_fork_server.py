@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from actor_classes import Gate, Values
 from processes import strike, wait_for_end
 
 import sglrl
 from sglrl.driver import fork_server
 
-from .actors import Gate, Values
 from .test_supervision import SLOW, begin, busy, finish, kill, plain_server, states, until
 
 FAULTS = pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])

@@ -50,7 +50,7 @@ def test_share_counts_places() -> None:
     ]  # fmt: skip
 
 
-def test_the_policy_has_a_token_for_each_character_and_begins_undecided(tmp_path: Path) -> None:
+def test_a_new_policy_has_one_token_a_character_and_no_favourite(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = make_model(tmp_path / "m", characters=CHARACTERS, initializer_range=0.02)
@@ -219,7 +219,7 @@ def test_replay_takes_each_tokens_own_version() -> None:
 
 @pytest.mark.timeout(400)
 @pytest.mark.filterwarnings("default")
-def test_a_short_run_is_exact_and_fails_for_what_it_has_not_learnt(
+def test_a_short_run_is_exact_and_reports_that_it_did_not_learn(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The demo runs in this process, whose fork server imports SGLang once for all these tests."""

@@ -1,1 +1,0 @@
-"""Tests with real worker processes, sockets and kills, plain actors and the fake engine."""
