@@ -230,7 +230,7 @@ async def test_an_actor_that_blocks_its_loop(caplog: pytest.LogCaptureFixture) -
         with pytest.raises(sglrl.WorkerLost):
             await waiting
     (report,) = hangs_reported(caplog)
-    assert "actors.py" in report
+    assert "actor_classes.py" in report
     assert " in block" in report
     # Output from before the hang is not part of the report.
     assert "about to block" not in report

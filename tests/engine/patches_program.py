@@ -27,7 +27,7 @@ def is_ours(value: Any) -> bool:
     # ``functools.wraps`` copies the name of the module, but not the code.
     code = getattr(value, "__code__", None)
     file = "" if code is None else code.co_filename
-    return str(kind.__module__).startswith("sglrl_workers") or "/workers/engine/sglang/" in file
+    return str(kind.__module__).startswith("sglrl_workers") or "workers/engine/sglang/" in file
 
 
 def replaced() -> Iterator[str]:

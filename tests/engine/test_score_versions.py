@@ -28,6 +28,9 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 PART = 48
 LENGTH = 1500
 TEXTS = [[3 + (i * 7 + k * k) % 200 for k in range(LENGTH + i)] for i in range(16)]
+OTHER_TEXTS = [[203 + token for token in text] for text in TEXTS]
+"""For a second test of one version. If the cache has the KV of a whole text, computed by the old
+version, SGLang continues with this KV after an update in the middle of the text."""
 
 
 @pytest_asyncio.fixture(
@@ -84,15 +87,16 @@ async def test_an_update_comes_between_two_parts_of_a_score(lab: Lab, start: int
     client = lab.client
     await until_idle(client)
     old = client.weight_version
+    texts = OTHER_TEXTS if start else TEXTS
     calls = [
         asyncio.ensure_future(client.score(ids, start=start, top_logprobs=i % 2 * 2))
-        for i, ids in enumerate(TEXTS)
+        for i, ids in enumerate(texts)
     ]
     await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
     await lab.other(inflight="continue")
     assert not all(call.done() for call in calls)
     several = 0
-    for ids, found in zip(TEXTS, await asyncio.gather(*calls), strict=True):
+    for ids, found in zip(texts, await asyncio.gather(*calls), strict=True):
         check_spans(found.versions, len(ids) - start)
         assert found.version == found.versions[-1].version
         assert {span.version for span in found.versions} <= {old, old + 1}
