@@ -8,7 +8,6 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -23,24 +22,9 @@ settings.load_profile("sglrl")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Split the tests between two processes (``pytest -n 2 --dist loadscope``).
-
-    One process runs most of the tests that share a fork server for SGLang. The other runs all other
-    tests. Both take about the same time.
-    """
-    if config.getoption("dist") != "loadscope":
-        return None
-    from xdist.scheduler import LoadScopeScheduling
-
-    class ByFolder(LoadScopeScheduling):  # type: ignore[misc]
-        def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.partition("::")[0]
-            engines = "/engine/" in file and not file.endswith("/test_weight_faults.py")
-            return "engines" if engines else "others"
-
-    return ByFolder(config, log)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the longest test, so that no process waits for it at the end."""
+    items.sort(key=lambda item: "/test_random_updates.py" not in item.nodeid)
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
