@@ -10,7 +10,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from sglang.srt.managers.scheduler import Scheduler
@@ -25,8 +25,7 @@ def is_ours(value: Any) -> bool:
     value = getattr(value, "__func__", value)
     kind = value if hasattr(value, "__module__") else type(value)
     # ``functools.wraps`` copies the name of the module, but not the code.
-    code = getattr(value, "__code__", None)
-    file = "" if code is None else code.co_filename
+    file = value.__code__.co_filename if isinstance(value, FunctionType) else ""
     return str(kind.__module__).startswith("sglrl_workers") or "workers/engine/sglang/" in file
 
 

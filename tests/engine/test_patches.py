@@ -160,7 +160,7 @@ def test_source_that_is_unknown(qwen: Path, tmp_path: Path) -> None:
     program = subprocess.run(
         [sys.executable, "-m", f"{__package__}.unknown_source_program", str(qwen)],
         cwd=Path(__file__).parent.parent,
-        env={**os.environ, "PYTHONPATH": str(folder)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])},
         stdout=subprocess.PIPE,
         text=True,
         timeout=110,
