@@ -33,7 +33,7 @@ PUBLIC_MODULES = [
     "sglrl.rollouts",
     "sglrl.weights",
 ]
-DEFINED_ELSEWHERE = {"sglrl.integrations.genlm.Token": "sglrl.integrations.vocabulary.Token"}
+DEFINED_ELSEWHERE = {"sglrl.integrations.genlm.Token": "sglrl.integrations.genlm.vocabulary.Token"}
 """Public names that the reference takes from another module. genlm-backend may define ``Token``."""
 
 
