@@ -52,9 +52,7 @@ def main(
         int | None, typer.Option(min=1, help="Repetitions; the median counts.")
     ] = None,
     requests: Annotated[int | None, typer.Option(min=1, help="Requests of one repetition.")] = None,
-    samples: Annotated[
-        int, typer.Option(min=1, help="Of each prompt: so many of the requests share one.")
-    ] = 1,
+    samples: Annotated[int, typer.Option(min=1, help="Requests that share one prompt.")] = 1,
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", help="NAME=JSON: an engine argument for every system; repeatable."),

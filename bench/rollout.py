@@ -59,7 +59,7 @@ def main(
         int | None,
         typer.Option(
             min=0,
-            help="Measure the agents in so many processes of their own, too. None: 4 on a machine "
+            help="Also measure the agents in this many processes. None: 4 on a machine "
             "of 12 cores or more, else 0.",
         ),
     ] = None,

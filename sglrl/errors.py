@@ -186,8 +186,8 @@ class EngineError(SglrlError):
 
 
 NOT_FINITE: Final = (
-    "the model's logits are not finite (NaN or infinite), so they say nothing of the next token: "
-    "see whether it has diverged (weights version {})"
+    "the model's logits are not finite (NaN or infinite), so no token can be sampled: check "
+    "whether it has diverged (weights version {})"
 )
 """Message of an ``EngineError``. The placeholder is the version of the weights."""
 

@@ -112,7 +112,7 @@ class Host:
             case Submit(calls=calls):
                 for call, own in zip(calls, owned, strict=True):
                     if call.id in self.running or self.stopped.is_set():
-                        self._drop("call %d, which is here already or comes too late", call.id)
+                        self._drop("call %d, which arrived twice or too late", call.id)
                         continue
                     task = self._group.create_task(self._run(call, own))
                     self.running[call.id] = task

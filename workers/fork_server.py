@@ -223,7 +223,7 @@ class ForkServer:
                 self.fork_ahead()
                 pid = self.use_spare(request)
             if pid is None:
-                raise ChildProcessError("a process that has just been forked is gone")
+                raise ChildProcessError("a process exited right after its fork")
         except OSError as error:
             # No files, processes or memory are left. Only this worker fails.
             with self.one_more_file():

@@ -215,7 +215,7 @@ class Processes:
                 for rank, spec in enumerate(specs)
             ]
         except (TypeError, ValueError, OverflowError) as error:
-            raise UsageError(f"a worker cannot be told what it is to be: {error}") from None
+            raise UsageError(f"the specification of a worker cannot be sent: {error}") from None
 
     def fork(self, worker: Worker, requests: Sequence[bytes]) -> None:
         assert self._connection is not None
@@ -253,7 +253,7 @@ class Processes:
                 # The kernel may need long, to free a GPU for example. The fork server waits for
                 # these processes.
                 left = [worker.index for worker in workers if worker.running]
-                logger.warning("killed, and not gone yet: the processes of workers %s", left)
+                logger.warning("killed, but not exited yet: the processes of workers %s", left)
 
     def kill(self, worker: Worker) -> None:
         """Kill the worker's running processes with SIGKILL."""

@@ -124,7 +124,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 re.compile(text)
             except (re.error, OverflowError, RecursionError) as error:
                 raise InvalidRequest(
-                    f"stop_regex {text!r} is no regular expression: {error}"
+                    f"stop_regex {text!r} is not a regular expression: {error}"
                 ) from None
         if isinstance(self.stop_token_ids, (str, bytes)) or not isinstance(
             self.stop_token_ids, Collection

@@ -118,7 +118,7 @@ def check_text(name: str, text: str) -> None:
     """Raise ``InvalidRequest`` for text that cannot be encoded."""
     if not is_text(text):
         raise InvalidRequest(
-            f"{name} holds a lone surrogate, which is no Unicode text: {text!a:.200}"
+            f"{name} holds a lone surrogate, which is not Unicode text: {text!a:.200}"
         )
 
 

@@ -37,9 +37,9 @@ _LOOK_SECONDS: Final = 0.2
 """Seconds between two checks whether a pool that has not answered yet was closed."""
 _CHECK_SECONDS = 15.0
 """Seconds between two checks whether the pool still knows a client that has pending calls."""
-_GONE: Final = "the process that has the pool is gone or has closed it"
+_GONE: Final = "the pool's process has exited or has closed the pool"
 _BROKEN: Final = (
-    "the connection to the pool's process broke: that process is gone or has closed the pool"
+    "the connection to the pool's process broke: that process has exited or has closed the pool"
 )
 
 
@@ -97,7 +97,7 @@ class RemotePool:
     ) -> None:
         url, _, token = address.partition("#") if isinstance(address, str) else ("", "", "")
         if not token:
-            raise UsageError(f"{address!r} is no address of a pool; pass client.address")
+            raise UsageError(f"{address!r} is not the address of a pool; pass client.address")
         check_address(url, keys=keys is not None, insecure=insecure)
         check_timeout(connect_timeout, "connect_timeout")
         self._lifetime = Lifetime(f"the Client connected to {url}")
@@ -133,7 +133,7 @@ class RemotePool:
     async def enter(self) -> None:
         self._lifetime.enter()
         if _is_gone(self._url):
-            raise Closed(f"there is no pool at {self._url}: its process is gone or has closed it")
+            raise Closed(f"there is no pool at {self._url}: its process has exited or closed it")
         dealer = self._connect()
         self._lifetime.opened(self)
         self._driver = driver = RemoteDriver(Line(dealer, self._url), self._max_message_bytes)
@@ -181,13 +181,13 @@ class RemotePool:
     def _no_answer(self) -> DeadlineExceeded:
         hint = ""
         if self._client_keys is not None:
-            hint = ", or it does not know this key"
+            hint = ", or it does not accept this key"
         elif self._url.startswith("tcp"):
-            hint = ", or it wants keys="
+            hint = ", or it needs keys="
         return DeadlineExceeded(
-            f"nobody answered at {self._url} within {self._connect_timeout:g} s: no pool is "
-            "there any more, or what is behind '#' in the address is not its token (a pool "
-            f"does not answer strangers){hint}; pass what client.address says now"
+            f"no answer from {self._url} within {self._connect_timeout:g} s: the pool has ended, "
+            f"or the part after '#' in the address is not its token{hint}; pass the current "
+            "client.address"
         )
 
     def _make_sure(self) -> None:

@@ -213,8 +213,8 @@ class PoolServer(DriverListener):
         """Drop a client that is lost or cannot receive messages any more."""
         if calls := len(peer.calls) + len(peer.tasks):
             logger.warning(
-                "a client in another process is gone, or has not read for so long that nothing "
-                "more can be sent to it; its calls (%d) are given up",
+                "a client in another process has ended, or reads too slowly to receive more; its "
+                "calls (%d) are cancelled",
                 calls,
             )
         self._forget(peer)

@@ -78,7 +78,7 @@ def turn_advantages(
         )
     sizes = torch.as_tensor(group_sizes, dtype=torch.long)
     if sizes.dim() != 1 or int(sizes.sum()) != len(rewards):
-        raise UsageError(f"groups of {list(group_sizes)} are no batch of {len(rewards)}")
+        raise UsageError(f"groups of {list(group_sizes)} are not a batch of {len(rewards)}")
     # A turn's reward is at its last token, so all tokens of a turn have the same return.
     returns = rewards.double().flip(-1).cumsum(-1).flip(-1)
     group = torch.repeat_interleave(sizes).to(rewards.device)

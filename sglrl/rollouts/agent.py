@@ -37,8 +37,8 @@ async def made_ready(agent: Agent | type[Any]) -> AsyncGenerator[Agent, None]:
             instance: Any = agent()  # type: ignore[call-arg]
         except TypeError as error:
             error.add_note(
-                "of an agent that is a class an instance is made without arguments; give "
-                f"functools.partial({made_of.__name__}, ...) for some"
+                "an agent class is called without arguments; pass "
+                f"functools.partial({made_of.__name__}, ...) to give it arguments"
             )
             raise
         # As with any context manager, the value that entering returns is used.
@@ -48,8 +48,8 @@ async def made_ready(agent: Agent | type[Any]) -> AsyncGenerator[Agent, None]:
             instance = stack.enter_context(instance)
         if not callable(instance):
             raise UsageError(
-                f"what {made_of.__name__} makes cannot be called, so it is no agent: it is a "
-                f"{type(instance).__name__}"
+                f"{made_of.__name__} returned a {type(instance).__name__}, which cannot be "
+                "called, so it is not an agent"
             )
         yield instance
 

@@ -162,8 +162,7 @@ class AgentProcesses(DriverListener):
             # Objects that the agent refers to may raise any exception.
             raise UsageError(
                 f"this agent cannot be sent to other processes ({type(error).__name__}: {error}); "
-                "what cannot be sent must be made there: give a class, of which each process makes "
-                "an instance"
+                "pass a class, so that each process makes its own instance"
             ) from error
         # Cancelled agents get their grace period, and context managers get time to exit.
         pool = self._handle._pool
@@ -244,8 +243,7 @@ class AgentProcesses(DriverListener):
             reason = str(error).partition(";")[0]
             raise UsageError(
                 f"item {group.index} of the data set cannot be sent to the agents' processes: "
-                f"{reason}; it may hold what msgpack can, and numpy arrays; the rest is "
-                "to be made there"
+                f"{reason}; it may contain values that msgpack can encode, and numpy arrays"
             ) from None
         most = self.driver.max_message_bytes - ENVELOPE_BYTES
         if len(body) > most or any(len(frame) > most for frame in frames):

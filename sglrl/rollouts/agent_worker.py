@@ -297,8 +297,8 @@ def _check_metadata(trajectory: Trajectory) -> None:
         # Objects in the metadata may raise any exception.
         reason = str(error).partition(";")[0]
         raise UsageError(
-            f"the metadata of this trajectory cannot be sent to the driver: {reason}; it may hold "
-            "what msgpack can, and numpy arrays"
+            f"the metadata of this trajectory cannot be sent to the driver: {reason}; it may "
+            "contain values that msgpack can encode, and numpy arrays"
         ) from None
 
 

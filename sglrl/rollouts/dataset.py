@@ -152,7 +152,7 @@ def session_arguments(item: Any) -> Mapping[str, Any]:
             prompt = found.get("prompt")
             return {"messages": prompt} if isinstance(prompt, list) else found
     raise UsageError(
-        "cannot tell what a session begins with for this item of the data set; give it one of "
+        "this item of the data set has no prompt; give it one of "
         f"'prompt', 'messages' and 'input_ids', or pass open_session=. The item: {item!r:.200}"
     )
 
@@ -186,4 +186,4 @@ def _checked_state(state: Mapping[str, Any] | None) -> tuple[int, set[int]]:
     try:
         return int(state["next"]), {int(i) for i in state["unfinished"]}
     except (KeyError, TypeError, ValueError) as error:
-        raise UsageError(f"state is not what state_dict() gave: {error!r}") from None
+        raise UsageError(f"state was not made by state_dict(): {error!r}") from None

@@ -135,18 +135,18 @@ class Delivery:
         states = [worker.state for worker in self._client.workers]
         if "stale" in states and "ready" not in states:
             logger.warning(
-                "a rollout waits for new weights: no worker serves, and nobody could give those "
-                "that were replaced (%d) the weights of version %d; they serve after the next "
-                "update_weights, for which no groups are needed",
+                "a rollout waits for new weights: no worker serves, and no worker could send the "
+                "replacements (%d) the weights of version %d; they serve after the next "
+                "update_weights, which needs no groups",
                 states.count("stale"),
                 plan.version,
             )
         bounded = plan.max_staleness is not None and not plan.may_begin()
         if bounded and not plan.running and len(plan.ready) < plan.ahead:
             logger.warning(
-                "a rollout waits for new weights: with max_staleness=%d and batch_size=%d no more "
-                "groups are begun at version %d, until update_weights is called; without training, "
-                "leave max_staleness out",
+                "a rollout waits for new weights: with max_staleness=%d and batch_size=%d no "
+                "further group begins at version %d; call update_weights, or leave max_staleness "
+                "out if there is no training",
                 plan.max_staleness,
                 plan.batch_size,
                 plan.version,

@@ -81,7 +81,7 @@ class FailurePolicy:
         """Raise the latest error if the data set has ended and no sample was successful."""
         if self.failed and not self._succeeded:
             error = self.errors[-1]
-            error.add_note(f"and none of the {self.failed} samples ended well")
+            error.add_note(f"and none of the {self.failed} samples was successful")
             raise error
 
     def log_totals(self) -> None:
@@ -95,7 +95,7 @@ class FailurePolicy:
         self.errors.append(error)
         self.failed += 1
         if self.failed >= _SUSPECT and not self._succeeded:
-            error.add_note(f"and none of the first {self.failed} samples ended well")
+            error.add_note(f"and none of the first {self.failed} samples was successful")
             fatal = True
         if fatal:
             raise error
@@ -108,8 +108,8 @@ class FailurePolicy:
             raise RolloutFailed(
                 f"{rate:.1%} of the last {failures.window(concurrency)} attempts failed, and at "
                 f"most {failures.max_rate:.0%} may (max_failure_rate); the most frequent error, "
-                f"{worst.count} times: {worst!r:.500}. Mend the agent, or what it depends on; with "
-                "max_failure_rate=None a run goes on however many fail"
+                f"{worst.count} times: {worst!r:.500}. Correct the agent or its tools; with "
+                "max_failure_rate=None a run continues however many fail"
             ) from error
         return kind
 

@@ -238,7 +238,7 @@ def _is_ours(frame: FrameType) -> bool:
 def log_hanging(what: str, reason: str, stack: str) -> None:
     """Log a cancelled task that has not ended, and where it waits."""
     logger.error(
-        "%s was cancelled (%s) and did not end within %g s; the run goes on without it. It "
+        "%s was cancelled (%s) and did not end within %g s; the run continues without it. It "
         "waits here:\n%s",
         what,
         reason,

@@ -53,7 +53,7 @@ def behind_answer(
         same = next((i for i, (a, b) in enumerate(zip(before, whole, strict=False)) if a != b), 0)
         start = max(0, same - 20)
         raise InvalidRequest(
-            "the chat template rewrites earlier turns when the conversation goes on: "
+            "the chat template rewrites earlier turns when the conversation continues: "
             f"{before[start : same + 40]!r} becomes {whole[start : same + 40]!r}. A session only "
             "appends, so that every token stays as it was sampled. Observe text or ids, or open "
             "the session with allow_rewrite=True to append what the template puts behind the answer"

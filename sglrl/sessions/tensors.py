@@ -210,5 +210,5 @@ def _metadata(batch: Sequence[TrajectoryArrays], name: str) -> Any:
                 return torch.tensor(values, dtype=torch.float32, device="cpu")
             return torch.tensor(values, device="cpu")
         except (ValueError, OverflowError, RuntimeError) as error:
-            raise UsageError(f"the metadata {name!r} is no tensor: {error}") from None
+            raise UsageError(f"the metadata {name!r} is not a tensor: {error}") from None
     return NonTensorStack(*values)

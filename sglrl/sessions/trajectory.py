@@ -166,7 +166,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
         try:
             timing = TrajectoryTiming(*self.timing)
         except TypeError as error:
-            raise UsageError(f"timing is no TrajectoryTiming: {error}") from None
+            raise UsageError(f"timing is not a TrajectoryTiming: {error}") from None
         fields = timing._asdict().items()
         checked = (_number(f"timing.{name}", value) for name, value in fields)
         force_setattr(self, "timing", TrajectoryTiming(*checked))

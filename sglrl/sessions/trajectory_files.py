@@ -76,7 +76,7 @@ def load(path: str | os.PathLike[str]) -> list[Trajectory]:
     with open(path, "rb") as file:
         left = os.fstat(file.fileno()).st_size
         if file.read(len(_MAGIC)) != _MAGIC:
-            raise UsageError(f"{path} is no file of trajectories: it begins with something else")
+            raise UsageError(f"{path} is not a file of trajectories: its first bytes are wrong")
         if left < _HEADER.size:
             raise UsageError(f"{path} is cut short: it ends in its header")
         file.seek(0)
@@ -121,7 +121,7 @@ def _next_record(
 def _plain(value: Any) -> Any:
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
-    raise TypeError(f"{type(value).__name__} is no type that msgpack can hold")
+    raise TypeError(f"{type(value).__name__} is not a type that msgpack can hold")
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_plain)

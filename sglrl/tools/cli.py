@@ -77,7 +77,7 @@ def demo(
     seed: Annotated[int, typer.Option(min=0, help="Of weights, questions and sampling.")] = 0,
     replicas: Replicas = 1,
     max_staleness: Annotated[
-        int, typer.Option(min=0, help="Versions a token may be behind; 0 waits for every batch.")
+        int, typer.Option(min=0, help="Maximum age of tokens, in versions; 0: no running ahead.")
     ] = 1,
     within: Annotated[
         float, typer.Option(min=0.0, help="Seconds until the goal must be reached.")
@@ -190,7 +190,7 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Per sample.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 1.0,
     top_p: Annotated[float, typer.Option(help="Smallest set of tokens this likely.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="So many likeliest tokens; -1 for all.")] = -1,
+    top_k: Annotated[int, typer.Option(help="Number of likeliest tokens; -1 for all.")] = -1,
     stop: Annotated[list[str] | None, typer.Option(help="Ends the text; may be repeated.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Makes the samples repeatable.")] = None,
     n: Annotated[int, typer.Option("--samples", "-n", min=1, help="Per prompt.")] = 1,

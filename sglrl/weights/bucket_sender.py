@@ -414,7 +414,7 @@ def sending_device(wanted: str | torch.device | None, tensors: Named, backend: s
         try:
             device = torch.device(wanted)
         except RuntimeError:
-            raise UsageError(f"device={wanted!r} is no device that torch knows") from None
+            raise UsageError(f"device={wanted!r} is not a device that torch knows") from None
     elif backend == "cpu":
         device = torch.device("cpu")
     else:

@@ -215,8 +215,8 @@ class WeightChannel(DriverListener):
         current = [rank for rank in ranks if self.versions[rank.worker] == self.version]
         if ranks and not current:
             raise WeightUpdateError(
-                f"no worker has the weights of version {self.version}, which a part of the "
-                "weights would go with; give all of them"
+                f"no worker has the weights of version {self.version}, so a part of the weights "
+                "is not enough; send all of them"
             )
         return current
 

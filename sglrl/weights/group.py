@@ -64,7 +64,7 @@ class Store:
         try:
             listener = socket.create_server((host, 0), backlog=1024)
         except OSError as error:
-            raise UsageError(f"host={host!r} is no address of this machine: {error}") from None
+            raise UsageError(f"host={host!r} is not an address of this machine: {error}") from None
         self.host = host
         self.port: int = listener.getsockname()[1]
         # The store takes ownership of the file descriptor.

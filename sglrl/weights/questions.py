@@ -101,7 +101,7 @@ class Questions:
         """Return the settings of the first rank, which its ``RankHello`` contains."""
         ranks = await self._ranks.greeted(deadline)
         if not ranks:
-            raise WorkerLost("no worker is left whose settings these would be")
+            raise WorkerLost("no worker is left")
         return ranks[0].settings
 
     async def ask(

@@ -124,7 +124,7 @@ class Sender:
         url, mark, token = address.partition("#")
         if not mark or not token:
             raise UsageError(
-                f"{address!r} is no address of a weight channel; pass client.weights_address"
+                f"{address!r} is not the address of a weight channel; pass client.weights_address"
             )
         check_address(url, keys=keys is not None, insecure=insecure)
         heartbeat_timeout = check_heartbeat(heartbeat_timeout)
@@ -166,7 +166,7 @@ class Sender:
         # A weak reference: the thread that calls ``tell`` must not keep alive a sender that the
         # user never closes.
         lose = weakref.WeakMethod(sender._lose)
-        reason = "the client is gone or cannot be reached"
+        reason = "the client has ended or cannot be reached"
         broken.add_done_callback(lambda _: (found := lose()) and found(reason))
         sender._end = SendingEnd(device, host, sender._answer)
         sender._manifest = Manifest()
@@ -178,11 +178,11 @@ class Sender:
                 welcome = await asyncio.shield(sender._welcome)
         except TimeoutError:
             await sender.close()
-            hint = "" if keys is None else ", or nobody there knows this key"
+            hint = "" if keys is None else ", or the driver does not accept this key"
             raise WeightUpdateError(
-                f"nobody answered at {url} within {timeout:g} s: no client is there any more, or "
-                "what is behind '#' in the address is not its token (strangers get no answer)"
-                f"{hint}; pass what client.weights_address says now"
+                f"no answer from {url} within {timeout:g} s: the client has ended, or the part "
+                f"after '#' in the address is not its token{hint}; pass the current "
+                "client.weights_address"
             ) from None
         except BaseException:
             await sender.close()
@@ -342,7 +342,7 @@ class Sender:
                     self._send(Withdraw(id_))
                     continue
                 if not self._heard and not future.done():
-                    self._lose(f"the client said nothing for {silence:g} s")
+                    self._lose(f"no message from the client for {silence:g} s")
             if cancelled is not None:
                 # Retrieve the exception, so that asyncio does not log it.
                 future.exception()

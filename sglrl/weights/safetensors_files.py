@@ -59,7 +59,7 @@ def weight_files(folder: Path) -> list[Path]:
         try:
             named = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values()
         except (msgspec.DecodeError, OSError) as error:
-            raise ModelError(f"{index} is no index of safetensors files: {error}") from None
+            raise ModelError(f"{index} is not an index of safetensors files: {error}") from None
         files = sorted({folder / name for name in named})
         missing = [file.name for file in files if not file.is_file()]
         if missing:
@@ -111,5 +111,5 @@ def safetensors_specs(path: Any) -> tuple[list[Path], list[TensorSpec]]:
             if 8 + length + end != found.stat().st_size:
                 raise ValueError("it is not as long as its header says")
         except (ValueError, OSError) as error:
-            raise ModelError(f"{found} is no safetensors file: {error}") from None
+            raise ModelError(f"{found} is not a safetensors file: {error}") from None
     return files, specs

@@ -89,7 +89,7 @@ def named_tensors(weights: Any) -> Named:
         except (TypeError, ValueError):
             raise InvalidWeights(f"expected (name, tensor), got {type(pair).__name__}") from None
         if not isinstance(name, str):
-            raise InvalidWeights(f"a tensor's name is {name!r}, which is no text")
+            raise InvalidWeights(f"a tensor's name is {name!r}, which is not text")
         if not isinstance(tensor, torch.Tensor):
             raise InvalidWeights(f"{name} is no tensor but {type(tensor).__name__}")
         if tensor.is_meta:

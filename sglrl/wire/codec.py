@@ -242,7 +242,7 @@ class Body:
             raise ValueError(f"unknown extension type {code}")
         index, dtype, shape = _array_header.decode(data)
         if any(n < 0 for n in shape):
-            raise ValueError(f"{shape} is no shape of an array")
+            raise ValueError(f"{shape} is not the shape of an array")
         try:
             return np.frombuffer(self._frame(index), dtype=np.dtype(dtype)).reshape(shape)
         except (TypeError, ValueError, OverflowError, SyntaxError) as error:

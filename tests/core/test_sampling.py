@@ -70,7 +70,7 @@ BAD: dict[str, dict[str, list[Any]]] = {
     "must be a string or a list of strings": {
         name: [5, [5], ["a", None], {"a"}, b"a"] for name in ("stop", "stop_regex")
     },
-    "is no regular expression": {"stop_regex": ["(", ["a", "[b"]]},
+    "is not a regular expression": {"stop_regex": ["(", ["a", "[b"]]},
     "must be a dict of token id and bias": {"logit_bias": [5, [1, 2], "3", {1}]},
     "stop string is empty": {"stop": ["", ["a", ""]]},
     "lone surrogate": {

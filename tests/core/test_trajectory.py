@@ -191,7 +191,7 @@ TURN = Turn(start=0, stop=5)
             )
         ),
         ({"timing": ("a", 2, 3)}, r"timing\.started must be a number"),
-        ({"timing": (1.0, 2.0, 3.0, 4.0)}, "timing is no TrajectoryTiming"),
+        ({"timing": (1.0, 2.0, 3.0, 4.0)}, "timing is not a TrajectoryTiming"),
         ({"metadata": [1]}, "metadata must be a dict, not list"),
     ],
 )
@@ -395,7 +395,7 @@ def test_a_file_that_cannot_be_written_or_read(tmp_path: Path) -> None:
 def test_a_foreign_file(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "foreign"
     path.write_bytes(content)
-    with pytest.raises(UsageError, match="foreign is no file of trajectories"):
+    with pytest.raises(UsageError, match="foreign is not a file of trajectories"):
         load(path)
 
 

@@ -170,9 +170,9 @@ async def test_a_remote_sender_needs_a_key_and_the_token(tmp_path: Path) -> None
     await sender.close()
     dropped = driver.dropped
     for address, keys, words in (
-        (channel.address, other, "or nobody there knows this key"),
-        (channel.address[:-1], folder, "behind '#' in the address is not its token"),
-        (channel.address, None, "nobody answered"),
+        (channel.address, other, "or the driver does not accept this key"),
+        (channel.address[:-1], folder, "after '#' in the address is not its token"),
+        (channel.address, None, "no answer from"),
     ):
         with pytest.raises(sglrl.WeightUpdateError, match=words):
             await Sender.connect(address, keys=keys, device="cpu", timeout=0.5)

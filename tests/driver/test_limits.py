@@ -176,7 +176,7 @@ async def test_a_client_that_leaves_far_too_much_unread_is_dropped(
         program = await start(pool.address, "tokens")
         try:
             await until(pool, lambda: not peers(pool))
-            assert "has not read for so long" in caplog.text
+            assert "reads too slowly" in caplog.text
             await until(pool, lambda: not any(worker.load for worker in pool.workers))
             assert await go_on(program) == "Closed"
         finally:

@@ -67,7 +67,7 @@ async def test_requests_that_allow_nothing(
     """All ways of sampling share the same batches with requests that succeed."""
     others = asyncio.ensure_future(check(engine, reference))
     count, impossible = NOWHERE[what]
-    says = f"nothing is allowed behind the {count} tokens"
+    says = f"no token is allowed after the {count} generated tokens"
 
     async def streamed(sampling: dict[str, Any]) -> None:
         text = ""

@@ -84,7 +84,7 @@ def test_names_that_are_guessed_must_be_all() -> None:
     for load, rows in ((first_rows, 2), (padded, 1)):
         make_plan(Model(load), [("w", (rows, 3))], set(), all_of_it=True)
     for named in ([("w", (1, 3))], [("w", (1, 3)), ("again", (1, 3))], []):
-        with pytest.raises(sglrl.EngineError, match="nothing of what is named is its weight"):
+        with pytest.raises(sglrl.EngineError, match="no given tensor provides the model's weight"):
             make_plan(Model(first_rows), named, set(), all_of_it=True)
         make_plan(Model(first_rows), named, set())
 

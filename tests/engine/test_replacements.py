@@ -116,7 +116,7 @@ async def test_nobody_has_them(lab: Lab, caplog: pytest.LogCaptureFixture) -> No
     await until(lab.client, "stale", "stale")
     assert "no other worker holds the current weights" in caplog.text
     call = begin(lab, 1)
-    with pytest.raises(sglrl.WeightUpdateError, match=r"no worker has .*give all of them"):
+    with pytest.raises(sglrl.WeightUpdateError, match=r"no worker has .*send all of them"):
         # A partial update would leave the workers with a part of weights that no worker has.
         name, tensor = next(iter(lab.current.model.state_dict().items()))
         await lab.client.update_weights({name: tensor}, partial=True)

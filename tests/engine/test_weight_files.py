@@ -119,7 +119,7 @@ BAD_FILES: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "no index": (
         lambda file: (file.parent / INDEX).write_text("{}"),
         sglrl.ModelError,
-        "no index of safetensors files",
+        "not an index of safetensors files",
     ),
     "shape": (reshaped, sglrl.InvalidWeights, r"\[3\]"),
     "lacking": (lacking, sglrl.InvalidWeights, "missing"),

@@ -45,7 +45,7 @@ async def test_a_trainer_on_another_host(models: Path) -> None:
             there.up = False
             lost = await asyncio.to_thread(trainer.ask, update=str(policies[0].folder))
             assert (lost["result"], lost["error"]) == ("error", "WeightUpdateError")
-            assert "the client is gone or cannot be reached" in lost["says"]
+            assert "the client has ended or cannot be reached" in lost["says"]
             while senders:
                 await client.generate(input_ids=PROMPTS[0], max_new_tokens=1)
             await lab.check(PROMPTS[:1], 4)

@@ -210,7 +210,7 @@ async def test_requests_behind_which_there_is_no_token(
     greedy = {"max_new_tokens": 24, "temperature": 0, "logprobs": True, "ignore_eos": True}
     for count, impossible in NOWHERE.values():
         for way in ({}, {"logprobs": True}):
-            with pytest.raises(sglrl.InvalidRequest, match=f"behind the {count} tokens"):
+            with pytest.raises(sglrl.InvalidRequest, match=f"after the {count} generated tokens"):
                 await client.generate(
                     input_ids=PROMPTS[1], **{"max_new_tokens": 9, **impossible, **way}
                 )
@@ -219,7 +219,7 @@ async def test_requests_behind_which_there_is_no_token(
         calls = [client.generate(input_ids=PROMPTS[1], **values) for values in sampling]
         for error in await asyncio.gather(*calls, return_exceptions=True):
             assert isinstance(error, sglrl.InvalidRequest)
-            assert f"nothing is allowed behind the {count} tokens" in str(error)
+            assert f"no token is allowed after the {count} generated tokens" in str(error)
         for prompt, one in zip(PROMPTS, await others, strict=True):
             expected = reference.logprobs_of(prompt, one.output_ids)
             np.testing.assert_allclose(one.logprobs, expected, atol=TOLERANCE, rtol=0)

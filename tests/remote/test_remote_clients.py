@@ -396,7 +396,7 @@ async def test_who_could_not_be_told_hears_that_it_is_forgotten(
         with monkeypatch.context() as full:
             full.setattr(driver.transport, "send", lambda identity, frames: False)
             pool._server._tell(peer, Answers([], []))  # type: ignore[union-attr]
-        assert "its calls (1) are given up" in caplog.text
+        assert "its calls (1) are cancelled" in caplog.text
         with pytest.raises(sglrl.Closed, match="not known to the pool any more"):
             await call
     await until(pool, lambda: all(w.load <= 1 for w in pool.workers))
@@ -453,7 +453,7 @@ async def test_addresses(pool: sglrl.Client, tmp_path: Path) -> None:
         with pytest.raises(sglrl.UsageError, match=f"^{limit} must be a number of seconds"):
             sglrl.connect(pool.address, **{limit: -1})  # type: ignore[arg-type]
     for address in (pool.address[:-1], pool.weights_address):
-        says = r"nobody answered.*behind '#' in the address is not its token.*client\.address"
+        says = r"no answer from.*after '#' in the address is not its token.*client\.address"
         with pytest.raises(sglrl.DeadlineExceeded, match=says) as late:
             async with sglrl.connect(address, connect_timeout=0.3):
                 pass
@@ -492,8 +492,8 @@ async def test_keys(tmp_path: Path) -> None:
         async with sglrl.connect(address, keys=folder) as remote:
             made = await remote.generate(input_ids=IDS, max_new_tokens=5)
             assert made.output_ids.tolist() == IDS
-        for keys, why in ((None, "it wants keys="), (other, "it does not know this key")):
-            with pytest.raises(sglrl.DeadlineExceeded, match=f"nobody answered.*{why}"):
+        for keys, why in ((None, "it needs keys="), (other, "it does not accept this key")):
+            with pytest.raises(sglrl.DeadlineExceeded, match=f"no answer from.*{why}"):
                 async with sglrl.connect(address, keys=keys, connect_timeout=0.5):
                     pass
 

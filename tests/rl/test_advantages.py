@@ -78,7 +78,7 @@ def test_of_single_turns_it_is_the_groups() -> None:
 
 def test_a_batch_that_is_not_its_groups_is_refused() -> None:
     values, turn_ids = by_turn([[1.0], [2.0]], 3, False)
-    with pytest.raises(UsageError, match=r"groups of \[3\] are no batch of 2"):
+    with pytest.raises(UsageError, match=r"groups of \[3\] are not a batch of 2"):
         turn_advantages(values, turn_ids, [3])
     with pytest.raises(UsageError, match=r"must be \[b, t\]"):
         turn_advantages(values, turn_ids[:, 1:], [2])

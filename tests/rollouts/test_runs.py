@@ -54,7 +54,7 @@ async def test_items_of_every_kind(client: sglrl.Client) -> None:
 
     run = sglrl.rollout(client, agent, items(), open_session=lambda i: {"input_ids": [i]})
     assert sorted([g.rewards.tolist() async for g in run]) == [[4.0], [5.0], [6.0]]
-    with pytest.raises(sglrl.UsageError, match="cannot tell what a session begins with"):
+    with pytest.raises(sglrl.UsageError, match="this item of the data set has no prompt"):
         async for _ in sglrl.rollout(client, agent, [object()], on_error="raise"):
             pass
     with pytest.raises(sglrl.UsageError, match="dataset must be an iterable"):

@@ -111,8 +111,8 @@ class FakeEngine:
         done = len(args.resume) // 4
         if odd or not count or not done <= sampling.max_new_tokens <= self.context_length - count:
             raise InvalidRequest(
-                f"{count} tokens and {sampling.max_new_tokens} new ones are no request for a "
-                f"context of {self.context_length}"
+                f"{count} tokens and {sampling.max_new_tokens} new ones do not fit a context of "
+                f"{self.context_length}"
             )
         self.prompted += count
         self.requests[id_] = _Running(

@@ -15,7 +15,7 @@ from sglrl.wire.engine import EngineInfo, EngineStats, GenerateArgs, NextTokenAr
 def check_top(wanted: int, vocab_size: int) -> None:
     """Raise ``InvalidRequest`` unless ``wanted`` is between 0 and the vocabulary's size."""
     if not 0 <= wanted <= vocab_size:
-        raise InvalidRequest(f"there are no {wanted} likeliest of {vocab_size} tokens")
+        raise InvalidRequest(f"cannot return the {wanted} likeliest of {vocab_size} tokens")
 
 
 PAUSE_MODES = ("in_place", "retract", "abort")
@@ -24,7 +24,7 @@ PAUSE_MODES = ("in_place", "retract", "abort")
 def check_mode(mode: str) -> None:
     """Raise ``InvalidRequest`` unless ``mode`` is one of ``PAUSE_MODES``."""
     if mode not in PAUSE_MODES:
-        raise InvalidRequest(f"there is no mode {mode!r} of pausing: {', '.join(PAUSE_MODES)}")
+        raise InvalidRequest(f"unknown pause mode {mode!r}; known: {', '.join(PAUSE_MODES)}")
 
 
 class Engine(Protocol):

@@ -106,7 +106,7 @@ class PeerCopy:
             version = None
             try:
                 if not self._engine.held(message.id, message.timeout):
-                    raise WeightUpdateError("the engine did not come to rest in time")
+                    raise WeightUpdateError("the engine did not stop in time")
                 offer = message.offer
                 patience = min(message.timeout, _CONNECT_SECONDS)
                 store = connect_store(offer.host, offer.port, patience)

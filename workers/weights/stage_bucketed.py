@@ -44,7 +44,7 @@ class BucketedStage:
             bucket, work, views = waiting.popleft()
             work.wait()
             if not self._is_held(update, timeout):
-                raise WeightUpdateError("the engine did not come to rest in time")
+                raise WeightUpdateError("the engine did not stop in time")
             with self._current.writing(link, update.id):
                 self._current.dirty = True
                 engine.copy(engine.bind(views))

@@ -82,10 +82,7 @@ class EngineLoop:
 
         self.post(there)
         if not done.wait(_PATIENCE):
-            raise DeadlineExceeded(
-                f"the client's event loop has not come round for {_PATIENCE:.0f} s; something "
-                "blocks it"
-            )
+            raise DeadlineExceeded(f"the client's event loop was blocked for {_PATIENCE:.0f} s")
 
 
 def _closed() -> Closed:

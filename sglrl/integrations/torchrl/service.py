@@ -329,7 +329,9 @@ class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
             )
         known = self.get_model_metadata().get(name)
         if known is None or known[1] != torch.Size(shape) or not dtype.is_floating_point:
-            raise ValueError(f"{name} {tuple(shape)} {dtype} is no tensor of this model: {known}")
+            raise ValueError(
+                f"{name} {tuple(shape)} {dtype} is not a tensor of this model: {known}"
+            )
 
     @staticmethod
     def _host(address: str | None) -> dict[str, str]:

@@ -162,7 +162,7 @@ def _connect(
             socket.connect(address)
         except zmq.ZMQError as error:
             raise UsageError(
-                f"there can be nobody at {address!r}: {zmq.strerror(error.errno or 0)}"
+                f"nothing can listen at {address!r}: {zmq.strerror(error.errno or 0)}"
             ) from None
     except BaseException:
         close_socket(socket)

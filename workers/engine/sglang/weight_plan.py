@@ -260,16 +260,14 @@ def make_plan(
             stand_in.model.load_weights(iter(sources.items()))
     except Exception as error:
         if not recorder.other:
-            raise EngineError(
-                f"the model's loader does not take its own tensors: {error}"
-            ) from error
+            raise EngineError(f"the model's loader rejects its own tensors: {error}") from error
     if other := recorder.other | set(stand_in.changes()):
         raise EngineError(
             "this model's weights cannot be updated while it runs: its loader does more than copy "
             f"({', '.join(sorted(other))})"
         )
     if all_of_it and (left := _left_out(model, recorder)):
-        raise EngineError(f"nothing of what is named is its {', '.join(left[:4])}")
+        raise EngineError(f"no given tensor provides the model's {', '.join(left[:4])}")
     tensors = [
         TensorSpec(name, _dtype(recorder.copies[name][0].target), tuple(source.shape))
         for name, source in sources.items()

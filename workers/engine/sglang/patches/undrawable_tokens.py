@@ -95,8 +95,8 @@ def end_undrawable(batch: Any, result: Any, version: int) -> None:
             continue
         if _allows_nothing(request):
             request.to_finish = FINISH_ABORT(
-                f"nothing is allowed behind the {len(request.output_ids)} tokens that were "
-                "generated: see the grammar, min_new_tokens and stop_token_ids",
+                f"no token is allowed after the {len(request.output_ids)} generated tokens: check "
+                "the grammar, min_new_tokens and stop_token_ids",
                 HTTPStatus.BAD_REQUEST,
             )
         else:
