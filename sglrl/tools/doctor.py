@@ -9,9 +9,10 @@ import subprocess
 import sys
 import time
 from importlib import metadata
+from importlib.util import find_spec
 
 import msgspec
-from rich.table import Table
+from rich.table import Column, Table
 
 from .. import __version__
 from ..api.launching import cuda_devices, launch
@@ -47,7 +48,7 @@ def examine(engine: str) -> list[Finding]:
     ]
     findings += [_package(name, needed=True) for name in NEEDED]
     findings += [_package(name, needed=engine == "sglang") for name in OPTIONAL]
-    findings += _patches(needed=engine == "sglang")
+    findings += _patches()
     gpus = cuda_devices()
     findings.append(Finding("GPUs", True, f"{len(gpus)} visible" if gpus else "none: CPU only"))
     findings.append(Finding("CPUs", True, f"{os.cpu_count()} cores, {_memory()}"))
@@ -69,9 +70,9 @@ def _package(name: str, *, needed: bool) -> Finding:
     return Finding(name, True, version)
 
 
-def _patches(*, needed: bool) -> list[Finding]:
+def _patches() -> list[Finding]:
     """Return one line for each modification of SGLang: whether the installed SGLang fits it."""
-    if not _package("sglang", needed=True).ok:
+    if find_spec("sglang") is None:
         return []
     # The library does not import the workers' code, so ask a process that does.
     table = subprocess.run(
@@ -82,17 +83,18 @@ def _patches(*, needed: bool) -> list[Finding]:
     )
     if table.returncode:
         *_, last = ["no reason given", *table.stderr.splitlines()]
-        return [Finding("patches", not needed, f"cannot be listed: {last}")]
-    return [_patch(row, needed=needed) for row in msgspec.json.decode(table.stdout)]
+        return [Finding("patches", False, f"cannot be listed: {last}")]
+    return [_patch(row) for row in msgspec.json.decode(table.stdout)]
 
 
-def _patch(row: dict[str, str], *, needed: bool) -> Finding:
+def _patch(row: dict[str, str]) -> Finding:
+    """Describe one patch. Without a correction that fits, no worker starts."""
     kind = row["kind"] + (f" for {row['device']}" if row["device"] else "")
     detail = f"{kind}; without it, {row['why']}"
     if row["unknown"]:
         detail = f"{kind}, does not fit this SGLang: {row['unknown']}"
-    acceleration = row["kind"] == "acceleration"
-    return Finding(f"patch {row['name']}", acceleration or not (needed and row["unknown"]), detail)
+    optional = row["kind"] == "acceleration"
+    return Finding(f"patch {row['name']}", optional or not row["unknown"], detail)
 
 
 def _memory() -> str:
@@ -132,7 +134,7 @@ async def _call(engine: str) -> Finding:
 
 def table_of(findings: list[Finding]) -> Table:
     """Return the findings as a table for the terminal."""
-    table = Table(show_header=False)
+    table = Table("", "", Column(overflow="fold"), show_header=False)
     for finding in findings:
         mark = "[green]ok[/]" if finding.ok else "[bold red]missing[/]"
         table.add_row(mark, finding.name, finding.detail.replace("[", r"\["))

@@ -138,6 +138,17 @@ def test_a_method_that_is_gone_or_other(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"Req\.update_finish_state does not exist"):
         install([patch], setup(), folder)
     assert digest("sglang.srt.no_module:f", folder) == ""
+    doctor = subprocess.run(
+        [sys.executable, "-m", "sglrl", "doctor", "--json"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=60,
+    )
+    assert doctor.returncode == 1
+    missing = [finding for finding in json.loads(doctor.stdout) if not finding["ok"]]
+    assert [finding["name"] for finding in missing] == ["patch end_of_output"]
+    assert "Req.update_finish_state does not exist" in missing[0]["detail"]
 
 
 def test_source_that_is_unknown(qwen: Path, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sglrl.config import install as command
 from sglrl.errors import EngineError
 
 from .known_sources import KNOWN
@@ -60,12 +61,13 @@ class Patch:
         Args:
             folder: the folder of the package ``sglang``.
         """
+        reasons = []
         for target in (*self.wraps, *self.reads):
             found = digest(target, folder)
             if found not in KNOWN.get(target, {}):
                 state = f"has an unknown source (digest {found})" if found else "does not exist"
-                return f"{target} {state}"
-        return ""
+                reasons.append(f"{target} {state}")
+        return ", ".join(reasons)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +169,7 @@ def install(patches: Sequence[Patch], setup: Setup, folder: Path) -> Installed:
                 raise EngineError(
                     f"this SGLang is not supported: {reason}, and the correction {patch.name!r} "
                     f"depends on it (without the correction, {patch.why}). Install a supported "
-                    "version (sglrl doctor names them), or accept the risk of wrong results with "
+                    f"version ({command('sglang')}), or accept the risk of wrong results with "
                     "allow_unknown_sglang=True"
                 )
             logger.warning("SGLang %s %s: on, although %s", kind, patch.name, reason)
