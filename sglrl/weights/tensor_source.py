@@ -91,7 +91,7 @@ def named_tensors(weights: Any) -> Named:
         if not isinstance(name, str):
             raise InvalidWeights(f"a tensor's name is {name!r}, which is not text")
         if not isinstance(tensor, torch.Tensor):
-            raise InvalidWeights(f"{name} is no tensor but {type(tensor).__name__}")
+            raise InvalidWeights(f"{name} is not a tensor but {type(tensor).__name__}")
         if tensor.is_meta:
             raise InvalidWeights(f"{name} is on the meta device, so it has no values")
         if tensor.layout is not torch.strided:

@@ -99,17 +99,17 @@ def header(file: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 BAD_FILES: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "missing": (Path.unlink, sglrl.ModelError, "holds no"),
-    "garbage": (garbage, sglrl.ModelError, "no safetensors file"),
+    "garbage": (garbage, sglrl.ModelError, "not a safetensors file"),
     "truncated": (truncated, sglrl.ModelError, "not as long as its header says"),
     "a text for a shape": (
         lambda file: header(file, lambda h: h[NORM].update(shape="64")),
         sglrl.ModelError,
-        "no safetensors file",
+        "not a safetensors file",
     ),
     "no offsets": (
         lambda file: header(file, lambda h: h[NORM].pop("data_offsets")),
         sglrl.ModelError,
-        "no safetensors file",
+        "not a safetensors file",
     ),
     "an index of what is not there": (
         lambda file: (file.parent / INDEX).write_text('{"weight_map": {"a": "b.safetensors"}}'),

@@ -191,7 +191,12 @@ REFUSED: dict[str, tuple[Callable[[Weights], Any], dict[str, Any], type[Exceptio
         sglrl.InvalidWeights,
         r"model\.norm\.weight is given twice",
     ),
-    "no tensor": (lambda w: {**w, NORM: 1.0}, {}, sglrl.InvalidWeights, "is no tensor but float"),
+    "no tensor": (
+        lambda w: {**w, NORM: 1.0},
+        {},
+        sglrl.InvalidWeights,
+        "is not a tensor but float",
+    ),
     "no pairs": (lambda w: list(w.values()), {}, sglrl.InvalidWeights, "expected"),
     "no name": (lambda w: [(1, w[NORM])], {}, sglrl.InvalidWeights, "a tensor's name is 1"),
     "a number": (lambda w: 7, {}, sglrl.UsageError, "not int"),

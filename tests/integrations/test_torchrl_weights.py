@@ -254,7 +254,7 @@ def test_the_services_own_update(learner: AsyncSGLang, model: Any) -> None:
     shape = tuple(model.model.norm.weight.shape)
     learner.update_weights_from_distributed(name, torch.float32, shape)
     for wrong in ((name, torch.float32, (1, 2)), ("no", torch.float32, shape)):
-        with pytest.raises(ValueError, match="no tensor of this model"):
+        with pytest.raises(ValueError, match="not a tensor of this model"):
             learner.update_weights_from_distributed(*wrong)
     train(model, 30)
     learner.update_weights(iter(model.state_dict().items()))

@@ -255,7 +255,7 @@ def test_all_of_it_is_on_the_cpu() -> None:
             {"layout": "jagged", "padding_side": "up"},
             'padding_side must be "right" or "left"',
         ),
-        ([make(2, 3, a=1 << 63)], {"metadata": ["a"]}, "the metadata 'a' is no tensor"),
+        ([make(2, 3, a=1 << 63)], {"metadata": ["a"]}, "the metadata 'a' is not a tensor"),
         ([make(2, 3, a=1), make(2, 3)], {"metadata": ["a"]}, "not every trajectory has 'a' in its"),
     ],
 )
