@@ -434,11 +434,11 @@ async def test_when_the_process_that_has_the_pool_is_killed() -> None:
         program.kill()
         await program.wait()
         for call in calls:
-            with pytest.raises(sglrl.Closed, match="is gone"):
+            with pytest.raises(sglrl.Closed, match="has exited"):
                 await call
-        with pytest.raises(sglrl.Closed, match="is gone"):
+        with pytest.raises(sglrl.Closed, match="has exited"):
             await remote.generate(input_ids=IDS)
-        with pytest.raises(sglrl.Closed, match="is gone"):
+        with pytest.raises(sglrl.Closed, match="has exited"):
             while True:
                 await anext(stream)
         with pytest.raises(sglrl.Closed):

@@ -94,7 +94,7 @@ async def test_an_agent_that_depends_on_what_the_driver_has(client: sglrl.Client
     async def agent(session: sglrl.Session, item: Any) -> float:
         return float(len(await client.stats()))
 
-    with pytest.raises(sglrl.UsageError, match=r"cannot be sent to other processes.*give a class"):
+    with pytest.raises(sglrl.UsageError, match=r"cannot be sent to other processes.*pass a class"):
         sglrl.rollout(client, agent, SOME_ITEMS, processes=2)
     with pytest.raises(sglrl.UsageError, match="processes must be an integer of at least 1"):
         sglrl.rollout(client, nested_agent(), SOME_ITEMS, processes=0)
