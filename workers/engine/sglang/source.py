@@ -22,7 +22,6 @@ def sglang_folder() -> Path:
     return Path(spec.submodule_search_locations[0])
 
 
-@cache
 def digest(target: str, folder: Path) -> str:
     """Return a digest of the source of one definition: 16 hexadecimal digits of its SHA-256.
 
@@ -36,23 +35,38 @@ def digest(target: str, folder: Path) -> str:
         "" if there is no such definition.
     """
     module, _, name = target.partition(":")
-    lines, found = _parsed(folder.joinpath(*module.split(".")[1:]).with_suffix(".py"))
-    nodes: list[Any] = [found]
-    for part in name.split("."):
-        nodes = [child for node in nodes for child in node.body if part in _names(child)]
-    if not nodes:
-        return ""
-    text = "".join("".join(lines[_first_line(node) - 1 : node.end_lineno]) for node in nodes)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    path = folder.joinpath(*module.split(".")[1:]).with_suffix(".py")
+    return _digests(path).get(name, "")
 
 
 @cache
-def _parsed(path: Path) -> tuple[list[str], ast.Module]:
+def _digests(path: Path) -> dict[str, str]:
+    """Return the digests of all definitions in a module and its classes.
+
+    Only the digests stay in memory, because every worker inherits them from the fork server. The
+    syntax trees of SGLang's modules would take 40 MB.
+    """
     try:
         text = path.read_text()
     except FileNotFoundError:
-        return [], ast.Module(body=[], type_ignores=[])
-    return text.splitlines(keepends=True), ast.parse(text)
+        return {}
+    lines = text.splitlines(keepends=True)
+    sources: dict[str, str] = {}
+
+    def add(node: Any, prefix: str = "") -> None:
+        source = "".join(lines[_first_line(node) - 1 : node.end_lineno])
+        for name in _names(node):
+            # A name may be defined more than once, for example for several platforms.
+            sources[prefix + name] = sources.get(prefix + name, "") + source
+
+    for node in ast.parse(text).body:
+        add(node)
+        if isinstance(node, ast.ClassDef):
+            for child in node.body:
+                add(child, f"{node.name}.")
+    return {
+        name: hashlib.sha256(source.encode()).hexdigest()[:16] for name, source in sources.items()
+    }
 
 
 def _names(node: ast.AST) -> set[str]:
