@@ -34,6 +34,13 @@ with warnings.catch_warnings():
 
 import torch  # noqa: E402
 
+from .engine.sglang.patch_list import PATCHES  # noqa: E402
+from .engine.sglang.source import sglang_folder  # noqa: E402
+
+for _patch in PATCHES:
+    # Every worker compares SGLang's source. This reads files and imports no part of SGLang.
+    _patch.unknown(sglang_folder())
+
 if torch.cuda.is_initialized():
     raise RuntimeError(
         "an imported package initialised CUDA; workers cannot be forked from this process"

@@ -24,12 +24,17 @@ from . import convert
 from .patch import Setup
 
 
-def install(setup: Setup) -> Callable[[Any], None] | None:
+def install(setup: Setup) -> Callable[[Any], bool] | None:
     """Return a function that wraps the forward pass of the model runner, on rank 0."""
     if setup.adapter is None:
         return None
     next_tokens: NextTokens = setup.adapter.next_tokens
-    return lambda scheduler: next_tokens.wrap(scheduler.tp_worker.model_runner)
+
+    def finish(scheduler: Any) -> bool:
+        next_tokens.wrap(scheduler.tp_worker.model_runner)
+        return True
+
+    return finish
 
 
 class NextTokens:

@@ -109,8 +109,8 @@ class Setup:
         return ""
 
 
-Finish = Callable[[Any], None]
-"""Called with the finished scheduler."""
+Finish = Callable[[Any], bool]
+"""Called with the finished scheduler. Returns False if the patch does not fit its model."""
 
 
 @dataclass
@@ -122,12 +122,14 @@ class Installed:
     """
 
     accelerations: list[str] = field(default_factory=list)
-    _finish: list[Finish] = field(default_factory=list)
+    _finish: list[tuple[str, Finish]] = field(default_factory=list)
 
     def finish(self, scheduler: Any) -> None:
         """Finish the patches. Call once the scheduler is built."""
-        for finish in self._finish:
-            finish(scheduler)
+        for name, finish in self._finish:
+            if not finish(scheduler):
+                logger.info("SGLang acceleration %s: off (not for this model)", name)
+                self.accelerations.remove(name)
 
 
 def check_order(patches: Sequence[Patch]) -> None:
@@ -177,7 +179,7 @@ def install(patches: Sequence[Patch], setup: Setup, folder: Path) -> Installed:
             module = importlib.import_module(f".{patch.module}", __package__)
             finish: Finish | None = module.install(setup)
             if finish is not None:
-                installed._finish.append(finish)
+                installed._finish.append((patch.name, finish))
         if patch.acceleration:
             installed.accelerations.append(patch.name)
         logger.info("SGLang %s %s: on", kind, patch.name)

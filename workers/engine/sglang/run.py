@@ -91,8 +91,9 @@ def build(body: EngineSpec, adapter: Adapter | None) -> SglrlScheduler:
         cpu.check(scheduler.tp_worker.model_runner.model)
     if adapter is not None:
         adapter.scheduler = scheduler
-        adapter.accelerations = tuple(patches.accelerations)
     patches.finish(scheduler)
+    if adapter is not None:
+        adapter.accelerations = tuple(patches.accelerations)
     return scheduler
 
 

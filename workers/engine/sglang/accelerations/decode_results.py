@@ -81,19 +81,21 @@ def _plan(request: Any) -> _Plan | None:
     return _Plan(request)
 
 
-def install(setup: Setup) -> Callable[[Any], None]:
+def install(setup: Setup) -> Callable[[Any], bool]:
     """Return a function that replaces the scheduler's processor of results by a ``Results``."""
     return _replace
 
 
-def _replace(scheduler: Any) -> None:
+def _replace(scheduler: Any) -> bool:
     theirs = scheduler.batch_result_processor
     if (
-        not theirs.tree_cache.supports_mamba()
-        and not get_disagg().disaggregation_decode_enable_offload_kvcache
-        and not getattr(theirs.model_config, "self_opened_think_start_ids", None)
+        theirs.tree_cache.supports_mamba()
+        or get_disagg().disaggregation_decode_enable_offload_kvcache
+        or getattr(theirs.model_config, "self_opened_think_start_ids", None)
     ):
-        scheduler.batch_result_processor = Results(**compat.field_values(theirs))
+        return False
+    scheduler.batch_result_processor = Results(**compat.field_values(theirs))
+    return True
 
 
 class Results(SchedulerBatchResultProcessor):  # type: ignore[misc]

@@ -184,10 +184,10 @@ def draw(
     return ids, logprobs, undrawable.view(torch.bool)
 
 
-def install(setup: Setup) -> Callable[[Any], None] | None:
+def install(setup: Setup) -> Callable[[Any], bool]:
     """Patch SGLang's sampler. Return a function that compiles the kernels."""
     if theirs.SGLANG_RETURN_ORIGINAL_LOGPROB:
-        return None
+        return lambda scheduler: False
     forward = Sampler.forward
 
     def draw_or_forward(
@@ -242,7 +242,7 @@ def _next_step(device: torch.device) -> tuple[int, int]:
     return (generator.initial_seed() ^ _KEY) % _LONG + _LONG, at % _LONG + _LONG
 
 
-def begin(scheduler: Any) -> None:
+def begin(scheduler: Any) -> bool:
     """Compile the kernels now, rather than during the first request, and use them from now on.
 
     Either all ranks use them or none.
@@ -263,3 +263,4 @@ def begin(scheduler: Any) -> None:
         )
         works = int(agreed)
     _begun = bool(works)
+    return _begun

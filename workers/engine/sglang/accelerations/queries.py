@@ -80,12 +80,15 @@ def is_query(request: Any) -> bool:
     )
 
 
-def install(setup: Setup) -> Callable[[Any], None]:
+def install(setup: Setup) -> Callable[[Any], bool]:
     """Return a function that gives the scheduler its ``Queries``."""
     answer = None if setup.adapter is None else setup.adapter.answer
 
-    def finish(scheduler: Any) -> None:
-        scheduler.sglrl_queries = Queries(scheduler, answer)
+    def finish(scheduler: Any) -> bool:
+        queries = Queries(scheduler, answer)
+        if queries.possible:
+            scheduler.sglrl_queries = queries
+        return queries.possible
 
     return finish
 
@@ -103,7 +106,7 @@ class Queries:
         self._tree = scheduler.tree_cache
         self._runner = scheduler.tp_worker.model_runner
         arguments = scheduler.server_args
-        self._possible = (
+        self.possible = (
             short_prefill.plain(self._runner)
             and type(self._tree) is RadixCache
             and not self._tree.disable
@@ -116,8 +119,6 @@ class Queries:
 
     def run(self, requests: list[Any]) -> list[Any]:
         """Answer all queries that need no scheduling. Return the others, in their order."""
-        if not self._possible:
-            return requests
         others: list[Any] = []
         answer = _nobody
         for step in self._steps(requests, others):

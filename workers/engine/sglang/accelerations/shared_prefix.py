@@ -28,14 +28,19 @@ _MOST: Final = 512
 """Maximum waiting requests considered, from the first one on. A step prefills fewer."""
 
 
-def install(setup: Setup) -> Callable[[Any], None]:
+def install(setup: Setup) -> Callable[[Any], bool]:
     """Return a function that makes the scheduler plan prefills without the requests that wait."""
     return _wrap
 
 
-def _wrap(scheduler: Any) -> None:
+def _wrap(scheduler: Any) -> bool:
     plan_prefill = scheduler.get_new_batch_prefill
     shared = SharedPrefix(scheduler)
+    tree = scheduler.tree_cache
+    # The cache of a state-space model has states only at the ends of prompts. A request that
+    # computes its last token again cannot use such a state.
+    if getattr(tree, "disable", True) or tree.supports_mamba():
+        return False
 
     def plan_with_shared_prefixes(running_batch: Any) -> Any:
         waiting: list[Any] = scheduler.waiting_queue
@@ -53,6 +58,7 @@ def _wrap(scheduler: Any) -> None:
         return plan
 
     scheduler.get_new_batch_prefill = plan_with_shared_prefixes
+    return True
 
 
 class SharedPrefix:
@@ -60,15 +66,9 @@ class SharedPrefix:
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
-        tree = scheduler.tree_cache
-        # The cache of a state-space model has states only at the ends of prompts. A request that
-        # computes its last token again cannot use such a state.
-        self._possible = not getattr(tree, "disable", True) and not tree.supports_mamba()
 
     def later(self, waiting: list[Any]) -> set[Any]:
         """Return the waiting requests that the next prefill should omit."""
-        if not self._possible:
-            return set()
         begun = list(self._scheduler.sglrl_prefilling)
         in_parts = self._scheduler.chunked_req
         if in_parts is not None and in_parts not in begun:

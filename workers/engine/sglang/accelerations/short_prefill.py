@@ -34,7 +34,7 @@ A prefill reads its context once. As a decode step, each row reads the context f
 """
 
 
-def install(setup: Setup) -> Callable[[Any], None]:
+def install(setup: Setup) -> Callable[[Any], bool]:
     """Return a function that makes the model runner run short prefills as decode steps.
 
     Some models and ways of decoding need a real prefill (see ``plain``). Their runners do not
@@ -43,10 +43,10 @@ def install(setup: Setup) -> Callable[[Any], None]:
     return _wrap
 
 
-def _wrap(scheduler: Any) -> None:
+def _wrap(scheduler: Any) -> bool:
     runner = scheduler.tp_worker.model_runner
     if not plain(runner):
-        return
+        return False
     forward = runner.forward
 
     def run(batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -60,6 +60,7 @@ def _wrap(scheduler: Any) -> None:
         return output
 
     runner.forward = run
+    return True
 
 
 def plain(runner: Any) -> bool:
