@@ -226,7 +226,7 @@ class Runner:
 
     def _sample_ended(self, sample: core.Sample, end: End) -> None:
         if self._is_ending and not isinstance(end, Done | GivenUp):
-            # What agents make of their cancellation is no failure. The sample is unfinished.
+            # An exception after the cancellation is not a failure of the agent.
             return
         try:
             match end:

@@ -67,7 +67,7 @@ def test_a_worker_is_lost_in_commit() -> None:
 
 @pytest.mark.parametrize("joined", [True, False])
 def test_a_worker_is_lost_after_a_refusal(joined: bool) -> None:
-    """A group that was formed before the update is no longer whole either."""
+    """A group that was formed before the update has lost a member, too."""
     update = Update(joined=joined, until=PREPARE)
     update.answer(A0, error=NO)
     update.answer(A1, B0, B1)

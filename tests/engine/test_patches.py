@@ -183,3 +183,12 @@ def test_source_that_is_unknown(qwen: Path, tmp_path: Path) -> None:
     assert found["tokens"] == 4
     assert "decode_results" not in found["on"]
     assert {"queries", "shared_prefix"} <= set(found["on"])
+
+
+async def test_an_acceleration_that_does_not_fit_is_off(qwen: Path) -> None:
+    async with sglrl.launch(qwen, device="cpu", disable_radix_cache=True) as client:
+        on = set(client.info.accelerations)
+        completion = await client.generate(input_ids=[1, 2, 3], max_new_tokens=4)
+    assert len(completion.output_ids) == 4
+    assert not on & {"queries", "shared_prefix"}
+    assert {"cpu_attention", "decode_results", "short_prefill"} <= on

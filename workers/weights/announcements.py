@@ -50,7 +50,7 @@ class Announcements:
             near += 1
         arrivals[near].synchronize()
         link.check()
-        # With a single bucket there is no rate, and no bucket is left.
+        # A single bucket gives no rate to predict from, and needs no prediction.
         left = sum(sizes[near + 1 :]) / rate if rate else 0.0
         self._engine.nearly_staged(left, update.spare is not None)
 

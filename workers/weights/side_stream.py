@@ -9,7 +9,7 @@ import torch
 
 
 class SideStream:
-    """A stream of one device. On a CPU there is no stream, and it does nothing."""
+    """A stream of one device. On a CPU it does nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
