@@ -182,7 +182,7 @@ def test_source_that_is_unknown(qwen: Path, tmp_path: Path) -> None:
     assert "the correction 'end_of_output' depends on it" in found["refused"]
     assert found["tokens"] == 4
     assert "decode_results" not in found["on"]
-    assert {"queries", "shared_prefix"} <= set(found["on"])
+    assert {"cpu_attention", "shared_prefix"} <= set(found["on"])
 
 
 async def test_an_acceleration_that_does_not_fit_is_off(qwen: Path) -> None:
