@@ -1,6 +1,7 @@
 """One conversation, token in and token out.
 
-* ``session``, ``session_state``: ``Session`` samples turns;
+* ``session``: ``Session`` samples turns;
+* ``observations``: the tokens of observed text and messages;
 * ``session_spec``: how a session starts and samples;
 * ``renderer``: the tokens that a chat template adds after the model's own tokens;
 * ``trajectory``, ``tensors``, ``trajectory_files``: the result, as arrays, as tensors, on disk;

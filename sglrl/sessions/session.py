@@ -7,21 +7,26 @@ followed by the new tokens.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol, Self, SupportsFloat
 
 import numpy as np
+from msgspec.structs import force_setattr
 from numpy.typing import NDArray
 
+from ..actors.actor import deadline_from
+from ..core.calls import Call
+from ..core.prefixes import Route
 from ..driver.driver import now
-from ..errors import Closed, UsageError
-from ..inference.completion import Completion
-from ..inference.prompts import Message
-from ..inference.tokens import TokenIds
+from ..errors import Closed, InvalidRequest, UsageError
+from ..inference.completion import Beginning, Completion, Conversation
+from ..inference.prompts import Message, check_conversation
+from ..inference.sampling import DEFAULT_MAX_NEW_TOKENS, Prepared, own_names
+from ..inference.tokens import TokenIds, check_ids
 from .gate import Gate
+from .observations import Encoded, Observation, encode_observations
 from .session_spec import SessionSpec
-from .session_state import SessionState
-from .trajectory import Trajectory
+from .trajectory import MOST_REWARD, Trajectory
 
 
 class TimeLimit(Protocol):
@@ -49,10 +54,37 @@ class Session:
     ) -> None:
         self._spec = spec
         self._gate = gate
-        self._state = SessionState(spec, on_turn, seed)
+        self._on_turn = on_turn
+        """Called after each turn with the bytes of its prompt, the number of cached prompt tokens,
+        and the number of new bytes."""
+        self._seed = seed
         self._at_gate: asyncio.Future[None] | None = None
         self._limit: TimeLimit | None = None
         """Time limit of the whole session. Time spent waiting at the gate does not count."""
+        self._route = Route(b"")
+        self._conversation = Conversation()
+        self._tokens = b""
+        """All tokens up to the end of the last turn."""
+        self._prompt_bytes = 0
+        """Number of bytes of ``_tokens`` in the prompt. 0 before the prompt is known."""
+        self._turns: list[Completion] = []
+        self._starts: list[int] = []
+        """For each turn, the position in the response at which its tokens begin."""
+        self._rewards: list[float] = []
+        self._rewarded = False
+        self._oldest: int | None = None
+        self._messages: list[Message] | None = spec.messages
+        self._answer_at = 0
+        """Byte of the response at which the assistant's turn begins."""
+        self._pending: list[Observation] = []
+        """Observations after the last turn."""
+        self._taken = 0
+        """Number of items of ``_pending`` in the prompt of the turn that is being sampled."""
+        self._busy = self._closed = self._refused = False
+        self._call: Call | None = None
+        self._began = now()
+        self._generating = 0.0
+        """Total seconds spent waiting for turns."""
         self.metadata: dict[str, Any] = dict(spec.metadata)
         """Metadata of the trajectory: values that msgpack can encode."""
 
@@ -70,7 +102,12 @@ class Session:
         """Close the session. A running ``generate`` and every later one raise ``Closed``."""
         if self._at_gate is not None and not self._at_gate.done():
             self._at_gate.set_result(None)
-        self._state.close()
+        self._closed = True
+        if self._call is not None:
+            future = self._call.reply.future
+            if not future.done():
+                self._spec.requests.driver.cancel(self._call)
+                future.set_exception(Closed("the session was closed"))
 
     # --- turns ------------------------------------------------------------------------------------
 
@@ -92,65 +129,138 @@ class Session:
             Overloaded, DeadlineExceeded, WorkerLost, EngineError: as for ``Client.generate``. The
                 session is then unchanged, and the turn may be tried again.
         """
-        state, gate = self._state, self._gate
-        prepared = state.begin(values)
+        prepared = self._begin(values)
+        gate = self._gate
         if gate is not None:
             if gate.opening is not None:
                 await self._enter(gate)
             gate.inside += 1
-        begun = state.take()
+        began = now()
+        self._taken = len(self._pending)
         try:
-            before = state.tokens or await self._spec.ids()
-            ids = state.prompt(before)
+            before = self._tokens or await self._spec.ids()
+            self._prompt_bytes = self._prompt_bytes or len(before)
+            observed = self._pending[: self._taken]
+            observed_ids = [item for item in observed if isinstance(item, bytes)]
             encoded = None
-            if ids is None:
+            if len(observed_ids) == len(observed):
+                ids = b"".join([before, *observed_ids])
+            else:
                 # Tokenize in a thread, so that the event loop is not blocked.
-                pending = state.pending[: state.taken]
                 loop = asyncio.get_running_loop()
-                encoded = await loop.run_in_executor(None, state.encode, pending)
-                ids = before[: state.prompt_bytes] + encoded[0]
-            limit, deadline = state.limits(ids, prepared)
-            completion = None
-            while completion is None or completion._chunks[-1].finish == "abort":
-                future = state.ask(ids, prepared, limit, deadline, completion)
-                try:
-                    completion = await future
-                except BaseException:
-                    state.give_up()
-                    raise
+                encoded = await loop.run_in_executor(None, self._encode, observed)
+                ids = before[: self._prompt_bytes] + encoded.response
+            completion = await self._sample(ids, prepared)
             if encoded is not None:
-                _, state.messages, state.answer_at = encoded
-            state.keep(ids, completion)
+                self._messages, self._answer_at = encoded.messages, encoded.answer_at
+            self._keep(ids, completion)
             return completion
         except BaseException as error:
-            state.failed(error)
+            if not self._turns:
+                self._oldest = None
+            if isinstance(error, Closed):
+                self._refused = not self._closed
             raise
         finally:
-            state.end(begun)
+            self._busy = False
+            self._taken = 0
+            self._call = None
+            self._generating += now() - began
             if gate is not None:
                 gate.leave()
+
+    def _begin(self, values: dict[str, Any]) -> Prepared:
+        """Begin a turn. Return its checked sampling values."""
+        if self._closed:
+            raise Closed("the session is closed")
+        if self._busy:
+            raise UsageError("a turn of this session is being sampled; await it first")
+        if self._seed is not None:
+            values = {"seed": self._seed + len(self._turns), **own_names(values)}
+        prepared = self._spec.prepare(values) if values else self._spec.prepared
+        self._busy = True
+        return prepared
 
     async def _enter(self, gate: Gate) -> None:
         limit, clock = self._limit, asyncio.get_running_loop().time
         until = None if limit is None else limit.when()
         left = None if until is None else until - clock()
         stopped = limit if left is not None and left > 0 else None
-        state = self._state
         try:
             if stopped is not None:
                 stopped.reschedule(None)
-            while (opening := gate.opening) is not None and not state.closed:
+            while (opening := gate.opening) is not None and not self._closed:
                 self._at_gate = asyncio.get_running_loop().create_future()
                 await asyncio.wait((opening, self._at_gate), return_when=asyncio.FIRST_COMPLETED)
-            if state.closed:
+            if self._closed:
                 raise Closed("the session was closed")
         except BaseException:
-            state.busy = False
+            self._busy = False
             raise
         finally:
             self._at_gate = None
-            if stopped is not None and left is not None and not state.closed:
+            if stopped is not None and left is not None and not self._closed:
                 stopped.reschedule(clock() + left)
+
+    async def _sample(self, ids: bytes, prepared: Prepared) -> Completion:
+        """Sample a turn after the prompt ``ids``. Continue a turn that was returned unfinished."""
+        spec = self._spec
+        size = len(ids) // 4
+        limit = min(prepared.max_new_tokens or DEFAULT_MAX_NEW_TOKENS, spec.most_tokens - size)
+        if limit < 1:
+            raise InvalidRequest(
+                f"the context is full: the session has {size} tokens, with what was observed, of "
+                f"{spec.requests.info.context_length} possible; see Session.room and "
+                "Session.unobserve"
+            )
+        deadline = None if spec.timeout is None else deadline_from(spec.timeout)
+        completion = None
+        while completion is None or completion._chunks[-1].finish == "abort":
+            if self._closed:
+                raise Closed("the session was closed")
+            version = spec.weights.version
+            if not self._turns and (completion is None or not len(completion.output_ids)):
+                # No token of the session will have an older version.
+                self._oldest = version
+            self._route.extend(ids, version)
+            call, future = spec.requests.sample(
+                ids,
+                prepared,
+                limit,
+                True,
+                0,
+                self._route,
+                deadline,
+                spec.priority,
+                None,
+                completion,
+            )
+            self._call = call
+            try:
+                completion = await future
+            except BaseException:
+                spec.requests.driver.cancel(call)
+                raise
+        return completion
+
+    def _keep(self, ids: bytes, completion: Completion) -> None:
+        """Record a finished turn. A failed turn records nothing."""
+        chunks = completion._chunks
+        size = len(ids)
+        del self._pending[: self._taken]
+        self._conversation.tokens = ids
+        force_setattr(completion, "_prompt", Beginning(self._conversation, size))
+        if not self._turns:
+            first = next((chunk for chunk in chunks if chunk.ids), None)
+            self._oldest = self._oldest if first is None else first.version
+        self._turns.append(completion)
+        self._starts.append((size - self._prompt_bytes) // 4)
+        self._rewards.append(0.0)
+        self._tokens = b"".join([ids, *[chunk.ids for chunk in chunks]])
+        if self._on_turn is not None:
+            self._on_turn(size, chunks[-1].cached_tokens, len(self._tokens) - size)
+
+    # --- observations and rewards -----------------------------------------------------------------
 
     def observe(self, what: str | TokenIds | Message | Sequence[Message]) -> None:
         """Append an observation: input that the policy did not sample.
@@ -171,7 +281,32 @@ class Session:
                 the messages, ``generate`` raises.
             UsageError: messages were given before the first turn, or in a session without messages.
         """
-        self._state.observe(what)
+        given: Any = what
+        if isinstance(given, str):
+            if given:
+                self._pending.append(given)
+            return
+        if type(given) is list and given and type(given[0]) is int:
+            # Test for a list of ints first, because isinstance(..., Mapping) is slow.
+            self._pending.append(check_ids(given, self._spec.vocab_size))
+            return
+        several = isinstance(given, (list, tuple)) and given and isinstance(given[0], Mapping)
+        if not isinstance(given, Mapping) and not several:
+            if not hasattr(given, "__len__") or len(given):
+                # An empty list is allowed and ignored: the output of a tool may be empty.
+                self._pending.append(check_ids(given, self._spec.vocab_size))
+            return
+        messages = check_conversation([given] if isinstance(given, Mapping) else list(given))
+        new: list[Message] = [dict(message) for message in messages]
+        if self._messages is None:
+            raise UsageError("this session began without messages: observe text or token ids")
+        last = self._pending[-1] if len(self._pending) > self._taken else None
+        if isinstance(last, list):
+            last += new
+        elif not self._turns:
+            raise UsageError("no turn was sampled yet: put these messages into the session's own")
+        else:
+            self._pending.append(new)
 
     def unobserve(self) -> None:
         """Discard the observations since the last turn.
@@ -179,7 +314,7 @@ class Session:
         Use this when observations do not fit, or when the chat template rejects them. Observations
         in the prompt of a turn that is being sampled are kept.
         """
-        self._state.unobserve()
+        del self._pending[self._taken :]
 
     def reward(self, value: SupportsFloat) -> None:
         """Add to the reward of the last turn.
@@ -187,19 +322,43 @@ class Session:
         Raises:
             UsageError: no turn was sampled, or the value is not finite.
         """
-        self._state.reward(value)
+        if not self._turns:
+            raise UsageError("no turn was sampled yet that could be rewarded")
+        try:
+            total = self._rewards[-1] + float(value)
+        except (TypeError, ValueError, OverflowError, RuntimeError):
+            # A tensor of several numbers raises RuntimeError.
+            raise UsageError(f"a reward must be a number, got {value!r:.200}") from None
+        if not abs(total) <= MOST_REWARD:
+            raise UsageError(f"a reward must be finite, also in float32; got {value}")
+        self._rewards[-1] = total
+        self._rewarded = True
+
+    def _encode(self, observed: Sequence[Observation]) -> Encoded:
+        """Encode observations after the last turn. Runs in a thread and changes no state."""
+        end = None
+        if self._turns:
+            last = self._turns[-1]
+            ids = last.output_ids
+            # Also test the model's end tokens: with ignore_eos or a stop string, stop_match is not
+            # one.
+            ends = {last.stop_match, *self._spec.requests.info.eos_token_ids}
+            end = int(ids[-1]) if len(ids) and int(ids[-1]) in ends else None
+        return encode_observations(
+            self._spec, observed, Encoded(self._response, self._messages, self._answer_at), end
+        )
 
     # --- state ------------------------------------------------------------------------------------
 
     @property
     def ids(self) -> NDArray[np.int32]:
         """All tokens up to the end of the last turn, int32. Empty before the first turn."""
-        return np.frombuffer(self._state.tokens, "<i4")
+        return np.frombuffer(self._tokens, "<i4")
 
     @property
     def turns(self) -> list[Completion]:
         """The completions of all turns, in order."""
-        return self._state.turns[:]
+        return self._turns[:]
 
     @property
     def oldest_version(self) -> int | None:
@@ -207,17 +366,17 @@ class Session:
 
         While the first token is being sampled, this is a lower bound. Before that, it is None.
         """
-        return self._state.oldest
+        return self._oldest
 
     @property
     def rewarded(self) -> bool:
         """Whether ``reward`` was called."""
-        return self._state.rewarded
+        return self._rewarded
 
     @property
     def refused(self) -> bool:
         """Whether a turn failed because the client no longer accepts calls."""
-        return self._state.refused
+        return self._refused
 
     @property
     def room(self) -> int:
@@ -226,16 +385,20 @@ class Session:
         Observed token ids count as used. Observed text and messages do not count, because their
         number of tokens is not known yet.
         """
-        state = self._state
-        observed = sum([len(item) for item in state.pending if isinstance(item, bytes)])
-        used = (len(state.tokens) + observed) // 4
+        observed = sum([len(item) for item in self._pending if isinstance(item, bytes)])
+        used = (len(self._tokens) + observed) // 4
         return max(0, self._spec.most_tokens - used)
 
     @property
     def text(self) -> str:
         """The text of all tokens after the prompt, including special tokens."""
-        state = self._state
-        return state.requests.decode(np.frombuffer(state.response, "<i4").tolist(), False)
+        ids = np.frombuffer(self._response, "<i4").tolist()
+        return self._spec.requests.decode(ids, False)
+
+    @property
+    def _response(self) -> bytes:
+        """The tokens after the prompt."""
+        return self._tokens[self._prompt_bytes :]
 
     def trajectory(self, reward: SupportsFloat | None = None) -> Trajectory:
         """Return the trajectory of the session, for a trainer.
@@ -248,17 +411,16 @@ class Session:
         """
         if reward is not None:
             self.reward(reward)
-        state = self._state
-        if not state.turns:
+        if not self._turns:
             raise UsageError("no turn was sampled, so there is no trajectory")
         return Trajectory.from_turns(
-            state.tokens[: state.prompt_bytes],
-            state.response,
-            state.starts,
-            state.turns,
-            state.rewards,
-            total=now() - state.began,
-            generating=state.generating,
+            self._tokens[: self._prompt_bytes],
+            self._response,
+            self._starts,
+            self._turns,
+            self._rewards,
+            total=now() - self._began,
+            generating=self._generating,
             metadata=dict(self.metadata),
         )
 

@@ -144,4 +144,4 @@ async def test_an_image_is_refused_wherever_messages_are_given(client: sglrl.Cli
             session.observe(messages)
         with refused("[0]"):
             session.observe(messages[1])
-        assert not session._state.pending
+        assert not session._pending

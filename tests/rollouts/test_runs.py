@@ -219,8 +219,8 @@ async def test_every_try_has_a_seed_of_its_own(client: sglrl.Client) -> None:
     seeds: dict[int, list[int]] = {0: [], 1: []}
 
     async def agent(session: sglrl.Session, item: Any) -> float:
-        assert session._state.seed is not None
-        seeds[session.metadata["sample"]].append(session._state.seed)
+        assert session._seed is not None
+        seeds[session.metadata["sample"]].append(session._seed)
         if session.metadata["sample"]:
             raise ValueError("this one never works")
         await session.generate(max_new_tokens=2)
