@@ -130,6 +130,8 @@ class UpdateRun:
         """The ``Join`` message of each member, if this run forms a group."""
         self._bodies: dict[tuple[Member, str], Any] = {}
         """The contents of the answers."""
+        self._unanswered: set[tuple[int, str, Member]] = set()
+        """The id, phase and member of each request without an answer."""
         self._ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -266,11 +268,13 @@ class UpdateRun:
 
     def _answered(self, member: Member, answer: RankAnswer) -> bool:
         machine, phase = self.machine, answer.phase
-        if answer.id != self.id:
+        if (answer.id, phase, member) not in self._unanswered:
             return False
-        if phase != machine.state or member not in machine.waiting:
+        self._unanswered.discard((answer.id, phase, member))
+        if answer.id != self.id or phase != machine.state or member not in machine.waiting:
+            # The phase failed meanwhile, for example because two ranks reject the same tensor.
             machine.late_answers += 1
-            return False
+            return True
         dirty = False
         error = None if answer.error is None else error_of(answer.error, member)
         if error is None:
@@ -338,6 +342,7 @@ class UpdateRun:
         if phase != self._phase:
             self._enter(phase)
         message = self._message(phase, member)
+        self._unanswered.add((self.id, phase, member))
         if member != SENDER:
             self._send(self._ranks[member], message)
         elif self.source is not None:
