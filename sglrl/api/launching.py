@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from ..config import (
     HEARTBEAT_TIMEOUT,
@@ -23,10 +22,11 @@ from ..config import (
     strategies,
     visible_cuda_devices,
 )
-from ..driver.pool import Pool
+from ..driver.pool import Pool, StartProgress
 from ..driver.worker_processes import Birth
 from ..errors import NotEnoughDevices, UsageError
 from ..inference.client import Client
+from ..inference.engine_controls import PoolPausing
 from ..remote.server import PoolServer
 from ..transport.addresses import check_address
 from ..transport.curve_keys import read_driver_keys
@@ -220,8 +220,7 @@ def launch(
         return [birth(free[i : i + tp_size]) for i in range(0, count * tp_size, tp_size)]
 
     births = [birth(group) for group in groups]
-    progress = _Progress()
-    pool = _ShownPool(
+    pool = Pool(
         births,
         more=more,
         name=f"the Client of {os.path.basename(path)}",
@@ -238,14 +237,14 @@ def launch(
             hang_timeout=hang_timeout,
             heartbeat_timeout=heartbeat_timeout,
         ),
-        on_progress=progress,
+        progress=_Progress(),
     )
-    pool.progress = progress
     return Client(
         pool,
         model=path,
         timeout=timeout,
         sender=LocalSender(pool.weights),
+        pausing=PoolPausing(pool),
         weight_device=weight_device,
         serve=partial(PoolServer, pool),
     )
@@ -351,45 +350,27 @@ def cuda_devices() -> list[str]:
     return sorted((p for p in present if p.isdigit()), key=int)
 
 
-class _Progress:
-    """Shows the progress of a start: a status line on a terminal, log lines otherwise."""
+class _Progress(StartProgress):
+    """Shows a status line on a terminal, and log lines otherwise."""
 
     def __init__(self) -> None:
-        self._status: AbstractContextManager[Any] | None = None
-        self._line: Any = None
-        self._update: Callable[[str], None] | None = None
+        self._status: Any = None
 
-    def __call__(self, text: str) -> None:
-        if self._update is not None:
-            self._update(text)
-        else:
-            logger.info("%s", text)
+    def __enter__(self) -> Self:
+        if sys.stderr is not None and sys.stderr.isatty():
+            from rich.console import Console
 
-    def begin(self) -> None:
-        if sys.stderr is None or not sys.stderr.isatty():
-            return
-        from rich.console import Console
+            self._status = Console(stderr=True).status("starting workers")
+            self._status.start()
+        return self
 
-        status = Console(stderr=True).status("starting workers")
-        status.start()
-        self._status = status
-        self._update = status.update
-
-    def end(self) -> None:
-        self._update = None
+    def __exit__(self, *exc: object) -> None:
         if self._status is not None:
-            self._status.__exit__(None, None, None)
+            self._status.stop()
             self._status = None
 
-
-class _ShownPool(Pool):
-    """A pool that shows the progress of its start."""
-
-    progress: _Progress
-
-    async def enter(self) -> None:
-        self.progress.begin()
-        try:
-            await super().enter()
-        finally:
-            self.progress.end()
+    def show(self, text: str) -> None:
+        if self._status is not None:
+            self._status.update(text)
+        else:
+            logger.info("%s", text)

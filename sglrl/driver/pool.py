@@ -9,8 +9,10 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Self
 
 from ..config import FabricConfig, PoolConfig, check_target, check_timeout, raise_file_limit
+from ..core.concurrency import Load
 from ..core.members import DRAINING, READY, RETIRED, STALE, SYNCING
 from ..errors import Closed, DeadlineExceeded, UsageError, WorkerLost, WorkerStartError
 from ..transport.curve_keys import read_driver_keys
@@ -27,6 +29,18 @@ from .worker_info import QueueInfo, WorkerInfo
 from .worker_processes import Birth, Processes, Worker
 
 
+class StartProgress:
+    """Shows nothing. A subclass shows the stages of a start, inside ``with progress:``."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None: ...
+
+    def show(self, text: str) -> None:
+        """Show a stage. Also called when a worker is replaced, outside ``with progress:``."""
+
+
 class Pool:
     """Worker processes of one kind, and the driver that sends them calls.
 
@@ -36,7 +50,7 @@ class Pool:
             that are present.
         name: name of the pool in the warning about a pool that was never closed.
         preload: kind of fork server, see ``fork_server``.
-        on_progress: called with each stage of the start.
+        progress: shows the start.
     """
 
     def __init__(
@@ -48,7 +62,7 @@ class Pool:
         preload: str,
         fabric: FabricConfig,
         config: PoolConfig,
-        on_progress: Callable[[str], None] | None = None,
+        progress: StartProgress | None = None,
     ) -> None:
         self._lifetime = Lifetime(name)
         self._first = births
@@ -56,7 +70,7 @@ class Pool:
         self._preload = preload
         self._fabric_config = fabric
         self._config = config
-        self._progress = on_progress or (lambda text: None)
+        self._progress = progress or StartProgress()
         self._started = False
         self._processes = Processes(preload, config.start_timeout)
         self._driver: Driver | None = None
@@ -64,7 +78,7 @@ class Pool:
         self.outer_address = ""
         """Address at which other processes can reach the driver."""
         self.weights = WeightChannel(self.expel, self._is_up)
-        self._supervisor = Supervisor(self._processes, self.weights, config, self._progress)
+        self._supervisor = Supervisor(self._processes, self.weights, config, self._progress.show)
 
     @property
     def driver(self) -> Driver:
@@ -102,6 +116,15 @@ class Pool:
     def engine(self) -> EngineInfo | None:
         return self._supervisor.workers[0].ready.result().engine
 
+    def loads(self) -> tuple[list[Load], int]:
+        fabric = self.driver.fabric
+        loads = [
+            Load(m.kv_usage, m.waiting, m.preempted)
+            for m in fabric.members.values()
+            if m.state is READY
+        ]
+        return loads, fabric.waiting
+
     @property
     def connect_options(self) -> tuple[ClientKeys | None, bool, float | None]:
         config = self._config
@@ -119,8 +142,9 @@ class Pool:
         self._lifetime.opened(self)
         workers = self._supervisor.workers
         try:
-            async with asyncio.timeout(self._config.start_timeout):
-                await self._start()
+            with self._progress:
+                async with asyncio.timeout(self._config.start_timeout):
+                    await self._start()
         except TimeoutError:
             waiting = [worker for worker in workers.values() if not worker.is_ready]
             late = len(self._first) - len(workers) + len(waiting)
@@ -157,7 +181,7 @@ class Pool:
         self.outer_address = router.outer_address
         driver.start()
         if self._preload != "plain":
-            self._progress("importing SGLang (once per program)")
+            self._progress.show("importing SGLang (once per program)")
         await self._processes.connect()
         await self._all_ready([supervisor.add(birth) for birth in self._first])
 
@@ -166,7 +190,7 @@ class Pool:
         pending: set[asyncio.Future[Ready]] = {worker.ready for worker in workers}
         while pending:
             ready = len(workers) - len(pending)
-            self._progress(f"starting workers ({ready} of {len(workers)} ready)")
+            self._progress.show(f"starting workers ({ready} of {len(workers)} ready)")
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             for future in done:
                 future.result()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from ..core.concurrency import Load
 from ..weights.port import WeightsPort
 from ..wire.engine import EngineInfo
 from ..wire.processes import ClientKeys
@@ -40,6 +41,10 @@ class PoolPort(Protocol):
     @property
     def connect_options(self) -> tuple[ClientKeys | None, bool, float | None]:
         """How other processes of this machine connect: keys, insecure, heartbeat_timeout."""
+        ...
+
+    def loads(self) -> tuple[list[Load], int]:
+        """Return the load that each ready engine reports, and the number of waiting calls."""
         ...
 
     async def enter(self) -> None:

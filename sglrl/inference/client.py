@@ -15,8 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, Self, overload
 
 from ..config import check_target
-from ..core.concurrency import Load
-from ..core.members import READY
 from ..core.prefixes import Route
 from ..driver.gathering import submit_all
 from ..driver.port import PoolPort
@@ -28,7 +26,7 @@ from ..wire.processes import ClientKeys
 from .client_base import not_started
 from .completion import Completion
 from .control_methods import ControlMethods
-from .engine_controls import Controls
+from .engine_controls import Pausing
 from .prompts import Message, check_given_ids
 from .requests import Requests
 from .sampling import SamplingParams
@@ -47,6 +45,15 @@ class RemoteServer(Protocol):
     address: str
     """The address to pass to ``sglrl.connect``. It contains a secret."""
 
+    @property
+    def way_in(self) -> tuple[str, ClientKeys | None, bool, float | None]:
+        """The arguments of ``sglrl.connect`` for processes of this machine.
+
+        Returns:
+            ``(address, keys, insecure, heartbeat_timeout)``.
+        """
+        ...
+
     async def close(self) -> None: ...
 
 
@@ -64,6 +71,7 @@ class Client(WeightMethods, ControlMethods, ScoreMethods):
         model: str,
         timeout: float | None,
         sender: WeightSender,
+        pausing: Pausing,
         weight_device: Any = None,
         serve: Callable[[Client], RemoteServer] | None = None,
     ) -> None:
@@ -75,15 +83,17 @@ class Client(WeightMethods, ControlMethods, ScoreMethods):
         self._tokenizer_box = TokenizerBox(model)
         self._serve = serve
         self._server: RemoteServer | None = None
-        self._controls = Controls(pool, timeout)
+        self._pausing = pausing
         self._weights = sender
 
     async def __aenter__(self) -> Self:
         await self._pool.enter()
         self._driver = self._pool.driver
-        self._driver.add_listener(self._controls)
+        self._pausing.start()
         info = self._pool.engine
         assert info is not None
+        if not self.model:
+            self.model = self._tokenizer_box.model = info.model
         self._tokenizer_box.fake = not info.sglang_version
         self._requests = Requests(
             self._driver, info, self._tokenizer_box, self._pool.weights, self._timeout
@@ -136,7 +146,7 @@ class Client(WeightMethods, ControlMethods, ScoreMethods):
         if self._driver is not None and self._driver.is_copied:
             return
         await self._pool.close(drain=drain, timeout=timeout)
-        self._weights.close()
+        await self._weights.close()
         if self._server is not None:
             await self._server.close()
 
@@ -408,16 +418,11 @@ class Client(WeightMethods, ControlMethods, ScoreMethods):
 
     @property
     def _way_in(self) -> tuple[str, ClientKeys | None, bool, float | None]:
-        """The arguments of ``sglrl.connect`` for processes of this machine.
-
-        Returns:
-            ``(address, keys, insecure, heartbeat_timeout)``.
-        """
+        """See ``RemoteServer``."""
         if self._server is None:
             raise not_started()
-        _, _, token = self._server.address.partition("#")
-        address = self._running().transport.address
-        return f"{address}#{token}", *self._pool.connect_options
+        self._running()
+        return self._server.way_in
 
     @property
     def _is_connected(self) -> bool:
@@ -427,14 +432,3 @@ class Client(WeightMethods, ControlMethods, ScoreMethods):
     def _is_alive(self) -> bool:
         """Whether the client is open and a worker serves or will serve."""
         return self._is_connected and any(w.state != "retired" for w in self.workers)
-
-    def _loads(self) -> tuple[list[Load], int]:
-        """Return the load that each ready engine reports, and the number of calls waiting here."""
-        assert self._driver is not None
-        fabric = self._driver.fabric
-        loads = [
-            Load(m.kv_usage, m.waiting, m.preempted)
-            for m in fabric.members.values()
-            if m.state is READY
-        ]
-        return loads, fabric.waiting

@@ -5,19 +5,21 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from ..config import check_target, positive
+from ..errors import UnknownEndpoint
 from .client_base import ClientBase
-from .engine_controls import Controls, WorkerStats
+from .engine_controls import ENDPOINTS, Pausing, WorkerStats, ask_all
 
 
 class ControlMethods(ClientBase):
     """The control methods of ``Client``. The client sets these attributes."""
 
-    _controls: Controls
+    _pausing: Pausing
+    _timeout: float | None
 
     async def stats(self) -> list[WorkerStats]:
         """Return the statistics of every live engine, in worker order."""
-        self._running(urgent=True)
-        return await self._controls.stats()
+        found = await self._ask_all("stats")
+        return [WorkerStats(worker=w, engine=s) for w, s in found.items()]
 
     async def flush_cache(self) -> bool:
         """Empty every worker's prefix cache.
@@ -25,8 +27,7 @@ class ControlMethods(ClientBase):
         Returns:
             False if a worker kept its cache because it had requests.
         """
-        self._running(urgent=True)
-        return await self._controls.flush_cache()
+        return all((await self._ask_all("flush_cache")).values())
 
     async def broadcast(
         self, endpoint: str, *args: Any, timeout: float | None = None, **kwargs: Any
@@ -41,8 +42,25 @@ class ControlMethods(ClientBase):
         Raises:
             UnknownEndpoint: no endpoint has this name.
         """
-        self._running(urgent=True)
-        return await self._controls.broadcast(endpoint, args, kwargs, timeout)
+        return [*(await self._ask_all(endpoint, args, kwargs, timeout)).values()]
+
+    async def _ask_all(
+        self,
+        endpoint: str,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        timeout: float | None = None,
+    ) -> dict[int, Any]:
+        """Call a control endpoint with the client's timeout as the default. See ``ask_all``."""
+        driver = self._running(urgent=True)
+        spec = ENDPOINTS.get(endpoint)
+        if spec is None:
+            raise UnknownEndpoint(
+                f"the engines declare no endpoint {endpoint!r} to be called on all of them "
+                f"(endpoints: {', '.join(sorted(ENDPOINTS))})"
+            )
+        timeout = self._timeout if timeout is None else timeout
+        return await ask_all(driver, spec, args, kwargs, timeout)
 
     async def pause(
         self,
@@ -69,7 +87,7 @@ class ControlMethods(ClientBase):
             DeadlineExceeded: an engine was not paused in time. Call ``resume``, or pause again.
         """
         self._running(urgent=True)
-        await self._controls.pause(mode, timeout)
+        await self._pausing.pause(mode, self._timeout if timeout is None else timeout)
 
     async def resume(self, *, timeout: float | None = 60.0) -> None:
         """Resume the engines after ``pause``. Do nothing if they are not paused.
@@ -81,7 +99,7 @@ class ControlMethods(ClientBase):
             DeadlineExceeded: an engine did not confirm within ``timeout`` seconds.
         """
         self._running(urgent=True)
-        await self._controls.resume(timeout)
+        await self._pausing.resume(self._timeout if timeout is None else timeout)
 
     async def abort(self, *, worker: int | None = None, timeout: float | None = 60.0) -> int:
         """Abort all pending ``generate`` calls and streams, including the waiting ones.
@@ -102,7 +120,7 @@ class ControlMethods(ClientBase):
         """
         self._running(urgent=True)
         check_target(0, worker, None)
-        return await self._controls.abort(worker, timeout)
+        return await self._pausing.abort(worker, self._timeout if timeout is None else timeout)
 
     async def add_workers(self, n: int = 1) -> list[int]:
         """Start ``n`` more workers with the same arguments.

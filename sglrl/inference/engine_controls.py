@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import msgspec
 from msgspec import Raw
@@ -18,7 +18,7 @@ from ..core.driver_listener import DriverListener
 from ..driver.driver import Driver
 from ..driver.gathering import submit_all
 from ..driver.port import PoolPort
-from ..errors import Closed, UnknownEndpoint, UsageError, WorkerLost
+from ..errors import Closed, UsageError, WorkerLost
 from ..wire.codec import encode
 from ..wire.engine import EngineStats, TokenChunk
 
@@ -46,7 +46,7 @@ class _Engine(_Actor):
 
 
 class _Pausing(_Actor):
-    """Control endpoints that callers cannot use by name, because ``Controls`` tracks the state.
+    """Control endpoints that callers cannot use by name, because ``Pausing`` tracks the state.
 
     They are not idempotent, so calls are not retried on a replacement worker. ``before_serving``
     pauses a replacement when it starts to serve.
@@ -70,74 +70,56 @@ ENDPOINTS: Final[dict[str, EndpointSpec]] = endpoints_of(_Engine)
 _PAUSING: Final[dict[str, EndpointSpec]] = endpoints_of(_Pausing)
 
 
-class Controls(DriverListener):
-    """Sends the control calls of one client. ``Client`` documents methods of the same names.
+class Pausing(Protocol):
+    """Pauses the engines of a pool. ``Client`` documents methods of the same names.
 
-    Args:
-        timeout: default timeout of a control call, in seconds.
+    ``PoolPausing`` implements it for a local pool, ``remote.client`` for a remote pool.
     """
 
-    def __init__(self, pool: PoolPort, timeout: float | None) -> None:
+    def start(self) -> None:
+        """The pool has started."""
+        ...
+
+    async def pause(self, mode: str, timeout: float | None) -> None: ...
+
+    async def resume(self, timeout: float | None) -> None: ...
+
+    async def abort(self, worker: int | None, timeout: float | None) -> int: ...
+
+
+class PoolPausing(DriverListener):
+    """Pauses the engines of this process's pool, and of each worker that starts meanwhile."""
+
+    def __init__(self, pool: PoolPort) -> None:
         self._pool = pool
-        self._timeout = timeout
         self._paused = False
 
-    async def stats(self) -> list[WorkerStats]:
-        found = await self._ask_all(ENDPOINTS["stats"])
-        return [WorkerStats(worker=w, engine=s) for w, s in found.items()]
-
-    async def flush_cache(self) -> bool:
-        return all((await self._ask_all(ENDPOINTS["flush_cache"])).values())
-
-    async def broadcast(
-        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float | None
-    ) -> list[Any]:
-        spec = ENDPOINTS.get(name)
-        if spec is None:
-            raise UnknownEndpoint(
-                f"the engines declare no endpoint {name!r} to be called on all of them "
-                f"(endpoints: {', '.join(sorted(ENDPOINTS))})"
-            )
-        found = await self._ask_all(spec, args, kwargs, timeout)
-        return [*found.values()]
+    def start(self) -> None:
+        self._pool.driver.add_listener(self)
 
     async def pause(self, mode: str, timeout: float | None) -> None:
         if mode not in ("in_place", "retract", "abort"):
             raise UsageError(f"mode must be 'in_place', 'retract' or 'abort', got {mode!r}")
         check_timeout(timeout)
         self._paused = True
-        await self._ask_all(_PAUSING["pause"], (mode,), timeout=timeout)
+        await ask_all(self._pool.driver, _PAUSING["pause"], (mode,), timeout=timeout)
 
     async def resume(self, timeout: float | None) -> None:
         check_timeout(timeout)
         self._paused = False
-        await self._ask_all(_PAUSING["resume"], timeout=timeout)
+        await ask_all(self._pool.driver, _PAUSING["resume"], timeout=timeout)
 
     async def abort(self, worker: int | None, timeout: float | None) -> int:
         check_timeout(timeout)
         body = encode(TokenChunk(b"", finish="abort", version=self._pool.weights.version))
         # Answer waiting calls first. Otherwise they would be sent when aborted calls free a place.
         waiting = self._pool.driver.answer_waiting("generate", body, worker)
-        ended = await self._ask_all(_PAUSING["abort"], timeout=timeout, worker=worker)
+        ended = await ask_all(self._pool.driver, _PAUSING["abort"], timeout=timeout, worker=worker)
         return waiting + sum(map(int, ended.values()))
 
     def before_serving(self, worker: int) -> None:
-        """Pause a worker that starts while the engines are paused."""
         if self._paused:
             tell(self._pool.driver, _PAUSING["pause"], ("in_place",), worker)
-
-    async def _ask_all(
-        self,
-        spec: EndpointSpec,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-        timeout: float | None = None,
-        worker: int | None = None,
-    ) -> dict[int, Any]:
-        """Call a control endpoint with the client's timeout as the default. See ``ask_all``."""
-        if timeout is None:
-            timeout = self._timeout
-        return await ask_all(self._pool.driver, spec, args, kwargs, timeout, worker)
 
 
 async def ask_all(

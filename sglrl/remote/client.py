@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from typing import Any, Self
+from typing import Any
 
 from ..config import HEARTBEAT_TIMEOUT, check_timeout
-from ..core.concurrency import Load
-from ..core.members import READY
 from ..inference.client import Client
-from ..inference.engine_controls import Controls
 from ..weights.deadline import Deadline, turn
 from ..weights.update_report import UpdateReport
 from ..weights.update_request import UpdateRequest
@@ -22,10 +19,13 @@ from ..wire.processes import ClientKeys
 from .pool import CONNECT_SECONDS, RemotePool, a_bit_more, not_here
 
 
-class _RemoteControls(Controls):
+class _RemotePausing:
     """Forwards pause, resume and abort to the owning pool: they apply to all its clients."""
 
-    _pool: RemotePool
+    def __init__(self, pool: RemotePool) -> None:
+        self._pool = pool
+
+    def start(self) -> None: ...
 
     async def pause(self, mode: str, timeout: float | None) -> None:
         await self._pool.ask("pause", mode, timeout, timeout=a_bit_more(timeout))
@@ -107,65 +107,23 @@ class _RemoteSender:
         self._pool.weights.set_version(report.version)
         return report
 
-    async def leave(self) -> None:
-        """Close the sender. A running update is abandoned."""
+    async def close(self) -> None:
         if self._sender is not None:
             await self._sender.close()
 
-    def close(self) -> None:
-        """Do nothing: ``leave`` has closed the sender."""
 
+class _PoolAddress:
+    """The address of the owning pool, which serves all remote clients."""
 
-class RemoteClient(Client):
-    """A ``Client`` for the pool of another process, created by ``sglrl.connect``."""
-
-    _pool: RemotePool
-
-    def __init__(
-        self,
-        pool: RemotePool,
-        address: str,
-        *,
-        model: str | None,
-        timeout: float | None,
-        keys: str | os.PathLike[str] | None,
-        insecure: bool,
-    ) -> None:
-        self._sender = _RemoteSender(pool, keys, insecure)
-        super().__init__(pool, model=model or "", timeout=timeout, sender=self._sender)
-        self._given_address = address
-        self._controls = _RemoteControls(pool, timeout)
-
-    async def __aenter__(self) -> Self:
-        await super().__aenter__()
-        if not self.model:
-            self.model = self._tokenizer_box.model = self._pool.model
-        return self
-
-    async def close(self, *, drain: bool = False, timeout: float = 600.0) -> None:
-        """Close this client and end its calls with ``Closed``. The pool keeps running.
-
-        Args:
-            drain: first wait at most ``timeout`` seconds until this client's calls have ended.
-        """
-        await self._sender.leave()
-        await super().close(drain=drain, timeout=timeout)
+    def __init__(self, address: str, pool: RemotePool) -> None:
+        self.address = address
+        self._pool = pool
 
     @property
-    def address(self) -> str:
-        return self._given_address
+    def way_in(self) -> tuple[str, ClientKeys | None, bool, float | None]:
+        return self.address, *self._pool.connect_options
 
-    @property
-    def _way_in(self) -> tuple[str, ClientKeys | None, bool, float | None]:
-        return self._given_address, *self._pool.connect_options
-
-    def _loads(self) -> tuple[list[Load], int]:
-        self._running()
-        status = self._pool.status
-        loads = [
-            Load(w.kv_usage, w.waiting, w.preempted) for w in status.workers if w.state == READY
-        ]
-        return loads, status.queued
+    async def close(self) -> None: ...
 
 
 def _absolute(path: str | os.PathLike[str]) -> str:
@@ -221,32 +179,30 @@ def connect(
         max_message_bytes=max_message_bytes,
         heartbeat_timeout=heartbeat_timeout,
     )
-    return RemoteClient(
-        pool,
-        address,
-        model=None if model is None else os.fspath(model),
-        timeout=timeout,
-        keys=keys,
-        insecure=insecure,
-    )
+    path = "" if model is None else os.fspath(model)
+    return client_of(pool, address, model=path, timeout=timeout, keys=keys, insecure=insecure)
 
 
-def reconnect(
+def client_of(
+    pool: RemotePool,
     address: str,
-    keys: ClientKeys | None,
-    insecure: bool,
-    heartbeat_timeout: float | None,
+    *,
     model: str,
     timeout: float | None,
-    max_message_bytes: int,
-) -> RemoteClient:
-    """Connect from another process of the same program, with the keys of ``Client._way_in``."""
-    pool = RemotePool(
-        address,
-        keys=keys,
-        insecure=insecure,
-        connect_timeout=CONNECT_SECONDS,
-        max_message_bytes=max_message_bytes,
-        heartbeat_timeout=heartbeat_timeout,
+    keys: str | os.PathLike[str] | None = None,
+    insecure: bool = False,
+) -> Client:
+    """Return the client of a pool of another process.
+
+    Args:
+        model: path of the tokenizer; "": the path in the other process.
+        keys, insecure: the connection of this process's weight sender, see ``connect``.
+    """
+    return Client(
+        pool,
+        model=model,
+        timeout=timeout,
+        sender=_RemoteSender(pool, keys, insecure),
+        pausing=_RemotePausing(pool),
+        serve=lambda client: _PoolAddress(address, pool),
     )
-    return RemoteClient(pool, address, model=model, timeout=timeout, keys=None, insecure=insecure)

@@ -13,7 +13,8 @@ from typing import Any, Final
 from ..actors.actor import endpoints_of
 from ..actors.handles import UnaryCaller
 from ..config import check_heartbeat, check_timeout
-from ..core.members import RETIRED
+from ..core.concurrency import Load
+from ..core.members import READY, RETIRED
 from ..core.weight_update import Member
 from ..driver.lifetime import Lifetime
 from ..driver.worker_info import QueueInfo, WorkerInfo
@@ -110,7 +111,6 @@ class RemotePool:
         self._max_message_bytes = max_message_bytes
         self.heartbeat_timeout = check_heartbeat(heartbeat_timeout)
         self.weights = RemoteWeights(self.ask)
-        self.model = ""
         self.engine: EngineInfo | None = None
         self._driver: RemoteDriver | None = None
         self._check: asyncio.TimerHandle | None = None
@@ -152,7 +152,6 @@ class RemotePool:
             await self.close()
             raise
         driver.max_message_bytes = min(self._max_message_bytes, admitted.max_message_bytes)
-        self.model = admitted.model
         self.weights.address = admitted.weights_address
         self.engine = admitted.engine
         self._on_news()
@@ -259,6 +258,13 @@ class RemotePool:
         return QueueInfo(
             calls=status.queued, bytes=status.queued_bytes, clients=status.queued_clients
         )
+
+    def loads(self) -> tuple[list[Load], int]:
+        status = self.status
+        loads = [
+            Load(w.kv_usage, w.waiting, w.preempted) for w in status.workers if w.state == READY
+        ]
+        return loads, status.queued
 
     async def full(self, timeout: float | None) -> None:
         # The pool's own error names the workers that are not ready.

@@ -26,6 +26,7 @@ from ..weights.port import WeightsPort
 from ..weights.update_report import UpdateReport
 from ..wire.calls import PROTOCOL_VERSION, Cancel, ItemKind
 from ..wire.codec import Buffer, decode_from_client, encode
+from ..wire.processes import ClientKeys
 from ..wire.remote import (
     Answers,
     BytesRead,
@@ -120,6 +121,7 @@ class PoolServer(DriverListener):
 
     def __init__(self, pool: Pool, client: Client) -> None:
         self._client = client
+        self._pool = pool
         self._driver = driver = pool.driver
         self._weights = pool.weights
         self._token = secrets.token_hex(16)
@@ -140,6 +142,10 @@ class PoolServer(DriverListener):
         self.address = f"{pool.outer_address}#{self._token}"
         pool.weights.on_version.add(self._tell_all)
         driver.add_listener(self)
+
+    @property
+    def way_in(self) -> tuple[str, ClientKeys | None, bool, float | None]:
+        return f"{self._driver.transport.address}#{self._token}", *self._pool.connect_options
 
     def on_loads(self) -> None:
         # A client that has only long calls may receive no other message for a long time.
@@ -297,7 +303,6 @@ class PoolServer(DriverListener):
             peer,
             Welcome(
                 PROTOCOL_VERSION,
-                self._client.model,
                 self._driver.max_message_bytes,
                 self._weights.address,
                 self._client.info,

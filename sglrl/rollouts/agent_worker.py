@@ -30,7 +30,8 @@ from .dataset import session_arguments
 from .task_ending import GRACE_SECONDS, Grace, Limit, end_without, stack_of, title_of
 
 if TYPE_CHECKING:
-    from ..remote.client import RemoteClient
+    from ..inference.client import Client
+    from ..remote.pool import RemotePool
 
 logger = logging.getLogger("sglrl.rollout")
 
@@ -66,7 +67,8 @@ class AgentWorker(Actor):
 
     def __init__(self) -> None:
         self._stack = AsyncExitStack()
-        self._client: RemoteClient
+        self._client: Client
+        self._pool: RemotePool
         self._agent: Agent
         self._gate = Gate()
         self._specs: OrderedDict[tuple[int, int], SessionSpec] = OrderedDict()
@@ -79,20 +81,23 @@ class AgentWorker(Actor):
 
     async def open(self) -> None:
         # Imported here because a client has sessions, and these are part of this package.
-        from ..remote.client import reconnect
+        from ..remote.client import client_of
+        from ..remote.pool import CONNECT_SECONDS, RemotePool
 
         settings = self.settings
-        client = reconnect(
+        self._pool = RemotePool(
             settings.address,
-            settings.keys,
-            settings.insecure,
-            settings.heartbeat_timeout,
-            settings.model,
-            settings.call_timeout,
-            settings.max_message_bytes,
+            keys=settings.keys,
+            insecure=settings.insecure,
+            connect_timeout=CONNECT_SECONDS,
+            max_message_bytes=settings.max_message_bytes,
+            heartbeat_timeout=settings.heartbeat_timeout,
+        )
+        client = client_of(
+            self._pool, settings.address, model=settings.model, timeout=settings.call_timeout
         )
         self._client = await self._stack.enter_async_context(client)
-        self._client._pool.weights.on_version.add(self._on_version)
+        self._pool.weights.on_version.add(self._on_version)
         # ``rollout`` recommends these settings for any program. This process applies them itself.
         gc.freeze()
         gc.set_threshold(50_000, 20, 100)
@@ -149,7 +154,7 @@ class AgentWorker(Actor):
         timeout = self.settings.timeout
         try:
             # The pool's own message about this version may arrive later.
-            self._client._pool.weights.set_version(version)
+            self._pool.weights.set_version(version)
             spec = self._spec_of(sample.item, tries, item, arguments)
             # Load the tokenizer before the time limit starts.
             await spec.ids()

@@ -55,6 +55,6 @@ class SampleLimit(DriverListener):
         now = time.monotonic()
         if now - self._polled_at >= _POLL_SECONDS:
             self._polled_at = now
-            loads, queued = self._client._loads()
+            loads, queued = self._client._pool.loads()
             if self._found.look(now, self._plan.running, queued, loads):
                 self._on_change()

@@ -43,7 +43,10 @@ class LocalSender:
         self._end: Any = None
         self._manifest: Manifest | None = None
 
-    def close(self) -> None:
+    async def close(self) -> None:
+        self._forget_end()
+
+    def _forget_end(self) -> None:
         if self._end is not None:
             self._channel.forget(self._end)
             self._end.close()
@@ -122,7 +125,7 @@ class LocalSender:
                 self._channel.sender_answered(end, message)
 
             end = SendingEnd(found, host, answer)
-            self.close()
+            self._forget_end()
             self._end = end
         return self._end
 

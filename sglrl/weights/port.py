@@ -56,6 +56,6 @@ class WeightSender(Protocol):
 
     async def update_from_disk(self, path: Any, request: UpdateRequest) -> UpdateReport: ...
 
-    def close(self) -> None:
-        """Free the sender's memory. The pool is already closed."""
+    async def close(self) -> None:
+        """Free the sender's memory. The pool is already closed. A running update fails."""
         ...

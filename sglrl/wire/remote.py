@@ -101,7 +101,6 @@ class Welcome(msgspec.Struct, array_like=True, frozen=True, tag=63):
     """
 
     protocol: int
-    model: str
     max_message_bytes: int
     weights_address: str
     engine: EngineInfo

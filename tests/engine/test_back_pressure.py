@@ -21,7 +21,7 @@ class Loads(DriverListener):
         self.waiting = waiting
 
     def on_loads(self) -> None:
-        self.waiting.append(self.client._loads()[0][0].waiting)
+        self.waiting.append(self.client._pool.loads()[0][0].waiting)
 
 
 async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:
@@ -46,7 +46,7 @@ async def test_agents_are_as_many_as_the_kv_cache_holds(qwen: Path) -> None:
         async with sglrl.rollout(client, agent, items[:30], concurrency=30) as run:
             await run.take(30)
         assert max(waiting) > 0
-        (load,), _ = client._loads()
+        (load,), _ = client._pool.loads()
         assert load.preempted > 0, "it took requests out of its cache, and computed them twice"
         assert run.metrics.samples_lost == {}
         limits = []

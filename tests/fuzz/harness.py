@@ -22,6 +22,7 @@ from sglrl.core.members import READY
 from sglrl.driver.driver import Driver
 from sglrl.driver.worker_info import WorkerInfo
 from sglrl.inference.client import Client
+from sglrl.inference.engine_controls import PoolPausing
 from sglrl.remote.server import PoolServer
 from sglrl.transport.memory import MemoryDealer, MemoryRouter
 from sglrl.weights.channel import WeightChannel
@@ -237,7 +238,8 @@ class Pool(DriverListener):
     def client(self) -> Client:
         pool = cast(Any, self)
         sender, serve = LocalSender(self.weights), partial(PoolServer, pool)
-        return Client(pool, model="none", timeout=None, sender=sender, serve=serve)
+        pausing = PoolPausing(pool)
+        return Client(pool, model="none", timeout=None, sender=sender, pausing=pausing, serve=serve)
 
 
 @contextlib.contextmanager

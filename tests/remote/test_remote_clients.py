@@ -73,7 +73,7 @@ async def test_a_message_out_of_place_is_logged_without_its_secret(
     driver = remote._running()
     assert isinstance(driver, RemoteDriver)
     address = "ipc://x#token"
-    again = Welcome(PROTOCOL_VERSION, "m", 1, address, remote.info, driver.status)
+    again = Welcome(PROTOCOL_VERSION, 1, address, remote.info, driver.status)
     driver._on_message(b"", [encode(again)])
     assert driver.dropped == 1
     assert "the pool sent Welcome out of place" in caplog.text

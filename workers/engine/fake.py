@@ -74,6 +74,7 @@ class FakeEngine:
         options: dict[str, Any] = dict(spec.args)
         if "fail_start" in options:
             raise RuntimeError(str(options["fail_start"]))
+        self.model = spec.model
         self.tokens_per_step = int(options.get("tokens_per_step", 1 << 30))
         self.step_seconds = float(options.get("step_seconds", 0.0))
         self.most_running = int(options.get("max_running_requests", 1 << 30))
@@ -236,7 +237,7 @@ class FakeEngine:
 
     def info(self) -> EngineInfo:
         return EngineInfo(
-            model="fake",
+            model=self.model,
             architecture="FakeEngine",
             dtype="float32",
             device="cpu",
