@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -11,19 +11,12 @@ import pytest_asyncio
 import sglrl
 from sglrl.tools.tiny_model import make_model
 
-from .programs import stop_programs
 from .reference import Reference
 
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
-
-
-@pytest.fixture(scope="session", autouse=True)
-def programs_end() -> Iterator[None]:
-    yield
-    stop_programs()
 
 
 @pytest.fixture(scope="session")

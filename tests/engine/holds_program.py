@@ -7,8 +7,6 @@ The scheduler is otherwise idle. Prints the results as JSON. Run it in the folde
 from __future__ import annotations
 
 import json
-import os
-import sys
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -153,9 +151,6 @@ def main() -> None:
     for scenario in (copy_ends_after_staging, drained, drained_without_its_weights, held_for_which):
         FOUND[scenario.__name__] = scenario()
     print(json.dumps(FOUND))
-    sys.stdout.flush()
-    # SGLang's threads have nothing left to do.
-    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ Run it in the folder of tests: ``python -m engine.patches_program MODEL``.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -71,9 +70,6 @@ def main() -> None:
             *wrapped(runner, type(runner)),
         }
     print(json.dumps(sorted(found)))
-    sys.stdout.flush()
-    # SGLang's threads have nothing left to do.
-    os._exit(0)
 
 
 if __name__ == "__main__":

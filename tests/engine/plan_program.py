@@ -6,7 +6,6 @@ Run it in the folder of tests: ``python -m engine.plan_program MODEL``.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tempfile
 
@@ -44,9 +43,6 @@ def main() -> None:
             "tensors": len(description.tensors),
         }
         print(json.dumps(found))
-        sys.stdout.flush()
-    # SGLang's threads have nothing left to do.
-    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -2,69 +2,63 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import io
 import json
-import multiprocessing
 import os
 import runpy
-import subprocess
 import sys
-import tempfile
-from multiprocessing import forkserver
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from sglrl.wire.processes import EngineSpec
+import sglrl
+from sglrl.actors.actor import constructor_arguments
+from sglrl.actors.class_pickling import importable_as
+from sglrl.actors.spawning import ActorHandle
+from sglrl.config import FabricConfig, PoolConfig
+from sglrl.driver.pool import Pool
+from sglrl.driver.worker_processes import Birth
+from sglrl.wire.processes import ActorSpec, EngineSpec
 
 if TYPE_CHECKING:
     from sglrl_workers.engine.sglang.scheduler import SglrlScheduler
 
 
-_PRELOADED = "sglrl_workers.engine.sglang.scheduler"
+class Program(sglrl.Actor):
+    """Runs one program in a fork of the fork server that has imported SGLang."""
+
+    @sglrl.endpoint
+    async def run(self, name: str, arguments: list[str]) -> str:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        sys.argv = [name, *arguments]
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            runpy.run_module(f"{__package__}.{name}", run_name="__main__", alter_sys=False)
+        return output.getvalue()
 
 
-def run_program(name: str, *arguments: object, fresh: bool = False) -> Any:
-    """Run a program of this folder and return the last line that it prints, as JSON.
-
-    Args:
-        fresh: start a new interpreter. By default the program is forked from a process that has
-            already imported SGLang, because the import takes 20 seconds.
-    """
-    module = f"{__package__}.{name}"
-    words = [*map(str, arguments)]
-    if fresh:
-        program = subprocess.run(
-            [sys.executable, "-m", module, *words],
-            cwd=Path(__file__).parent.parent,
-            env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
-            stdout=subprocess.PIPE,
-            text=True,
-            timeout=110,
-            check=True,
-        )
-        return json.loads(program.stdout.splitlines()[-1])
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([_PRELOADED])
-    with tempfile.NamedTemporaryFile("r") as output:
-        process = context.Process(target=_run, args=(module, words, output.name))
-        process.start()
-        process.join(110)
-        if process.exitcode is None:
-            process.kill()
-        assert process.exitcode == 0, f"{module} ended with {process.exitcode}"
-        return json.loads(output.read().splitlines()[-1])
+def run_program(name: str, *arguments: object) -> Any:
+    """Run a program of this folder and return the last line that it prints, as JSON."""
+    with ThreadPoolExecutor(1) as thread:
+        # In a thread, because the caller may be a test that runs on an event loop.
+        output = thread.submit(asyncio.run, _run(name, [*map(str, arguments)])).result()
+    return json.loads(output.splitlines()[-1])
 
 
-def stop_programs() -> None:
-    """Stop the process from which programs are forked."""
-    forkserver._forkserver._stop()  # type: ignore[attr-defined]
-
-
-def _run(module: str, arguments: list[str], output: str) -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    sys.argv = [module, *arguments]
-    with open(output, "w") as file, contextlib.redirect_stdout(file):
-        runpy.run_module(module, run_name="__main__", alter_sys=False)
+async def _run(name: str, arguments: list[str]) -> str:
+    body, _ = constructor_arguments(Program).encode((), {})
+    spec = ActorSpec(target=importable_as(Program), code=b"", args=body, frames=[], window=1)
+    pool = Pool(
+        [Birth(bodies=[spec], env={})],
+        more=lambda n, present: [],
+        name=name,
+        preload="sglang",
+        fabric=FabricConfig(max_attempts=1),
+        config=PoolConfig(start_timeout=110.0, restarts=0),
+    )
+    async with ActorHandle(Program, pool) as program:
+        output: str = await program.run(name, arguments, timeout=110.0)
+        return output
 
 
 def make_scheduler(

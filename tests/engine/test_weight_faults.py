@@ -21,7 +21,7 @@ from .policies import PROMPTS, Lab, Policies, gated, on_phase, phase_event
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 SECONDS = 2.0
-WANTED = {"max_new_tokens": 900, "logprobs": True, "ignore_eos": True}
+WANTED = {"max_new_tokens": 400, "logprobs": True, "ignore_eos": True}
 VICTIM = 1
 
 

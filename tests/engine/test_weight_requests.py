@@ -24,7 +24,7 @@ from .policies import PROMPTS, Lab, Policies, collect, phase_event, until_idle, 
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-LONG: dict[str, Any] = {"max_new_tokens": 700, "logprobs": True, "ignore_eos": True}
+LONG: dict[str, Any] = {"max_new_tokens": 300, "logprobs": True, "ignore_eos": True}
 # These requests are so long that none finishes before an update comes, even on a slow machine.
 ENDLESS = {**LONG, "max_new_tokens": 1900}
 GREEDY: dict[str, Any] = {"temperature": 0, "top_logprobs": 3}
