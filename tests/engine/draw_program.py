@@ -137,7 +137,9 @@ def main() -> None:
     sampled["seeds"] = sample(logits, sampling_seed=torch.tensor([-1, 5, -1, -1, -1]))
     del seeded
     sampled["seeds no more"] = sample(logits, sampling_seed=torch.full((5,), -1))
-    print(json.dumps({"drawn": drawn, "sampled": sampled}))
+    print(json.dumps({"drawn": drawn, "sampled": sampled}), flush=True)
+    # Nothing is left to do. Ending the interpreter takes seconds on a busy machine.
+    os._exit(0)
 
 
 if __name__ == "__main__":
