@@ -179,7 +179,7 @@ class WeightChannel(DriverListener):
             logger.info("%s", report)
             return report
 
-    async def join(self, source: Source, timeout: float) -> float:
+    async def join(self, source: Source, deadline: Deadline) -> float:
         """Form the group with ``source`` before the first update.
 
         It raises the errors of ``update``.
@@ -188,7 +188,6 @@ class WeightChannel(DriverListener):
             The milliseconds that this took.
         """
         begun = time.perf_counter()
-        deadline = _deadline(timeout)
         async with turn(self._lock, deadline):
             ranks = await self._ranks.greeted(deadline)
             if not self._group.consists_of(source, ranks):

@@ -57,7 +57,7 @@ class LocalSender:
         deadline = Deadline(check_timeout(timeout))
         async with turn(self._turn, deadline):
             end = await self._ending(device, host, [], deadline)
-            return await self._channel.join(end, deadline.left)
+            return await self._channel.join(end, deadline)
 
     async def update(
         self,

@@ -16,6 +16,7 @@ from sglrl.errors import (
     WeightUpdateError,
     WorkerLost,
 )
+from sglrl.weights.deadline import Deadline
 from sglrl.weights.update_request import UpdateRequest
 from sglrl.weights.update_run import LEAST_COMMIT_SECONDS
 from sglrl.wire.calls import ErrorBody
@@ -140,10 +141,10 @@ async def test_what_cannot_be_asked_ends_the_update(pool: Pool) -> None:
 @played
 async def test_a_group_is_used_again(pool: Pool) -> None:
     sender = Sender(pool, "a")
-    join = asyncio.create_task(pool.channel.join(sender, 5.0))
+    join = asyncio.create_task(pool.channel.join(sender, Deadline(5.0)))
     await pool.goes_well(sender, [0, 1], Join)
     await join
-    await pool.channel.join(sender, 5.0)
+    await pool.channel.join(sender, Deadline(5.0))
     for version in (1, 2):
         update = asyncio.create_task(pool.channel.update(UpdateRequest(specs=SPECS), sender))
         if version == 1:
@@ -277,17 +278,17 @@ async def test_an_update_that_is_cancelled_too_late_is_one(pool: Pool) -> None:
 async def test_joining_another_sender_ends_the_group_before(pool: Pool) -> None:
     """The old group also ends if the new join fails, because the ranks have left it."""
     first, second = Sender(pool, "a"), Sender(pool, "b")
-    join = asyncio.create_task(pool.channel.join(first, 5.0))
+    join = asyncio.create_task(pool.channel.join(first, Deadline(5.0)))
     await pool.goes_well(first, [0, 1], Join)
     await join
-    join = asyncio.create_task(pool.channel.join(second, 5.0))
+    join = asyncio.create_task(pool.channel.join(second, Deadline(5.0)))
     for who in (0, 1, "b"):
         message = await pool.next(who, Join)
     pool.say(1, answer(message, NO))
     await pool.goes_well(second, [0, 1], Abort)
     with pytest.raises(WeightUpdateError, match="worker 1: no"):
         await join
-    join = asyncio.create_task(pool.channel.join(first, 5.0))
+    join = asyncio.create_task(pool.channel.join(first, Deadline(5.0)))
     await pool.goes_well(first, [0, 1], Join)
     await join
 
@@ -295,7 +296,7 @@ async def test_joining_another_sender_ends_the_group_before(pool: Pool) -> None:
 @played
 async def test_a_group_that_lost_a_member_is_formed_again(pool: Pool) -> None:
     sender = Sender(pool, "a")
-    join = asyncio.create_task(pool.channel.join(sender, 5.0))
+    join = asyncio.create_task(pool.channel.join(sender, Deadline(5.0)))
     await pool.goes_well(sender, [0, 1], Join)
     await join
     update = asyncio.create_task(pool.channel.update(UpdateRequest(specs=SPECS), sender))

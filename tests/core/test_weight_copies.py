@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from sglrl.errors import SglrlError, UpdateInProgress, WeightUpdateError, WorkerLost
+from sglrl.weights.deadline import Deadline
 from sglrl.weights.local_sender import LocalSender
 from sglrl.weights.update_request import UpdateRequest
 from sglrl.wire.calls import ErrorBody
@@ -305,7 +306,7 @@ class Calls:
         return self.channel.update(request, self.sender)
 
     def join(self, timeout: float) -> Awaitable[Any]:
-        return self.channel.join(self.sender, timeout)
+        return self.channel.join(self.sender, Deadline(timeout))
 
     def connect(self, timeout: float) -> Awaitable[Any]:
         return self._local.connect(None, "127.0.0.1", timeout)
