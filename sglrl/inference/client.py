@@ -11,8 +11,8 @@ A call takes these steps:
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, Self, overload
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, Self, Unpack, overload
 
 from ..config import check_target
 from ..core.prefixes import Route
@@ -27,7 +27,8 @@ from .client_base import not_started
 from .completion import Completion
 from .control_methods import ControlMethods
 from .engine_controls import Pausing
-from .prompts import Message, check_given_ids
+from .options import GenerateOptions, MessageOptions, SamplingOptions
+from .prompts import Message, check_given_ids, template_arguments
 from .requests import Requests
 from .sampling import SamplingParams
 from .score_methods import ScoreMethods
@@ -60,7 +61,10 @@ class RemoteServer(Protocol):
 class Client(WeightMethods, ControlMethods, ScoreMethods):
     """Generates with a pool of engine workers. ``sglrl.launch`` returns one.
 
-    A client is an async context manager. Any number of tasks of one event loop may call its methods
+    ``async with sglrl.launch(...) as client`` closes the client at the end of the block. After
+    ``client = await sglrl.launch(...)``, for example in a notebook, call ``await client.close()``.
+
+    Any number of tasks of one event loop may call its methods
     at the same time.
     """
 
@@ -74,8 +78,10 @@ class Client(WeightMethods, ControlMethods, ScoreMethods):
         pausing: Pausing,
         weight_device: Any = None,
         serve: Callable[[Client], RemoteServer] | None = None,
+        prepare: Callable[[Client], Awaitable[None]] | None = None,
     ) -> None:
         super().__init__(pool)
+        self._prepare = prepare
         self._weight_device = weight_device
         self._timeout = timeout
         self.model = model
@@ -87,6 +93,8 @@ class Client(WeightMethods, ControlMethods, ScoreMethods):
         self._weights = sender
 
     async def __aenter__(self) -> Self:
+        if self._prepare is not None:
+            await self._prepare(self)
         await self._pool.enter()
         self._driver = self._pool.driver
         self._pausing.start()
@@ -106,6 +114,12 @@ class Client(WeightMethods, ControlMethods, ScoreMethods):
             except BaseException:
                 await self.close()
                 raise
+        return self
+
+    def __await__(self) -> Generator[Any, None, Self]:
+        """Start the client without a block. ``close()`` or the exit of the program closes it."""
+        yield from self.__aenter__().__await__()
+        self._pool.closes_at_exit()
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -186,46 +200,60 @@ class Client(WeightMethods, ControlMethods, ScoreMethods):
     # --- generate ---------------------------------------------------------------------------------
 
     @overload
-    async def generate(self, prompt: str, *, n: Literal[1] = 1, **kwargs: Any) -> Completion: ...
-    @overload
-    async def generate(self, prompt: str, *, n: int, **kwargs: Any) -> list[Completion]: ...
-    @overload
-    async def generate(
-        self, *, input_ids: TokenIds, n: Literal[1] = 1, **kwargs: Any
-    ) -> Completion: ...
-    @overload
-    async def generate(self, *, input_ids: TokenIds, n: int, **kwargs: Any) -> list[Completion]: ...
-    @overload
-    async def generate(
-        self, *, messages: Sequence[Message], n: Literal[1] = 1, **kwargs: Any
+    async def generate(  # type: ignore[overload-overlap]
+        self, prompt: str, *, n: Literal[1] = 1, **kwargs: Unpack[GenerateOptions]
     ) -> Completion: ...
     @overload
     async def generate(
-        self, *, messages: Sequence[Message], n: int, **kwargs: Any
+        self, prompt: str, *, n: int, **kwargs: Unpack[GenerateOptions]
+    ) -> list[Completion]: ...
+    @overload
+    async def generate(  # type: ignore[overload-overlap]
+        self, *, input_ids: TokenIds, n: Literal[1] = 1, **kwargs: Unpack[GenerateOptions]
+    ) -> Completion: ...
+    @overload
+    async def generate(
+        self, *, input_ids: TokenIds, n: int, **kwargs: Unpack[GenerateOptions]
+    ) -> list[Completion]: ...
+    @overload
+    async def generate(  # type: ignore[overload-overlap]
+        self, *, messages: Sequence[Message], n: Literal[1] = 1, **kwargs: Unpack[MessageOptions]
+    ) -> Completion: ...
+    @overload
+    async def generate(
+        self, *, messages: Sequence[Message], n: int, **kwargs: Unpack[MessageOptions]
+    ) -> list[Completion]: ...
+    @overload
+    async def generate(  # type: ignore[overload-overlap]
+        self,
+        prompt: list[str] | tuple[str, ...],
+        *,
+        n: Literal[1] = 1,
+        **kwargs: Unpack[GenerateOptions],
     ) -> list[Completion]: ...
     @overload
     async def generate(
-        self, prompt: list[str] | tuple[str, ...], *, n: Literal[1] = 1, **kwargs: Any
-    ) -> list[Completion]: ...
-    @overload
-    async def generate(
-        self, prompt: list[str] | tuple[str, ...], *, n: int, **kwargs: Any
+        self, prompt: list[str] | tuple[str, ...], *, n: int, **kwargs: Unpack[GenerateOptions]
     ) -> list[list[Completion]]: ...
     @overload
-    async def generate(
-        self, *, input_ids: Sequence[TokenIds], n: Literal[1] = 1, **kwargs: Any
+    async def generate(  # type: ignore[overload-overlap]
+        self, *, input_ids: Sequence[TokenIds], n: Literal[1] = 1, **kwargs: Unpack[GenerateOptions]
     ) -> list[Completion]: ...
     @overload
     async def generate(
-        self, *, input_ids: Sequence[TokenIds], n: int, **kwargs: Any
+        self, *, input_ids: Sequence[TokenIds], n: int, **kwargs: Unpack[GenerateOptions]
     ) -> list[list[Completion]]: ...
     @overload
-    async def generate(
-        self, *, messages: Sequence[Sequence[Message]], n: Literal[1] = 1, **kwargs: Any
+    async def generate(  # type: ignore[overload-overlap]
+        self,
+        *,
+        messages: Sequence[Sequence[Message]],
+        n: Literal[1] = 1,
+        **kwargs: Unpack[MessageOptions],
     ) -> list[Completion]: ...
     @overload
     async def generate(
-        self, *, messages: Sequence[Sequence[Message]], n: int, **kwargs: Any
+        self, *, messages: Sequence[Sequence[Message]], n: int, **kwargs: Unpack[MessageOptions]
     ) -> list[list[Completion]]: ...
 
     async def generate(
@@ -234,6 +262,10 @@ class Client(WeightMethods, ControlMethods, ScoreMethods):
         *,
         input_ids: TokenIds | Sequence[TokenIds] | None = None,
         messages: Sequence[Message] | Sequence[Sequence[Message]] | None = None,
+        tools: Sequence[Any] | None = None,
+        template: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
         n: int = 1,
         logprobs: bool = False,
         top_logprobs: int = 0,
@@ -255,6 +287,12 @@ class Client(WeightMethods, ControlMethods, ScoreMethods):
             messages: a conversation, rendered with the model's chat template. The content of a
                 message is text or a list of OpenAI's text parts, which are joined without a
                 separator. Any other part (an image, audio, ...) raises ``InvalidRequest``.
+            tools: descriptions of tools, for the chat template: JSON schemas as in OpenAI's API, or
+                Python functions with type hints and docstrings.
+            template: further arguments for the chat template (``enable_thinking``, ...).
+            chat_template_kwargs: another name for ``template``, as in vLLM and SGLang.
+            continue_final_message: continue the last message, which must be the assistant's,
+                instead of beginning a new one. The completion holds only the new tokens.
             n: samples per prompt. They share the prompt's prefix cache on one worker. Either all
                 samples of all prompts are submitted at once, or none. The limit is the number of
                 calls in the workers' windows plus ``max_queue``, the calls that may wait at the
@@ -296,8 +334,12 @@ class Client(WeightMethods, ControlMethods, ScoreMethods):
             # Check before the prompts are encoded, because encoding may take long.
             requests.check_count(n, 1, worker)
         prompts: Sequence[bytes]
-        if prompt is not None or messages is not None or input_ids is None:
-            several, prompts = await requests.encode_prompts(prompt, input_ids, messages)
+        renders = tools or template or chat_template_kwargs or continue_final_message
+        if prompt is not None or messages is not None or input_ids is None or renders:
+            options = template_arguments(
+                messages, tools, template, chat_template_kwargs, continue_final_message
+            )
+            several, prompts = await requests.encode_prompts(prompt, input_ids, messages, options)
         elif type(input_ids) is list and input_ids and type(input_ids[0]) is int:
             several, prompts = False, (check_ids(input_ids, requests.vocab_size),)
         else:
@@ -333,13 +375,17 @@ class Client(WeightMethods, ControlMethods, ScoreMethods):
         *,
         input_ids: TokenIds | None = None,
         messages: Sequence[Message] | None = None,
+        tools: Sequence[Any] | None = None,
+        template: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
         logprobs: bool = False,
         session: str | None = None,
         priority: int = 0,
         timeout: float | None = None,
         worker: int | None = None,
         sampling: SamplingParams | None = None,
-        **values: Any,
+        **values: Unpack[SamplingOptions],
     ) -> Stream:
         """Stream the tokens of one prompt: ``async for chunk in client.stream(...)``.
 
@@ -351,13 +397,16 @@ class Client(WeightMethods, ControlMethods, ScoreMethods):
             prompt=prompt,
             input_ids=input_ids,
             messages=messages,
+            template=template_arguments(
+                messages, tools, template, chat_template_kwargs, continue_final_message
+            ),
             logprobs=logprobs,
             session=session,
             priority=priority,
             timeout=timeout,
             worker=worker,
             sampling=sampling,
-            values=values,
+            values=dict(values),
         )
 
     def session(
@@ -368,20 +417,21 @@ class Client(WeightMethods, ControlMethods, ScoreMethods):
         input_ids: TokenIds | None = None,
         tools: Sequence[Any] | None = None,
         template: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
         allow_rewrite: bool = False,
         timeout: float | None = None,
         priority: int = 0,
         metadata: Mapping[str, Any] | None = None,
         sampling: SamplingParams | None = None,
-        **values: Any,
+        **values: Unpack[SamplingOptions],
     ) -> Session:
         """Return a conversation of several turns: ``async with client.session(...) as s``.
 
         Give exactly one of ``prompt``, ``input_ids`` and ``messages``, as for ``generate``.
 
         Args:
-            tools: descriptions of tools, for the chat template.
-            template: further arguments for the chat template (``enable_thinking``, ...).
+            tools, template, chat_template_kwargs, continue_final_message: as for ``generate``.
             allow_rewrite: some templates change earlier turns when the conversation continues (for
                 example, they remove reasoning). A session only appends, so by default such a
                 template is refused. True: append the text that the template puts after the answer,
@@ -405,6 +455,8 @@ class Client(WeightMethods, ControlMethods, ScoreMethods):
                 input_ids=input_ids,
                 tools=tools,
                 template=template,
+                chat_template_kwargs=chat_template_kwargs,
+                continue_final_message=continue_final_message,
                 allow_rewrite=allow_rewrite,
                 timeout=timeout,
                 priority=priority,

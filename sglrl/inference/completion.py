@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -10,7 +11,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import InvalidRequest
 from ..wire.engine import TokenChunk
+from .display import html, preview
 from .sampling import SamplingParams
 
 Decode = Callable[[Sequence[int], bool], str]
@@ -287,11 +290,22 @@ class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False)
 
     def __repr__(self) -> str:
         lost = f", resumed={self.resumed}" if self.resumed else ""
+        text = ""
+        # Without a tokenizer there is no text.
+        with contextlib.suppress(InvalidRequest):
+            text = f"{preview(self.text)}, "
         return (
-            f"<Completion {self.prompt_tokens} prompt + {len(self.output_ids)} new tokens, "
+            f"<Completion {text}{self.prompt_tokens} prompt + {len(self.output_ids)} new tokens, "
             f"finish_reason={self.finish_reason!r}, worker={self.worker}, "
             f"cached={self.cached_tokens}, {self.timing.total * 1000:.1f} ms{lost}>"
         )
+
+    def _repr_html_(self) -> str | None:
+        try:
+            prompt = self._decode(self.prompt_ids.tolist(), False)
+            return html(repr(self), [("prompt", prompt), ("sampled", self.text)])
+        except InvalidRequest:
+            return None
 
 
 def cut_text(

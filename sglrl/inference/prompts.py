@@ -67,6 +67,30 @@ async def encode_prompts(
     return several, [check_ids(ids, vocab_size) for ids in encoded]
 
 
+def template_arguments(
+    messages: Any,
+    tools: Sequence[Any] | None,
+    template: Mapping[str, Any] | None,
+    chat_template_kwargs: Mapping[str, Any] | None,
+    continue_final_message: bool,
+) -> dict[str, Any]:
+    """Return the arguments of the chat template. See ``Client.generate``.
+
+    Raises:
+        InvalidRequest: an argument is wrong, or there are no messages to render.
+    """
+    if template and chat_template_kwargs:
+        raise InvalidRequest("template and chat_template_kwargs are the same: give one of them")
+    found = {**(template or chat_template_kwargs or {})}
+    if tools is not None:
+        found["tools"] = list(tools)
+    if continue_final_message:
+        found["continue_final_message"] = True
+    if found and messages is None:
+        raise InvalidRequest(f"{next(reversed(found))} is for messages, and none are given")
+    return found
+
+
 def check_given_ids(input_ids: Any, vocab_size: int) -> tuple[bool, list[bytes]]:
     """Check token ids. Return whether a list was given, and the ids of each prompt."""
     if isinstance(input_ids, (list, tuple)):

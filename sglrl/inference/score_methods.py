@@ -4,19 +4,64 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 from ..config import check_target
 from ..driver.gathering import submit_all
 from ..errors import InvalidRequest
 from .client_base import ClientBase
-from .completion import NextTokenLogprobs
+from .completion import NextTokenLogprobs, ScoreLogprobs, Scores
 from .prompts import check_given_ids
 from .tokens import TokenIds, check_ids
 
 
 class ScoreMethods(ClientBase):
     """The logprob methods of ``Client``."""
+
+    @overload
+    async def score(  # type: ignore[overload-overlap]
+        self,
+        input_ids: TokenIds,
+        *,
+        start: int = 0,
+        top_logprobs: Literal[0] = 0,
+        timeout: float | None = None,
+        worker: int | None = None,
+        priority: int = 0,
+    ) -> ScoreLogprobs: ...
+    @overload
+    async def score(
+        self,
+        input_ids: TokenIds,
+        *,
+        start: int = 0,
+        top_logprobs: int,
+        timeout: float | None = None,
+        worker: int | None = None,
+        priority: int = 0,
+    ) -> Scores: ...
+    @overload
+    async def score(  # type: ignore[overload-overlap]
+        self,
+        input_ids: Sequence[TokenIds],
+        *,
+        start: int = 0,
+        top_logprobs: Literal[0] = 0,
+        timeout: float | None = None,
+        worker: int | None = None,
+        priority: int = 0,
+    ) -> list[ScoreLogprobs]: ...
+    @overload
+    async def score(
+        self,
+        input_ids: Sequence[TokenIds],
+        *,
+        start: int = 0,
+        top_logprobs: int,
+        timeout: float | None = None,
+        worker: int | None = None,
+        priority: int = 0,
+    ) -> list[Scores]: ...
 
     async def score(
         self,

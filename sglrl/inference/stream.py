@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from typing import Any
 
 from ..actors.replies import error_of
@@ -48,6 +48,7 @@ class Stream:
         prompt: Any,
         input_ids: Any,
         messages: Any,
+        template: Mapping[str, Any] | None,
         logprobs: bool,
         session: str | None,
         priority: int,
@@ -65,7 +66,7 @@ class Stream:
         prepared = requests.samplings.prepare(sampling, values)
         requests.check_logprobs(logprobs)
         priority, worker, session = check_target(priority, worker, session)
-        several, prompts = await requests.encode_prompts(prompt, input_ids, messages)
+        several, prompts = await requests.encode_prompts(prompt, input_ids, messages, template)
         if several:
             raise InvalidRequest("stream takes one prompt; use generate for a list")
         call, reply = requests.stream_call(

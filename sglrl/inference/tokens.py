@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 import threading
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from ..config import install, is_text
 from ..errors import InvalidRequest
+from ..system_limits import start_thread
 
 TokenIds = Sequence[int] | NDArray[np.integer[Any]]
 _INT: set[type] = {int}
@@ -133,8 +135,8 @@ def has_words(tokenizer: Any) -> bool:
 class TokenizerBox:
     """Holds the model's Hugging Face tokenizer.
 
-    Loading takes seconds, so the tokenizer is loaded on first use. Several threads may encode at
-    the same time.
+    Loading takes seconds, so the tokenizer is loaded on first use, or while the engines start
+    (``load_early``). Several threads may encode at the same time.
     """
 
     def __init__(self, model: str) -> None:
@@ -159,6 +161,15 @@ class TokenizerBox:
                 if self._tokenizer is None:
                     self._tokenizer = self._load()
         return self._tokenizer
+
+    def load_early(self) -> None:
+        """Load the tokenizer in a thread. An error is raised when the tokenizer is used."""
+
+        def load() -> None:
+            with contextlib.suppress(InvalidRequest):
+                _ = self.tokenizer
+
+        start_thread(threading.Thread(target=load, name="sglrl-tokenizer", daemon=True))
 
     def _load(self) -> Any:
         if self.fake and not os.path.isdir(self.model) and self.model.count("/") != 1:
@@ -197,7 +208,8 @@ class TokenizerBox:
         """Apply the chat template and return the text up to the assistant's turn.
 
         Args:
-            template: further arguments of the template (``tools``, ``enable_thinking``, ...).
+            template: further arguments of the template (``tools``, ``enable_thinking``, ...). With
+                ``continue_final_message`` the text ends in the last message, the assistant's.
 
         Raises:
             InvalidRequest: there is no chat template, or it rejects the messages.
@@ -205,10 +217,16 @@ class TokenizerBox:
         tokenizer = self.tokenizer
         if not getattr(tokenizer, "chat_template", None):
             raise InvalidRequest(f"{self.model} has no chat template; use prompt or input_ids")
+        options = {"add_generation_prompt": True, **(template or {})}
+        if options.get("continue_final_message"):
+            options["add_generation_prompt"] = False
+            if messages[-1]["role"] != "assistant" or not messages[-1].get("content"):
+                raise InvalidRequest(
+                    "continue_final_message continues a message of the assistant, and the last "
+                    f"message is {messages[-1]!r:.200}"
+                )
         try:
-            text: str = tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=False, **(template or {})
-            )
+            text: str = tokenizer.apply_chat_template(messages, tokenize=False, **options)
         except Exception as error:
             # A template is a program of the model and may raise any exception.
             raise InvalidRequest(f"the chat template rejects these messages: {error}") from None

@@ -13,8 +13,9 @@
 
 from ..sessions.session import Session
 from ..sessions.tensors import stack
-from ..sessions.trajectory import Trajectory, TrajectoryTiming, Turn
-from ..sessions.trajectory_files import load, save
+from ..sessions.trajectory import Trajectory
+from ..sessions.trajectory_files import load, save, to_jsonl
+from ..sessions.turn import TrajectoryTiming, Turn
 from .dataset import session_arguments
 from .group import Group
 from .metrics import RolloutMetrics
@@ -33,4 +34,5 @@ __all__ = [
     "save",
     "session_arguments",
     "stack",
+    "to_jsonl",
 ]

@@ -335,7 +335,8 @@ class AgentProcesses(DriverListener):
             log_hanging(title, reason, outcome.hangs_at)
         if outcome.how == DONE and outcome.trajectory is not None:
             try:
-                return Done(Trajectory.from_record(outcome.trajectory, outcome.oldest))
+                made = Trajectory.from_record(outcome.trajectory, outcome.oldest)
+                return Done(made.with_decode(self._client._started().decode))
             except ProtocolError as wrong:
                 return Failed(wrong, fatal=True)
         if outcome.how == LATE and error is not None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any, Literal
 
 from ..config import check_timeout
 from ..core.rollout_plan import Plan
 from ..errors import UsageError
+from ..inference.options import SamplingOptions, SessionOptions
 from ..inference.sampling import SamplingParams, own_names
 from .dataset import session_arguments
 from .group import Group
@@ -83,6 +85,16 @@ class RolloutConfig:
             raise UsageError(f"timeout must be more than 0 seconds, got {timeout!r}")
         object.__setattr__(self, "timeout", timeout)
         object.__setattr__(self, "values", own_names(self.values))
+        for name in self.values:
+            if name not in SessionOptions.__annotations__:
+                near = get_close_matches(name, SessionOptions.__annotations__, n=1, cutoff=0.75)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise UsageError(f"unknown argument {name!r} of rollout{hint}")
+
+    @property
+    def sampling_values(self) -> dict[str, Any]:
+        """The sampling parameters in ``values``. The others are arguments of ``Client.session``."""
+        return {k: v for k, v in self.values.items() if k in SamplingOptions.__annotations__}
 
     def plan(self) -> Plan:
         """Return the plan of a new run."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from html import escape
 from typing import Any
 
 import msgspec
@@ -33,6 +34,10 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             f"<Group of item {self.index}: {len(self.trajectories)} trajectories, {self.failed} "
             f"failed, rewards {self.rewards.round(3).tolist()}>"
         )
+
+    def _repr_html_(self) -> str:
+        shown = [t._repr_html_() or f"<div>{escape(repr(t))}</div>" for t in self.trajectories]
+        return f"<div>{escape(repr(self))}</div>{''.join(shown)}"
 
     @property
     def rewards(self) -> NDArray[np.float32]:

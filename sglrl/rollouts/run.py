@@ -11,10 +11,11 @@ from collections.abc import (
     Iterable,
     Mapping,
 )
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self, Unpack
 
 from ..config import check_timeout
 from ..errors import UsageError
+from ..inference.options import SessionOptions
 from ..inference.sampling import SamplingParams
 from .agent import Agent
 from .config import OnError, RolloutConfig
@@ -55,7 +56,7 @@ def rollout(
     state: Mapping[str, Any] | None = None,
     seed: int | None = None,
     sampling: SamplingParams | None = None,
-    **values: Any,
+    **values: Unpack[SessionOptions],
 ) -> Rollout:
     """Run ``agent`` over a data set and deliver groups of trajectories as they finish.
 
@@ -118,7 +119,9 @@ def rollout(
             only.
         state: the ``state_dict`` of an earlier run. Items that this run had finished are skipped.
         seed: makes every sample's draws repeatable. Each sample has its own seeds.
-        sampling, **values: sampling parameters of turns, unless the agent passes others.
+        sampling, **values: sampling parameters of turns, unless the agent passes others. Also
+            ``tools``, ``template``, ``continue_final_message`` and ``allow_rewrite`` of
+            ``Client.session``, unless ``open_session`` or the item has others.
 
     With ``processes``:
 
@@ -157,7 +160,7 @@ def rollout(
         state=state,
         seed=seed,
         sampling=sampling,
-        values=values,
+        values=dict(values),
     )
     return Rollout(client, agent, dataset, config)
 
@@ -332,7 +335,7 @@ def _check_pool(client: Client, config: RolloutConfig) -> None:
         UsageError: a group has more samples than can run.
     """
     requests = client._started()
-    requests.samplings.prepare(config.sampling, dict(config.values))
+    requests.samplings.prepare(config.sampling, config.sampling_values)
     most = requests.driver.max_queue + requests.driver.windows(None)
     if config.concurrency is not None:
         # These samples do not all run at the same time.

@@ -4,6 +4,7 @@
 * ``observations``: the tokens of observed text and messages;
 * ``session_spec``: how a session starts and samples;
 * ``renderer``: the tokens that a chat template adds after the model's own tokens;
-* ``trajectory``, ``tensors``, ``trajectory_files``: the result, as arrays, as tensors, on disk;
+* ``trajectory``, ``turn``: the result, as arrays;
+* ``tensors``, ``trajectory_files``: the result as tensors, and on disk;
 * ``gate``: pauses turns.
 """

@@ -16,34 +16,41 @@ Observation: TypeAlias = str | bytes | list[Message]
 """Text, token ids (int32 bytes) or messages."""
 
 
-class Encoded(NamedTuple):
-    """The end of a conversation.
+class Dialogue(NamedTuple):
+    """A conversation of messages up to the assistant's current turn.
 
     Attributes:
-        response: the tokens after the prompt, int32 bytes.
-        messages: all messages before the assistant's current turn; None: the session has none.
-        answer_at: byte of ``response`` at which the assistant's current turn begins.
+        messages: all messages before this turn; None: the session has none.
+        begun: text of this turn in the prompt of the session: ``continue_final_message``.
+        answer_at: byte of the response at which the rest of this turn begins.
     """
 
-    response: bytes
     messages: list[Message] | None
-    answer_at: int
+    begun: str = ""
+    answer_at: int = 0
 
 
 def encode_observations(
-    spec: SessionSpec, observed: Sequence[Observation], last: Encoded, end: int | None
-) -> Encoded:
+    spec: SessionSpec,
+    observed: Sequence[Observation],
+    response: bytes,
+    dialogue: Dialogue,
+    end: int | None,
+) -> tuple[bytes, Dialogue]:
     """Encode observations and append them to the conversation.
 
     Args:
-        last: the end of the conversation so far.
+        response: the tokens after the prompt so far, int32 bytes.
         end: the end token that the model sampled as its last token, if it did.
+
+    Returns:
+        The response and the dialogue with the observations.
 
     Raises:
         InvalidRequest: the chat template rejects the messages, or a token id is wrong.
     """
     box = spec.requests.box
-    response, messages, answer_at = last
+    size = len(response)
     for item in _joined(observed):
         if isinstance(item, bytes):
             response += item
@@ -51,10 +58,11 @@ def encode_observations(
         if isinstance(item, str):
             response += check_ids(box.encode_rendered([item])[0], spec.vocab_size)
             continue
+        messages, begun, answer_at = dialogue
         assert messages is not None
         tokens = np.frombuffer(response[answer_at:], "<i4").tolist()
-        ended = end if len(response) == len(last.response) else None
-        answer = box.decode(tokens if ended is None else tokens[:-1], False)
+        ended = end if len(response) == size else None
+        answer = begun + box.decode(tokens if ended is None else tokens[:-1], False)
         text = behind_answer(spec.render, messages, answer, item, allow_rewrite=spec.allow_rewrite)
         ids = box.encode_rendered([text])[0]
         if ended is not None and ids[:1] == [ended]:
@@ -62,8 +70,8 @@ def encode_observations(
             ids = ids[1:]
         response += check_ids(ids, spec.vocab_size)
         messages = [*messages, {"role": "assistant", "content": answer}, *item]
-        answer_at = len(response)
-    return Encoded(response, messages, answer_at)
+        dialogue = Dialogue(messages, answer_at=len(response))
+    return response, dialogue
 
 
 def _joined(observed: Sequence[Observation]) -> list[Observation]:

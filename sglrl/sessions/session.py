@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, Protocol, Self, SupportsFloat
+from typing import Any, NoReturn, Protocol, Self, SupportsFloat, Unpack
 
 import numpy as np
 from msgspec.structs import force_setattr
@@ -20,13 +20,15 @@ from ..core.prefixes import Route
 from ..driver.driver import now
 from ..errors import Closed, InvalidRequest, UsageError
 from ..inference.completion import Beginning, Completion, Conversation
+from ..inference.options import SamplingOptions
 from ..inference.prompts import Message, check_conversation
 from ..inference.sampling import DEFAULT_MAX_NEW_TOKENS, Prepared, own_names
 from ..inference.tokens import TokenIds, check_ids
 from .gate import Gate
-from .observations import Encoded, Observation, encode_observations
+from .observations import Dialogue, Observation, encode_observations
 from .session_spec import SessionSpec
-from .trajectory import MOST_REWARD, Trajectory
+from .trajectory import Trajectory
+from .turn import MOST_REWARD
 
 
 class TimeLimit(Protocol):
@@ -73,9 +75,7 @@ class Session:
         self._rewards: list[float] = []
         self._rewarded = False
         self._oldest: int | None = None
-        self._messages: list[Message] | None = spec.messages
-        self._answer_at = 0
-        """Byte of the response at which the assistant's turn begins."""
+        self._dialogue = Dialogue(spec.messages, spec.begun)
         self._pending: list[Observation] = []
         """Observations after the last turn."""
         self._taken = 0
@@ -111,7 +111,7 @@ class Session:
 
     # --- turns ------------------------------------------------------------------------------------
 
-    async def generate(self, **values: Any) -> Completion:
+    async def generate(self, **values: Unpack[SamplingOptions]) -> Completion:
         """Sample the next turn, with logprobs.
 
         A weight update with ``inflight="abort"`` interrupts a turn. The turn then continues with
@@ -129,7 +129,7 @@ class Session:
             Overloaded, DeadlineExceeded, WorkerLost, EngineError: as for ``Client.generate``. The
                 session is then unchanged, and the turn may be tried again.
         """
-        prepared = self._begin(values)
+        prepared = self._begin(dict(values))
         gate = self._gate
         if gate is not None:
             if gate.opening is not None:
@@ -142,17 +142,16 @@ class Session:
             self._prompt_bytes = self._prompt_bytes or len(before)
             observed = self._pending[: self._taken]
             observed_ids = [item for item in observed if isinstance(item, bytes)]
-            encoded = None
+            dialogue = self._dialogue
             if len(observed_ids) == len(observed):
                 ids = b"".join([before, *observed_ids])
             else:
                 # Tokenize in a thread, so that the event loop is not blocked.
                 loop = asyncio.get_running_loop()
-                encoded = await loop.run_in_executor(None, self._encode, observed)
-                ids = before[: self._prompt_bytes] + encoded.response
+                response, dialogue = await loop.run_in_executor(None, self._encode, observed)
+                ids = before[: self._prompt_bytes] + response
             completion = await self._sample(ids, prepared)
-            if encoded is not None:
-                self._messages, self._answer_at = encoded.messages, encoded.answer_at
+            self._dialogue = dialogue
             self._keep(ids, completion)
             return completion
         except BaseException as error:
@@ -298,7 +297,7 @@ class Session:
             return
         messages = check_conversation([given] if isinstance(given, Mapping) else list(given))
         new: list[Message] = [dict(message) for message in messages]
-        if self._messages is None:
+        if self._dialogue.messages is None:
             raise UsageError("this session began without messages: observe text or token ids")
         last = self._pending[-1] if len(self._pending) > self._taken else None
         if isinstance(last, list):
@@ -334,19 +333,20 @@ class Session:
         self._rewards[-1] = total
         self._rewarded = True
 
-    def _encode(self, observed: Sequence[Observation]) -> Encoded:
+    def _encode(self, observed: Sequence[Observation]) -> tuple[bytes, Dialogue]:
         """Encode observations after the last turn. Runs in a thread and changes no state."""
-        end = None
-        if self._turns:
-            last = self._turns[-1]
-            ids = last.output_ids
-            # Also test the model's end tokens: with ignore_eos or a stop string, stop_match is not
-            # one.
-            ends = {last.stop_match, *self._spec.requests.info.eos_token_ids}
-            end = int(ids[-1]) if len(ids) and int(ids[-1]) in ends else None
-        return encode_observations(
-            self._spec, observed, Encoded(self._response, self._messages, self._answer_at), end
-        )
+        end = self._end_token()
+        return encode_observations(self._spec, observed, self._response, self._dialogue, end)
+
+    def _end_token(self) -> int | None:
+        """Return the end token at the end of the last turn, if the model sampled one."""
+        if not self._turns:
+            return None
+        last = self._turns[-1]
+        ids = last.output_ids
+        # Also test the model's end tokens: with ignore_eos or a stop string, stop_match is not one.
+        ends = {last.stop_match, *self._spec.requests.info.eos_token_ids}
+        return int(ids[-1]) if len(ids) and int(ids[-1]) in ends else None
 
     # --- state ------------------------------------------------------------------------------------
 
@@ -422,7 +422,19 @@ class Session:
             total=now() - self._began,
             generating=self._generating,
             metadata=dict(self.metadata),
-        )
+            messages=self._all_messages(),
+        ).with_decode(self._spec.requests.decode)
+
+    def _all_messages(self) -> list[dict[str, Any]] | None:
+        """Return the conversation up to the last turn, or None without messages."""
+        messages, begun, answer_at = self._dialogue
+        if messages is None:
+            return None
+        ids = np.frombuffer(self._response[answer_at:], "<i4").tolist()
+        if self._end_token() is not None:
+            ids = ids[:-1]
+        answer = begun + self._spec.requests.decode(ids, False)
+        return [*map(dict, messages), {"role": "assistant", "content": answer}]
 
 
 def session_of_sample(

@@ -9,7 +9,7 @@ from typing import Any, NoReturn, Protocol
 from ..config import check_target, check_timeout
 from ..driver.port import PoolPort
 from ..errors import InvalidRequest
-from ..inference.prompts import Message, check_messages
+from ..inference.prompts import Message, check_messages, template_arguments
 from ..inference.requests import Requests
 from ..inference.sampling import Prepared, SamplingParams, own_names
 from ..inference.tokens import TokenIds, check_ids
@@ -47,6 +47,8 @@ class SessionSpec:
         input_ids: TokenIds | None = None,
         tools: Sequence[Any] | None = None,
         template: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
         allow_rewrite: bool = False,
         timeout: float | None = None,
         priority: int = 0,
@@ -69,15 +71,23 @@ class SessionSpec:
         self.values = own_names(values)
         self.prepared = self.requests.samplings.prepare(sampling, self.values)
         self.messages: list[Message] | None = None
+        """The messages before the assistant's first turn."""
+        self.begun = ""
+        """The beginning of the assistant's first turn: ``continue_final_message``."""
+        self._given = None
+        self._given_template = template_arguments(
+            messages, tools, template, chat_template_kwargs, continue_final_message
+        )
+        self.template = dict(self._given_template)
         if messages is not None:
-            several, (self.messages, *_) = check_messages(messages)
+            several, (given, *_) = check_messages(messages)
             if several:
                 raise InvalidRequest("a session has one prompt, got a list")
             # Copy the messages: they are read later, and the caller may change them before.
-            self.messages = [dict(message) for message in self.messages]
-        self.template = dict(template or {})
-        if tools is not None:
-            self.template["tools"] = list(tools)
+            self._given = self.messages = [dict(message) for message in given]
+            if self.template.pop("continue_final_message", False):
+                self.begun = str(self.messages[-1].get("content") or "")
+                self.messages = self.messages[:-1]
         self._prompt = prompt
         info = client.info
         self.vocab_size = info.vocab_size
@@ -113,7 +123,7 @@ class SessionSpec:
             async with self._lock:
                 if self._ids is None:
                     several, prompts = await self.requests.encode_prompts(
-                        self._prompt, None, self.messages, self.template
+                        self._prompt, None, self._given, self._given_template
                     )
                     if several:
                         raise InvalidRequest("a session has one prompt, got a list")

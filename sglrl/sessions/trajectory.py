@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import operator
+import contextlib
 import time
 from collections.abc import Sequence
 from copy import copy
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import numpy as np
@@ -15,8 +15,10 @@ from msgspec.structs import force_setattr
 from numpy.typing import NDArray
 
 from ..errors import ProtocolError, UsageError
-from ..inference.completion import Completion
+from ..inference.completion import Completion, Decode
+from ..inference.display import html, preview
 from .tensors import Layout, stack
+from .turn import TrajectoryTiming, Turn, checked_turn, number
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -34,48 +36,7 @@ _DTYPES: Final = {
 }
 _KINDS: Final = {"i": "iu", "b": "biu", "f": "fiu"}
 _NO_VERSION: Final = (-1).to_bytes(4, "little", signed=True)
-MOST_REWARD: Final = float(np.finfo(np.float32).max)
 _NAN: Final = np.array(np.nan, _FLOAT32).tobytes()
-
-
-class Turn(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
-    """One generation in a trajectory.
-
-    Attributes:
-        start, stop: the turn's tokens are ``response_ids[start:stop]``. The range is empty if the
-            turn was aborted at once.
-        reward: the reward of this turn.
-        finish_reason: "stop", "length" or "abort", as in ``Completion``.
-        worker: index of the worker that finished the turn. -1: no worker.
-        cached_tokens: tokens of the turn's prompt that came from the prefix cache.
-        prompt_tokens: length of the turn's prompt: all tokens before ``start``.
-        resumed: number of workers that were lost while they held the turn.
-        seconds: seconds from submission to the end.
-    """
-
-    start: int
-    stop: int
-    reward: float = 0.0
-    finish_reason: str = "stop"
-    worker: int = -1
-    cached_tokens: int = 0
-    prompt_tokens: int = 0
-    resumed: int = 0
-    seconds: float = 0.0
-
-
-class TrajectoryTiming(NamedTuple):
-    """The durations of a trajectory.
-
-    Attributes:
-        started: Unix time in seconds.
-        total: seconds from ``started`` to the end.
-        generating: seconds of ``total`` spent waiting for turns. The environment used the rest.
-    """
-
-    started: float = 0.0
-    total: float = 0.0
-    generating: float = 0.0
 
 
 class Record(msgspec.Struct, array_like=True, frozen=True):
@@ -93,6 +54,7 @@ class Record(msgspec.Struct, array_like=True, frozen=True):
     turns: tuple[Turn, ...]
     timing: TrajectoryTiming
     metadata: dict[Any, Any]
+    messages: list[dict[str, Any]] | None = None
 
 
 def record_of(trajectory: Trajectory) -> Record:
@@ -108,6 +70,7 @@ def record_of(trajectory: Trajectory) -> Record:
         trajectory.turns,
         trajectory.timing,
         trajectory.metadata,
+        trajectory.messages,
     )
 
 
@@ -129,6 +92,8 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
         turns: the turns in order, without overlap.
         timing: see ``TrajectoryTiming``.
         metadata: values of the agent. To save the trajectory, msgpack must be able to encode them.
+        messages: the conversation, with the assistant's answers, if the session began with
+            messages; otherwise None.
     """
 
     prompt_ids: NDArray[np.int32]
@@ -139,6 +104,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
     turns: tuple[Turn, ...] = ()
     timing: TrajectoryTiming = TrajectoryTiming()
     metadata: dict[str, Any] = {}
+    messages: list[dict[str, Any]] | None = None
 
     def __post_init__(self) -> None:
         for name, dtype in _DTYPES.items():
@@ -155,7 +121,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
         for name in ("prompt_ids", "response_ids"):
             if (getattr(self, name) < 0).any():
                 raise UsageError(f"{name} holds a negative token id")
-        turns = tuple(_checked(index, turn) for index, turn in enumerate(self.turns))
+        turns = tuple(checked_turn(index, turn) for index, turn in enumerate(self.turns))
         force_setattr(self, "turns", turns)
         self._check_turns(size)
         sampled = self.loss_mask
@@ -168,10 +134,12 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
         except TypeError as error:
             raise UsageError(f"timing is not a TrajectoryTiming: {error}") from None
         fields = timing._asdict().items()
-        checked = (_number(f"timing.{name}", value) for name, value in fields)
+        checked = (number(f"timing.{name}", value) for name, value in fields)
         force_setattr(self, "timing", TrajectoryTiming(*checked))
         if not isinstance(self.metadata, dict):
             raise UsageError(f"metadata must be a dict, not {type(self.metadata).__name__}")
+        if self.messages is not None and not isinstance(self.messages, list):
+            raise UsageError(f"messages must be a list, not {type(self.messages).__name__}")
 
     def _check_turns(self, size: int) -> None:
         outside = self.loss_mask.copy()
@@ -201,6 +169,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
         total: float,
         generating: float,
         metadata: dict[str, Any],
+        messages: list[dict[str, Any]] | None = None,
     ) -> Trajectory:
         """Make a trajectory from the state of a session, without checks.
 
@@ -268,6 +237,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
             tuple(marked),
             timing,
             metadata,
+            messages,
             oldest,
         )
 
@@ -296,6 +266,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
             record.turns,
             record.timing,
             record.metadata,
+            record.messages,
             oldest,
         )
 
@@ -310,6 +281,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
         turns: tuple[Turn, ...],
         timing: TrajectoryTiming,
         metadata: dict[str, Any],
+        messages: list[dict[str, Any]] | None,
         oldest: int,
     ) -> Trajectory:
         # Copying a blank instance avoids the checks of the constructor.
@@ -322,20 +294,66 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
         force_setattr(self, "turns", turns)
         force_setattr(self, "timing", timing)
         force_setattr(self, "metadata", metadata)
+        force_setattr(self, "messages", messages)
         self.__dict__["oldest_version"] = oldest
         return self
 
     def __repr__(self) -> str:
+        text = ""
+        with contextlib.suppress(UsageError):
+            text = f"{preview(self.text)}, "
         return (
-            f"<Trajectory {len(self.prompt_ids)} prompt + {len(self.response_ids)} response "
+            f"<Trajectory {text}{len(self.prompt_ids)} prompt + {len(self.response_ids)} response "
             f"tokens, {int(self.loss_mask.sum())} of them sampled, {len(self.turns)} turns, "
             f"reward={self.reward:g}>"
         )
 
+    def _repr_html_(self) -> str | None:
+        spans = [("prompt", self.prompt_ids)]
+        at = 0
+        for turn in self.turns:
+            spans.append(("observed", self.response_ids[at : turn.start]))
+            spans.append(("sampled", self.response_ids[turn.start : turn.stop]))
+            at = turn.stop
+        spans.append(("observed", self.response_ids[at:]))
+        try:
+            return html(repr(self), [(kind, self._text_of(ids)) for kind, ids in spans])
+        except UsageError:
+            return None
+
+    @property
+    def _decode(self) -> Decode | None:
+        """The decoder of the client or of ``load``, which is not a value of the trajectory."""
+        found: Decode | None = self.__dict__.get("decode_with")
+        return found
+
+    @property
+    def text(self) -> str:
+        """The response as text: sampled tokens and observations, with special tokens.
+
+        Raises:
+            UsageError: the trajectory has no tokenizer, for example because it was loaded without
+                one. ``InvalidRequest`` if the model has no usable tokenizer.
+        """
+        return self._text_of(self.response_ids)
+
+    def _text_of(self, ids: NDArray[np.int32]) -> str:
+        if self._decode is None:
+            raise UsageError(
+                "this trajectory has no tokenizer: load it with load(path, tokenizer=...)"
+            )
+        return self._decode(ids.tolist(), False)
+
     def replace(self, **changes: Any) -> Trajectory:
         """Return a copy with changed fields. The copy is checked as in the constructor."""
         # Before msgspec 0.21, msgspec.structs.replace does not call __post_init__.
-        return Trajectory(**{**msgspec.structs.asdict(self), **changes})
+        made = Trajectory(**{**msgspec.structs.asdict(self), **changes})
+        return made if self._decode is None else made.with_decode(self._decode)
+
+    def with_decode(self, decode: Decode) -> Trajectory:
+        """Set the decoder for ``text``. Return the trajectory."""
+        self.__dict__["decode_with"] = decode
+        return self
 
     @property
     def finish_reason(self) -> str:
@@ -377,51 +395,6 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
         errors are those of ``stack``.
         """
         return stack([self], layout, **options)[0]
-
-
-def _checked(index: int, turn: Any) -> Turn:
-    """Return the turn with its numbers as Python numbers.
-
-    Raises:
-        UsageError: a field has a wrong type.
-    """
-    where = f"turns[{index}]"
-    if not isinstance(turn, Turn):
-        raise UsageError(f"{where} is a {type(turn).__name__}, not a Turn")
-    values: dict[str, Any] = {}
-    for name in Turn.__struct_fields__:
-        value = getattr(turn, name)
-        if name in ("reward", "seconds"):
-            values[name] = _number(f"{where}.{name}", value)
-        elif name == "finish_reason":
-            if not isinstance(value, str):
-                raise UsageError(f"{where}.{name} must be a text, got {value!r}")
-            values[name] = value
-        else:
-            try:
-                values[name] = operator.index(value)
-            except TypeError:
-                raise UsageError(f"{where}.{name} must be an integer, got {value!r}") from None
-            if isinstance(value, (bool, np.bool_)):
-                raise UsageError(f"{where}.{name} must be an integer, got {value!r}")
-    return Turn(**values)
-
-
-def _number(name: str, value: Any) -> float:
-    """Return the value as a float.
-
-    Raises:
-        UsageError: the value is not a number, or not finite in float32, the dtype of batches.
-    """
-    if isinstance(value, (bool, np.bool_, str, bytes)) or not hasattr(value, "__float__"):
-        raise UsageError(f"{name} must be a number, got {value!r}")
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        raise UsageError(f"{name} must be a number, got {value!r}") from None
-    if not abs(number) <= MOST_REWARD:
-        raise UsageError(f"{name} must be finite, also in float32; got {number}")
-    return number
 
 
 def _read_only(name: str, values: Any, dtype: np.dtype[Any]) -> NDArray[Any]:

@@ -13,10 +13,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 from zlib import crc32
@@ -31,6 +32,7 @@ _MAGIC: Final = b"sglrltrj"
 _VERSION: Final = 1
 _HEADER: Final = struct.Struct("<8sIQ")
 _FRAME: Final = struct.Struct("<QI")
+_ARRAYS: Final = ("prompt_ids", "response_ids", "loss_mask", "logprobs", "versions")
 
 
 def save(path: str | os.PathLike[str], trajectories: Iterable[Trajectory]) -> None:
@@ -46,28 +48,23 @@ def save(path: str | os.PathLike[str], trajectories: Iterable[Trajectory]) -> No
         UsageError: an item is not a ``Trajectory``, or its metadata cannot be encoded.
         OSError: the folder is not writable. Nothing has changed.
     """
-    path = Path(path)
-    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        with open(unfinished, "xb") as file:
-            file.write(_HEADER.pack(_MAGIC, _VERSION, 0))
-            count = 0
-            for count, trajectory in enumerate(trajectories, 1):
-                record = _encode(trajectory, count - 1)
-                file.write(_FRAME.pack(len(record), crc32(record)))
-                file.write(record)
-            file.seek(0)
-            file.write(_HEADER.pack(_MAGIC, _VERSION, count))
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise
+    with _written_whole(path) as file:
+        file.write(_HEADER.pack(_MAGIC, _VERSION, 0))
+        count = 0
+        for count, trajectory in enumerate(trajectories, 1):
+            record = _encode(trajectory, count - 1)
+            file.write(_FRAME.pack(len(record), crc32(record)))
+            file.write(record)
+        file.seek(0)
+        file.write(_HEADER.pack(_MAGIC, _VERSION, count))
 
 
-def load(path: str | os.PathLike[str]) -> list[Trajectory]:
+def load(path: str | os.PathLike[str], *, tokenizer: Any = None) -> list[Trajectory]:
     """Return the trajectories of a file that ``save`` wrote, in order.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer for ``Trajectory.text``, for example
+            ``client.tokenizer``.
 
     Raises:
         UsageError: the file has another format or version, is truncated, or is damaged.
@@ -99,7 +96,71 @@ def load(path: str | os.PathLike[str]) -> list[Trajectory]:
                 raise UsageError(f"{path} is damaged: {where}: {error}") from error
         if left:
             raise UsageError(f"{path} is damaged: {left} bytes follow its last trajectory")
+    if tokenizer is not None:
+
+        def decode(ids: Sequence[int], skip_special_tokens: bool) -> str:
+            text: str = tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+            return text
+
+        for trajectory in found:
+            trajectory.with_decode(decode)
     return found
+
+
+def to_jsonl(path: str | os.PathLike[str], trajectories: Iterable[Trajectory]) -> None:
+    """Write one JSON object for each trajectory, for people and other programs.
+
+    ``save`` and ``load`` are smaller and faster. An object has the fields of ``Trajectory``, and
+    ``reward``, ``finish_reason``, ``oldest_version`` and ``text`` (null without a tokenizer). A NaN
+    in ``logprobs`` is null.
+
+    Raises:
+        UsageError: an item is not a ``Trajectory``, or its metadata cannot be encoded.
+        OSError: the file cannot be written.
+    """
+    with _written_whole(path) as file:
+        for index, trajectory in enumerate(trajectories):
+            file.write(_json_line(trajectory, index))
+
+
+def _json_line(trajectory: Trajectory, index: int) -> bytes:
+    if not isinstance(trajectory, Trajectory):
+        raise UsageError(f"item {index} is a {type(trajectory).__name__}, not a Trajectory")
+    text = None
+    with contextlib.suppress(UsageError):
+        text = trajectory.text
+    found = {
+        "text": text,
+        "messages": trajectory.messages,
+        "reward": trajectory.reward,
+        "finish_reason": trajectory.finish_reason,
+        "oldest_version": trajectory.oldest_version,
+        **{name: getattr(trajectory, name).tolist() for name in _ARRAYS},
+        "turns": [msgspec.structs.asdict(turn) for turn in trajectory.turns],
+        "timing": trajectory.timing._asdict(),
+        "metadata": trajectory.metadata,
+    }
+    try:
+        # msgspec writes NaN as null.
+        return msgspec.json.encode(found, enc_hook=_plain) + b"\n"
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise UsageError(f"the metadata of trajectory {index} cannot be saved: {error}") from error
+
+
+@contextlib.contextmanager
+def _written_whole(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """Open a file that appears under its name when the block has ended without an error."""
+    path = Path(path)
+    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with open(unfinished, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
 
 
 def _next_record(
@@ -150,4 +211,5 @@ def _decode(data: bytes) -> Trajectory:
         turns=record.turns,
         timing=record.timing,
         metadata=record.metadata,
+        messages=record.messages,
     )

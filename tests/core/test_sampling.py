@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglrl.errors import InvalidRequest
+from sglrl.inference.options import SamplingOptions
 from sglrl.inference.sampling import (
     ALIASES,
     MOST_BIAS,
@@ -189,6 +190,10 @@ def test_unknown_name_suggests_the_near_one(name: str, near: str) -> None:
 def test_unknown_name_far_from_all() -> None:
     with pytest.raises(InvalidRequest, match=r"unknown sampling argument 'zzz'$"):
         SamplingCache(9).prepare(None, {"zzz": 1})
+
+
+def test_the_typed_options_are_all_fields_and_aliases() -> None:
+    assert {*SamplingOptions.__annotations__} == {*SamplingParams.__struct_fields__, *ALIASES}
 
 
 @pytest.mark.parametrize(("alias", "name"), ALIASES.items())

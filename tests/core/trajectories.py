@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from sglrl.sessions.trajectory import Trajectory, TrajectoryTiming, Turn
+from sglrl.sessions.trajectory import Trajectory
+from sglrl.sessions.turn import TrajectoryTiming, Turn
 
 token = st.integers(0, 2**31 - 1)
 float32 = st.floats(width=32, allow_nan=False, allow_infinity=False)

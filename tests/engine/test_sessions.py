@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 
 import sglrl
-from sglrl.tools.tiny_model import CHAT_TEMPLATE
+from sglrl.api.tiny_model import CHAT_TEMPLATE
 
 from .policies import PROMPTS, Lab, Policies, until_running
 from .reference import Reference
@@ -95,6 +95,8 @@ async def test_a_conversation_is_what_the_template_makes_of_it(
         assert whole.startswith(text)
         assert whole[len(text) :] in ("", "\n", " [end]\n")
         trajectory = session.trajectory(1.0)
+    assert trajectory.messages == messages
+    assert text.endswith(trajectory.text.replace(end, "") if name == "text" else trajectory.text)
     sampled = np.concatenate([t.output_ids for t in session.turns])
     assert trajectory.response_ids[trajectory.loss_mask].tolist() == sampled.tolist()
     assert [t.prompt_ids.tolist() for t in session.turns] == [

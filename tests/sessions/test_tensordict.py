@@ -25,7 +25,8 @@ from torchrl.data import (
 from sglrl.config import install
 from sglrl.errors import UsageError
 from sglrl.sessions.tensors import stack
-from sglrl.sessions.trajectory import Trajectory, Turn
+from sglrl.sessions.trajectory import Trajectory
+from sglrl.sessions.turn import Turn
 
 DTYPES = {
     "input_ids": torch.int64,

@@ -1,0 +1,98 @@
+"""One turn of a trajectory, and the checks of its values."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, Final, NamedTuple
+
+import msgspec
+import numpy as np
+
+from ..errors import UsageError
+
+MOST_REWARD: Final = float(np.finfo(np.float32).max)
+
+
+class Turn(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
+    """One generation in a trajectory.
+
+    Attributes:
+        start, stop: the turn's tokens are ``response_ids[start:stop]``. The range is empty if the
+            turn was aborted at once.
+        reward: the reward of this turn.
+        finish_reason: "stop", "length" or "abort", as in ``Completion``.
+        worker: index of the worker that finished the turn. -1: no worker.
+        cached_tokens: tokens of the turn's prompt that came from the prefix cache.
+        prompt_tokens: length of the turn's prompt: all tokens before ``start``.
+        resumed: number of workers that were lost while they held the turn.
+        seconds: seconds from submission to the end.
+    """
+
+    start: int
+    stop: int
+    reward: float = 0.0
+    finish_reason: str = "stop"
+    worker: int = -1
+    cached_tokens: int = 0
+    prompt_tokens: int = 0
+    resumed: int = 0
+    seconds: float = 0.0
+
+
+class TrajectoryTiming(NamedTuple):
+    """The durations of a trajectory.
+
+    Attributes:
+        started: Unix time in seconds.
+        total: seconds from ``started`` to the end.
+        generating: seconds of ``total`` spent waiting for turns. The environment used the rest.
+    """
+
+    started: float = 0.0
+    total: float = 0.0
+    generating: float = 0.0
+
+
+def checked_turn(index: int, turn: Any) -> Turn:
+    """Return the turn with its numbers as Python numbers.
+
+    Raises:
+        UsageError: a field has a wrong type.
+    """
+    where = f"turns[{index}]"
+    if not isinstance(turn, Turn):
+        raise UsageError(f"{where} is a {type(turn).__name__}, not a Turn")
+    values: dict[str, Any] = {}
+    for name in Turn.__struct_fields__:
+        value = getattr(turn, name)
+        if name in ("reward", "seconds"):
+            values[name] = number(f"{where}.{name}", value)
+        elif name == "finish_reason":
+            if not isinstance(value, str):
+                raise UsageError(f"{where}.{name} must be a text, got {value!r}")
+            values[name] = value
+        else:
+            try:
+                values[name] = operator.index(value)
+            except TypeError:
+                raise UsageError(f"{where}.{name} must be an integer, got {value!r}") from None
+            if isinstance(value, (bool, np.bool_)):
+                raise UsageError(f"{where}.{name} must be an integer, got {value!r}")
+    return Turn(**values)
+
+
+def number(name: str, value: Any) -> float:
+    """Return the value as a float.
+
+    Raises:
+        UsageError: the value is not a number, or not finite in float32, the dtype of batches.
+    """
+    if isinstance(value, (bool, np.bool_, str, bytes)) or not hasattr(value, "__float__"):
+        raise UsageError(f"{name} must be a number, got {value!r}")
+    try:
+        found = float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        raise UsageError(f"{name} must be a number, got {value!r}") from None
+    if not abs(found) <= MOST_REWARD:
+        raise UsageError(f"{name} must be finite, also in float32; got {found}")
+    return found
