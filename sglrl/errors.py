@@ -211,18 +211,22 @@ class WorkerStartError(WorkerError):
 
     Attributes:
         output: the last lines that the worker wrote to stdout and stderr.
+        log: path of the file with all of its output, or "".
     """
 
     output: str
+    log: str
 
-    def __init__(self, message: str, *, worker: int = -1, output: str = "") -> None:
+    def __init__(self, message: str, *, worker: int = -1, output: str = "", log: str = "") -> None:
         super().__init__(message, worker=worker)
         self.output = output
+        self.log = log
 
     def __str__(self) -> str:
         if not self.output:
             return self.message
-        return f"{self.message}\n\nLast output of the worker:\n{self.output.rstrip()}"
+        where = f" ({self.log})" if self.log else ""
+        return f"{self.message}\n\nLast output of the worker{where}:\n{self.output.rstrip()}"
 
 
 class WorkerLost(WorkerError):

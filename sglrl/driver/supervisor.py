@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -30,9 +30,13 @@ from ..wire.weights import rank_identity
 from .driver import Driver
 from .fork_server import tail
 from .hang_monitor import HangMonitor
+from .worker_logs import WorkerLogs
 from .worker_processes import Birth, Processes, Worker
 
 logger = logging.getLogger("sglrl.pool")
+
+_LAST_LINES: Final = 5
+"""Lines of a lost worker's output in the log line about it."""
 
 SYNC_TIMEOUT = 120.0
 """Seconds for a replacement to receive the weights from other workers, once its turn has come."""
@@ -72,6 +76,7 @@ class Supervisor(DriverListener):
         """Number of processes that each worker has had."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopped = False
+        self.logs = WorkerLogs(config.log_dir)
         self._driver: Driver
         self._folder: Path
         self._keys: ClientKeys | None = None
@@ -119,7 +124,8 @@ class Supervisor(DriverListener):
     def _fork(self, index: int) -> Worker:
         birth = self.births[index]
         identity = f"{index}-{secrets.token_hex(8)}".encode()
-        worker = Worker(index, identity, self._folder)
+        log = self.logs.path(self._folder, index, self._forked[index])
+        worker = Worker(index, identity, self._folder, log)
         specs = self._specs(worker, birth)
         self._forked[index] += 1
         requests = self._processes.requests(worker, specs, birth.env)
@@ -205,11 +211,12 @@ class Supervisor(DriverListener):
                     f"worker {index} ended before it was ready: {reason}",
                     worker=index,
                     output=tail(worker.log),
+                    log=self.logs.keep(worker.log),
                 )
             )
         elif not worker.lost:
-            output = tail(worker.log, 20)
-            said = f"; its last output:\n{output}" if output else ""
+            log = self.logs.keep(worker.log)
+            said = f"; its last output ({log}):\n{tail(worker.log, _LAST_LINES)}" if log else ""
             level = logging.DEBUG if self._processes.leaving else logging.ERROR
             logger.log(level, "worker %d was lost: %s%s", index, reason, said)
         if self._processes.leaving:
@@ -268,7 +275,7 @@ class Supervisor(DriverListener):
                 index, f"it was not ready within {self._config.start_timeout:g} s (start_timeout)"
             )
         except WorkerStartError as error:
-            logger.error("the replacement of worker %d failed: %s\n%s", index, error, error.output)
+            logger.error("the replacement of worker %d failed: %s", index, error)
 
     async def _may_fork(self, worker: Worker) -> bool:
         """Wait until the replacement of a lost worker may start and the fork server is connected.

@@ -41,10 +41,10 @@ class Worker:
     A replacement is another ``Worker`` with the same index.
     """
 
-    def __init__(self, index: int, identity: bytes, folder: Path) -> None:
+    def __init__(self, index: int, identity: bytes, folder: Path, log: Path) -> None:
         self.index = index
         self.identity = identity
-        self.log = folder / f"worker-{index}.log"
+        self.log = log
         self.rendezvous = folder / f"ranks-{identity.decode()}"
         """File through which the ranks find each other. Another program could take a port after it
         is chosen and before it is used."""
@@ -220,9 +220,7 @@ class Processes:
     def fork(self, worker: Worker, requests: Sequence[bytes]) -> None:
         assert self._connection is not None
         try:
-            # The log of the previous process has been reported already. Create the file here, so
-            # that the worker does not need a free inode when it opens the log.
-            worker.log.unlink(missing_ok=True)
+            # Create the file here, so that the worker does not need a free inode when it opens it.
             worker.log.touch(mode=0o600)
         except OSError as error:
             raise no_file(worker.log.parent, error) from None
