@@ -15,8 +15,8 @@ import pytest
 import typer.core
 import typer.main
 
+from sglrl.api.tiny_model import tiny_model
 from sglrl.tools.cli import app
-from sglrl.tools.tiny_model import tiny_model
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
@@ -66,6 +66,44 @@ def test_the_readmes_example_runs_as_a_plain_script(tmp_path: Path) -> None:
     assert {length for length, _, _ in lines} == {"64"}
     assert {float(total) for _, total, _ in lines} == {-64 * 65 / 2 / 1024}
     assert {reward for _, _, reward in lines} <= {"0.0", "1.0"}
+
+
+def test_the_quick_start_runs(tmp_path: Path) -> None:
+    page = (ROOT / "docs/quickstart.md").read_text()
+    assert len(page.split()) < 300
+    codes = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(codes) == 2
+    script = tmp_path / "example.py"
+    script.write_text("".join(codes).replace('device="cpu"', 'engine="fake", vocab_size=512'))
+    process = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    first, second, *groups = process.stdout.splitlines()
+    # The fake engine repeats the prompt.
+    assert first.startswith("2 + 2 =")
+    assert second == str(["length"] * 4)
+    assert {int(line.split()[0]) for line in groups} == {*range(16)}
+    assert all("<Trajectory '" in line for line in groups)
+
+
+def texts_of(folder: str) -> list[str]:
+    """Return the texts in the Python code of a folder, with {} for each value in an f-string."""
+    found = []
+    for path in (ROOT / folder).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+            elif isinstance(node, ast.JoinedStr):
+                parts = [v.value if isinstance(v, ast.Constant) else "{}" for v in node.values]
+                found.append("".join(map(str, parts)))
+    return found
+
+
+def test_messages_in_troubleshooting_exist() -> None:
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    messages = re.findall(r"^\| `(.*?)` \|", page, re.MULTILINE)
+    assert len(messages) > 20
+    texts = texts_of("sglrl") + texts_of("workers")
+    assert [message for message in messages if not any(message in text for text in texts)] == []
 
 
 @pytest.mark.parametrize("document", [*INCLUDED, *PAGES], ids=name_of)
