@@ -138,7 +138,7 @@ def model_folder(case: Case) -> Path:
 
     Only the tiny model's folder has weights.
     """
-    from sglrl.tools.tiny_model import make_tokenizer, tiny_model
+    from sglrl.api.tiny_model import make_tokenizer, tiny_model
 
     if case.model == "tiny":
         return tiny_model()

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sglrl.tools.tiny_model import tiny_model
+from sglrl.api.tiny_model import tiny_model
 
 from .parts import PartFailed, run_part
 from .report import (

@@ -116,7 +116,7 @@ class Soak:
         arguments = case.arguments()
         if not case.is_fake:
             arguments["max_total_tokens"] = _CACHE_TOKENS
-            from sglrl.tools.tiny_model import tiny_model
+            from sglrl.api.tiny_model import tiny_model
 
             model = str(tiny_model())
             weights = weights_of(model)

@@ -9,7 +9,7 @@ import asyncio
 import sys
 
 import sglrl
-from sglrl.tools.tiny_model import tiny_model
+from sglrl.api.tiny_model import tiny_model
 
 MODEL = str(tiny_model(characters="0123456789+-*/()= ?", initializer_range=0.02))
 

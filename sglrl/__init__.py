@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .actors.spawning import ActorHandle, spawn
     from .api.blocking import BlockingClient, BlockingRollout, BlockingSession, blocking
     from .api.launching import launch
+    from .api.running import run
     from .driver.worker_info import QueueInfo, WorkerInfo
     from .errors import (
         Closed,
@@ -63,7 +64,8 @@ if TYPE_CHECKING:
     from .rollouts.metrics import RolloutMetrics
     from .rollouts.run import Rollout, rollout
     from .sessions.session import Session
-    from .sessions.trajectory import Trajectory, TrajectoryTiming, Turn
+    from .sessions.trajectory import Trajectory
+    from .sessions.turn import TrajectoryTiming, Turn
     from .wire.engine import EngineInfo, EngineStats
 
 __version__ = "0.1.0"
@@ -107,8 +109,8 @@ _HOME = {
     "Timing": "inference.completion",
     "TopLogprobs": "inference.completion",
     "Trajectory": "sessions.trajectory",
-    "TrajectoryTiming": "sessions.trajectory",
-    "Turn": "sessions.trajectory",
+    "TrajectoryTiming": "sessions.turn",
+    "Turn": "sessions.turn",
     "UnknownEndpoint": "errors",
     "UpdateInProgress": "errors",
     "UsageError": "errors",
@@ -124,6 +126,7 @@ _HOME = {
     "endpoint": "actors.actor",
     "launch": "api.launching",
     "rollout": "rollouts.run",
+    "run": "api.running",
     "spawn": "actors.spawning",
 }
 
@@ -183,6 +186,7 @@ __all__ = [
     "endpoint",
     "launch",
     "rollout",
+    "run",
     "spawn",
 ]
 

@@ -141,6 +141,7 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
         hang_timeout: maximum time without progress of a worker that holds calls; None: no limit.
         heartbeat_timeout: a TCP connection is broken when nothing arrives for this time; None: no
             heartbeats.
+        log_dir: folder that keeps the logs of all workers; None: see ``driver/worker_logs.py``.
     """
 
     address: str = "ipc"
@@ -153,6 +154,7 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
     restart_period: float = 60.0
     hang_timeout: float | None = None
     heartbeat_timeout: float | None = HEARTBEAT_TIMEOUT
+    log_dir: str | None = None
 
     def __post_init__(self) -> None:
         timeout: object = self.hang_timeout
@@ -208,6 +210,17 @@ def check_accelerations(value: Any) -> tuple[str, ...] | None:
             known = ", ".join(ACCELERATIONS)
             raise UsageError(f"{name!r} is not an acceleration; known: {known}")
     return tuple(value)
+
+
+def shows_progress(value: bool | None, *, default: bool) -> bool:
+    """Return whether to show the start of workers.
+
+    Args:
+        value: None: as ``default``, but not if ``$SGLRL_PROGRESS`` is "0".
+    """
+    if value is None:
+        return default and os.environ.get("SGLRL_PROGRESS") != "0"
+    return bool(value)
 
 
 def cache_dir() -> Path:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Generator, Iterator, Mapping
 from typing import Any, NoReturn, Self
 
 from ..config import (
@@ -42,6 +43,12 @@ class ActorHandle:
 
     async def __aenter__(self) -> Self:
         await self._pool.enter()
+        return self
+
+    def __await__(self) -> Generator[Any, None, Self]:
+        """Start the pool without a block. ``close()`` or the exit of the program closes it."""
+        yield from self.__aenter__().__await__()
+        self._pool.closes_at_exit()
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -149,6 +156,7 @@ def spawn(
     hang_timeout: float | None = None,
     restarts: int = 5,
     restart_period: float = 60.0,
+    log_dir: str | os.PathLike[str] | None = None,
     **kwargs: Any,
 ) -> ActorHandle:
     """Run an actor class in worker processes: ``async with sglrl.spawn(Judge, ...) as judges``.
@@ -177,6 +185,9 @@ def spawn(
         restarts: maximum number of replacements of one worker within ``restart_period`` seconds. A
             replacement is created with the same arguments. After that, the pool continues without
             the worker. 0: lost workers are never replaced.
+        log_dir: folder that keeps the output of every worker, one file for each process. None: only
+            the output of a worker that fails is kept, in ``logs`` in ``$SGLRL_CACHE``. Errors and
+            log lines name the file.
 
     Raises:
         UsageError: the class declares no endpoint, or an argument has the wrong type.
@@ -215,6 +226,7 @@ def spawn(
             restarts=restarts,
             restart_period=restart_period,
             hang_timeout=hang_timeout,
+            log_dir=None if log_dir is None else os.fspath(log_dir),
         ),
     )
     return ActorHandle(actor, pool)

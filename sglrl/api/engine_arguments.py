@@ -29,6 +29,37 @@ OWN_ARGUMENTS = {
 }
 """SGLang arguments that ``launch`` sets itself; the value names the replacement."""
 
+FOREIGN_ARGUMENTS = {
+    "n_gpus": "tp_size= or replicas=",
+    "num_gpus": "tp_size= or replicas=",
+    "num_devices": "tp_size= or replicas=",
+    "data_parallel_size": "replicas=",
+    "gpu_memory_utilization": "mem_fraction_static=, the share for weights and KV cache",
+    "max_model_len": "context_length=",
+    "max_num_seqs": "max_running_requests=",
+    "max_num_batched_tokens": "chunked_prefill_size= and max_prefill_tokens=",
+    "enforce_eager": "disable_cuda_graph=",
+    "enable_prefix_caching": "disable_radix_cache=",
+    "seed": "random_seed=",
+    "tokenizer": "tokenizer_path=",
+    "max_tokens": "max_new_tokens= of generate",
+    "max_new_tokens": "max_new_tokens= of generate",
+    "temperature": "temperature= of generate",
+}
+"""Arguments of vLLM and others that ``launch`` rejects; the value names ours."""
+
+DTYPES = {
+    "auto": "auto",
+    "float32": "float32",
+    "float": "float32",
+    "fp32": "float32",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+    "float16": "float16",
+    "half": "float16",
+    "fp16": "float16",
+}
+
 FAKE_ARGUMENTS = {
     "tokens_per_step",
     "step_seconds",
@@ -50,6 +81,10 @@ def check_engine_arguments(engine: str, args: dict[str, Any]) -> None:
     for name in args:
         if engine == "sglang" and name in OWN_ARGUMENTS:
             raise UsageError(f"{name!r} is set by sglrl; use {OWN_ARGUMENTS[name]}")
+        if name in FOREIGN_ARGUMENTS and name not in known:
+            raise UsageError(
+                f"{name!r} is not an argument of launch; use {FOREIGN_ARGUMENTS[name]}"
+            )
         if name not in known:
             near = get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -59,6 +94,20 @@ def check_engine_arguments(engine: str, args: dict[str, Any]) -> None:
     seed = args.get("random_seed")
     if seed is not None and (type(seed) is not int or not 0 <= seed < SEEDS):
         raise UsageError(f"random_seed must be None or an integer in 0..{SEEDS - 1}, got {seed!r}")
+
+
+def check_dtype(dtype: object) -> str | None:
+    """Return SGLang's name of a dtype, which is given by any of its names or as a torch dtype.
+
+    Raises:
+        UsageError: it is not a dtype of the engine.
+    """
+    if dtype is None:
+        return None
+    found = DTYPES.get(str(dtype).removeprefix("torch."))
+    if found is None:
+        raise UsageError(f"dtype must be 'auto', 'float32', 'bfloat16' or 'float16', got {dtype!r}")
+    return found
 
 
 @lru_cache

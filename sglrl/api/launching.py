@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from ..config import (
     HEARTBEAT_TIMEOUT,
@@ -19,10 +17,11 @@ from ..config import (
     check_restarts,
     check_timeout,
     positive,
+    shows_progress,
     strategies,
     visible_cuda_devices,
 )
-from ..driver.pool import Pool, StartProgress
+from ..driver.pool import Pool
 from ..driver.worker_processes import Birth
 from ..errors import NotEnoughDevices, UsageError
 from ..inference.client import Client
@@ -32,10 +31,10 @@ from ..transport.addresses import check_address
 from ..transport.curve_keys import read_driver_keys
 from ..weights.local_sender import LocalSender
 from ..wire.processes import EngineSpec
-from .engine_arguments import check_engine_arguments
-from .model_folder import check_model, own_dtype
-
-logger = logging.getLogger("sglrl.launch")
+from .engine_arguments import check_dtype, check_engine_arguments
+from .hub import look_up
+from .model_folder import check_model, own_dtype, own_model
+from .start_display import StartDisplay
 
 
 def launch(
@@ -43,7 +42,7 @@ def launch(
     *,
     replicas: int = 1,
     tp_size: int = 1,
-    dtype: str | None = "auto",
+    dtype: Any = "auto",
     device: str = "auto",
     routing: tuple[str, ...] | list[str] | str = ("prefix-aware", "requests"),
     timeout: float | None = None,
@@ -67,6 +66,8 @@ def launch(
     engine: str = "sglang",
     accelerations: bool | Sequence[str] = True,
     allow_unknown_sglang: bool = False,
+    progress: bool | None = None,
+    log_dir: str | os.PathLike[str] | None = None,
     **engine_args: Any,
 ) -> Client:
     """Start workers that each own an SGLang scheduler: ``async with sglrl.launch(...) as client``.
@@ -75,11 +76,13 @@ def launch(
     to 65,536.
 
     Args:
-        model: a folder with a Hugging Face model, or a name on the hub.
+        model: a folder with a Hugging Face model, or a name on the hub. "tiny" is a random Qwen3
+            that needs no download: it is made here once and kept in ``$SGLRL_CACHE``.
         replicas: independent copies of the model. Calls are routed among them.
         tp_size: GPUs that share one copy. Replica i runs on ``tp_size`` visible GPUs, from index
             ``i * tp_size`` on.
-        dtype: "float32", "bfloat16" or "float16". "auto" uses the dtype of the saved model.
+        dtype: "float32", "bfloat16" or "float16", a short name ("fp32", "bf16", "fp16"), or a torch
+            dtype. "auto" uses the dtype of the saved model.
         device: "cuda" or "cpu". "auto" is "cuda" if a GPU is visible, else "cpu". Serving workers
             on a CPU run with niceness 5, so that other processes get the cores first.
         routing: strategies in order of preference: "prefix-aware", "requests", "kv-cache",
@@ -133,6 +136,12 @@ def launch(
             ``SGLRL_ACCELERATIONS`` ("none", or names with commas between them) replaces True.
         allow_unknown_sglang: start also if sglrl's corrections were not tested with the source of
             the installed SGLang. Results may be wrong.
+        progress: show the start on stderr: a status line on a terminal, otherwise one line. None:
+            yes, except for the fake engine, and unless the environment variable ``SGLRL_PROGRESS``
+            is "0".
+        log_dir: folder that keeps the output of every worker, one file for each process. None: only
+            the output of a worker that fails is kept, in ``logs`` in ``$SGLRL_CACHE``. Errors and
+            log lines name the file.
         **engine_args: fields of SGLang's ``ServerArgs`` (``mem_fraction_static``,
             ``max_running_requests``, ...). Their names are checked. ``random_seed`` (in
             0..2**32-1) is the seed of worker 0 for requests without a seed. Every other worker and
@@ -141,14 +150,14 @@ def launch(
 
     Raises:
         UsageError: an argument is wrong. ``ModelError`` and ``NotEnoughDevices`` are subclasses.
-        WorkerStartError: on entering, if a worker exits before it is ready, or if the model cannot
-            be fetched from the hub.
+        ModelError: on entering, if the hub does not have the model or cannot be reached.
+        WorkerStartError: on entering, if a worker exits before it is ready.
     """
     path = os.fspath(model) if isinstance(model, (str, os.PathLike)) else None
     if not path or not isinstance(path, str):
         raise UsageError(f"model must be a folder or a name on the hub, got {model!r}")
+    path = own_model(path)
     positive("replicas", replicas)
-    positive("tp_size", tp_size)
     if window is not None:
         positive("window", window)
     timeout = check_timeout(timeout)
@@ -163,12 +172,17 @@ def launch(
         max_calls_per_client=max_calls_per_client,
         max_unread_bytes=max_unread_bytes,
     )
+    if "tensor_parallel_size" in engine_args:
+        if tp_size != 1:
+            raise UsageError("tp_size and tensor_parallel_size are the same: give one of them")
+        tp_size = engine_args.pop("tensor_parallel_size")
+    positive("tp_size", tp_size)
     check_engine_arguments(engine, engine_args)
+    dtype = check_dtype(dtype)
     wanted = check_accelerations(accelerations)
     if engine == "sglang":
         path = check_model(path)
-        if dtype == "auto":
-            dtype = own_dtype(path)
+        dtype = own_dtype(path) if dtype == "auto" else dtype
         if dtype is not None:
             engine_args["dtype"] = dtype
         groups = _place(device, replicas, tp_size, gpus)
@@ -220,6 +234,7 @@ def launch(
         return [birth(free[i : i + tp_size]) for i in range(0, count * tp_size, tp_size)]
 
     births = [birth(group) for group in groups]
+    what = f"{replicas} worker{'s' if replicas > 1 else ''} of {os.path.basename(path)}"
     pool = Pool(
         births,
         more=more,
@@ -236,8 +251,9 @@ def launch(
             max_message_bytes=max_message_bytes,
             hang_timeout=hang_timeout,
             heartbeat_timeout=heartbeat_timeout,
+            log_dir=None if log_dir is None else os.fspath(log_dir),
         ),
-        progress=_Progress(),
+        progress=StartDisplay(what, shown=shows_progress(progress, default=engine == "sglang")),
     )
     return Client(
         pool,
@@ -247,7 +263,14 @@ def launch(
         pausing=PoolPausing(pool),
         weight_device=weight_device,
         serve=partial(PoolServer, pool),
+        prepare=partial(_prepare, not os.path.isabs(path)) if engine == "sglang" else None,
     )
+
+
+async def _prepare(on_hub: bool, client: Client) -> None:
+    if on_hub:
+        await look_up(client.model)
+    client._tokenizer_box.load_early()
 
 
 def _preload(engine: str, groups: list[list[str] | None]) -> str:
@@ -348,29 +371,3 @@ def cuda_devices() -> list[str]:
     if visible is not None:
         return visible if present else []
     return sorted((p for p in present if p.isdigit()), key=int)
-
-
-class _Progress(StartProgress):
-    """Shows a status line on a terminal, and log lines otherwise."""
-
-    def __init__(self) -> None:
-        self._status: Any = None
-
-    def __enter__(self) -> Self:
-        if sys.stderr is not None and sys.stderr.isatty():
-            from rich.console import Console
-
-            self._status = Console(stderr=True).status("starting workers")
-            self._status.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self._status is not None:
-            self._status.stop()
-            self._status = None
-
-    def show(self, text: str) -> None:
-        if self._status is not None:
-            self._status.update(text)
-        else:
-            logger.info("%s", text)

@@ -39,6 +39,11 @@ class Lifetime:
         """Warn from now on if ``pool`` is never closed."""
         self._unclosed = warn_unless_closed(pool, self._name)
 
+    def closes_at_exit(self) -> None:
+        """Do not warn if the pool is open when the interpreter exits, which closes it."""
+        if self._unclosed is not None:
+            self._unclosed.atexit = False
+
     def warn_unclosed(self) -> None:
         """Warn now, unless the pool is closed."""
         if self._unclosed is not None:

@@ -149,12 +149,15 @@ class Pool:
             waiting = [worker for worker in workers.values() if not worker.is_ready]
             late = len(self._first) - len(workers) + len(waiting)
             lost = self._processes.lost
+            output = tail(waiting[0].log) if waiting else ""
+            log = self._supervisor.logs.keep(waiting[0].log) if waiting else ""
             await self.close()
             raise WorkerStartError(
                 f"{late} of {len(self._first)} workers were not ready within "
                 f"{self._config.start_timeout:g} s (start_timeout){'; ' if lost else ''}{lost}",
                 worker=waiting[0].index if waiting else -1,
-                output=tail(waiting[0].log) if waiting else "",
+                output=output,
+                log=log,
             ) from None
         except BaseException:
             await self.close()
@@ -166,6 +169,7 @@ class Pool:
     async def _start(self) -> None:
         config, supervisor = self._config, self._supervisor
         raise_file_limit()
+        supervisor.logs.make_folder()
         folder = self._processes.start(supervisor.on_exited)
         router = ZmqRouter(
             _listen_address(config.address, folder),
@@ -235,6 +239,9 @@ class Pool:
                 worker.fail(Closed("the pool was closed"))
                 for event in (worker.drained, worker.settled, worker.gone):
                     event.set()
+
+    def closes_at_exit(self) -> None:
+        self._lifetime.closes_at_exit()
 
     def warn_unclosed(self) -> None:
         self._lifetime.warn_unclosed()
@@ -332,6 +339,7 @@ class Pool:
                 f"{': ' if worker.exit_reason else ''}{worker.exit_reason}",
                 worker=worker.index,
                 output=tail(worker.log),
+                log=self._supervisor.logs.keep(worker.log),
             )
 
     async def remove(self, index: int, timeout: float | None) -> None:

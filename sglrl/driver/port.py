@@ -59,6 +59,10 @@ class PoolPort(Protocol):
 
     async def remove(self, index: int, timeout: float | None) -> None: ...
 
+    def closes_at_exit(self) -> None:
+        """Do not warn if the pool is open when the interpreter exits, which closes it."""
+        ...
+
     def warn_unclosed(self) -> None:
         """Warn unless the pool is closed."""
         ...

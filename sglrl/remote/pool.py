@@ -291,6 +291,9 @@ class RemotePool:
         driver.transport.close()
         self._lifetime.closed()
 
+    def closes_at_exit(self) -> None:
+        self._lifetime.closes_at_exit()
+
     def warn_unclosed(self) -> None:
         self._lifetime.warn_unclosed()
 

@@ -221,7 +221,7 @@ def generate(
     inputs: dict[str, Any] = {"prompt": prompts}
     if chat:
         inputs = {"messages": [[{"role": "user", "content": text}] for text in prompts]}
-    client = launch(_model(model), replicas=replicas, tp_size=tp_size, device=device, engine=engine)
+    client = launch(model, replicas=replicas, tp_size=tp_size, device=device, engine=engine)
 
     async def sample() -> list[Completion]:
         async with client:
@@ -320,14 +320,6 @@ def _check_target(option: str, file: Path | None, *, makes_folder: bool = False)
         raise UsageError(f"{option} {file} is a folder; name a file")
     if not os.access(file if file.exists() else folder, os.W_OK):
         raise UsageError(f"{option} {file} cannot be written")
-
-
-def _model(name: str) -> str:
-    if name == "tiny" and not Path(name).exists():
-        from .tiny_model import tiny_model
-
-        return str(tiny_model())
-    return name
 
 
 def _print_json(text: bytes) -> None:

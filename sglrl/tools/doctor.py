@@ -113,11 +113,13 @@ async def _call(engine: str) -> Finding:
     if engine == "sglang":
         if not all(_package(name, needed=True).ok for name in OPTIONAL):
             return Finding(name, False, "not tried: packages are missing")
-        from .tiny_model import tiny_model
+        from ..api.tiny_model import tiny_model
 
         model = str(tiny_model())
     try:
-        async with launch(model, device="cpu", engine=engine) as client:
+        async with launch(
+            model, device="cpu", engine=engine, progress=sys.stderr.isatty()
+        ) as client:
             ready = time.perf_counter()
             completion = await client.generate(
                 input_ids=[1, 2, 3], max_new_tokens=1, logprobs=True, timeout=60

@@ -1,16 +1,20 @@
-"""A model on the hub cannot be fetched: the error has a few lines, whatever the libraries raise."""
+"""A model on the hub cannot be fetched: one error of a few lines, before any worker starts."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 from huggingface_hub import snapshot_download
 
-from sglrl_workers.engine.sglang.hub import unfetched
+from sglrl.hub_errors import unfetched
 
 NAME = "some-owner/no-such-model"
 LAUNCHES = f"""
@@ -22,28 +26,66 @@ async def main():
 
 try:
     asyncio.run(main())
-except sglrl.WorkerStartError as error:
+except sglrl.ModelError as error:
     print(error)
+from sglrl.driver import fork_server
+print("fork servers:", len(fork_server._servers))
 """
 
 
-def test_without_a_network() -> None:
-    # The test needs its own process, because the library reads the variable at its import.
-    program = subprocess.run(
-        [sys.executable, "-c", LAUNCHES],
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=110,
-    )
-    first, _, _, *output = program.stdout.splitlines()
-    assert first == "worker 0 ended before it was ready: exited with status 1"
-    said = output.index(f"{NAME!r} could not be fetched from the hub:")
-    assert "We couldn't connect to" in output[said + 1]
-    assert "outgoing traffic has been disabled" in output[said + 2]
-    assert output[said + 3].startswith("Check its name and the network")
-    assert len(output) == said + 4
-    assert "Traceback" not in program.stdout
+CASES = {
+    "offline": ({"HF_HUB_OFFLINE": "1"}, "offline mode is enabled"),
+    "nobody listens": ({"HF_ENDPOINT": "http://127.0.0.1:9"}, "Connection refused"),
+    "unknown model": ({}, "404"),
+    "gated model": ({}, "403"),
+    "silent": ({}, "timed out|no answer within"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_error_before_workers_start(name: str) -> None:
+    settings, says = CASES[name]
+    with Hub({"unknown model": 404, "gated model": 403}.get(name, 0)) as hub:
+        # The test needs its own process, because the library reads the variables at its import.
+        program = subprocess.run(
+            [sys.executable, "-c", LAUNCHES],
+            env={**os.environ, "HF_ENDPOINT": hub.address, **settings},
+            capture_output=True,
+            text=True,
+            timeout=110,
+        )
+    first, *causes, advice, servers = program.stdout.splitlines()
+    assert first == f"{NAME!r} could not be fetched from the hub:"
+    assert re.search(says, causes[0])
+    assert advice.startswith("Check its name and the network")
+    assert servers == "fork servers: 0"
+    assert program.stderr == ""
+
+
+class Hub:
+    """A hub on this machine that answers every request with one status. 0: it never answers."""
+
+    def __init__(self, status: int) -> None:
+        self._status = status
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.address = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+
+    def __enter__(self) -> Hub:
+        if self._status:
+            threading.Thread(target=self._serve, daemon=True).start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._socket.close()
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError):  # closed
+            while True:
+                connection, _ = self._socket.accept()
+                with connection:
+                    connection.recv(1 << 16)
+                    reply = f"HTTP/1.1 {self._status} No\r\nContent-Length: 0\r\n\r\n"
+                    connection.sendall(reply.encode())
 
 
 def test_only_what_comes_from_the_hub(tmp_path: Path) -> None:

@@ -21,13 +21,13 @@ from torchrl.objectives.llm import CISPOLoss, GRPOLoss, MCAdvantage
 from torchrl.objectives.llm.grpo import DAPO
 
 import sglrl
+from sglrl.api.tiny_model import make_model
 from sglrl.integrations.torchrl import (
     AsyncSGLang,
     SGLangWeightSyncScheme,
     SGLangWrapper,
     get_sglang_model_metadata,
 )
-from sglrl.tools.tiny_model import make_model
 
 pytestmark = [
     # These warnings come from TorchRL itself.

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from sglrl.__main__ import main
-from sglrl.tools.tiny_model import make_model
+from sglrl.api.tiny_model import make_model
 
 
 @pytest.fixture(scope="module")

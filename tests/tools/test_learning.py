@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 
 from sglrl.__main__ import main
+from sglrl.api.tiny_model import CHARACTER_SPECIAL_TOKENS, make_model
 from sglrl.rollouts import Trajectory, Turn
 from sglrl.tools.demo.replay import replay
 from sglrl.tools.demo.report import (
@@ -31,7 +32,6 @@ from sglrl.tools.demo.report import (
 )
 from sglrl.tools.demo.tasks import CHARACTERS, TASKS, items, share
 from sglrl.tools.logprob_check import LogprobCheck
-from sglrl.tools.tiny_model import CHARACTER_SPECIAL_TOKENS, make_model
 
 
 def test_items_repeat_by_seed_and_tasks_take_turns() -> None:

@@ -11,11 +11,11 @@ from rich.console import Console
 
 from ... import __version__
 from ...api.launching import launch
+from ...api.tiny_model import tiny_model
 from ...errors import UsageError
 from ...wire.engine import EngineInfo
 from ..display import quiet_transformers, stage, start_up
 from ..logprob_check import compare, load_reference, tolerance_for
-from ..tiny_model import tiny_model
 from .report import Report, make_report
 from .rollouts import Rollout, run_rollouts
 from .tasks import make_tasks
@@ -98,7 +98,9 @@ def run_check(settings: CheckSettings, console: Console) -> Report:
 async def _sample(model: str, settings: CheckSettings, console: Console) -> _Measured:
     tasks = make_tasks(-(-settings.rollouts // SAMPLES), settings.seed)
     begun = time.perf_counter()
-    client = launch(model, replicas=settings.replicas, device=settings.device)
+    client = launch(
+        model, replicas=settings.replicas, device=settings.device, progress=console.is_terminal
+    )
     async with AsyncExitStack() as stack:
         with start_up(console):
             await stack.enter_async_context(client)

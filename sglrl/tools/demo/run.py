@@ -16,12 +16,12 @@ from rich.console import Console
 from ... import __version__
 from ...actors.spawning import spawn
 from ...api.launching import launch
+from ...api.tiny_model import tiny_model
 from ...errors import UsageError
 from ...inference.client import Client
 from ...rollouts import Group, Trajectory, rollout
 from ..display import quiet_transformers, stage, start_up
 from ..logprob_check import LogprobCheck, tolerance_for
-from ..tiny_model import tiny_model
 from .replay import replay
 from .report import WINDOW, Comparison, Report, Step, judge, mean_rewards, task_result
 from .tasks import CHARACTERS, TASKS, Agent, Shelf, items
@@ -99,7 +99,13 @@ class _Demo:
         async with AsyncExitStack() as stack:
             with start_up(self.console):
                 client = await stack.enter_async_context(
-                    launch(folder, replicas=settings.replicas, device="cpu", weight_device="cpu")
+                    launch(
+                        folder,
+                        replicas=settings.replicas,
+                        device="cpu",
+                        weight_device="cpu",
+                        progress=self.console.is_terminal,
+                    )
                 )
                 shelf = await stack.enter_async_context(spawn(Shelf, window=1024))
             self.client: Client = client

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from sglrl.hub_errors import unfetched
+
 
 @contextmanager
 def explained(model: str) -> Iterator[None]:
@@ -26,25 +28,3 @@ def explained(model: str) -> Iterator[None]:
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()
         os._exit(1)
-
-
-def unfetched(model: str, error: BaseException) -> str | None:
-    """Return an explanation for the user, or None if the hub did not cause ``error``."""
-    causes = [error]
-    while (cause := causes[-1].__cause__ or causes[-1].__context__) and cause not in causes:
-        causes.append(cause)
-    of_hub = any(type(cause).__module__.startswith("huggingface_hub") for cause in causes)
-    if os.path.isdir(model) or not of_hub:
-        return None
-    # Libraries repeat the message of the error that caused theirs: show each message once.
-    said: dict[str, str] = {}
-    for cause in causes:
-        said.setdefault(str(cause).strip().partition("\n")[0], type(cause).__name__)
-    return "\n".join(
-        [
-            f"{model!r} could not be fetched from the hub:",
-            *(f"  {name}: {line}" for line, name in said.items()),
-            "Check its name and the network (a proxy is HTTPS_PROXY, a gated model needs "
-            "HF_TOKEN), or give launch a folder that holds the model.",
-        ]
-    )

@@ -1,0 +1,67 @@
+"""Look a model up on the Hugging Face hub before workers start."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+
+from ..errors import ModelError
+from ..hub_errors import explanation
+from ..system_limits import start_thread
+
+_SECONDS = 5.0
+"""Seconds in which the hub must answer a request."""
+_LONGEST = 9.0
+"""Seconds that the look-up may take, with the look-up of the hub's address."""
+
+
+async def look_up(model: str) -> None:
+    """Check that the hub has a model, unless the model is in the cache of the hub's library.
+
+    Without this, each worker would make several attempts, and then fail with the same error.
+
+    Raises:
+        ModelError: the hub has no such model, or cannot be reached.
+    """
+    loop = asyncio.get_running_loop()
+    found: asyncio.Future[Exception | None] = loop.create_future()
+
+    def finish(error: Exception | None) -> None:
+        if not found.done():
+            found.set_result(error)
+
+    def ask() -> None:
+        error = _error(model)
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(finish, error)
+
+    # A daemon thread: the system may look for the hub's address for minutes, and the program must
+    # be able to exit meanwhile.
+    start_thread(threading.Thread(target=ask, name="sglrl-hub", daemon=True))
+    try:
+        async with asyncio.timeout(_LONGEST):
+            error = await found
+    except TimeoutError:
+        error = TimeoutError(f"no answer within {_LONGEST:g} s")
+    if error is not None:
+        raise ModelError(explanation(model, error))
+
+
+def _error(model: str) -> Exception | None:
+    """Return the reason why the model cannot be fetched, or None."""
+    try:
+        from huggingface_hub import HfApi, errors, try_to_load_from_cache
+    except ImportError:
+        return None
+    try:
+        if isinstance(try_to_load_from_cache(model, "config.json"), str):
+            return None
+        HfApi().model_info(model, timeout=_SECONDS)
+    except errors.HfHubHTTPError as error:
+        # A mirror of the hub may answer this request differently and still have the files.
+        status = getattr(error.response, "status_code", None)
+        return error if status in (None, 401, 403, 404) else None
+    except Exception as error:
+        return error
+    return None

@@ -1,0 +1,215 @@
+"""Names and values that ``launch`` accepts or rejects before any process starts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import sglrl
+from sglrl.api.tiny_model import make_model
+from sglrl.config import shows_progress
+
+NAMES = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    "float": "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float32: "float32",
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "qwen3")
+
+
+def engine_arguments(client: sglrl.Client) -> dict[str, Any]:
+    """Return SGLang's arguments in the spec of the first worker."""
+    pool: Any = client._pool
+    arguments: dict[str, Any] = pool._first[0].bodies[0].args
+    return arguments
+
+
+@pytest.mark.parametrize("name", NAMES, ids=str)
+def test_names_of_dtypes(model: Path, name: Any) -> None:
+    client = sglrl.launch(model, device="cpu", dtype=name)
+    assert engine_arguments(client)["dtype"] == NAMES[name]
+
+
+def test_the_models_own_dtype(model: Path) -> None:
+    assert engine_arguments(sglrl.launch(model, device="cpu"))["dtype"] == "float32"
+
+
+@pytest.mark.parametrize("dtype", ["fp8", torch.int32, 16])
+def test_a_dtype_that_the_engine_has_not(model: Path, dtype: Any) -> None:
+    with pytest.raises(sglrl.UsageError, match=r"dtype must be 'auto', .*, got"):
+        sglrl.launch(model, device="cpu", dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("gpu_memory_utilization", "mem_fraction_static="),
+        ("max_model_len", "context_length="),
+        ("max_num_seqs", "max_running_requests="),
+        ("enforce_eager", "disable_cuda_graph="),
+        ("enable_prefix_caching", "disable_radix_cache="),
+        ("max_num_batched_tokens", "chunked_prefill_size="),
+        ("num_devices", "tp_size="),
+        ("data_parallel_size", "replicas="),
+        ("seed", "random_seed="),
+        ("max_tokens", "max_new_tokens= of generate"),
+    ],
+)
+def test_an_error_names_our_argument(model: Path, name: str, ours: str) -> None:
+    with pytest.raises(sglrl.UsageError) as caught:
+        sglrl.launch(model, device="cpu", **{name: 1})
+    assert str(caught.value).startswith(f"{name!r} is not an argument of launch; use {ours}")
+
+
+def test_tensor_parallel_size_is_tp_size(model: Path) -> None:
+    with pytest.raises(sglrl.NotEnoughDevices, match="tp_size=2 needs as many GPUs"):
+        sglrl.launch(model, device="cpu", tensor_parallel_size=2)
+    with pytest.raises(sglrl.UsageError, match="are the same: give one of them"):
+        sglrl.launch(model, device="cpu", tensor_parallel_size=2, tp_size=2)
+    with pytest.raises(sglrl.UsageError, match="tp_size must be"):
+        sglrl.launch(model, device="cpu", tensor_parallel_size=0)
+
+
+async def test_the_tiny_model_has_a_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLRL_CACHE", str(tmp_path))
+    async with sglrl.launch("tiny", engine="fake", vocab_size=512) as client:
+        assert (await client.generate("hello", max_new_tokens=3)).text
+    (folder,) = os.listdir(tmp_path)
+    assert folder.startswith("tiny-")
+
+
+BEGIN = """
+import asyncio, sys, time
+import sglrl
+
+class Echo(sglrl.Actor):
+    @sglrl.endpoint
+    async def say(self, text: str) -> str:
+        return text
+"""
+
+
+def run(program: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", BEGIN + textwrap.dedent(program)],
+        env={**os.environ, **settings},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+@pytest.mark.parametrize("close", [True, False])
+def test_a_client_without_a_block(close: bool) -> None:
+    """It stays open until it is closed or the program exits, without a warning of ours."""
+    done = run(f"""
+        import warnings
+        warnings.filterwarnings("always", ".* was never closed")
+
+        async def main():
+            global client, actors
+            client = await sglrl.launch("fake", engine="fake")
+            actors = await sglrl.spawn(Echo)
+            other = await sglrl.connect(client.address)
+            print(await actors.say("hi"), (await other.generate(input_ids=[1, 2])).output_ids[:2])
+            await other.close()
+            if {close}:
+                await client.close()
+                await actors.close()
+        asyncio.run(main())
+        print(client)
+    """)
+    assert done.stderr == ""
+    first, second = done.stdout.splitlines()
+    assert first == "hi [1 2]"
+    assert second.startswith("<Client of fake, ")
+
+
+def test_run_ends_with_one_line() -> None:
+    program = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            BEGIN
+            + textwrap.dedent("""
+                async def main():
+                    async with sglrl.launch("fake", engine="fake", step_seconds=0.1) as client:
+                        print(client.workers[0].pid, flush=True)
+                        await client.generate(input_ids=[1], max_new_tokens=10_000)
+                sglrl.run(main())
+            """),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with program:
+        assert program.stdout is not None
+        assert program.stderr is not None
+        pid = int(program.stdout.readline())
+        program.send_signal(2)
+        assert program.stderr.read() == "interrupted\n"
+        assert program.wait(30) == 130
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_run_returns_the_result() -> None:
+    async def main() -> int:
+        return 3
+
+    assert sglrl.run(main()) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "shown"), [("progress=True", True), ("progress=False", False), ("", False)]
+)
+def test_the_start_is_one_line(options: str, shown: bool) -> None:
+    done = run(f"""
+        async def main():
+            async with sglrl.launch("fake", engine="fake", replicas=2, {options}) as client:
+                print(client.workers[1].state)
+        asyncio.run(main())
+    """)
+    assert done.stdout == "ready\n"
+    if not shown:
+        assert done.stderr == ""
+        return
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("sglrl: starting 2 workers of fake ... ready in ")
+
+
+def test_a_start_that_fails_ends_the_line() -> None:
+    done = run("""
+        async def main():
+            await sglrl.launch("fake", engine="fake", fail_start="no room", progress=True)
+        asyncio.run(main())
+    """)
+    assert done.stderr.startswith("sglrl: starting 1 worker of fake ... failed\n")
+    assert "no room" in done.stderr
+
+
+@pytest.mark.parametrize("default", [True, False])
+def test_the_environment_hides_the_start(monkeypatch: pytest.MonkeyPatch, default: bool) -> None:
+    monkeypatch.delenv("SGLRL_PROGRESS", raising=False)
+    assert shows_progress(None, default=default) == default
+    monkeypatch.setenv("SGLRL_PROGRESS", "0")
+    assert not shows_progress(None, default=default)
+    assert shows_progress(True, default=default)
