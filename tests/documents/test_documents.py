@@ -85,6 +85,15 @@ def test_the_quick_start_runs(tmp_path: Path) -> None:
     assert all("<Trajectory '" in line for line in groups)
 
 
+def test_the_actors_page_runs(tmp_path: Path) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/actors.md").read_text(), re.DOTALL)
+    script = tmp_path / "example.py"
+    script.write_text(code)
+    process = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout == "1.0 0.0\n2\n4\n2\n"
+
+
 def texts_of(folder: str) -> list[str]:
     """Return the texts in the Python code of a folder, with {} for each value in an f-string."""
     found = []
