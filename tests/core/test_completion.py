@@ -135,9 +135,10 @@ def test_a_tokenizer_is_not_copied() -> None:
 
 
 def test_repr_is_for_people() -> None:
-    text = repr(complete(CHUNKS))
-    assert text == (
-        f"<Completion {complete(CHUNKS).text!r}, 3 prompt + 3 new tokens, finish_reason='stop', worker=2, cached=2, 2000.0 ms>"
+    completion = complete(CHUNKS)
+    assert repr(completion) == (
+        f"<Completion {completion.text!r}, 3 prompt + 3 new tokens, finish_reason='stop', "
+        "worker=2, cached=2, 2000.0 ms>"
     )
     assert "resumed=1" in repr(complete(CHUNKS, resumed=1))
 

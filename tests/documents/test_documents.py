@@ -29,6 +29,7 @@ PUBLIC_MODULES = [
     "sglrl.errors",
     "sglrl.integrations.genlm",
     "sglrl.integrations.torchrl",
+    "sglrl.integrations.trl",
     "sglrl.rl",
     "sglrl.rollouts",
     "sglrl.weights",

@@ -1,0 +1,221 @@
+"""Use sglrl as the rollout engine of TRL: ``GRPOTrainer(..., rollout_func=SGLangRollouts(model))``.
+
+TRL calls ``rollout_func`` with the prompts of its process, before it computes rewards
+(https://huggingface.co/docs/trl/grpo_trainer; TRL 1.16). ``SGLangRollouts`` first sends the
+trainer's weights to the engines if the trainer has made a step, and then samples.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, Self
+
+from ..api.blocking import BlockingClient, blocking
+from ..errors import RolloutFailed, UsageError
+from ..inference.completion import Completion
+from ..rollouts.agent import Agent
+from ..sessions.trajectory import Trajectory
+
+__all__ = ["SGLangRollouts", "agent_reward"]
+
+
+class SGLangRollouts:
+    """A ``rollout_func`` for TRL's ``GRPOTrainer``.
+
+    Each prompt gives one completion; TRL's sampler repeats each prompt ``num_generations`` times.
+    The sampling parameters are those of the trainer's ``GRPOConfig`` (``temperature``, ``top_p``,
+    ``top_k``, ``min_p``, ``repetition_penalty``, ``max_completion_length``,
+    ``generation_kwargs``), and the chat template's arguments are its ``chat_template_kwargs``.
+
+    With several accelerate processes, the main process starts the workers and sends the weights.
+    The others connect to them.
+
+    Reward functions receive two further keyword arguments: ``policy_versions``, the policy version
+    of the first sampled token of each completion, and with ``agent`` also ``agent_rewards``; see
+    ``agent_reward``.
+
+    Args:
+        model: a folder or hub name, whose workers start at the first step; a ``BlockingClient``
+            that runs, and stays open; or the address of a running pool.
+        agent: ``await agent(session, prompt)`` plays an episode of several turns, for example with
+            tools or an environment, and returns its reward, as for ``sglrl.rollout``. Observations
+            are masked out of the loss. None: one turn for each prompt.
+        rollout: arguments of ``sglrl.rollout`` for the agent (``timeout``, ``processes``, ...).
+        update: arguments of ``Client.update_weights``.
+        **launch: arguments of ``sglrl.launch``.
+
+    Raises:
+        UsageError: an argument is wrong.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | BlockingClient,
+        *,
+        agent: Agent | None = None,
+        rollout: dict[str, Any] | None = None,
+        update: dict[str, Any] | None = None,
+        **launch: Any,
+    ) -> None:
+        if rollout and agent is None:
+            raise UsageError("rollout= has the arguments of an agent's runs, and agent is None")
+        self._is_ours = not isinstance(model, BlockingClient)
+        if launch and not isinstance(model, (str, os.PathLike)):
+            raise UsageError(f"a client runs already, so {next(iter(launch))}= has no effect")
+        self._model = model
+        self._agent = agent
+        self._rollout = rollout or {}
+        self._update = update or {}
+        self._launch = launch
+        self._client: BlockingClient | None = None
+        self._step: int | None = None
+        """The trainer's step whose weights the engines have."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop the workers, unless the client was given."""
+        client, self._client = self._client, None
+        if client is not None and self._is_ours:
+            client.close()
+
+    @property
+    def client(self) -> BlockingClient:
+        """The client of the engines. Raises ``UsageError`` before the first step."""
+        if self._client is None:
+            raise UsageError("the trainer has made no step, so no worker has started")
+        return self._client
+
+    def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
+        """Sample one completion for each prompt, with the trainer's current weights.
+
+        Args:
+            prompts: texts or conversations.
+            trainer: the ``GRPOTrainer``.
+
+        Returns:
+            "prompt_ids", "completion_ids" and "logprobs": a list for each prompt, and the keyword
+            arguments of the reward functions. With an agent also "env_mask": 1 for sampled tokens
+            and 0 for observations.
+
+        Raises:
+            UsageError: a setting of the trainer is not supported.
+            RolloutFailed: an agent failed more often than ``retries`` allows.
+        """
+        _check(trainer)
+        if self._client is None:
+            self._client = self._start(trainer.accelerator)
+        if self._step != trainer.state.global_step:
+            self._send_weights(trainer)
+            self._step = trainer.state.global_step
+        options = _sampling(trainer.args)
+        template = dict(getattr(trainer, "chat_template_kwargs", None) or {})
+        is_chat = not isinstance(prompts[0], str)
+        if self._agent is None:
+            given: dict[str, Any] = {"messages" if is_chat else "prompt": list(prompts)}
+            if is_chat:
+                given["template"] = template
+            return _of_completions(self._client.generate(**given, **options, logprobs=True))
+        if is_chat:
+            options["template"] = template
+        return self._play(prompts, options)
+
+    def _start(self, accelerator: Any) -> BlockingClient:
+        """Start the workers in the main process, and connect to them in the others."""
+        if isinstance(self._model, BlockingClient):
+            return self._model
+        model = os.fspath(self._model)
+        if "://" in model:
+            return blocking.connect(model).__enter__()
+        if accelerator.num_processes == 1:
+            return blocking(model, **self._launch).__enter__()
+        from accelerate.utils import broadcast_object_list
+
+        client = None
+        if accelerator.is_main_process:
+            client = blocking(model, **self._launch).__enter__()
+        (address,) = broadcast_object_list([client.address if client else None])
+        return client or blocking.connect(address).__enter__()
+
+    def _send_weights(self, trainer: Any) -> None:
+        accelerator = trainer.accelerator
+        model = accelerator.unwrap_model(trainer.model)
+        kind = str(accelerator.distributed_type).rpartition(".")[2]
+        if kind in ("DEEPSPEED", "FSDP", "MEGATRON_LM"):
+            # All processes gather the shards; only the main process gets the whole.
+            model = accelerator.get_state_dict(trainer.model_wrapped)
+        if accelerator.is_main_process:
+            self.client.update_weights(model, **self._update)
+        accelerator.wait_for_everyone()
+
+    def _play(self, prompts: Sequence[Any], options: dict[str, Any]) -> dict[str, list[Any]]:
+        assert self._agent is not None
+        found: dict[int, Trajectory] = {}
+        run = self.client.rollout(self._agent, list(prompts), **{**options, **self._rollout})
+        for group in run:
+            (found[group.index],) = group.trajectories
+        missing = [i for i in range(len(prompts)) if i not in found]
+        if missing:
+            raise RolloutFailed(
+                f"the agent failed for {len(missing)} of {len(prompts)} prompts, also when it ran "
+                f"again: {run.metrics.samples_lost}"
+            )
+        return _of_trajectories([found[i] for i in range(len(prompts))])
+
+
+def agent_reward(
+    completions: Sequence[Any], agent_rewards: Sequence[float], **_: Any
+) -> list[float]:
+    """A reward function for ``GRPOTrainer``: the reward that the agent returned."""
+    return list(agent_rewards)
+
+
+def _check(trainer: Any) -> None:
+    """Raise ``UsageError`` for settings of the trainer that would have no effect or fail later."""
+    if getattr(trainer, "use_vllm", False):
+        raise UsageError("GRPOConfig(use_vllm=True) starts vLLM too; leave it False")
+    if getattr(trainer, "tools", None):
+        raise UsageError(
+            "tools= and environment_factory= of the trainer sample with its own model; use "
+            "SGLangRollouts(agent=...), whose agent calls the tools"
+        )
+    if getattr(trainer.model, "peft_config", None):
+        raise UsageError("adapters are not supported; train all weights, without peft_config")
+
+
+def _sampling(args: Any) -> dict[str, Any]:
+    """Return the sampling parameters of a ``GRPOConfig``."""
+    found: dict[str, Any] = {
+        "temperature": args.temperature,
+        "top_p": args.top_p,
+        "top_k": args.top_k or -1,
+        "min_p": args.min_p or 0.0,
+        "repetition_penalty": args.repetition_penalty,
+        "max_new_tokens": args.max_completion_length,
+    }
+    return {**found, **(args.generation_kwargs or {})}
+
+
+def _of_completions(made: Sequence[Completion]) -> dict[str, list[Any]]:
+    return {
+        "prompt_ids": [c.prompt_ids.tolist() for c in made],
+        "completion_ids": [c.output_ids.tolist() for c in made],
+        "logprobs": [[] if c.logprobs is None else c.logprobs.tolist() for c in made],
+        "policy_versions": [c.versions[0].version if c.versions else -1 for c in made],
+    }
+
+
+def _of_trajectories(made: Sequence[Trajectory]) -> dict[str, list[Any]]:
+    return {
+        "prompt_ids": [t.prompt_ids.tolist() for t in made],
+        "completion_ids": [t.response_ids.tolist() for t in made],
+        "logprobs": [t.logprobs.tolist() for t in made],
+        "env_mask": [t.loss_mask.astype(int).tolist() for t in made],
+        "policy_versions": [t.oldest_version for t in made],
+        "agent_rewards": [t.reward for t in made],
+    }
