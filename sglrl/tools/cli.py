@@ -1,4 +1,4 @@
-"""The ``sglrl`` command: demo, check, generate, doctor, keys.
+"""The ``sglrl`` command: demo, check, generate, eval, doctor, keys.
 
 Exit codes: 0 success, 1 a check or the engine failed, 2 wrong usage, 130 Ctrl-C.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,9 @@ from rich.console import Console
 
 from ..config import install
 from ..errors import SglrlError, UsageError
+from .display import print_json, quiet_warnings
+from .eval.command import evaluate
+from .options import Device, Engine, Json, Model, Replicas, TpSize, check_target
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -37,8 +39,12 @@ def _complain(what: str) -> None:
     )
 
 
-def _command(function: _F) -> _F:
-    """Register a command that reports errors as one line, not as a traceback."""
+def _command(function: _F, name: str | None = None) -> _F:
+    """Register a command that reports errors as one line, not as a traceback.
+
+    Args:
+        name: None: the name of the function.
+    """
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> None:
@@ -56,16 +62,8 @@ def _command(function: _F) -> _F:
             _complain(f"{error}{hint}")
             raise typer.Exit(1) from None
 
-    app.command()(run)
+    app.command(name)(run)
     return function
-
-
-Replicas = Annotated[int, typer.Option(min=1, help="Copies of the model, one worker each.")]
-Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda where there is one.")]
-Engine = Annotated[str, typer.Option(help="sglang, or fake: repeats the prompt, needs no torch.")]
-
-
-Json = Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the result there.")]
 
 
 @_command
@@ -100,8 +98,8 @@ def demo(
     for module in ("matplotlib", "tensordict"):
         if importlib.util.find_spec(module) is None:
             raise UsageError(f"the demo needs {module}: {install('demo')}")
-    _check_target("--json", json)
-    _check_target("--plot", plot, makes_folder=True)
+    check_target("--json", json)
+    check_target("--plot", plot, makes_folder=True)
 
     from .demo.report import save_plot, table_of
     from .demo.run import DemoSettings, run_demo
@@ -158,7 +156,7 @@ def check(
     from .check.report import table_of
     from .check.run import CheckSettings, run_check
 
-    _check_target("--json", json)
+    check_target("--json", json)
     report = run_check(
         CheckSettings(
             model=model,
@@ -181,9 +179,7 @@ def check(
 
 @_command
 def generate(
-    model: Annotated[
-        str, typer.Argument(help="Folder or hub name; 'tiny' for the demo's random model.")
-    ],
+    model: Model,
     prompts: Annotated[
         list[str] | None, typer.Argument(help="Texts; without any, the lines of standard input.")
     ] = None,
@@ -202,7 +198,7 @@ def generate(
     ),
     json: Annotated[bool, typer.Option("--json", help="One JSON object per sample.")] = False,
     replicas: Replicas = 1,
-    tp_size: Annotated[int, typer.Option(min=1, help="GPUs per copy of the model.")] = 1,
+    tp_size: TpSize = 1,
     device: Device = "auto",
     engine: Engine = "sglang",
 ) -> None:
@@ -238,12 +234,15 @@ def generate(
             )
         return [c for group in found for c in group] if n > 1 else found
 
-    _quiet()
+    quiet_warnings()
     for i, completion in enumerate(uvloop.run(sample())):
         if json:
-            _print_json(msgspec.json.encode(_as_json(prompts[i // n], completion)))
+            print_json(msgspec.json.encode(_as_json(prompts[i // n], completion)))
         else:
             sys.stdout.write(completion.text + "\n")
+
+
+_command(evaluate, "eval")
 
 
 @_command
@@ -256,10 +255,10 @@ def doctor(
     """Show versions, devices and patches of SGLang, and make one call to test whether it works."""
     from .doctor import examine, table_of
 
-    _quiet()
+    quiet_warnings()
     findings = examine(engine)
     if json:
-        _print_json(msgspec.json.format(msgspec.json.encode(findings)))
+        print_json(msgspec.json.format(msgspec.json.encode(findings)))
     else:
         Console().print(table_of(findings))
     if not all(finding.ok for finding in findings):
@@ -306,29 +305,6 @@ def keys(
     sys.stdout.write("\n".join(lines) + "\n")
 
 
-def _check_target(option: str, file: Path | None, *, makes_folder: bool = False) -> None:
-    """Raise ``UsageError`` if the file cannot be written. Called before the run starts."""
-    if file is None:
-        return
-    file = file.absolute()
-    folder = file.parent
-    while makes_folder and not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    if not folder.is_dir():
-        raise UsageError(f"{option} {file}: there is no such folder")
-    if file.is_dir():
-        raise UsageError(f"{option} {file} is a folder; name a file")
-    if not os.access(file if file.exists() else folder, os.W_OK):
-        raise UsageError(f"{option} {file} cannot be written")
-
-
-def _print_json(text: bytes) -> None:
-    """Print JSON in UTF-8, whatever the terminal's encoding is."""
-    sys.stdout.flush()
-    sys.stdout.buffer.write(text + b"\n")
-    sys.stdout.flush()
-
-
 def _as_json(prompt: str, completion: Any) -> dict[str, Any]:
     logprobs = completion.logprobs
     return {
@@ -342,10 +318,3 @@ def _as_json(prompt: str, completion: Any) -> dict[str, Any]:
         "worker": completion.worker,
         "seconds": completion.timing.total,
     }
-
-
-def _quiet() -> None:
-    """Hide the warnings that transformers logs; users of a command do not need them."""
-    import logging
-
-    logging.getLogger("transformers").setLevel(logging.ERROR)

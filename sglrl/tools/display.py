@@ -1,8 +1,9 @@
-"""Show progress: a live bar on a terminal, occasional lines in a log."""
+"""Show progress: a live bar on a terminal, occasional lines in a log. Print results as JSON."""
 
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +24,8 @@ def stage(console: Console, title: str, total: int) -> Iterator[Advance]:
     if console.is_terminal:
         with Progress(
             TextColumn("{task.description}"),
-            BarColumn(),
+            # Short, so that the note fits on a line of 80 characters.
+            BarColumn(bar_width=20),
             MofNCompleteColumn(),
             TextColumn("{task.fields[note]}"),
             TimeElapsedColumn(),
@@ -86,3 +88,17 @@ def quiet_transformers() -> None:
 
     theirs.set_verbosity_error()
     theirs.disable_progress_bar()
+
+
+def quiet_warnings() -> None:
+    """Hide the warnings that transformers logs; users of a command do not need them."""
+    import logging
+
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+
+
+def print_json(text: bytes) -> None:
+    """Print JSON in UTF-8, whatever the terminal's encoding is."""
+    sys.stdout.flush()
+    sys.stdout.buffer.write(text + b"\n")
+    sys.stdout.flush()

@@ -42,7 +42,7 @@ def run_here(*arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
     return captured.out
 
 
-@pytest.mark.parametrize("command", ["demo", "check", "generate", "doctor", "keys"])
+@pytest.mark.parametrize("command", ["demo", "check", "generate", "eval", "doctor", "keys"])
 def test_help(command: str) -> None:
     process = run(command, "--help")
     assert process.returncode == 0, process.stderr
@@ -52,7 +52,7 @@ def test_help(command: str) -> None:
 def test_help_lists_the_commands() -> None:
     process = run("--help")
     assert process.returncode == 0
-    for command in ("demo", "check", "generate", "doctor", "keys"):
+    for command in ("demo", "check", "generate", "eval", "doctor", "keys"):
         assert command in process.stdout
 
 

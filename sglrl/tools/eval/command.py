@@ -1,0 +1,148 @@
+"""The command ``sglrl eval``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+
+from ...errors import UsageError
+from ..display import print_json, quiet_warnings
+from ..options import Device, Engine, Model, Replicas, TpSize, check_target
+
+
+def evaluate(
+    model: Model,
+    input: Annotated[
+        Path,
+        typer.Option(
+            metavar="FILE",
+            exists=True,
+            dir_okay=False,
+            help="A JSON object per line, with prompt, messages or input_ids.",
+        ),
+    ],
+    output: Annotated[
+        Path, typer.Option(metavar="FILE", help="Lines with samples; a killed run continues.")
+    ],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Begin anew.")] = False,
+    n: Annotated[int, typer.Option("--samples", "-n", min=1, help="Per line.")] = 1,
+    score: Annotated[
+        str | None,
+        typer.Option(metavar="MODULE:FUNCTION", help="score(item, text) -> float or bool."),
+    ] = None,
+    k: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Of pass@k.", show_default="1, 2, 4, ... up to the samples"),
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Per sample.", show_default="128")
+    ] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 1.0,
+    top_p: Annotated[float, typer.Option(help="Smallest set of tokens this likely.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Number of likeliest tokens; -1 for all.")] = -1,
+    min_p: Annotated[float, typer.Option(help="Least probability, of the likeliest's.")] = 0.0,
+    stop: Annotated[list[str] | None, typer.Option(help="Ends the text; may be repeated.")] = None,
+    stop_token_ids: Annotated[
+        list[int] | None, typer.Option(help="Ends the text; may be repeated.")
+    ] = None,
+    stop_regex: Annotated[
+        list[str] | None, typer.Option(help="Its match ends the text; may be repeated.")
+    ] = None,
+    min_new_tokens: Annotated[int, typer.Option(help="Before these, no text ends.")] = 0,
+    frequency_penalty: Annotated[float, typer.Option(help="-2 to 2.")] = 0.0,
+    presence_penalty: Annotated[float, typer.Option(help="-2 to 2.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="0 to 2; 1 for none.")] = 1.0,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Continue after the model's end of text.")
+    ] = False,
+    json_schema: Annotated[
+        str | None, typer.Option(metavar="JSON", help="That the text must follow.")
+    ] = None,
+    regex: Annotated[str | None, typer.Option(help="That the text must match.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Makes the samples repeatable.")] = None,
+    logprobs: Annotated[
+        bool, typer.Option("--logprobs", help="Write the id and logprob of each token.")
+    ] = False,
+    template: Annotated[
+        str | None, typer.Option(metavar="JSON", help="Arguments of the chat template.")
+    ] = None,
+    concurrency: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Samples at a time.", show_default="as many as the engines run at once"
+        ),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="The summary as one JSON object.")] = False,
+    replicas: Replicas = 1,
+    tp_size: TpSize = 1,
+    device: Device = "auto",
+    engine: Engine = "sglang",
+) -> None:
+    """Sample every line of a jsonl file, score the samples, and print a summary with pass@k.
+
+    After a kill, the same command continues. Finished lines are not sampled again.
+
+    \b
+    Example:
+      sglrl eval Qwen/Qwen3-0.6B --input problems.jsonl --output results.jsonl \\
+        --samples 8 --score rewards:exact
+    """
+    from ...inference.sampling import SamplingParams
+    from .run import EvalSettings, run_eval
+    from .summary import table_of
+
+    check_target("--output", output)
+    quiet_warnings()
+    summary = run_eval(
+        EvalSettings(
+            model=model,
+            input=input,
+            output=output,
+            samples=n,
+            sampling=SamplingParams(
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                top_p=top_p,
+                top_k=top_k,
+                min_p=min_p,
+                stop=stop or (),
+                stop_token_ids=stop_token_ids or (),
+                stop_regex=stop_regex or (),
+                min_new_tokens=min_new_tokens,
+                frequency_penalty=frequency_penalty,
+                presence_penalty=presence_penalty,
+                repetition_penalty=repetition_penalty,
+                ignore_eos=ignore_eos,
+                json_schema=json_schema,
+                regex=regex,
+                seed=seed,
+            ),
+            logprobs=logprobs,
+            template=_json_object("--template", template),
+            score=score,
+            k=tuple(k or ()),
+            concurrency=concurrency,
+            replicas=replicas,
+            tp_size=tp_size,
+            device=device,
+            engine=engine,
+            overwrite=overwrite,
+        ),
+        Console(stderr=True),
+    )
+    if json:
+        print_json(msgspec.json.format(msgspec.json.encode(summary)))
+    else:
+        Console().print(table_of(summary))
+
+
+def _json_object(option: str, text: str | None) -> dict[str, Any] | None:
+    """Decode the value of an option. Raise ``UsageError`` unless it is a JSON object."""
+    try:
+        return None if text is None else msgspec.json.decode(text, type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise UsageError(f"{option} must be a JSON object, got {text!r:.200}: {error}") from None

@@ -1,0 +1,91 @@
+"""Read the items of a jsonl file. A wrong line raises before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from ...errors import InvalidRequest, UsageError
+from ...inference.prompts import check_conversation
+from ...inference.tokens import check_ids, check_text
+
+PROMPTS: Final = ("prompt", "messages", "input_ids")
+"""The fields of an item that can hold its prompt."""
+WRITTEN: Final = ("line", "samples")
+"""The fields that the output has in addition to those of the input."""
+_MOST_TOKENS: Final = 1 << 31
+"""The vocabulary is not known before the engines start. This is the limit of an int32."""
+
+
+class Item(msgspec.Struct, frozen=True):
+    """One line of the input.
+
+    Attributes:
+        line: its number, from 1.
+        place: file and line, for errors.
+        kind: the field that holds the prompt, from ``PROMPTS``.
+        fields: all fields of the line.
+    """
+
+    line: int
+    place: str
+    kind: str
+    fields: dict[str, Any]
+
+
+def read_items(path: Path) -> list[Item]:
+    """Return the items of a file with one JSON object per line. Blank lines are skipped.
+
+    Raises:
+        UsageError: a line is wrong, or there is no item. The error names the line.
+        OSError: the file cannot be read.
+    """
+    items = []
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+        if not line.strip():
+            continue
+        place = f"{path}:{number}"
+        try:
+            fields = msgspec.json.decode(line, type=dict[str, Any])
+            items.append(Item(number, place, _check(fields), fields))
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{place}: {error.message}") from None
+        # Malformed JSON, bytes that are not UTF-8, or brackets too deep.
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise InvalidRequest(f"{place}: the line is not a JSON object: {error}") from None
+    if not items:
+        raise UsageError(f"{path} has no items; write one JSON object per line")
+    return items
+
+
+def prompt_fields(fields: dict[str, Any]) -> list[str]:
+    """Return the names of the given prompts. A null counts as not given."""
+    return [name for name in PROMPTS if fields.get(name) is not None]
+
+
+def _check(fields: dict[str, Any]) -> str:
+    """Check the fields of a line. Return which of them holds the prompt."""
+    given = prompt_fields(fields)
+    if len(given) != 1:
+        what = " and ".join(given) or "none of them"
+        raise InvalidRequest(f"give exactly one of {', '.join(PROMPTS)}; got {what}")
+    for name in WRITTEN:
+        if name in fields:
+            raise InvalidRequest(f"the output has a field {name!r} of its own; rename this one")
+    (kind,) = given
+    value = fields[kind]
+    if kind == "prompt":
+        if not isinstance(value, str) or not value:
+            raise InvalidRequest(f"prompt must be text that is not empty, got {value!r:.200}")
+        check_text("prompt", value)
+    elif kind == "messages":
+        if not isinstance(value, list) or not value:
+            raise InvalidRequest(f"messages must be a list that is not empty, got {value!r:.200}")
+        check_conversation(value)
+    elif not isinstance(value, list):
+        raise InvalidRequest(f"input_ids must be a list of token ids, got {value!r:.200}")
+    else:
+        check_ids(value, _MOST_TOKENS)
+    return kind

@@ -1,0 +1,173 @@
+"""The output file: one JSON line per finished item, and a file beside it with the options.
+
+A line holds all samples of an item. So the number of its first field is enough to know what is
+finished, and no sample of a half-finished item is ever in the file. ``OUTPUT.run`` holds the
+options. It is written while the output is empty, so a kill at any moment leaves one of three
+states: an empty output, which begins anew; whole lines; or whole lines and a part of a line, which
+is removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+import msgspec
+
+from ...errors import UsageError
+from .items import Item
+
+_ANEW: Final = "begin anew with --overwrite, or name another --output"
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the summary needs of a sample.
+
+    Attributes:
+        finish_reason: as in ``Completion``.
+        tokens: number of sampled tokens.
+        score: None without ``--score``.
+    """
+
+    finish_reason: str
+    tokens: int
+    score: float | None = None
+
+
+class Sample(Outcome, frozen=True, kw_only=True, omit_defaults=True):
+    """A sample as the output holds it.
+
+    Attributes:
+        output_ids, logprobs: of each sampled token. None without ``--logprobs``.
+    """
+
+    text: str
+    output_ids: list[int] | None = None
+    logprobs: list[float] | None = None
+
+
+class ResultsFile:
+    """The output file, open and locked inside ``with``.
+
+    Args:
+        options: the options that determine the samples and scores. They must be JSON.
+        items: the items of the input.
+        overwrite: remove the results of an earlier run.
+
+    Attributes:
+        finished: the outcomes of the finished items, by the line of the item.
+
+    Raises:
+        UsageError: on entering, if another process writes the file, if the options differ from
+            those of the earlier run, or if a finished item has changed since.
+        OSError: on entering, if the file cannot be written.
+    """
+
+    def __init__(
+        self, path: Path, options: Mapping[str, Any], items: Sequence[Item], *, overwrite: bool
+    ) -> None:
+        self.path = path
+        self.finished: dict[int, list[Outcome]] = {}
+        # As a later run reads them.
+        self._options = msgspec.json.decode(msgspec.json.encode(options))
+        self._items = {item.line: item for item in items}
+        self._overwrite = overwrite
+
+    def __enter__(self) -> Self:
+        self._file = open(self.path, "a+b")
+        try:
+            self._lock()
+            if self._overwrite:
+                self._file.truncate(0)
+            beside = self.path.with_name(f"{self.path.name}.run")
+            if os.fstat(self._file.fileno()).st_size == 0:
+                text = msgspec.json.format(msgspec.json.encode(self._options))
+                beside.write_bytes(text + b"\n")
+            else:
+                self._compare_options(beside)
+                self._load()
+        except BaseException:
+            self._file.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._file.close()
+
+    def append(self, item: Item, samples: Sequence[Sample]) -> None:
+        """Write the samples of an item that is finished."""
+        record = {"line": item.line, **item.fields, "samples": samples}
+        self._file.write(msgspec.json.encode(record) + b"\n")
+        self._file.flush()
+        self.finished[item.line] = [
+            Outcome(finish_reason=s.finish_reason, tokens=s.tokens, score=s.score) for s in samples
+        ]
+
+    def _lock(self) -> None:
+        """Raise ``UsageError`` if another process has the lock. It ends with its process."""
+        # Some network file systems have no locks.
+        with contextlib.suppress(OSError):
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UsageError(
+                    f"another process is writing {self.path}; wait for it, or end it"
+                ) from None
+
+    def _compare_options(self, beside: Path) -> None:
+        try:
+            earlier = msgspec.json.decode(beside.read_bytes(), type=dict[str, Any])
+        except FileNotFoundError:
+            raise UsageError(
+                f"{self.path} exists, but not {beside}, so sglrl eval did not write it; {_ANEW}"
+            ) from None
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise UsageError(f"{beside} is damaged: {error}; {_ANEW}") from None
+        differences = [
+            f"{name} was {earlier.get(name)!r:.100} and is {self._options.get(name)!r:.100}"
+            for name in {**earlier, **self._options}
+            if earlier.get(name) != self._options.get(name)
+        ]
+        if differences:
+            raise UsageError(
+                f"{self.path} was written with other options: {'; '.join(differences)}. Use the "
+                f"same options to continue; {_ANEW}"
+            )
+
+    def _load(self) -> None:
+        """Read the finished items, and remove a part of a line at the end."""
+        end = 0
+        self._file.seek(0)
+        for number, line in enumerate(self._file, 1):
+            if not line.endswith(b"\n"):
+                break
+            self._load_line(line, f"{self.path}:{number}")
+            end += len(line)
+        self._file.truncate(end)
+
+    def _load_line(self, line: bytes, place: str) -> None:
+        try:
+            record = msgspec.json.decode(line, type=dict[str, Any])
+            index = msgspec.convert(record.pop("line"), int)
+            outcomes = msgspec.convert(record.pop("samples"), list[Outcome])
+        except (msgspec.MsgspecError, UnicodeDecodeError, KeyError) as error:
+            raise UsageError(f"{place} is not a line of sglrl eval: {error}; {_ANEW}") from None
+        item = self._items.get(index)
+        if item is None or item.fields != record:
+            raise UsageError(
+                f"{place} has the results of line {index} of the input, which has changed since; "
+                f"restore the line, or {_ANEW}"
+            )
+        if index in self.finished:
+            raise UsageError(f"{place} has the results of line {index} a second time; {_ANEW}")
+        self.finished[index] = outcomes

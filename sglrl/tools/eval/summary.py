@@ -1,0 +1,91 @@
+"""The summary of an evaluation: a struct, which ``--json`` prints, and a table made from it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from math import fsum
+
+import msgspec
+from rich.table import Table
+
+from ...core.pass_at_k import pass_at_k
+from .results import Outcome
+
+PASSED = 1.0
+"""A sample with at least this score has passed."""
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """The results of all items, including those of earlier runs.
+
+    Attributes:
+        mean_score: mean over all samples. None without ``--score``.
+        pass_at_k: by k, the mean over all items of the unbiased estimate. Empty without
+            ``--score``.
+        truncated: share of the samples that ended at their maximum length, 0..1.
+        tokens: number of sampled tokens.
+        seconds: duration of the last run, without its start.
+        tokens_per_second: sampled tokens of the last run per second. None if it sampled nothing.
+    """
+
+    items: int
+    samples: int
+    mean_score: float | None
+    pass_at_k: dict[int, float]
+    truncated: float
+    tokens: int
+    seconds: float
+    tokens_per_second: float | None
+
+
+def powers_of_two(most: int) -> tuple[int, ...]:
+    """Return 1, 2, 4, ... up to ``most``."""
+    return tuple(1 << i for i in range(most.bit_length()))
+
+
+def summarize(
+    finished: Collection[Sequence[Outcome]], ks: Sequence[int], *, new_tokens: int, seconds: float
+) -> Summary:
+    """Summarize the outcomes of the items.
+
+    Args:
+        ks: the k of pass@k. Not used without scores.
+        new_tokens: number of tokens that this run has sampled.
+        seconds: duration of this run.
+    """
+    outcomes = [outcome for item in finished for outcome in item]
+    scores = [outcome.score for outcome in outcomes if outcome.score is not None]
+    passed = [sum((o.score or 0.0) >= PASSED for o in item) for item in finished]
+    counts = [*zip(map(len, finished), passed, strict=True)]
+    # fsum, because the order of the items differs between runs and must not change the result.
+    return Summary(
+        items=len(finished),
+        samples=len(outcomes),
+        mean_score=fsum(scores) / len(scores) if scores else None,
+        pass_at_k={k: fsum(pass_at_k(n, c, k) for n, c in counts) / len(counts) for k in ks}
+        if scores
+        else {},
+        truncated=sum(o.finish_reason == "length" for o in outcomes) / len(outcomes),
+        tokens=sum(o.tokens for o in outcomes),
+        seconds=seconds,
+        tokens_per_second=new_tokens / seconds if new_tokens else None,
+    )
+
+
+def table_of(summary: Summary) -> Table:
+    """Return the summary as a table for a terminal or a log."""
+    s = summary
+    table = Table(title="sglrl eval", title_justify="left", show_header=False, min_width=40)
+    table.add_column("what", style="bold")
+    table.add_column("value")
+    table.add_row("items", f"{s.items:,}")
+    table.add_row("samples", f"{s.samples:,}")
+    if s.mean_score is not None:
+        table.add_row("mean score", f"{s.mean_score:.4f}")
+    for k, share in s.pass_at_k.items():
+        table.add_row(f"pass@{k}", f"{share:.2%}")
+    table.add_row("truncated", f"{s.truncated:.1%}")
+    table.add_row("tokens", f"{s.tokens:,}")
+    if s.tokens_per_second is not None:
+        table.add_row("tokens/s", f"{s.tokens_per_second:,.0f}, in {s.seconds:.1f} s")
+    return table
