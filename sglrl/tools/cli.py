@@ -212,6 +212,7 @@ def generate(
         prompts = [line.rstrip("\r\n") for line in sys.stdin]
         if "" in prompts:
             raise UsageError(f"line {prompts.index('') + 1} of standard input is empty")
+        _refuse_items(prompts)
     if not prompts:
         raise UsageError("there is no prompt: give one as an argument, or lines on standard input")
     inputs: dict[str, Any] = {"prompt": prompts}
@@ -303,6 +304,23 @@ def keys(
         f'  Sender.connect(client.weights_address, keys="FOLDER/{client}.secret")',
     ]
     sys.stdout.write("\n".join(lines) + "\n")
+
+
+def _refuse_items(lines: list[str]) -> None:
+    """Raise ``UsageError`` if a line is an item of a jsonl file, which is no prompt itself."""
+    from .eval.items import prompt_fields
+
+    for number, line in enumerate(lines, 1):
+        try:
+            fields = msgspec.json.decode(line, type=dict[str, Any])
+        except (msgspec.MsgspecError, UnicodeEncodeError, RecursionError):
+            continue
+        for name in prompt_fields(fields):
+            raise UsageError(
+                f"line {number} of standard input is a JSON object with {name!r}, and generate "
+                "takes lines as text; for a jsonl file use: sglrl eval MODEL --input FILE "
+                "--output FILE"
+            )
 
 
 def _as_json(prompt: str, completion: Any) -> dict[str, Any]:

@@ -627,6 +627,19 @@ def test_wrong_options_are_named(model: str, capsys: pytest.CaptureFixture[str])
     assert len(read("in.jsonl")) == 2
 
 
+@pytest.mark.parametrize("name", ["prompt", "messages", "input_ids"])
+def test_generate_sends_users_of_jsonl_to_eval(
+    model: str, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("lines").write_text(f'{{"this": "is text"}}\n{{"{name}": "a"}}\n')
+    with open("lines") as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        result = Result(["generate", model, "--engine", "fake"], capsys)
+    assert result.code == 2
+    assert f"line 2 of standard input is a JSON object with '{name}'" in result.err
+    assert "sglrl eval MODEL --input FILE" in result.err
+
+
 # --- the real engine ------------------------------------------------------------------------------
 
 
