@@ -16,6 +16,7 @@ import traceback
 import msgspec
 import numpy as np
 
+from sglrl.core.concurrency import Load
 from sglrl.errors import MessageTooLarge, ProtocolError, SglrlError
 from sglrl.transport.dropped import Dropped
 from sglrl.transport.shared_rows import RowsWriter, writer_for
@@ -57,6 +58,7 @@ A row has about half a megabyte, and a message arrives as a whole. With small me
 handles the first rows while the others are in transit.
 """
 
+_NO_LOAD = Load(-1.0)
 _REPORT_SECONDS = 0.1
 
 ENDPOINTS = [
@@ -234,32 +236,32 @@ class Mailbox:
         """True if the last report of the engine's load is at least ``_REPORT_SECONDS`` old."""
         return time.monotonic() - self._reported >= _REPORT_SECONDS
 
-    def flush(self, kv_usage: float = -1.0, waiting: int = 0, preempted: int = 0) -> None:
+    def flush(self, load: Load = _NO_LOAD) -> None:
         """Send all collected answers as one message.
 
-        The message also reports the engine's load (see ``Results`` for the arguments). Without
-        answers, ``flush`` sends the load alone every ``_REPORT_SECONDS``, because long answers
-        would delay the report. A negative ``kv_usage`` means no report.
+        The message also reports the engine's load. Without answers, ``flush`` sends the load alone
+        every ``_REPORT_SECONDS``, because long answers would delay the report. A negative
+        ``kv_usage`` means no report.
         """
-        report = kv_usage >= 0
+        report = load.kv_usage >= 0
         if self._items or (report and self.report_is_due):
             if report:
                 self._reported = time.monotonic()
             items, self._items = self._items, []
             frames, self._frames = self._frames, []
             slots, self._slots = self._slots, []
-            self._send(items, frames, slots, kv_usage, waiting, preempted)
+            self._send(items, frames, slots, load)
 
     def _send(
         self,
         items: list[Item],
         frames: list[Buffer],
         slots: list[int],
-        kv_usage: float,
-        waiting: int,
-        preempted: int,
+        load: Load,
     ) -> None:
-        head = self._encode(Results(items, kv_usage, waiting, preempted, slots))
+        head = self._encode(
+            Results(items, load.kv_usage, load.waiting, load.preempted, slots, load.step_seconds)
+        )
         if len(head) <= self._most_bytes or not items:
             self._dealer.send([head, *frames])
         elif len(items) > 1:
@@ -270,7 +272,7 @@ class Mailbox:
                 (items[:half], frames[:raw], slots[:raw]),
                 (items[half:], frames[raw:], slots[raw:]),
             ):
-                self._send(part, own, there, kv_usage, waiting, preempted)
+                self._send(part, own, there, load)
         else:
             (item,) = items
             if item.kind == ItemKind.CHUNK:
@@ -282,7 +284,7 @@ class Mailbox:
                 "fit one message (max_message_bytes)"
             )
             body = encode(ErrorBody(MessageTooLarge.__name__, what, ""))
-            self._send([Item(item.id, ItemKind.ERROR, body)], [], [], kv_usage, waiting, preempted)
+            self._send([Item(item.id, ItemKind.ERROR, body)], [], [], load)
 
     def close(self) -> None:
         self._dealer.close(linger=0.5)

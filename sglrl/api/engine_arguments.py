@@ -62,6 +62,7 @@ DTYPES = {
 
 FAKE_ARGUMENTS = {
     "tokens_per_step",
+    "request_seconds",
     "step_seconds",
     "max_running_requests",
     "vocab_size",

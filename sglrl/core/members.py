@@ -61,6 +61,7 @@ class Member:
         "returning",
         "served",
         "state",
+        "step_seconds",
         "waiting",
         "window",
     )
@@ -78,6 +79,7 @@ class Member:
         self.served = 0
         self.kv_usage = -1.0
         self.waiting = self.preempted = 0
+        self.step_seconds = 0.0
         self.calls: dict[int, Call] = {}
         self.pinned = FairQueue()
         """Calls that only this member may take."""

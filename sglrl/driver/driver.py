@@ -301,6 +301,7 @@ class Driver:
             member.kv_usage = message.kv_usage
             member.waiting = message.waiting
             member.preempted = message.preempted
+            member.step_seconds = message.step_seconds
             for listener in self._listeners:
                 listener.on_loads()
         fabric = self.fabric

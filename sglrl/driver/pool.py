@@ -119,7 +119,7 @@ class Pool:
     def loads(self) -> tuple[list[Load], int]:
         fabric = self.driver.fabric
         loads = [
-            Load(m.kv_usage, m.waiting, m.preempted)
+            Load(m.kv_usage, m.waiting, m.preempted, m.step_seconds)
             for m in fabric.members.values()
             if m.state is READY
         ]

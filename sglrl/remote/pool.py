@@ -262,7 +262,9 @@ class RemotePool:
     def loads(self) -> tuple[list[Load], int]:
         status = self.status
         loads = [
-            Load(w.kv_usage, w.waiting, w.preempted) for w in status.workers if w.state == READY
+            Load(w.kv_usage, w.waiting, w.preempted, w.step_seconds)
+            for w in status.workers
+            if w.state == READY
         ]
         return loads, status.queued
 

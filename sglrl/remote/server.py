@@ -199,6 +199,7 @@ class PoolServer(DriverListener):
                     m.kv_usage,
                     m.waiting,
                     m.preempted,
+                    m.step_seconds,
                 )
             )
         queue = self._driver.fabric.queue

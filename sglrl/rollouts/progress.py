@@ -89,6 +89,8 @@ def describe(metrics: RolloutMetrics) -> str:
         f"{metrics.samples_running} of {metrics.concurrency} running",
         f"{metrics.tokens_per_second:,.0f} tokens/s",
     ]
+    if metrics.groups_ready:
+        parts.append(f"{metrics.groups_ready} groups ready")
     if metrics.mean_staleness:
         parts.append(f"staleness {metrics.mean_staleness:.2f}")
     lost = sum(metrics.samples_lost.values())

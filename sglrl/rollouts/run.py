@@ -84,7 +84,8 @@ def rollout(
             items, or more arguments, pass ``open_session``.
         group_size: samples of each item.
         concurrency: samples at a time. None: the number that keeps the engines full, found from
-            their reports (KV cache in use, waiting requests, preempted requests).
+            their reports (KV cache in use, waiting requests, preempted requests, duration of
+            steps).
         batch_size: groups that one weight update trains on. ``batches`` yields lists of this
             length.
         max_staleness: with policy version v at most ``(v + max_staleness + 1) * batch_size`` groups

@@ -90,6 +90,7 @@ class Results(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=11):
     waiting: requests that the engine has not begun to compute.
     preempted: running requests that the engine has evicted from its KV cache since it started.
     slots: slots of shared memory (``transport/shared_rows.py``) that hold the raw frames.
+    step_seconds: duration of the engine's latest steps; 0 if the worker does not know it.
     """
 
     items: list[Item]
@@ -97,6 +98,7 @@ class Results(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=11):
     waiting: int = 0
     preempted: int = 0
     slots: list[int] = []
+    step_seconds: float = 0.0
 
 
 class Starting(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=12):

@@ -76,6 +76,7 @@ class WorkerStatus(msgspec.Struct, array_like=True, gc=False, frozen=True):
     kv_usage: float
     waiting: int
     preempted: int
+    step_seconds: float = 0.0
 
 
 class PoolStatus(msgspec.Struct, array_like=True, gc=False, frozen=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglrl.core.concurrency import INTERVAL, Concurrency, Load
+from sglrl.core.concurrency import INTERVAL, MARGIN, Concurrency, Load
 
 
 def run(limit: Concurrency, room: int, looks: int, start: float = 0.0) -> list[int]:
@@ -31,6 +31,60 @@ def test_it_fills_the_engine_and_no_more(room: int, least: int) -> None:
     assert min(settled) >= max(least, int(0.85 * room))
     assert max(settled) <= max(least, 2.2 * room + 1)
     assert len(set(settled)) == 1, "and then it rests"
+
+
+def steps(limit: Concurrency, fixed: float, each: float, looks: int) -> list[int]:
+    """Simulate an engine that admits every request. Each request makes its steps longer."""
+    seen, now = [], 0.0
+    for _ in range(looks):
+        step = fixed + each * limit.limit
+        now += max(INTERVAL, 2 * step)
+        limit.look(now, limit.limit, 0, [Load(0.1, step_seconds=step)])
+        seen.append(limit.limit)
+    return seen
+
+
+@given(st.floats(0.001, 0.1), st.floats(1e-6, 1e-3), st.integers(1, 64))
+def test_slow_steps_fill_an_engine_without_a_limit(fixed: float, each: float, least: int) -> None:
+    def speed(requests: int) -> float:
+        return requests / (fixed + each * requests)
+
+    settled = steps(Concurrency(least), fixed, each, 150)[-1]
+    assert speed(2 * settled) <= 1.06 * speed(settled), "twice as many would add little"
+    shortest = fixed + each * least
+    assert fixed + each * settled <= 20 * shortest, "and no agent is slow for nothing"
+
+
+@given(st.integers(20, 10_000), st.integers(1, 64))
+def test_a_late_load_takes_it_back(room: int, least: int) -> None:
+    """The agents prepare something before their first turn. Then all of their requests wait."""
+    limit = Concurrency(least, most=20 * room)
+    idle = run(limit, 100 * room, 60)
+    assert idle[-1] == max(least, 20 * room)
+    now = 1e3
+    for _ in range(60):
+        now += INTERVAL
+        waiting = max(0, limit.limit - room)
+        limit.look(now, limit.limit, 0, [Load(0.5, waiting)])
+    assert room <= max(limit.limit, least) <= max(least, room / (1 - 2 * MARGIN) + 2)
+
+
+def test_agents_above_the_limit_end_before_it_falls_again() -> None:
+    limit = Concurrency(10)
+    steps(limit, 0.01, 0.0, 5)
+    many = limit.limit
+    assert limit.look(1e3, many, 0, [Load(0.5, many)])
+    assert limit.limit < many
+    lower = limit.limit
+    assert not limit.look(2e3, many, 0, [Load(0.5, many)])
+    assert limit.look(3e3, lower, 0, [Load(0.5, many)])
+
+
+def test_a_short_step_is_not_compared() -> None:
+    """Steps of microseconds vary by any factor."""
+    limit = Concurrency(8)
+    assert limit.look(0.0, 8, 0, [Load(0.1, step_seconds=1e-5)])
+    assert limit.look(1.0, limit.limit, 0, [Load(0.1, step_seconds=5e-3)])
 
 
 @given(st.integers(100, 10_000))

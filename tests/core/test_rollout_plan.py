@@ -6,7 +6,7 @@ import random
 from collections import Counter
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -303,6 +303,27 @@ def started(plan: Plan, count: int) -> list[Sample]:
         assert sample is not None
         samples.append(sample)
     return samples
+
+
+@given(st.integers(1, 8), st.integers(1, 40), st.randoms(use_true_random=False))
+def test_begun_groups_are_finished_first(size: int, at_a_time: int, draw: random.Random) -> None:
+    """Samples end in any order. A group begins only if every sample of older groups was started."""
+    plan = Plan(group_size=size, ahead=1000)
+    running: list[Sample] = []
+    for _ in range(100):
+        while len(running) < at_a_time:
+            sample = plan.start()
+            if sample is None:
+                assert not any(s.state is WAITING for g in plan.live for s in g.samples)
+                plan.begin(plan.next_index, None)
+            else:
+                running.append(sample)
+        begun = [group for group in plan.live if group.state is RUNNING]
+        newest = max(begun, key=lambda group: group.index)
+        unstarted = {s.group for g in begun for s in g.samples if s.state is WAITING}
+        assert unstarted <= {newest}
+        assert len(begun) <= at_a_time
+        plan.done(running.pop(draw.randrange(len(running))), None, 0)
 
 
 def test_synchronous_training_begins_one_batch_for_each_version() -> None:

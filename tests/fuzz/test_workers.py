@@ -14,6 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from sglrl.actors.actor import Actor, endpoint, endpoints_of
+from sglrl.core.concurrency import Load
 from sglrl.errors import ProtocolError
 from sglrl.transport.memory import MemoryRouter
 from sglrl.wire.calls import CallMessage, ItemKind, Results, Shutdown, Submit
@@ -136,7 +137,7 @@ def test_an_engines_mailbox(engine: FakeEngine) -> None:
         assert not mailbox.stopped
         while engine.busy:
             engine.step()
-        mailbox.flush(engine.stats().kv_usage)
+        mailbox.flush(Load(engine.stats().kv_usage))
         answers = wire.answers()
         assert set(answers) == {good, good + 1}
         *chunks, (kind, last) = answers[good]

@@ -7,7 +7,8 @@ likeliest. Each following id is less likely by a factor of e; after the largest 
 Engine arguments:
 
 * ``tokens_per_step`` (default: all at once): new tokens of each running request per step.
-* ``step_seconds`` (default 0): duration of a step.
+* ``step_seconds`` (default 0): duration of a step without requests.
+* ``request_seconds`` (default 0): how much longer each running request makes a step.
 * ``max_running_requests`` (default: no limit): further requests wait, in the order of arrival.
 * ``vocab_size``, ``context_length``: the limits that the engine reports.
 * ``fail_start``: the start raises ``RuntimeError`` with this text.
@@ -77,6 +78,7 @@ class FakeEngine:
         self.model = spec.model
         self.tokens_per_step = int(options.get("tokens_per_step", 1 << 30))
         self.step_seconds = float(options.get("step_seconds", 0.0))
+        self.request_seconds = float(options.get("request_seconds", 0.0))
         self.most_running = int(options.get("max_running_requests", 1 << 30))
         self.vocab_size = int(options.get("vocab_size", 1 << 17))
         self.context_length = int(options.get("context_length", 32_768))
@@ -182,8 +184,9 @@ class FakeEngine:
         self.mailbox.put_value(id_, None)
 
     def step(self) -> None:
-        if self.step_seconds:
-            time.sleep(self.step_seconds)
+        running = min(len(self.requests), self.most_running)
+        if seconds := self.step_seconds + running * self.request_seconds:
+            time.sleep(seconds)
         if self.hang_file is not None:
             self._hang_if_told(self.hang_file)
         finished = []

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from typing import Protocol
 
+from sglrl.core.concurrency import Load
 from sglrl.core.hangs import PAUSED
 from sglrl.wire.calls import Heartbeat
 from sglrl.wire.processes import EngineSpec, WorkerSpec
@@ -43,12 +45,15 @@ def run_engine(spec: WorkerSpec, body: EngineSpec, engine: SteppingEngine) -> No
     mailbox.starting("fake engine")
     start_heartbeats(spec, lambda: Heartbeat(mailbox.progress, PAUSED if engine.paused else ""))
     mailbox.ready(body.window, engine.info())
+    seconds = 0.0
     while not mailbox.stopped:
         mailbox.receive(engine)
         if engine.busy:
+            begun = time.monotonic()
             engine.step()
+            seconds = time.monotonic() - begun
         stats = engine.stats()
-        mailbox.flush(stats.kv_usage, stats.waiting)
+        mailbox.flush(Load(stats.kv_usage, stats.waiting, 0, seconds))
         if not engine.busy:
             mailbox.wait(IDLE_WAIT)
     mailbox.close()

@@ -18,6 +18,7 @@ from sglang.srt.managers.io_struct import (
     TokenizedGenerateReqInput,
 )
 
+from sglrl.core.concurrency import Load
 from sglrl.errors import InvalidRequest
 from sglrl.wire.calls import ItemKind
 from sglrl.wire.engine import (
@@ -419,7 +420,8 @@ class Adapter:
         used, capacity = self.scheduler.kv_tokens()
         usage = used / capacity if capacity else -1.0
         waiting = self.scheduler.sglrl_waiting()
-        self.mailbox.flush(usage, waiting, self.scheduler.sglrl_preempted)
+        scheduler = self.scheduler
+        self.mailbox.flush(Load(usage, waiting, scheduler.sglrl_preempted, scheduler.sglrl_pace))
 
     def _return(self, id_: int, request: TrackedRequest, output: Any, i: int) -> None:
         """Send the last tokens of a request."""
