@@ -33,6 +33,7 @@ from .report import (
 
 _PARTS = "bench.rollout_parts"
 _PREFIX = "bench.prefix_parts"
+_DEPTH = "bench.depth_parts"
 _LIMIT = 600.0
 _TURNS = 5
 _OURS = "sglrl.rollout"
@@ -41,6 +42,8 @@ _HTTP = "gather over HTTP"
 _BARE = "client.generate, one turn"
 _BESIDE = "beside a program that computes"
 _ADAPTS = "as it adapts"
+_PLACES = "engines with {} places"
+_SLOWER = "engines that every request slows down"
 _TOOL_SECONDS = (0.01, 0.05)
 
 
@@ -139,6 +142,21 @@ def _fake(
     }
     plan.append((_BESIDE, _PARTS, "beside", beside))
     plan.append(("busy", _PARTS, "busy", busy))
+    depth = {
+        "items": 60 if quick else 600,
+        "group_size": 8,
+        "batch": 16 if quick else 64,
+        "turns": 4,
+        "tool": (0.02, 0.1),
+        "replicas": replicas,
+    }
+    engines = {
+        _PLACES.format(busy["places"]): {"max_running_requests": busy["places"]},
+        _SLOWER: {"request_seconds": 0.0005},
+    }
+    for name, engine in engines.items():
+        steps_of = {"step_seconds": 0.02, "tokens_per_step": 8}
+        plan.append((name, _DEPTH, "fake", depth | {"engine": steps_of | engine}))
 
     results: dict[str, Any] = {}
     failed: dict[str, str] = {}
@@ -159,13 +177,18 @@ def _fake(
         _print_beside(results[_BESIDE]["ways"], beside)
     if "busy" in results:
         _print_busy(results["busy"], busy)
+    measured = [name for name in engines if name in results]
+    for name in measured:
+        _print_depth(name, results[name], depth)
     targets = _targets(results, away, peers)
+    for name in measured:
+        targets += _depth_targets(name, results[name])
     print_targets(targets)
     document = {
         "bench": "rollout",
         "case": "fake",
         "machine": info,
-        "options": {"cost": load, "busy": busy},
+        "options": {"cost": load, "busy": busy, "depth": depth},
         "results": results,
         "failed": failed,
     }
@@ -257,6 +280,50 @@ def _print_busy(result: dict[str, Any], options: dict[str, Any]) -> None:
             for name, way in result["ways"].items()
         ],
     )
+
+
+def _print_depth(engines: str, result: dict[str, Any], options: dict[str, Any]) -> None:
+    table(
+        f"{engines}: {options['items']} items, {options['group_size']} samples each, "
+        f"{options['turns']} turns a sample; a batch has {options['batch']} groups",
+        (
+            "samples at a time",
+            "first group s",
+            "first batch s",
+            "all groups s",
+            "most samples at a time",
+            "tokens/s",
+        ),
+        [
+            (
+                name,
+                number(way["first_group_s"]),
+                number(way["first_batch_s"]),
+                number(way["seconds"]),
+                number(way["most_running"]),
+                number(way["tokens_per_s"]),
+            )
+            for name, way in result["ways"].items()
+        ],
+    )
+
+
+def _depth_targets(engines: str, result: dict[str, Any]) -> list[Target]:
+    return [
+        Target(
+            f"{engines}: engines busy between the first and the last batch",
+            0.95,
+            result["busy"],
+            "",
+        ),
+        Target(
+            f"{engines}: first batch, times one batch alone",
+            2.0,
+            result["first_batch"],
+            "",
+            at_most=True,
+        ),
+    ]
 
 
 def _targets(results: dict[str, Any], away: str, peers: bool) -> list[Target]:

@@ -259,9 +259,17 @@ class Mailbox:
         slots: list[int],
         load: Load,
     ) -> None:
-        head = self._encode(
-            Results(items, load.kv_usage, load.waiting, load.preempted, slots, load.step_seconds)
+        results = Results(
+            items,
+            load.kv_usage,
+            load.waiting,
+            load.preempted,
+            slots,
+            load.step_seconds,
+            load.shortest_step,
+            load.request_steps,
         )
+        head = self._encode(results)
         if len(head) <= self._most_bytes or not items:
             self._dealer.send([head, *frames])
         elif len(items) > 1:

@@ -19,14 +19,14 @@ from typing import Final, NamedTuple
 
 FULL: Final = 0.9
 """KV usage from which an engine counts as full."""
-SLOW: Final = 10.0
-"""An engine counts as full when its steps take this many times its shortest step.
+SLOW: Final = 8.0
+"""The engines are full when their steps take this many times their shortest step, on average.
 
 A step takes a fixed time and a time for each request. At this factor, twice as many requests would
-add 5 % to the tokens per second. At twice this factor, the limit falls.
+add 7 % to the tokens per second. At twice this factor, the limit falls.
 """
-SHORTEST: Final = 0.001
-"""Seconds. A step that is shorter counts as this long: its duration is mostly noise."""
+SHORTEST: Final = 0.005
+"""Seconds. A shorter step counts as this long, because other programs may delay it that much."""
 MARGIN: Final = 0.2
 """Share of the agents whose requests may wait, so that an engine finds one when another ends. If
 twice as many wait, the limit falls."""
@@ -36,8 +36,11 @@ SLOW_START: Final = 2.0
 """Growth factor of the limit until the engines have been full once, or are half as slow as that."""
 BACK_OFF: Final = 0.8
 INTERVAL: Final = 0.25
-"""Seconds between two changes. A change must take effect before the next change, so an interval is
-at least twice as long as the engines' steps."""
+"""Seconds between two changes, at least. A change must take effect before the next change. So the
+engines also compute at least one step for each agent between two changes."""
+STEPS: Final = 4
+"""Number of the engines' steps between two changes, at least. A new request joins the next step,
+and its effect is reported after that step."""
 
 
 class Load(NamedTuple):
@@ -47,13 +50,23 @@ class Load(NamedTuple):
         kv_usage: 0..1, or -1 if the engine does not report it.
         waiting: number of requests that the engine has not begun to compute.
         preempted: number of requests removed from the KV cache since the start of the engine.
-        step_seconds: duration of its latest steps, or 0 if it is not known.
+        step_seconds: mean duration of its latest steps, or 0 if it is not known.
+        shortest_step: duration of its shortest steps in seconds, or 0 if it is not known.
+        request_steps: number of requests in all steps of the engine, each in each of its steps; 0
+            if it is not known.
     """
 
     kv_usage: float
     waiting: int = 0
     preempted: int = 0
     step_seconds: float = 0.0
+    shortest_step: float = 0.0
+    request_steps: int = 0
+
+    @property
+    def slowness(self) -> float:
+        """The latest steps' duration in units of the shortest step, or 0 if it is not known."""
+        return self.step_seconds / max(self.shortest_step, SHORTEST) if self.shortest_step else 0.0
 
 
 class Concurrency:
@@ -67,8 +80,8 @@ class Concurrency:
         self._growth = SLOW_START
         self._decided_at = float("-inf")
         self._preempted: int | None = None
-        self._shortest = float("inf")
-        """The shortest step of any engine."""
+        self._done = 0
+        """The requests in all steps until the last decision."""
         self._spare = 1 << 30
         """Number of requests that have waited all the time since the last decision."""
 
@@ -93,17 +106,21 @@ class Concurrency:
         if not loads:
             return False
         self._spare = min(self._spare, queued + len(loads) * min(load.waiting for load in loads))
-        steps = [max(load.step_seconds, SHORTEST) for load in loads if load.step_seconds]
-        self._shortest = min([self._shortest, *steps])
-        interval = max([INTERVAL, *(2 * seconds for seconds in steps)])
+        interval = max(INTERVAL, *(STEPS * load.step_seconds for load in loads))
         if now - self._decided_at < interval or in_use != self.limit:
             # Agents below the limit need no higher one. Agents above it must end first.
             return False
+        done = sum(load.request_steps for load in loads)
+        if done and self._done <= done < self._done + in_use:
+            # New agents may still prepare their first turn, or wait for its prefill.
+            return False
+        self._done = done
         spare, self._spare = self._spare, 1 << 30
-        slowness = min(load.step_seconds for load in loads) / self._shortest
+        slowness = sum(load.slowness for load in loads) / len(loads)
         if slowness >= SLOW / 2:
             self._growth = STEP
-        if not (queued or all(self._is_full(load) for load in loads)):
+        full = all(load.kv_usage >= FULL or load.waiting > 0 for load in loads)
+        if not (full or queued or slowness >= SLOW):
             return self._set(min(self.most, int(self.limit * self._growth) + 1), now, grown=True)
         self._growth = STEP
         self._decided_at = now
@@ -115,10 +132,6 @@ class Concurrency:
         else:
             return False
         return self._set(max(self.least, lower), now, grown=False)
-
-    def _is_full(self, load: Load) -> bool:
-        slow = load.step_seconds >= SLOW * self._shortest
-        return load.kv_usage >= FULL or load.waiting > 0 or slow
 
     def _set(self, limit: int, now: float, *, grown: bool) -> bool:
         self._decided_at = now

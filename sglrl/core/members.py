@@ -58,8 +58,10 @@ class Member:
         "load",
         "pinned",
         "preempted",
+        "request_steps",
         "returning",
         "served",
+        "shortest_step",
         "state",
         "step_seconds",
         "waiting",
@@ -79,7 +81,8 @@ class Member:
         self.served = 0
         self.kv_usage = -1.0
         self.waiting = self.preempted = 0
-        self.step_seconds = 0.0
+        self.step_seconds = self.shortest_step = 0.0
+        self.request_steps = 0
         self.calls: dict[int, Call] = {}
         self.pinned = FairQueue()
         """Calls that only this member may take."""

@@ -302,6 +302,8 @@ class Driver:
             member.waiting = message.waiting
             member.preempted = message.preempted
             member.step_seconds = message.step_seconds
+            member.shortest_step = message.shortest_step
+            member.request_steps = message.request_steps
             for listener in self._listeners:
                 listener.on_loads()
         fabric = self.fabric

@@ -119,7 +119,14 @@ class Pool:
     def loads(self) -> tuple[list[Load], int]:
         fabric = self.driver.fabric
         loads = [
-            Load(m.kv_usage, m.waiting, m.preempted, m.step_seconds)
+            Load(
+                m.kv_usage,
+                m.waiting,
+                m.preempted,
+                m.step_seconds,
+                m.shortest_step,
+                m.request_steps,
+            )
             for m in fabric.members.values()
             if m.state is READY
         ]

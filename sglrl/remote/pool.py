@@ -262,7 +262,14 @@ class RemotePool:
     def loads(self) -> tuple[list[Load], int]:
         status = self.status
         loads = [
-            Load(w.kv_usage, w.waiting, w.preempted, w.step_seconds)
+            Load(
+                w.kv_usage,
+                w.waiting,
+                w.preempted,
+                w.step_seconds,
+                w.shortest_step,
+                w.request_steps,
+            )
             for w in status.workers
             if w.state == READY
         ]

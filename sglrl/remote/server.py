@@ -200,6 +200,8 @@ class PoolServer(DriverListener):
                     m.waiting,
                     m.preempted,
                     m.step_seconds,
+                    m.shortest_step,
+                    m.request_steps,
                 )
             )
         queue = self._driver.fabric.queue

@@ -90,7 +90,9 @@ class Results(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=11):
     waiting: requests that the engine has not begun to compute.
     preempted: running requests that the engine has evicted from its KV cache since it started.
     slots: slots of shared memory (``transport/shared_rows.py``) that hold the raw frames.
-    step_seconds: duration of the engine's latest steps; 0 if the worker does not know it.
+    step_seconds: mean duration of the engine's latest steps; 0 if the worker does not know it.
+    shortest_step: seconds of its shortest steps; 0 if the worker does not know it.
+    request_steps: number of requests in all steps of the engine, each in each of its steps.
     """
 
     items: list[Item]
@@ -99,6 +101,8 @@ class Results(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=11):
     preempted: int = 0
     slots: list[int] = []
     step_seconds: float = 0.0
+    shortest_step: float = 0.0
+    request_steps: int = 0
 
 
 class Starting(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=12):

@@ -77,6 +77,8 @@ class WorkerStatus(msgspec.Struct, array_like=True, gc=False, frozen=True):
     waiting: int
     preempted: int
     step_seconds: float = 0.0
+    shortest_step: float = 0.0
+    request_steps: int = 0
 
 
 class PoolStatus(msgspec.Struct, array_like=True, gc=False, frozen=True):

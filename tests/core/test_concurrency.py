@@ -36,23 +36,24 @@ def test_it_fills_the_engine_and_no_more(room: int, least: int) -> None:
 def steps(limit: Concurrency, fixed: float, each: float, looks: int) -> list[int]:
     """Simulate an engine that admits every request. Each request makes its steps longer."""
     seen, now = [], 0.0
+    shortest = fixed + each * limit.limit
     for _ in range(looks):
         step = fixed + each * limit.limit
         now += max(INTERVAL, 2 * step)
-        limit.look(now, limit.limit, 0, [Load(0.1, step_seconds=step)])
+        limit.look(now, limit.limit, 0, [Load(0.1, 0, 0, step, shortest)])
         seen.append(limit.limit)
     return seen
 
 
-@given(st.floats(0.001, 0.1), st.floats(1e-6, 1e-3), st.integers(1, 64))
+@given(st.floats(0.005, 0.1), st.floats(1e-6, 1e-3), st.integers(1, 64))
 def test_slow_steps_fill_an_engine_without_a_limit(fixed: float, each: float, least: int) -> None:
     def speed(requests: int) -> float:
         return requests / (fixed + each * requests)
 
     settled = steps(Concurrency(least), fixed, each, 150)[-1]
-    assert speed(2 * settled) <= 1.06 * speed(settled), "twice as many would add little"
+    assert speed(2 * settled) <= 1.07 * speed(settled), "twice as many would add little"
     shortest = fixed + each * least
-    assert fixed + each * settled <= 20 * shortest, "and no agent is slow for nothing"
+    assert fixed + each * settled <= 16 * shortest, "and no agent is slow for nothing"
 
 
 @given(st.integers(20, 10_000), st.integers(1, 64))
@@ -69,6 +70,16 @@ def test_a_late_load_takes_it_back(room: int, least: int) -> None:
     assert room <= max(limit.limit, least) <= max(least, room / (1 - 2 * MARGIN) + 2)
 
 
+def test_the_engines_work_for_new_agents_before_more_start() -> None:
+    limit = Concurrency(8)
+    assert limit.look(0.0, 8, 0, [Load(0.1, request_steps=40), Load(0.1, request_steps=2)])
+    assert limit.limit == 17
+    assert not limit.look(9.0, 17, 0, [Load(0.1, request_steps=55), Load(0.1, request_steps=3)])
+    assert limit.look(9.1, 17, 0, [Load(0.1, request_steps=56), Load(0.1, request_steps=3)])
+    # A replacement counts from zero.
+    assert limit.look(9.9, limit.limit, 0, [Load(0.1, request_steps=5), Load(0.1)])
+
+
 def test_agents_above_the_limit_end_before_it_falls_again() -> None:
     limit = Concurrency(10)
     steps(limit, 0.01, 0.0, 5)
@@ -81,10 +92,10 @@ def test_agents_above_the_limit_end_before_it_falls_again() -> None:
 
 
 def test_a_short_step_is_not_compared() -> None:
-    """Steps of microseconds vary by any factor."""
+    """On a busy machine, steps of microseconds vary by any factor."""
     limit = Concurrency(8)
-    assert limit.look(0.0, 8, 0, [Load(0.1, step_seconds=1e-5)])
-    assert limit.look(1.0, limit.limit, 0, [Load(0.1, step_seconds=5e-3)])
+    assert limit.look(0.0, 8, 0, [Load(0.1, 0, 0, 1e-5, 1e-5)])
+    assert limit.look(1.0, limit.limit, 0, [Load(0.1, 0, 0, 0.03, 1e-5)])
 
 
 @given(st.integers(100, 10_000))

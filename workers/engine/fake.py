@@ -89,6 +89,7 @@ class FakeEngine:
         """Answers to requests that arrived while the engine was paused and that need no step."""
         self.generated = 0
         self.prompted = 0
+        self.request_steps = 0
         self.begun = time.monotonic()
         table = -(np.arange(self.context_length, dtype=np.float32) + 1) / 1024
         self.table = table.astype("<f4").tobytes()
@@ -154,6 +155,7 @@ class FakeEngine:
             self._when_running(id_, partial(self.mailbox.put_row, id_, TokenChunk(b""), row))
 
     def _when_running(self, id_: int, answer: Callable[[], None]) -> None:
+        self.request_steps += 1
         if self.paused:
             self.later[id_] = answer
         else:
@@ -185,6 +187,7 @@ class FakeEngine:
 
     def step(self) -> None:
         running = min(len(self.requests), self.most_running)
+        self.request_steps += running
         if seconds := self.step_seconds + running * self.request_seconds:
             time.sleep(seconds)
         if self.hang_file is not None:

@@ -13,6 +13,7 @@ from sglrl.wire.processes import EngineSpec, WorkerSpec
 from ..heartbeat import start_heartbeats
 from ..mailbox import Mailbox
 from .protocol import Engine
+from .step_clock import StepClock
 
 IDLE_WAIT = 10.0
 """Maximum seconds that an idle loop blocks. A message ends the wait at once."""
@@ -28,6 +29,8 @@ class SteppingEngine(Engine, Protocol):
 
     mailbox: Mailbox
     paused: bool
+    request_steps: int
+    """Number of requests in all steps: each request counts once in each of its steps."""
 
     @property
     def busy(self) -> bool:
@@ -45,15 +48,17 @@ def run_engine(spec: WorkerSpec, body: EngineSpec, engine: SteppingEngine) -> No
     mailbox.starting("fake engine")
     start_heartbeats(spec, lambda: Heartbeat(mailbox.progress, PAUSED if engine.paused else ""))
     mailbox.ready(body.window, engine.info())
-    seconds = 0.0
+    steps = StepClock()
     while not mailbox.stopped:
         mailbox.receive(engine)
         if engine.busy:
             begun = time.monotonic()
             engine.step()
-            seconds = time.monotonic() - begun
+            steps.add(time.monotonic() - begun)
         stats = engine.stats()
-        mailbox.flush(Load(stats.kv_usage, stats.waiting, 0, seconds))
+        mailbox.flush(
+            Load(stats.kv_usage, stats.waiting, 0, steps.mean, steps.shortest, engine.request_steps)
+        )
         if not engine.busy:
             mailbox.wait(IDLE_WAIT)
     mailbox.close()

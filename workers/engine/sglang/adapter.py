@@ -412,6 +412,7 @@ class Adapter:
                 else:
                     rows.put(self.mailbox, id_, rid, query.cached, version)
             self.mailbox.progress += 1
+            self.scheduler.sglrl_request_steps += len(queries)
             self._flush()
 
         return send
@@ -420,8 +421,17 @@ class Adapter:
         used, capacity = self.scheduler.kv_tokens()
         usage = used / capacity if capacity else -1.0
         waiting = self.scheduler.sglrl_waiting()
-        scheduler = self.scheduler
-        self.mailbox.flush(Load(usage, waiting, scheduler.sglrl_preempted, scheduler.sglrl_pace))
+        scheduler, steps = self.scheduler, self.scheduler.sglrl_steps
+        self.mailbox.flush(
+            Load(
+                usage,
+                waiting,
+                scheduler.sglrl_preempted,
+                steps.mean,
+                steps.shortest,
+                scheduler.sglrl_request_steps,
+            )
+        )
 
     def _return(self, id_: int, request: TrackedRequest, output: Any, i: int) -> None:
         """Send the last tokens of a request."""

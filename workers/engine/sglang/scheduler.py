@@ -31,6 +31,7 @@ from sglrl.core.hangs import PAUSED, PREFILL, WEIGHTS
 from sglrl.wire.calls import Heartbeat
 
 from ..loop import IDLE_WAIT
+from ..step_clock import StepClock
 from . import compat, resume
 from .accelerations.queries import Queries, is_query
 from .adapter import Adapter
@@ -90,17 +91,19 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
         self.sglrl_queries: Queries | None = None
         """Answers next-token queries; None if this acceleration is off."""
         self.sglrl_version = 0
-        self.sglrl_pace = 0.0
-        """Seconds of a decode step: the shorter one of the last two steps. 0 before there are two.
+        self.sglrl_step_seconds = 0.0
+        """Duration of a decode step: the shorter one of the last two steps.
 
         One of the two may have been a prefill. While weights are received, steps take 1.5 times as
         long.
         """
-        self.sglrl_step_seconds = 0.0
-        """The pace, but at most ``_LONGEST_STEP``."""
+        self.sglrl_steps = StepClock()
+        """Counts all steps, prefills included, as long as the engine is not idle."""
+        self.sglrl_request_steps = 0
+        self._sglrl_idle = True
+        """Whether the engine has been idle since the last step was launched."""
         self._sglrl_last_step = 0.0
         self._sglrl_launched = 0.0
-        """When the last step was launched; 0 if the engine has been idle since."""
         self._sglrl_processed = 0
         self.sglrl_preempted = 0
         self._sglrl_launches = 0
@@ -154,7 +157,7 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
         """
         if self.sglrl_adapter is not None and not self.sglrl_adapter.pending:
             self.sglrl_adapter.mailbox.wait(IDLE_WAIT)
-            self._sglrl_launched = 0.0
+            self._sglrl_idle = True
 
     def process_input_requests(self, recv_reqs: list[Any]) -> None:
         theirs: list[Any] = []
@@ -234,13 +237,15 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
 
     def run_batch(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         now = time.monotonic()
-        # The time since the last launch is no step if the engine was idle in it.
-        took = now - self._sglrl_launched if self._sglrl_launched else self._sglrl_last_step
+        if not self._sglrl_idle:
+            self.sglrl_steps.add(now - self._sglrl_launched)
+        self._sglrl_idle = False
+        took = min(now - self._sglrl_launched, _LONGEST_STEP)
         self._sglrl_launched = now
-        self.sglrl_pace = min(took, self._sglrl_last_step)
-        self.sglrl_step_seconds = min(self.sglrl_pace, _LONGEST_STEP)
+        self.sglrl_step_seconds = min(took, self._sglrl_last_step)
         self._sglrl_last_step = took
         self._sglrl_launches += 1
+        self.sglrl_request_steps += len(batch.reqs)
         if self.sglrl_weights is not None:
             self.sglrl_weights.go_on()
         if self._sglrl_launches == 1 and self.device == "cpu":
