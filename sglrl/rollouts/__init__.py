@@ -18,14 +18,16 @@ from ..sessions.trajectory_files import load, save, to_jsonl
 from ..sessions.turn import TrajectoryTiming, Turn
 from .dataset import session_arguments
 from .group import Group
-from .metrics import RolloutMetrics
+from .metrics import Distribution, RolloutMetrics, StepMetrics
 from .run import Rollout, rollout
 
 __all__ = [
+    "Distribution",
     "Group",
     "Rollout",
     "RolloutMetrics",
     "Session",
+    "StepMetrics",
     "Trajectory",
     "TrajectoryTiming",
     "Turn",

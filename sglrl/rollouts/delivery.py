@@ -95,6 +95,8 @@ class Delivery:
         if self._closed:
             return []
         found, self._partial = self._partial[:n], self._partial[n:]
+        if found:
+            self._metrics.count_delivery()
         return found
 
     async def _wait_for(self, n: int, timeout: float | None) -> None:
@@ -169,7 +171,7 @@ class Delivery:
             made = self._made(group)
             # Samples and group refer to each other. This saves the garbage collector some work.
             group.samples.clear()
-            self._metrics.count_delivered(plan.version - group.oldest)
+            self._metrics.count_taken(made, plan.version - group.oldest)
             self._partial.append(made)
         return len(self._partial) >= n
 

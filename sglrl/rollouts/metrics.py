@@ -5,19 +5,75 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from typing import Final
+from collections.abc import Iterator
+from typing import Any, Final
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
-from ..core.rollout_plan import Plan
+from ..core.rollout_plan import GIVEN_UP, STALE, Plan
+from .group import Group
 from .sample_limit import SampleLimit
 
 _RECENT: Final = 256
 """Number of samples for the mean reward."""
+_TRAJECTORIES: Final = 1024
+"""Number of delivered trajectories for distributions, and of delivered groups for their spread."""
+_TURNS: Final = 4096
+"""Number of turns for distributions."""
+_LOSSES: Final = ("error", "timeout", STALE, GIVEN_UP)
+"""The reasons for the loss of a sample."""
+
+
+class Distribution(msgspec.Struct, frozen=True, kw_only=True):
+    """The distribution of some values. All attributes are NaN if there are no values.
+
+    Attributes:
+        p50, p90, p99: percentiles, interpolated between the nearest values.
+    """
+
+    mean: float = math.nan
+    p50: float = math.nan
+    p90: float = math.nan
+    p99: float = math.nan
+    max: float = math.nan
+
+
+class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
+    """The differences of totals between the two latest deliveries of groups, or since the begin.
+
+    A delivery is a ``take``, a list of ``batches()`` or one group of a loop. All values are 0
+    before the first delivery.
+
+    Attributes:
+        samples_lost: for any reason.
+        seconds: the time between the deliveries.
+        Others: see ``RolloutMetrics``.
+    """
+
+    groups_taken: int = 0
+    groups_filtered: int = 0
+    groups_dropped: int = 0
+    samples_done: int = 0
+    samples_retried: int = 0
+    samples_lost: int = 0
+    turns: int = 0
+    generated_tokens: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    seconds: float = 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.generated_tokens / self.seconds if self.seconds else 0.0
 
 
 class RolloutMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """The progress of a run. Counts are totals, and times are in seconds.
+
+    Distributions and shares describe delivered trajectories: the latest 1,024 trajectories, groups
+    and the latest 4,096 turns. They are NaN without any.
 
     Attributes:
         groups_taken: groups that were delivered.
@@ -32,8 +88,17 @@ class RolloutMetrics(msgspec.Struct, frozen=True, kw_only=True):
         turns, generated_tokens, prompt_tokens, cached_tokens: of all turns. Cached tokens are
             prompt tokens that came from the prefix cache.
         mean_reward: over the last 256 samples; NaN without any.
+        reward_std: standard deviation of the rewards of delivered trajectories.
+        group_reward_std: mean over the groups of the standard deviation within the group. Near 0,
+            the groups have little to learn from.
         mean_staleness: of the delivered groups, in policy versions.
+        response_tokens: length of a response, with observations.
+        truncated: share of the trajectories whose last turn ended at its token limit
+            (``finish_reason`` "length").
+        turn_seconds: duration of a turn.
+        tool_seconds: time between two turns of a trajectory.
         seconds: since the run began.
+        step: the differences of the totals between the two latest deliveries.
     """
 
     groups_taken: int
@@ -53,10 +118,75 @@ class RolloutMetrics(msgspec.Struct, frozen=True, kw_only=True):
     mean_reward: float
     mean_staleness: float
     seconds: float
+    reward_std: float = math.nan
+    group_reward_std: float = math.nan
+    response_tokens: Distribution = Distribution()
+    truncated: float = math.nan
+    turn_seconds: Distribution = Distribution()
+    tool_seconds: Distribution = Distribution()
+    step: StepMetrics = StepMetrics()
 
     @property
     def tokens_per_second(self) -> float:
         return self.generated_tokens / self.seconds if self.seconds else 0.0
+
+    def flat(self, prefix: str = "rollout/") -> dict[str, float]:
+        """Return all metrics as numbers, for loggers such as W&B and TensorBoard.
+
+        The keys are the same in every call. Parts are joined with "/", as in
+        "rollout/turn_seconds/p90". Values without data are NaN.
+        """
+        lost = {reason: self.samples_lost.get(reason, 0) for reason in _LOSSES}
+        rates = {"tokens_per_second": self.tokens_per_second}
+        step_rates = {"step/tokens_per_second": self.step.tokens_per_second}
+        found = msgspec.structs.asdict(self) | {"samples_lost": lost} | rates | step_rates
+        return {
+            prefix + name.replace(" ", "_"): float(value) for name, value in _numbers("", found)
+        }
+
+
+def _numbers(path: str, values: dict[str, object]) -> Iterator[tuple[str, float]]:
+    """Yield the numbers in nested values, with their paths."""
+    for name, value in values.items():
+        if isinstance(value, msgspec.Struct):
+            yield from _numbers(f"{path}{name}/", msgspec.structs.asdict(value))
+        elif isinstance(value, dict):
+            yield from _numbers(f"{path}{name}/", value)
+        else:
+            assert isinstance(value, (int, float)), name
+            yield path + name, value
+
+
+class _Latest:
+    """The latest values, at most ``count``."""
+
+    def __init__(self, count: int) -> None:
+        self._values: NDArray[np.float64] = np.zeros(count)
+        self._added = 0
+
+    def add(self, value: float) -> None:
+        self._values[self._added % len(self._values)] = value
+        self._added += 1
+
+    @property
+    def values(self) -> NDArray[np.float64]:
+        """The values, in any order."""
+        return self._values[: self._added]
+
+    @property
+    def mean(self) -> float:
+        return float(self.values.mean()) if self._added else math.nan
+
+    @property
+    def std(self) -> float:
+        return float(self.values.std()) if self._added else math.nan
+
+    def distribution(self) -> Distribution:
+        if not self._added:
+            return Distribution()
+        values = self.values
+        p50, p90, p99 = np.percentile(values, (50, 90, 99)).tolist()
+        return Distribution(mean=self.mean, p50=p50, p90=p90, p99=p99, max=float(values.max()))
 
 
 class MetricsRecorder:
@@ -72,6 +202,15 @@ class MetricsRecorder:
         self._rewards: deque[float] = deque(maxlen=_RECENT)
         self._staleness = 0
         """Sum of the staleness of the delivered groups."""
+        self._all_rewards = _Latest(_TRAJECTORIES)
+        self._group_stds = _Latest(_TRAJECTORIES)
+        self._lengths = _Latest(_TRAJECTORIES)
+        self._truncated = _Latest(_TRAJECTORIES)
+        self._turn_seconds = _Latest(_TURNS)
+        self._tool_seconds = _Latest(_TURNS)
+        self._step = StepMetrics()
+        self._delivered: dict[str, Any] = {}
+        """The totals at the latest delivery."""
         self._begun_at: float | None = None
         self._ended_at: float | None = None
 
@@ -98,30 +237,64 @@ class MetricsRecorder:
     def count_reward(self, reward: float) -> None:
         self._rewards.append(reward)
 
-    def count_delivered(self, staleness: int) -> None:
+    def count_taken(self, group: Group, staleness: int) -> None:
+        """Record a group that a consumer has taken, or is about to take with others."""
         self._staleness += staleness
+        rewards = [trajectory.reward for trajectory in group.trajectories]
+        mean = sum(rewards) / len(rewards)
+        self._group_stds.add(math.sqrt(sum((r - mean) ** 2 for r in rewards) / len(rewards)))
+        for trajectory in group.trajectories:
+            self._all_rewards.add(trajectory.reward)
+            self._lengths.add(len(trajectory.response_ids))
+            turns = trajectory.turns
+            self._truncated.add(bool(turns) and turns[-1].finish_reason == "length")
+            for turn in turns:
+                self._turn_seconds.add(turn.seconds)
+            for turn in turns[1:]:
+                self._tool_seconds.add(turn.seconds_before)
+
+    def count_delivery(self) -> None:
+        """End a step: the consumer gets groups now."""
+        totals = self._totals()
+        totals["samples_lost"] = self._plan.lost.total()
+        before, self._delivered = self._delivered, totals
+        self._step = StepMetrics(**{name: totals[name] - before.get(name, 0) for name in totals})
+
+    def _totals(self) -> dict[str, Any]:
+        """Return the totals of which ``StepMetrics`` has differences."""
+        plan = self._plan
+        until = self._ended_at or time.monotonic()
+        return {
+            "groups_taken": plan.taken,
+            "groups_filtered": plan.filtered,
+            "groups_dropped": plan.dropped,
+            "samples_done": plan.samples_done,
+            "samples_retried": plan.retried,
+            "turns": self._turns,
+            "generated_tokens": self._new_bytes // 4,
+            "prompt_tokens": self._prompt_bytes // 4,
+            "cached_tokens": self._cached,
+            "seconds": 0.0 if self._begun_at is None else until - self._begun_at,
+        }
 
     def snapshot(self) -> RolloutMetrics:
         plan = self._plan
         # Samples that run when the run ends are neither done nor lost.
         runs = self._ended_at is None
-        until = self._ended_at or time.monotonic()
         return RolloutMetrics(
-            groups_taken=plan.taken,
-            groups_filtered=plan.filtered,
-            groups_dropped=plan.dropped,
+            **self._totals(),
             groups_ready=len(plan.ready),
             groups_running=len(plan.live) - len(plan.ready) if runs else 0,
-            samples_done=plan.samples_done,
             samples_running=plan.running if runs else 0,
-            samples_retried=plan.retried,
             samples_lost=dict(plan.lost),
             concurrency=self._limit.value,
-            turns=self._turns,
-            generated_tokens=self._new_bytes // 4,
-            prompt_tokens=self._prompt_bytes // 4,
-            cached_tokens=self._cached,
             mean_reward=sum(self._rewards) / len(self._rewards) if self._rewards else math.nan,
             mean_staleness=self._staleness / plan.taken if plan.taken else 0.0,
-            seconds=0.0 if self._begun_at is None else until - self._begun_at,
+            reward_std=self._all_rewards.std,
+            group_reward_std=self._group_stds.mean,
+            response_tokens=self._lengths.distribution(),
+            truncated=self._truncated.mean,
+            turn_seconds=self._turn_seconds.distribution(),
+            tool_seconds=self._tool_seconds.distribution(),
+            step=self._step,
         )

@@ -189,6 +189,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
         version = oldest = -1
         word = _NO_VERSION
         at = 0
+        ended = turns[0]._submitted if turns else 0.0
         for start, completion, reward in zip(starts, turns, rewards, strict=True):
             gap = start - at
             if gap:
@@ -221,8 +222,10 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
                     prompt_tokens=prompt_tokens + start,
                     resumed=completion.resumed,
                     seconds=completion._finished - completion._submitted,
+                    seconds_before=completion._submitted - ended,
                 )
             )
+            ended = completion._finished
         if size > at:
             mask.append(bytes(size - at))
             logprobs.append(bytes(4 * (size - at)))

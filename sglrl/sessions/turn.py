@@ -26,6 +26,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False)
         prompt_tokens: length of the turn's prompt: all tokens before ``start``.
         resumed: number of workers that were lost while they held the turn.
         seconds: seconds from submission to the end.
+        seconds_before: seconds from the end of the previous turn to the submission of this one,
+            which a tool or the environment used. 0 for the first turn.
     """
 
     start: int
@@ -37,6 +39,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False)
     prompt_tokens: int = 0
     resumed: int = 0
     seconds: float = 0.0
+    seconds_before: float = 0.0
 
 
 class TrajectoryTiming(NamedTuple):
@@ -65,7 +68,7 @@ def checked_turn(index: int, turn: Any) -> Turn:
     values: dict[str, Any] = {}
     for name in Turn.__struct_fields__:
         value = getattr(turn, name)
-        if name in ("reward", "seconds"):
+        if name in ("reward", "seconds", "seconds_before"):
             values[name] = number(f"{where}.{name}", value)
         elif name == "finish_reason":
             if not isinstance(value, str):

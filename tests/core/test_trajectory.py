@@ -250,7 +250,10 @@ def test_from_turns() -> None:
         resumed=1,
     )
     second = completion(
-        [TokenChunk(i4([8]), f4([-4]), "stop", 6, version=4)], prompt + response[:20]
+        [TokenChunk(i4([8]), f4([-4]), "stop", 6, version=4)],
+        prompt + response[:20],
+        submitted=14.0,
+        finished=16.5,
     )
     trajectory = Trajectory.from_turns(
         prompt,
@@ -289,6 +292,7 @@ def test_from_turns() -> None:
                 cached_tokens=6,
                 prompt_tokens=7,
                 seconds=2.5,
+                seconds_before=1.5,
             ),
         ),
         timing=trajectory.timing,

@@ -29,6 +29,7 @@ turn_values = st.fixed_dictionaries(
         "prompt_tokens": st.integers(0, 99),
         "resumed": st.integers(0, 3),
         "seconds": seconds,
+        "seconds_before": seconds,
     }
 )
 
