@@ -348,8 +348,7 @@ class BlockingSession:
 class BlockingRollout:
     """``Rollout`` without ``await``. Iterate over its groups or over its ``batches()``.
 
-    ``BlockingClient.rollout`` makes it. Use ``with`` to close the rollout also when the block exits
-    early.
+    ``BlockingClient.rollout`` makes it. ``with`` closes it also when the block exits early.
     """
 
     def __init__(self, client: BlockingClient, run: Rollout) -> None:
@@ -412,6 +411,10 @@ class BlockingRollout:
         """See ``Rollout.state_dict``."""
         return self._client._wait(_done(self._run.state_dict))
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """See ``Rollout.save``."""
+        self._client._wait(_done(lambda: self._run.save(path)))
+
     @property
     def metrics(self) -> RolloutMetrics:
         """See ``Rollout.metrics``."""
@@ -419,10 +422,7 @@ class BlockingRollout:
 
 
 def _run(loop: asyncio.AbstractEventLoop, client: Client, runs: set[Rollout]) -> None:
-    """Run the client's loop until it is stopped, then cancel the remaining tasks.
-
-    This is the target of the client's thread.
-    """
+    """Run the loop in the client's thread until it is stopped, then cancel the remaining tasks."""
     try:
         loop.run_forever()
         try:

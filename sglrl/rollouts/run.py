@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import (
     AsyncGenerator,
     AsyncIterable,
@@ -26,6 +27,7 @@ from .group import Group
 from .metrics import MetricsRecorder, RolloutMetrics
 from .runner import Runner
 from .sample_limit import SampleLimit
+from .state_file import load_state, save_state
 
 if TYPE_CHECKING:
     from ..inference.client import Client
@@ -53,7 +55,7 @@ def rollout(
     ahead: int | None = None,
     processes: int | None = None,
     progress: bool | None = None,
-    state: Mapping[str, Any] | None = None,
+    state: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     seed: int | None = None,
     sampling: SamplingParams | None = None,
     **values: Unpack[SessionOptions],
@@ -118,7 +120,8 @@ def rollout(
             is for agents that compute. See below.
         progress: show the progress on a terminal, or in the log. True: always. None: on a terminal
             only.
-        state: the ``state_dict`` of an earlier run. Items that this run had finished are skipped.
+        state: the ``state_dict`` of an earlier run, or the path of a file that ``Rollout.save``
+            wrote. Items that this run had finished are skipped.
         seed: makes every sample's draws repeatable. Each sample has its own seeds.
         sampling, **values: sampling parameters of turns, unless the agent passes others. Also
             ``tools``, ``template``, ``continue_final_message`` and ``allow_rewrite`` of
@@ -158,7 +161,7 @@ def rollout(
         ahead=ahead,
         processes=processes,
         progress=progress,
-        state=state,
+        state=load_state(state) if isinstance(state, (str, os.PathLike)) else state,
         seed=seed,
         sampling=sampling,
         values=dict(values),
@@ -316,6 +319,17 @@ class Rollout:
         A group counts as finished when it is taken. Running samples run again.
         """
         return self._items.state_dict(self._plan.next_index, self._delivery.unfinished)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write ``state_dict()`` to a file, for ``rollout(..., state=path)`` in a later run.
+
+        Save after the trainer has used the groups that it took: they count as finished. The file
+        is replaced in one step, so a crash leaves the old or the new state.
+
+        Raises:
+            OSError: the folder is not writable. The file is unchanged.
+        """
+        save_state(path, self.state_dict())
 
     @property
     def concurrency(self) -> int:

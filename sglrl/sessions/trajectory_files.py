@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import struct
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from typing import Any, BinaryIO, Final
 from zlib import crc32
 
@@ -26,6 +24,7 @@ import msgspec
 import numpy as np
 
 from ..errors import UsageError
+from .atomic_file import new_content
 from .trajectory import Record, Trajectory, record_of
 
 _MAGIC: Final = b"sglrltrj"
@@ -48,7 +47,7 @@ def save(path: str | os.PathLike[str], trajectories: Iterable[Trajectory]) -> No
         UsageError: an item is not a ``Trajectory``, or its metadata cannot be encoded.
         OSError: the folder is not writable. Nothing has changed.
     """
-    with _written_whole(path) as file:
+    with new_content(path) as file:
         file.write(_HEADER.pack(_MAGIC, _VERSION, 0))
         count = 0
         for count, trajectory in enumerate(trajectories, 1):
@@ -118,7 +117,7 @@ def to_jsonl(path: str | os.PathLike[str], trajectories: Iterable[Trajectory]) -
         UsageError: an item is not a ``Trajectory``, or its metadata cannot be encoded.
         OSError: the file cannot be written.
     """
-    with _written_whole(path) as file:
+    with new_content(path) as file:
         for index, trajectory in enumerate(trajectories):
             file.write(_json_line(trajectory, index))
 
@@ -145,22 +144,6 @@ def _json_line(trajectory: Trajectory, index: int) -> bytes:
         return msgspec.json.encode(found, enc_hook=_plain) + b"\n"
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise UsageError(f"the metadata of trajectory {index} cannot be saved: {error}") from error
-
-
-@contextlib.contextmanager
-def _written_whole(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Open a file that appears under its name when the block has ended without an error."""
-    path = Path(path)
-    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        with open(unfinished, "xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise
 
 
 def _next_record(

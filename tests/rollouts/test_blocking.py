@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 import sglrl
@@ -12,7 +14,7 @@ from .agents import (
 )
 
 
-def test_blocking() -> None:
+def test_blocking(tmp_path: Path) -> None:
     with sglrl.blocking("fake", engine="fake", vocab_size=1000) as client:
         with client.session(input_ids=[4, 5], max_new_tokens=3) as session:
             assert session.generate().output_ids.tolist() == [4, 5, 4]
@@ -30,8 +32,11 @@ def test_blocking() -> None:
             run.take(5)
             run.pause(timeout=60)
             state = run.state_dict()
+            run.save(tmp_path / "run.json")
             run.resume()
             assert [len(batch) for batch in run.batches()] == [5] * 7
+        rest = client.rollout(two_turns, ITEMS, state=tmp_path / "run.json")
+        assert len(list(rest)) == len(ITEMS) - 5
         assert state["next"] >= 5
 
 

@@ -1,0 +1,72 @@
+"""Save and load the state of a run. The file is JSON::
+
+{"format": "sglrl.rollout", "version": 1, "state": {"next": 7, "unfinished": [3, 5]}}
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+
+from ..errors import UsageError
+from ..sessions.atomic_file import new_content
+
+_FORMAT: Final = "sglrl.rollout"
+_VERSION: Final = 1
+
+
+class _Header(msgspec.Struct):
+    """The fields that every version of the file has."""
+
+    format: str
+    version: int
+
+
+class _State(msgspec.Struct):
+    """The keys of ``Rollout.state_dict``."""
+
+    next: int
+    unfinished: list[int]
+
+
+class _File(_Header):
+    state: _State
+
+
+def save_state(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
+    """Write the ``state_dict`` of a run to a file that ``load_state`` reads."""
+    content = _File(_FORMAT, _VERSION, _State(state["next"], state["unfinished"]))
+    with new_content(path) as file:
+        file.write(msgspec.json.encode(content))
+
+
+def load_state(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the ``state_dict`` in a file that ``save_state`` wrote.
+
+    Raises:
+        UsageError: there is no such file, or it has another format or version.
+        OSError: the file cannot be read.
+    """
+    try:
+        with open(path, "rb") as file:
+            content = file.read()
+    except FileNotFoundError:
+        raise UsageError(
+            f"state={os.fspath(path)!r}: there is no such file; leave state out to run all items"
+        ) from None
+    try:
+        header = msgspec.json.decode(content, type=_Header)
+        if header.format != _FORMAT:
+            raise UsageError(f"{path} has the format {header.format!r}, not {_FORMAT!r}")
+        if header.version != _VERSION:
+            raise UsageError(
+                f"{path} has version {header.version} of the format, this sglrl reads version "
+                f"{_VERSION}; read it with the sglrl that wrote it"
+            )
+        return msgspec.structs.asdict(msgspec.json.decode(content, type=_File).state)
+    # In msgspec 0.19, MsgspecError is not a ValueError.
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise UsageError(f"{path} was not written by Rollout.save: {error}") from None
