@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from typing import Any
 
 import numpy as np
@@ -21,10 +22,13 @@ def make_agent() -> Any:
     """Return an agent with one to four turns, which is pickled by value."""
 
     async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:
+        session.metadata["waited"] = 0.0
         for turn in range(1 + item["id"] % 4):
             if turn:
+                begun = time.perf_counter()
                 session.observe([7] * turn)
                 await asyncio.sleep(0.002 * turn)
+                session.metadata["waited"] += time.perf_counter() - begun
             await session.generate(max_new_tokens=3 + item["id"])
         return float(item["id"] + session.metadata["sample"] * 0.5)
 
@@ -65,13 +69,12 @@ async def test_distributions_are_those_of_numpy(
     groups = [group async for group in run]
     assert len(groups) == len(SOME_ITEMS)
     check(run.metrics, groups)
-    assert run.metrics.tool_seconds.p50 >= 0.002
     for group in groups:
         for trajectory in group.trajectories:
             assert trajectory.turns[0].seconds_before == 0.0
             tools = sum(turn.seconds_before for turn in trajectory.turns)
-            slept = sum(0.002 * turn for turn in range(1, len(trajectory.turns)))
-            assert 0.9 * slept <= tools <= trajectory.timing.total
+            # The clocks may differ by their resolution.
+            assert trajectory.metadata["waited"] - 1e-4 <= tools <= trajectory.timing.total
 
 
 async def test_a_step_is_the_difference_of_two_deliveries(client: sglrl.Client) -> None:
