@@ -1,7 +1,8 @@
 """What a program calls first.
 
 * ``launching``: ``launch`` starts engine workers;
-* ``engine_arguments``, ``model_folder``: its checks of SGLang's arguments and of the model;
+* ``engine_arguments``, ``engine_aliases``, ``model_folder``: its checks of SGLang's arguments and
+  of the model;
 * ``tiny_model``: makes a small random model without a network;
 * ``running``: runs a main coroutine;
 * ``blocking``: the same client without asyncio.

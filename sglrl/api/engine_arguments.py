@@ -12,6 +12,7 @@ from typing import Any
 from ..config import install
 from ..core.seeds import SEEDS
 from ..errors import UsageError
+from .engine_aliases import without_aliases
 
 OWN_ARGUMENTS = {
     "model_path": "the first argument of launch",
@@ -72,13 +73,14 @@ FAKE_ARGUMENTS = {
 }
 
 
-def check_engine_arguments(engine: str, args: dict[str, Any]) -> None:
-    """Check the names of an engine's arguments.
+def check_engine_arguments(engine: str, args: dict[str, Any]) -> dict[str, Any]:
+    """Check the names of an engine's arguments and return them without SGLang's aliases.
 
     Raises:
-        UsageError: the engine has no such argument, or sglrl sets it.
+        UsageError: the engine has no such argument, sglrl sets it, or two names set one field.
     """
     known = engine_argument_names() if engine == "sglang" else FAKE_ARGUMENTS
+    args = without_aliases(args, known)
     for name in args:
         if engine == "sglang" and name in OWN_ARGUMENTS:
             raise UsageError(f"{name!r} is set by sglrl; use {OWN_ARGUMENTS[name]}")
@@ -95,6 +97,7 @@ def check_engine_arguments(engine: str, args: dict[str, Any]) -> None:
     seed = args.get("random_seed")
     if seed is not None and (type(seed) is not int or not 0 <= seed < SEEDS):
         raise UsageError(f"random_seed must be None or an integer in 0..{SEEDS - 1}, got {seed!r}")
+    return args
 
 
 def check_dtype(dtype: object) -> str | None:

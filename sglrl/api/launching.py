@@ -143,7 +143,8 @@ def launch(
             the output of a worker that fails is kept, in ``logs`` in ``$SGLRL_CACHE``. Errors and
             log lines name the file.
         **engine_args: fields of SGLang's ``ServerArgs`` (``mem_fraction_static``,
-            ``max_running_requests``, ...). Their names are checked. ``random_seed`` (in
+            ``max_running_requests``, ...). Their names are checked. SGLang's command-line aliases
+            (``disable_piecewise_cuda_graph``, ...) are accepted too. ``random_seed`` (in
             0..2**32-1) is the seed of worker 0 for requests without a seed. Every other worker and
             every replacement uses a different seed derived from it. A request with its own
             ``seed`` gets the same tokens on every worker.
@@ -177,7 +178,7 @@ def launch(
             raise UsageError("tp_size and tensor_parallel_size are the same: give one of them")
         tp_size = engine_args.pop("tensor_parallel_size")
     positive("tp_size", tp_size)
-    check_engine_arguments(engine, engine_args)
+    engine_args = check_engine_arguments(engine, engine_args)
     dtype = check_dtype(dtype)
     wanted = check_accelerations(accelerations)
     if engine == "sglang":
