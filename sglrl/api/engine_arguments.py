@@ -35,6 +35,8 @@ FOREIGN_ARGUMENTS = {
     "num_gpus": "tp_size= or replicas=",
     "num_devices": "tp_size= or replicas=",
     "data_parallel_size": "replicas=",
+    "num_replicas": "replicas=",
+    "num_workers": "replicas=",
     "gpu_memory_utilization": "mem_fraction_static=, the share for weights and KV cache",
     "max_model_len": "context_length=",
     "max_num_seqs": "max_running_requests=",

@@ -92,6 +92,12 @@ def _check_list(ids: Sequence[Any], vocab_size: int) -> bytes:
 def _check_array(ids: Any, vocab_size: int) -> bytes:
     if isinstance(ids, (str, bytes)):
         raise InvalidRequest("input_ids must be token ids; for text use prompt")
+    if isinstance(ids, Mapping):
+        # vLLM's TokensPrompt, for example.
+        raise InvalidRequest(
+            "input_ids must be a one-dimensional sequence of integers, got a mapping of "
+            f"{list(ids)}"
+        )
     try:
         if hasattr(ids, "detach"):
             # A torch tensor, on any device. numpy lacks some torch dtypes, hence the except below.

@@ -165,6 +165,8 @@ def test_nothing_is_no_prompt(model: AsyncSGLTransformer) -> None:
             asyncio.run(model.next_token_logprobs(ids))
         with pytest.raises(sglrl.InvalidRequest, match="integers"):
             model.batch_next_token_logprobs_sync([[1], ids])
+    with pytest.raises(sglrl.InvalidRequest, match=r"mapping of \['prompt_token_ids'\]"):
+        model.next_token_logprobs_sync({"prompt_token_ids": [1]})  # type: ignore[arg-type]
     for none in (
         asyncio.run(model.batch_next_token_logprobs([])),
         model.batch_next_token_logprobs_sync([]),
@@ -603,6 +605,16 @@ def test_by_name(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(TypeError, match="'foo'"):
             # The error is raised before any worker is started.
             AsyncSGLTransformer.from_name(str(tiny), options, foo=1)
+    for name, ours in (
+        ("gpu_memory_utilization", "mem_fraction_static="),
+        ("num_devices", "tp_size="),
+        ("enable_prefix_caching", "disable_radix_cache="),
+        ("max_num_seqs", "max_running_requests="),
+        ("max_num_batched_tokens", "chunked_prefill_size="),
+        ("enforce_eager", "disable_cuda_graph="),
+    ):
+        with pytest.raises(ValueError, match=ours):
+            AsyncSGLTransformer.from_name(str(tiny), {name: 1})
     with genlm.load_model_by_name(str(tiny), llm_opts={"engine_opts": options}) as model:
         assert int(model.next_token_logprobs_sync(np.array([5, 6])).argmax()) == 6
     model.close()

@@ -22,7 +22,8 @@ from torchrl.modules.llm.backends import RLSGLangEngine
 from torchrl.modules.llm.policies import Tokens
 
 import sglrl
-from sglrl.integrations.torchrl import AsyncSGLang, SGLangWrapper
+from sglrl.integrations.torchrl import AsyncSGLang, LoadBalancer, SGLangWrapper
+from sglrl.integrations.torchrl.service_client import launch_arguments
 
 PROMPTS = ["What is 1+1?", "What is 2+2?", "What is 3+3?"]
 GREEDY = {"max_new_tokens": 10, "temperature": 0.0}
@@ -292,6 +293,94 @@ def test_the_load_balancer_refuses_ids_of_no_vocabulary(replicas: AsyncSGLang) -
     for wrong in (1 << 31, -(1 << 40)):
         with pytest.raises(ValueError, match="outside of every vocabulary"):
             balancer.select_actor([5, wrong])
+
+
+def test_equally_loaded_replicas_are_chosen_at_random(replicas: AsyncSGLang) -> None:
+    for strategy in ("requests", "kv-cache"):
+        balancer = LoadBalancer(replicas, strategy)
+        assert {balancer.select_actor() for _ in range(40)} == {0, 1}
+
+
+def test_a_load_balancer_needs_a_service() -> None:
+    for wrong in ([1, 2], [], None, object()):
+        with pytest.raises(ValueError, match="LoadBalancer needs an AsyncSGLang"):
+            LoadBalancer(wrong)  # type: ignore[arg-type]
+
+
+# --- names of vLLM --------------------------------------------------------------------------------
+
+
+def test_vllms_prompts(replicas: AsyncSGLang) -> None:
+    def outputs(*prompts: Any, **values: Any) -> Any:
+        found = replicas.generate(*prompts, max_new_tokens=3, **values)
+        return [r["output_ids"] for r in found] if isinstance(found, list) else found["output_ids"]
+
+    one, two = {"prompt_token_ids": [1, 2]}, {"prompt_token_ids": [3, 4], "prompt": "three four"}
+    assert outputs(one) == outputs(prompt_token_ids=[1, 2]) == [1, 2, 1]
+    for both in ([one, two], [one, [3, 4]], (one, two)):
+        assert outputs(both) == [[1, 2, 1], [3, 4, 3]]
+    assert outputs(prompt_token_ids=[[1, 2], [3, 4]]) == [[1, 2, 1], [3, 4, 3]]
+    text = {"prompt": "What is 1+1?", "prompt_token_ids": None}
+    assert outputs(text, use_tqdm=True) == outputs("What is 1+1?")
+    balancer = LoadBalancer(replicas)
+    assert balancer.select_actor(one) == balancer.select_actor([1, 2])
+    for wrong, message in (
+        ({}, "needs 'prompt' or 'prompt_token_ids'"),
+        ({"prompt_token_ids": [1], "multi_modal_data": {"image": 1}}, "multi_modal_data"),
+        ([one, "text"], "texts and token ids"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            replicas.generate(wrong)
+    with pytest.raises(ValueError, match="Cannot provide both 'input_ids' and 'prompt_token_ids'"):
+        replicas.generate(input_ids=[1], prompt_token_ids=[1])
+    with pytest.raises(ValueError, match="adapters are not served"):
+        replicas.generate(prompt_token_ids=[1], lora_request=object())
+
+
+def test_vllms_names_start_the_same_replicas(tiny: Path) -> None:
+    service = AsyncSGLang.from_pretrained(
+        str(tiny), num_replicas=2, num_devices=1, engine="fake", vocab_size=1000
+    )
+    try:
+        assert (service.get_dp_size(), service.get_tp_size()) == (2, 1)
+    finally:
+        service.shutdown()
+    arguments = launch_arguments(
+        1,
+        1,
+        300.0,
+        {
+            "tensor_parallel_size": 4,
+            "max_model_len": 512,
+            "max_num_seqs": 64,
+            "enforce_eager": True,
+        },
+    )
+    assert arguments["tp_size"] == 4
+    assert arguments["context_length"] == 512
+    assert arguments["max_running_requests"] == 64
+    assert arguments["disable_cuda_graph"] is True
+
+
+@pytest.mark.parametrize(
+    ("given", "ours"),
+    [
+        ({"gpu_memory_utilization": 0.9}, "mem_fraction_static="),
+        ({"enable_prefix_caching": True}, "disable_radix_cache="),
+        ({"max_num_batched_tokens": 8192}, "chunked_prefill_size="),
+        ({"num_workers": 2}, "replicas="),
+        ({"dp_size": 2, "num_replicas": 3}, "dp_size and num_replicas are the same"),
+        ({"tp_size": 2, "num_devices": 2}, "tp_size and num_devices are the same"),
+    ],
+)
+def test_names_that_are_rejected_with_ours(given: dict[str, Any], ours: str, tiny: Path) -> None:
+    with pytest.raises(ValueError, match=ours):
+        AsyncSGLang.from_pretrained(str(tiny), **given)
+
+
+def test_a_running_pool_takes_no_engine_arguments(replicas: AsyncSGLang) -> None:
+    with pytest.raises(ValueError, match="max_num_seqs: a running pool keeps its settings"):
+        AsyncSGLang.connect(replicas.server_url, max_num_seqs=4)
 
 
 # --- start and shutdown ---------------------------------------------------------------------------

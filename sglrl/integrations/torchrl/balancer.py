@@ -7,13 +7,15 @@ programs that choose the replica themselves.
 from __future__ import annotations
 
 import asyncio
+import random
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 import numpy as np
 
-from ...errors import InvalidRequest
+from ...errors import InvalidRequest, UsageError
+from .sglang_format import plain_prompts
 
 STRATEGIES: Final = ("prefix-aware", "requests", "kv-cache", "round-robin")
 
@@ -26,9 +28,10 @@ class Service(Protocol):
 
 
 class LoadBalancer:
-    """Selects a replica for a prompt.
+    """Selects a replica for a prompt. Among equally good replicas, it selects one at random.
 
     Args:
+        service: an ``AsyncSGLang``. A list of actors, as for TorchRL's class, is not accepted.
         strategy: one strategy, or several in order of preference. "prefix-aware": the same replica
             for prompts with the same prefix, unless it is overloaded; without a prompt, the next
             strategy applies. "requests": the fewest unfinished requests. "kv-cache": the lowest
@@ -39,7 +42,8 @@ class LoadBalancer:
             this factor times the mean.
 
     Raises:
-        ValueError: a strategy is unknown, or no strategy is given.
+        ValueError: ``service`` is not an ``AsyncSGLang``, a strategy is unknown, or no strategy is
+            given.
     """
 
     def __init__(
@@ -49,6 +53,10 @@ class LoadBalancer:
         prefix_length: int = 8,
         overload_threshold: float = 1.5,
     ) -> None:
+        if not hasattr(type(service), "num_replicas"):
+            raise UsageError(
+                f"LoadBalancer needs an AsyncSGLang of sglrl.integrations.torchrl, got {service!r}"
+            )
         if strategy is None:
             strategy = ("prefix-aware", "requests")
         self.strategies = [strategy] if isinstance(strategy, str) else list(strategy)
@@ -67,7 +75,7 @@ class LoadBalancer:
         """Return the index of a replica.
 
         Args:
-            prompt: a text, token ids or None.
+            prompt: a text, token ids, vLLM's ``TextPrompt`` or ``TokensPrompt``, or None.
             request_context: unused, here and in TorchRL.
         """
         return self.select_actors([prompt])[0]
@@ -84,7 +92,7 @@ class LoadBalancer:
         usage = {w: stats[w].kv_usage for w in sorted(stats)}
         chosen = []
         for prompt in prompts:
-            worker = self._select(prompt, pending, usage)
+            worker = self._select(plain_prompts(prompt), pending, usage)
             pending[worker] += 1
             chosen.append(worker)
         return chosen
@@ -120,7 +128,7 @@ class LoadBalancer:
             if strategy == "requests":
                 break
             if strategy == "kv-cache":
-                return min(pending, key=lambda w: (usage[w], pending[w]))
+                return _lowest(pending, lambda worker: (usage[worker], pending[worker]))
             if strategy == "round-robin":
                 workers = sorted(pending)
                 worker = workers[self._turn % len(workers)]
@@ -134,7 +142,7 @@ class LoadBalancer:
                 if pending[worker] <= max(1.0, mean * self.overload_threshold):
                     return worker
                 break
-        return min(pending, key=lambda w: pending[w])
+        return _lowest(pending, lambda worker: (pending[worker],))
 
     def _prefix(self, prompt: Any) -> bytes:
         if isinstance(prompt, str):
@@ -162,3 +170,10 @@ class LoadBalancer:
                 for found in self._service.client.stats()
             ],
         }
+
+
+def _lowest(workers: Iterable[int], load: Callable[[int], tuple[float, ...]]) -> int:
+    """Return a worker of the lowest load, at random if there are several."""
+    loads = {worker: load(worker) for worker in workers}
+    lowest = min(loads.values())
+    return random.choice([worker for worker, found in loads.items() if found == lowest])

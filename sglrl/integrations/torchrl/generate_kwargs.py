@@ -37,15 +37,19 @@ _INSTEAD: Final = {
     "guided_decoding": "give json_schema, regex, ebnf or structural_tag",
     "structured_outputs": "give json_schema, regex, ebnf or structural_tag",
     "watermark": "newer versions of SGLang alone have it",
+    "lora_request": "adapters are not served",
+    "guided_options_request": "give json_schema, regex, ebnf or structural_tag",
 }
 """Unsupported arguments: the replacement, or the reason."""
 _WITHOUT_EFFECT: Final = (
     # Completions decode their text on access. SGLang's tokenizers ignore
-    # spaces_between_special_tokens. The reporting interval of the engine changes no result.
+    # spaces_between_special_tokens. The reporting interval of the engine and a progress bar change
+    # no result.
     "detokenize",
     "spaces_between_special_tokens",
     "stream_interval",
     "return_text_in_logprobs",
+    "use_tqdm",
 )
 
 

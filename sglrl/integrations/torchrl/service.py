@@ -19,7 +19,7 @@ from ...api.blocking import BlockingClient, blocking
 from ...inference.sampling import SamplingParams
 from .balancer import LoadBalancer
 from .service_client import CONNECTION, close, connect, launch_arguments, without_secret
-from .sglang_format import call_arguments, is_one, is_text, result
+from .sglang_format import call_arguments, is_one, is_text, plain_prompts, result
 
 
 class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
@@ -38,14 +38,17 @@ class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
         dp_size: number of replicas. Calls are routed among them by cached prefix and load.
         timeout: default time limit of a call in seconds. Connecting takes at most 10 s.
         **server_kwargs: arguments of ``sglrl.launch``, including SGLang's server arguments.
-            TorchRL's ``cuda_devices``, ``host`` and ``port`` and vLLM's ``max_model_len`` are
-            accepted too. With ``server_url``: ``keys``, ``insecure``, ``heartbeat_timeout``.
+            TorchRL's ``cuda_devices``, ``host``, ``port``, ``num_devices`` (GPUs of each replica)
+            and ``num_replicas`` and vLLM's ``tensor_parallel_size``, ``max_model_len``,
+            ``max_num_seqs`` and ``enforce_eager`` are accepted too. With ``server_url``, only
+            ``keys``, ``insecure`` and ``heartbeat_timeout`` are.
 
     A pickled service keeps the address. The copy connects to the same pool, and its shutdown does
     not stop the pool.
 
     Raises:
         ConnectionError: no pool answers at ``server_url``.
+        UsageError: an argument does not apply to a running pool.
     """
 
     def __init__(
@@ -100,15 +103,16 @@ class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
     def _launch_server(self) -> None:
         if self._model_path is None:
             raise ValueError("model_path is required to launch a managed SGLang server")
-        arguments = launch_arguments(self._dp_size, self._timeout, self._server_kwargs)
-        client = blocking(
-            self._model_path, tp_size=self._tp_size, timeout=self._timeout, **arguments
+        arguments = launch_arguments(
+            self._tp_size, self._dp_size, self._timeout, self._server_kwargs
         )
+        client = blocking(self._model_path, **arguments)
         client.__enter__()
         self._keep(client)
         self._managed = True
         self._server_url = client.address
-        self._dp_size = arguments["replicas"]
+        self._tp_size = client.info.tp_size
+        self._dp_size = self.num_replicas
 
     def _keep(self, client: BlockingClient) -> None:
         self._client = client
@@ -142,10 +146,11 @@ class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
 
     def generate(
         self,
-        prompts: str | list[str] | list[int] | None = None,
+        prompts: Any = None,
         sampling_params: Mapping[str, Any] | SamplingParams | None = None,
         *,
         input_ids: Any = None,
+        prompt_token_ids: Any = None,
         return_logprobs: bool = False,
         return_text: bool = True,
         timeout: float | None = None,
@@ -156,11 +161,13 @@ class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
         """Generate for one prompt, or for a list of prompts at the same time.
 
         Args:
-            prompts: a text or a list of texts; or token ids, as in ``input_ids``.
+            prompts: a text or a list of texts; or token ids, as in ``input_ids``; or vLLM's
+                ``TextPrompt`` or ``TokensPrompt``, or a list of them.
             sampling_params: parameters under the names of SGLang, vLLM or OpenAI; see
                 ``sglrl.SamplingParams``. SGLang's ``n``, ``return_logprob`` and
                 ``top_logprobs_num`` and vLLM's ``logprobs`` are accepted too.
-            input_ids: token ids instead of ``prompts``: of one prompt, or a list of prompts.
+            input_ids, prompt_token_ids: token ids instead of ``prompts``: of one prompt, or a list
+                of prompts. Both names have the same meaning.
             return_logprobs: fill ``meta_info["output_token_logprobs"]``.
             return_text: False: omit "text".
             timeout, timeout_seconds: time limit in seconds. It also ends the requests in the
@@ -173,10 +180,14 @@ class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
             these dicts; with ``n``, n for each prompt, in order.
 
         Raises:
-            ValueError: neither or both of ``prompts`` and ``input_ids``, or a bad sampling value.
+            ValueError: there is no prompt, there are two, or a prompt or a sampling value is bad.
             TypeError: ``sampling_params`` is not a mapping.
             sglrl.DeadlineExceeded: the time limit has passed (a ``TimeoutError``).
         """
+        if input_ids is None:
+            input_ids = prompt_token_ids
+        elif prompt_token_ids is not None:
+            raise ValueError("Cannot provide both 'input_ids' and 'prompt_token_ids'")
         if prompts is None and input_ids is None:
             raise ValueError("Must provide either 'prompts' or 'input_ids'")
         if prompts is not None and input_ids is not None:
@@ -192,7 +203,7 @@ class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
             ),
             **values,
         }
-        given: Any = prompts if input_ids is None else input_ids
+        given: Any = plain_prompts(prompts) if input_ids is None else input_ids
         what = "prompt" if input_ids is None and is_text(given) else "input_ids"
         single = is_one(given)
         inputs = [given] if single else list(given)

@@ -12,8 +12,16 @@ from ...errors import Closed, DeadlineExceeded, UsageError
 CONNECTION: Final = ("keys", "insecure", "heartbeat_timeout")
 """Names in ``server_kwargs`` that a copy of the service in another process also needs."""
 _CONNECT_SECONDS: Final = 10.0
-_RENAMED: Final = {"max_model_len": "context_length", "num_replicas": "replicas"}
-"""Names of TorchRL and vLLM, and the corresponding arguments of ``sglrl.launch``."""
+_RENAMED: Final = {
+    "enforce_eager": "disable_cuda_graph",
+    "max_model_len": "context_length",
+    "max_num_seqs": "max_running_requests",
+    "num_devices": "tp_size",
+    "num_replicas": "replicas",
+    "tensor_parallel_size": "tp_size",
+}
+"""Names of TorchRL's ``AsyncVLLM`` and of vLLM, and the arguments of ``sglrl.launch`` that mean the
+same. ``launch`` rejects other names of vLLM with the closest name of SGLang."""
 _START_SECONDS: Final = 600.0
 
 
@@ -22,7 +30,13 @@ def connect(url: str, timeout: float, server_kwargs: Mapping[str, Any]) -> Block
 
     Raises:
         ConnectionError: no pool answers.
+        UsageError: an argument is for a pool that is started.
     """
+    if others := server_kwargs.keys() - set(CONNECTION):
+        raise UsageError(
+            f"{', '.join(sorted(others))}: a running pool keeps its settings; beside its address, "
+            f"give only {', '.join(CONNECTION)}"
+        )
     known = {name: server_kwargs[name] for name in CONNECTION if name in server_kwargs}
     try:
         client = blocking.connect(
@@ -38,12 +52,27 @@ def connect(url: str, timeout: float, server_kwargs: Mapping[str, Any]) -> Block
 
 
 def launch_arguments(
-    replicas: int, timeout: float, server_kwargs: Mapping[str, Any]
+    tp_size: int, replicas: int, timeout: float, server_kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return ``server_kwargs`` as arguments of ``sglrl.launch``, with the service's defaults."""
-    arguments = {_RENAMED.get(k, k): v for k, v in server_kwargs.items()}
-    arguments.setdefault("replicas", replicas)
-    arguments.setdefault("start_timeout", max(timeout, _START_SECONDS))
+    """Return ``server_kwargs`` as arguments of ``sglrl.launch``, with the service's defaults.
+
+    Raises:
+        UsageError: two names of one argument were given.
+    """
+    arguments: dict[str, Any] = {
+        "timeout": timeout,
+        "start_timeout": max(timeout, _START_SECONDS),
+    }
+    names = {}
+    if tp_size != 1:
+        arguments["tp_size"], names["tp_size"] = tp_size, "tp_size"
+    if replicas != 1:
+        arguments["replicas"], names["replicas"] = replicas, "dp_size"
+    for given, value in server_kwargs.items():
+        name = _RENAMED.get(given, given)
+        if name in names:
+            raise UsageError(f"{names[name]} and {given} are the same: give one of them")
+        arguments[name], names[name] = value, given
     gpus = arguments.pop("cuda_devices", None)
     if gpus:
         arguments["gpus"] = list(gpus)

@@ -5,9 +5,38 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ...errors import InvalidRequest
 from ...inference.completion import Completion
 from ...inference.sampling import SamplingParams
 from .generate_kwargs import override, understood
+
+
+def plain_prompts(given: Any) -> Any:
+    """Return prompts with vLLM's ``TextPrompt`` and ``TokensPrompt`` as texts and token ids.
+
+    Raises:
+        InvalidRequest: a prompt has other parts than a text or token ids, or the list has both
+            texts and token ids.
+    """
+    if isinstance(given, Mapping):
+        return _plain(given)
+    if isinstance(given, (list, tuple)) and any(isinstance(prompt, Mapping) for prompt in given):
+        prompts = [_plain(prompt) if isinstance(prompt, Mapping) else prompt for prompt in given]
+        if len({isinstance(prompt, str) for prompt in prompts}) > 1:
+            raise InvalidRequest("prompts has texts and token ids; make two calls")
+        return prompts
+    return given
+
+
+def _plain(prompt: Mapping[str, Any]) -> Any:
+    """Return the token ids of a prompt or, if it has none, its text."""
+    given = {name for name, value in prompt.items() if value is not None}
+    if wrong := given - {"prompt", "prompt_token_ids"}:
+        raise InvalidRequest(f"a prompt has text or token ids; it cannot have {sorted(wrong)}")
+    if not given:
+        raise InvalidRequest("a prompt needs 'prompt' or 'prompt_token_ids', got neither")
+    # In vLLM, the text beside token ids is for display.
+    return prompt["prompt_token_ids" if "prompt_token_ids" in given else "prompt"]
 
 
 def is_text(given: Any) -> bool:
