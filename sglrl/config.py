@@ -223,6 +223,11 @@ def shows_progress(value: bool | None, *, default: bool) -> bool:
     return bool(value)
 
 
+def torchrl_environment() -> dict[str, str]:
+    """Return the environment variables of TorchRL's SGLang classes that are set."""
+    return {k: v for k, v in os.environ.items() if k.startswith("TORCHRL_SGLANG_")}
+
+
 def cache_dir() -> Path:
     """Return the folder for models that sglrl creates: ``$SGLRL_CACHE``, else the user's cache."""
     explicit = os.environ.get("SGLRL_CACHE")

@@ -18,13 +18,14 @@ from torchrl.weight_update.weight_sync_schemes import WeightSyncScheme
 import sglrl
 from sglrl.integrations.torchrl import (
     AsyncSGLang,
+    SGLangCollectiveTransport,
     SGLangWeightReceiver,
     SGLangWeightSender,
     SGLangWeightSyncScheme,
     get_sglang_model_metadata,
 )
+from sglrl.integrations.torchrl.environment import pause_mode
 from sglrl.integrations.torchrl.folder_transport import FolderTransport
-from sglrl.integrations.torchrl.pool_transport import PoolTransport
 
 URL = "tcp://127.0.0.1:1#token"
 
@@ -93,7 +94,7 @@ def test_the_scheme_and_what_it_makes() -> None:
     assert scheme.world_size == 2
     assert scheme.flush_cache_on_update is None
     assert isinstance(SGLangWeightSyncScheme(URL).create_sender(), SGLangWeightSender)
-    assert isinstance(scheme.create_transport(), PoolTransport)
+    assert isinstance(scheme.create_transport(), SGLangCollectiveTransport)
     assert scheme.create_receiver() is None
     assert 0 < SGLangWeightSyncScheme(URL, num_gpus=2).master_port <= 55535
 
@@ -138,6 +139,68 @@ def test_calls_out_of_order(model: Any) -> None:
     assert transport.check_connection() is False
     with pytest.raises(RuntimeError, match="Communication group not initialized"):
         transport.send_weights("model", {"param": torch.zeros(10)})
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [
+        (None, 0),
+        (2, 2),
+        ("cuda", 0),
+        ("cuda:1", 1),
+        (torch.device("cuda:2"), 2),
+        ("cpu", "cpu"),
+    ],
+)
+def test_a_transport_of_its_own(device: Any, expected: Any) -> None:
+    transport = SGLangCollectiveTransport(
+        server_url="http://localhost:30000/",
+        master_address="localhost",
+        master_port=29500,
+        rank=0,
+        world_size=2,
+        device=device,
+    )
+    assert transport.server_url == "http://localhost:30000"
+    assert (transport.master_address, transport.master_port) == ("localhost", 29500)
+    assert (transport.rank, transport.world_size) == (0, 2)
+    assert transport.device == expected
+    assert transport.check_connection() is False
+
+
+def test_wrong_transports() -> None:
+    with pytest.raises(ValueError, match="pause_mode='abort'"):
+        SGLangCollectiveTransport(URL, flush_cache_on_update=True, pause_mode="retract")
+    with pytest.raises(RuntimeError, match="Only rank 0"):
+        SGLangCollectiveTransport(URL, "localhost", 29500, 1, 2).init_all_workers_group({})
+
+
+def test_torchrls_variables(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    SGLangWeightSyncScheme(URL)
+    monkeypatch.setenv("TORCHRL_SGLANG_PAUSE_GENERATION_MODE", "in_place")
+    SGLangWeightSyncScheme(URL)
+    AsyncSGLang()
+    assert caplog.messages == []
+    assert pause_mode() == "in_place"
+    for name, reason in (
+        ("GENERATE_RETRIES", "continue on another replica"),
+        ("GENERATE_RETRY_DELAY", "continue on another replica"),
+        ("WEIGHT_SYNC_FLUSH_CACHE", "needs no flush"),
+        ("LUCK", "does not know this variable"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setenv(f"TORCHRL_SGLANG_{name}", "1")
+            for make in (AsyncSGLang, lambda: SGLangWeightSyncScheme(URL)):
+                make()
+                (message,) = caplog.messages
+                assert message.startswith(f"TORCHRL_SGLANG_{name} has no effect")
+                assert reason in message
+                caplog.clear()
+    monkeypatch.setenv("TORCHRL_SGLANG_PAUSE_GENERATION_MODE", "later")
+    with pytest.raises(ValueError, match=r"TORCHRL_SGLANG_PAUSE_GENERATION_MODE .* got 'later'"):
+        pause_mode()
 
 
 # --- weights that reach the engine ----------------------------------------------------------------
@@ -252,7 +315,13 @@ def test_the_services_own_update(learner: AsyncSGLang, model: Any) -> None:
     learner.init_weight_update_group()
     name = "model.norm.weight"
     shape = tuple(model.model.norm.weight.shape)
-    learner.update_weights_from_distributed(name, torch.float32, shape)
+    for dtype in (torch.float32, "float32", "torch.bfloat16"):
+        learner.update_weights_from_distributed(name, dtype, shape)
+    for unknown in ("fp4", "nn", None):
+        with pytest.raises(ValueError, match="dtype"):
+            learner.update_weights_from_distributed(name, unknown, shape)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="int32 is not a tensor of this model"):
+        learner.update_weights_from_distributed(name, "int32", shape)
     for wrong in ((name, torch.float32, (1, 2)), ("no", torch.float32, shape)):
         with pytest.raises(ValueError, match="not a tensor of this model"):
             learner.update_weights_from_distributed(*wrong)
@@ -269,8 +338,16 @@ def test_the_services_own_update(learner: AsyncSGLang, model: Any) -> None:
     other.shutdown()
 
 
-def test_running_requests_are_treated_as_told(learner: AsyncSGLang, model: Any) -> None:
-    sender = SGLangWeightSyncScheme(learner, pause_mode="abort").create_sender()
+@pytest.mark.parametrize("where", ["argument", "variable"])
+def test_running_requests_are_treated_as_told(
+    where: str, learner: AsyncSGLang, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if where == "variable":
+        monkeypatch.setenv("TORCHRL_SGLANG_PAUSE_GENERATION_MODE", "abort")
+        scheme = SGLangWeightSyncScheme(learner)
+    else:
+        scheme = SGLangWeightSyncScheme(learner, pause_mode="abort")
+    sender = scheme.create_sender()
     sender.register_model(model)
     sender.init_all_workers_group()
     room = learner.client.info.max_total_tokens - 2

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .balancer import LoadBalancer as LoadBalancer
+    from .pool_transport import SGLangCollectiveTransport as SGLangCollectiveTransport
     from .service import AsyncSGLang as AsyncSGLang
+    from .service import RLSGLangEngine as RLSGLangEngine
     from .tensor_names import get_sglang_model_metadata as get_sglang_model_metadata
     from .weights import SGLangWeightReceiver as SGLangWeightReceiver
     from .weights import SGLangWeightSender as SGLangWeightSender
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
 _HOMES = {
     "AsyncSGLang": "service",
     "LoadBalancer": "balancer",
+    "RLSGLangEngine": "service",
+    "SGLangCollectiveTransport": "pool_transport",
     "SGLangWeightReceiver": "weights",
     "SGLangWeightSender": "weights",
     "SGLangWeightSyncScheme": "weights",
@@ -27,6 +31,8 @@ _HOMES = {
 __all__ = [
     "AsyncSGLang",
     "LoadBalancer",
+    "RLSGLangEngine",
+    "SGLangCollectiveTransport",
     "SGLangWeightReceiver",
     "SGLangWeightSender",
     "SGLangWeightSyncScheme",

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import logging
 import os
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from ...api.blocking import BlockingClient, blocking
 from ...weights.tensor_source import check_metadata
 from ...weights.update_report import UpdateReport
+from .environment import INFLIGHT, PauseMode, logger, pause_mode
 from .tensor_names import Metadata, fitted, flat
-
-logger = logging.getLogger("sglrl.integrations.torchrl")
-
-PauseMode = Literal["abort", "retract", "in_place"]
-
-INFLIGHT: Final = {"abort": "abort", "retract": "retract", "in_place": "continue"}
 
 
 class Settings(Protocol):
     """The attributes of ``SGLangWeightSyncScheme`` that concern a pool; see there."""
 
     server_url: Any
-    host: str | None
     device: torch.device | str | int | None
     pause_mode: PauseMode | None
     timeout: float
@@ -33,11 +26,50 @@ class Settings(Protocol):
     insecure: bool
 
 
-class PoolTransport:
-    """Sends weights directly into the replicas' memory, over NCCL (gloo on CPU)."""
+class SGLangCollectiveTransport:
+    """Sends weights directly into the replicas' memory, over NCCL (gloo on CPU).
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+    ``SGLangWeightSyncScheme.create_transport`` makes it.
+
+    Args:
+        rank: rank of this process among the trainer's. Only rank 0 may send.
+        world_size: accepted, but not used: the pool knows the number of GPUs.
+
+    The other arguments are those of ``SGLangWeightSyncScheme``. ``device=None`` is GPU 0.
+
+    Raises:
+        ValueError: as for ``SGLangWeightSyncScheme``.
+    """
+
+    def __init__(
+        self,
+        server_url: Any,
+        master_address: str | None = None,
+        master_port: int | None = None,
+        rank: int = 0,
+        world_size: int | None = None,
+        device: torch.device | str | int | None = None,
+        timeout: float = 300.0,
+        flush_cache_on_update: bool | None = None,
+        pause_mode: PauseMode | None = None,
+        *,
+        check_finite: bool = True,
+        keys: str | os.PathLike[str] | None = None,
+        insecure: bool = False,
+    ) -> None:
+        check_pause(pause_mode, flush_cache_on_update)
+        self.server_url = server_url.rstrip("/") if isinstance(server_url, str) else server_url
+        self.master_address = master_address
+        self.master_port = master_port
+        self.rank = rank
+        self.world_size = world_size
+        self.device = _gpu(device)
+        self.timeout = timeout
+        self.flush_cache_on_update = flush_cache_on_update
+        self.pause_mode = pause_mode
+        self.check_finite = check_finite
+        self.keys = keys
+        self.insecure = insecure
         self._client: BlockingClient | None = None
         self._owned = False
         self._known: set[str] = set()
@@ -50,22 +82,24 @@ class PoolTransport:
                 checked now.
 
         Raises:
+            RuntimeError: this process is not rank 0.
             ValueError: the model has no tensor of this name and shape, or the dtype is not
                 floating-point. Floating-point tensors are cast to the engine's dtype.
         """
-        settings = self._settings
+        if self.rank:
+            raise RuntimeError(f"Only rank 0 sends weights, and this is rank {self.rank}")
         if self._client is None:
-            self._client, self._owned = client_of(settings.server_url, settings)
+            self._client, self._owned = client_of(self.server_url, self)
         client = self._client
-        wanted = client._wait(client._client._pool.weights.describe(settings.timeout))
+        wanted = client._wait(client._client._pool.weights.describe(self.timeout))
         self._known = {spec.name for spec in wanted.tensors}
         if model_metadata:
             check_metadata(fitted(flat(dict(model_metadata)), self._known), wanted)
         if not self._owned:
-            self._client.connect_weights(device=_device(settings, self._client), **self._hosted())
+            self._client.connect_weights(device=_device(self, self._client), **self._hosted())
 
     def _hosted(self) -> dict[str, str]:
-        host = self._settings.host
+        host = self.master_address
         return {} if host is None else {"host": host}
 
     def send_weights(
@@ -84,7 +118,7 @@ class PoolTransport:
             )
         report = update_pool(
             self._client,
-            self._settings,
+            self,
             weights,
             self._known,
             partial=partial,
@@ -108,6 +142,21 @@ class PoolTransport:
             client.close()
 
 
+def check_pause(mode: PauseMode | None, flush_cache_on_update: bool | None) -> None:
+    """Check a pause mode.
+
+    Raises:
+        ValueError: it is not a pause mode, or TorchRL's transport cannot flush with it.
+    """
+    if mode is not None and mode not in INFLIGHT:
+        raise ValueError(f"pause_mode must be one of {set(INFLIGHT)}, got {mode!r}")
+    if flush_cache_on_update and mode not in (None, "abort"):
+        raise ValueError(
+            "flush_cache_on_update=True requires pause_mode='abort': the others keep requests, "
+            "and what they have cached"
+        )
+
+
 def client_of(pool: Any, settings: Settings) -> tuple[BlockingClient, bool]:
     """Return the client of a pool, and whether the caller must close it."""
     if isinstance(pool, str):
@@ -127,12 +176,20 @@ def update_pool(
     """
     return client.update_weights(
         fitted(flat(weights), known),
-        inflight=INFLIGHT[settings.pause_mode or "retract"],
+        inflight=INFLIGHT[settings.pause_mode or pause_mode()],
         timeout=settings.timeout,
         check_finite=settings.check_finite,
         device=_device(settings, client),
         **options,
     )
+
+
+def _gpu(device: torch.device | str | int | None) -> torch.device | str | int:
+    """Return the index of a GPU, and any other device unchanged."""
+    if device is None or str(device) == "cuda":
+        return 0
+    kind, _, index = str(device).partition(":")
+    return int(index) if kind == "cuda" else device
 
 
 def _device(settings: Settings, client: BlockingClient) -> torch.device | str | None:

@@ -12,12 +12,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
-from torchrl.modules.llm.backends import RLSGLangEngine
+from torchrl.modules.llm.backends import RLSGLangEngine as RLSGLangEngine
 from torchrl.modules.llm.backends.sglang.sglang_utils import get_local_ip_address, get_open_port
 
 from ...api.blocking import BlockingClient, blocking
 from ...inference.sampling import SamplingParams
 from .balancer import LoadBalancer
+from .environment import warn_of_unused
 from .service_client import CONNECTION, close, connect, launch_arguments, without_secret
 from .sglang_format import call_arguments, is_one, is_text, plain_prompts, result
 
@@ -60,6 +61,7 @@ class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
         timeout: float = 300.0,
         **server_kwargs: Any,
     ) -> None:
+        warn_of_unused()
         self._client: BlockingClient | None = None
         self._managed = False
         self._server_url = server_url
@@ -323,25 +325,31 @@ class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
         self.client.update_weights(weights, partial=True, **self._host(self._master_address))
 
     def update_weights_from_distributed(
-        self, name: str, dtype: torch.dtype, shape: tuple[int, ...]
+        self, name: str, dtype: torch.dtype | str, shape: tuple[int, ...]
     ) -> None:
         """Check that the model has a tensor of this name and shape.
 
         TorchRL announces every tensor with this method before it broadcasts the tensor. sglrl needs
         no announcement.
 
+        Args:
+            dtype: a torch dtype, or its name ("float32", "torch.float32").
+
         Raises:
             RuntimeError: ``init_weight_update_group`` was not called.
-            ValueError: the model has no such tensor.
+            ValueError: the model has no such tensor, or the dtype is unknown or not floating-point.
         """
+        found = getattr(torch, str(dtype).removeprefix("torch."), None)
+        if not isinstance(found, torch.dtype):
+            raise ValueError(f"dtype must be a torch dtype or its name, got {dtype!r}")
         if not self._group_ready:
             raise RuntimeError(
                 "Weight update group not initialized. Call init_weight_update_group() first."
             )
         known = self.get_model_metadata().get(name)
-        if known is None or known[1] != torch.Size(shape) or not dtype.is_floating_point:
+        if known is None or known[1] != torch.Size(shape) or not found.is_floating_point:
             raise ValueError(
-                f"{name} {tuple(shape)} {dtype} is not a tensor of this model: {known}"
+                f"{name} {tuple(shape)} {found} is not a tensor of this model: {known}"
             )
 
     @staticmethod

@@ -18,8 +18,9 @@ from torchrl.weight_update.weight_sync_schemes import WeightStrategy, WeightSync
 
 from ...api.blocking import BlockingClient, blocking
 from ...weights.update_report import UpdateReport
+from .environment import PauseMode, logger, warn_of_unused
 from .folder_transport import FolderTransport
-from .pool_transport import INFLIGHT, PauseMode, PoolTransport, client_of, logger, update_pool
+from .pool_transport import SGLangCollectiveTransport, check_pause, client_of, update_pool
 from .tensor_names import Metadata, flat
 
 
@@ -45,9 +46,10 @@ class SGLangWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]
         device: the device that sends. An integer is a GPU, or the CPU if the engines run on CPU.
         flush_cache_on_update: accepted, but not needed: cache entries of old weights are never
             used with new weights.
-        pause_mode: how an update treats running requests. "retract" (or None): they continue, and
-            their KV cache is recomputed. "in_place": they continue with their KV cache. "abort":
-            they return the tokens generated so far.
+        pause_mode: how an update treats running requests. "retract": they continue, and their KV
+            cache is recomputed. "in_place": they continue with their KV cache. "abort": they return
+            the tokens generated so far. None: ``$TORCHRL_SGLANG_PAUSE_GENERATION_MODE``, or
+            "retract" if it is not set.
         timeout: time limit of a replica for each phase, in seconds.
         check_finite: as in ``Client.update_weights``.
         keys, insecure: as in ``sglrl.connect``.
@@ -80,13 +82,8 @@ class SGLangWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]
         local_addr: str | os.PathLike[str] | None = None,
         num_threads: int = 1,
     ) -> None:
-        if pause_mode is not None and pause_mode not in INFLIGHT:
-            raise ValueError(f"pause_mode must be one of {set(INFLIGHT)}, got {pause_mode!r}")
-        if flush_cache_on_update and pause_mode not in (None, "abort"):
-            raise ValueError(
-                "flush_cache_on_update=True requires pause_mode='abort': the others keep requests, "
-                "and what they have cached"
-            )
+        check_pause(pause_mode, flush_cache_on_update)
+        warn_of_unused()
         if strategy not in ("tensordict", "state_dict"):
             raise ValueError(f"strategy must be 'tensordict' or 'state_dict', got {strategy!r}")
         if server_url is None and remote_addr is None:
@@ -113,11 +110,24 @@ class SGLangWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]
         """Size of the group: the trainer and ``num_gpus`` GPUs."""
         return 1 + self.num_gpus
 
-    def create_transport(self, **kwargs: Any) -> PoolTransport | FolderTransport:
+    def create_transport(self, **kwargs: Any) -> SGLangCollectiveTransport | FolderTransport:
         """Create the transport of a sender."""
         if self.remote_addr is not None:
             return FolderTransport(self.remote_addr, self.num_threads)
-        return PoolTransport(self)
+        return SGLangCollectiveTransport(
+            self.server_url,
+            self.host,
+            self.master_port,
+            0,
+            self.world_size,
+            self.device,
+            self.timeout,
+            self.flush_cache_on_update,
+            self.pause_mode,
+            check_finite=self.check_finite,
+            keys=self.keys,
+            insecure=self.insecure,
+        )
 
     def create_sender(self) -> SGLangWeightSender:
         """Create a sender in the trainer's process. With several ranks, use only the first rank.
@@ -194,7 +204,8 @@ class SGLangWeightSender:
     def init_all_workers_group(self, model_metadata: Metadata | None = None, **kwargs: Any) -> None:
         """Connect to the pool before the first update.
 
-        Without this call, the first update connects. See ``PoolTransport.init_all_workers_group``.
+        Without this call, the first update connects. See
+        ``SGLangCollectiveTransport.init_all_workers_group``.
         """
         transport = self._transport or self._scheme.create_transport()
         try:
