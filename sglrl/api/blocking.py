@@ -6,15 +6,13 @@ import asyncio
 import concurrent.futures
 import contextlib
 import functools
-import logging
 import os
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Iterator
-from typing import Any, Final, NoReturn, Self, SupportsFloat, TypeVar
+from typing import Any, NoReturn, Self, SupportsFloat, TypeVar
 
 import numpy as np
-import uvloop
 from numpy.typing import NDArray
 
 from ..config import open_standard_files
@@ -34,12 +32,9 @@ from ..system_limits import start_thread
 from ..weights.local_sender import TensorMetadata
 from ..weights.update_report import UpdateReport
 from ..wire.engine import EngineInfo
+from .client_thread import ClientThread
 from .launching import launch
 
-logger = logging.getLogger("sglrl.blocking")
-
-_LONGEST_END: Final = 10.0
-"""Seconds within which cancelled tasks must finish when the client is closed."""
 _T = TypeVar("_T")
 
 
@@ -52,7 +47,7 @@ class BlockingClient:
     def __init__(self, client: Client) -> None:
         self._client = client
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
+        self._thread: ClientThread | None = None
         self._lock = threading.Lock()
         """Held to submit work to the loop, so that the loop is not stopped before it has it."""
         self._runs: set[Rollout] = set()
@@ -62,20 +57,15 @@ class BlockingClient:
         if self._loop is not None:
             raise UsageError("this client is running already; make another one")
         open_standard_files()
-        loop = uvloop.new_event_loop()
-        thread = threading.Thread(
-            target=_run, args=(loop, self._client, self._runs), name="sglrl-blocking", daemon=True
-        )
+        thread = ClientThread(self._client, self._runs)
         try:
             start_thread(thread)
         except BaseException:
-            loop.close()
+            thread.loop.close()
             raise
-        self._loop, self._thread = loop, thread
-        # At interpreter exit, the client logs its own warning.
-        weakref.finalize(
-            self, _close_unclosed, self._loop, self._client, os.getpid()
-        ).atexit = False
+        self._loop, self._thread = thread.loop, thread
+        # At interpreter exit, the thread has a finalizer of its own.
+        weakref.finalize(self, thread.end_unclosed).atexit = False
         try:
             self._wait(self._client.__aenter__())
         except BaseException:
@@ -97,9 +87,10 @@ class BlockingClient:
 
     def close(self, **kwargs: Any) -> None:
         """See ``Client.close``."""
-        if self._loop is not None:
+        thread = self._thread
+        if thread is not None:
             try:
-                self._wait(_close(self._client, self._runs, kwargs))
+                self._wait(thread.close_client(**kwargs))
             finally:
                 self._stop()
 
@@ -269,11 +260,10 @@ class BlockingClient:
 
     def _stop(self) -> None:
         with self._lock:
-            loop, thread = self._loop, self._thread
+            thread = self._thread
             self._loop = self._thread = None
-        # In a forked process the thread does not exist, and the loop belongs to the parent.
-        if loop is not None and thread is not None and thread.is_alive():
-            loop.call_soon_threadsafe(loop.stop)
+        if thread is not None:
+            thread.end()
             thread.join()
 
 
@@ -419,49 +409,6 @@ class BlockingRollout:
     def metrics(self) -> RolloutMetrics:
         """See ``Rollout.metrics``."""
         return self._client._wait(_done(lambda: self._run.metrics))
-
-
-def _run(loop: asyncio.AbstractEventLoop, client: Client, runs: set[Rollout]) -> None:
-    """Run the loop in the client's thread until it is stopped, then cancel the remaining tasks."""
-    try:
-        loop.run_forever()
-        try:
-            # This does nothing unless the client was never closed.
-            loop.run_until_complete(_close(client, runs, {}))
-        finally:
-            loop.run_until_complete(_end_all(loop))
-    finally:
-        loop.close()
-
-
-async def _close(client: Client, runs: set[Rollout], kwargs: dict[str, Any]) -> None:
-    try:
-        await client.close(**kwargs)
-    finally:
-        for run in list(runs):
-            await run.close()
-
-
-def _close_unclosed(loop: asyncio.AbstractEventLoop, client: Client, pid: int) -> None:
-    """Close the client of a ``BlockingClient`` that was garbage-collected without ``close``."""
-    if os.getpid() == pid and not loop.is_closed():
-        loop.call_soon_threadsafe(loop.stop)
-        client._pool.warn_unclosed()
-
-
-async def _end_all(loop: asyncio.AbstractEventLoop) -> None:
-    """Cancel all tasks of the loop, as ``asyncio.Runner`` does.
-
-    Callers that wait for one of the tasks get its cancellation.
-    """
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    if tasks:
-        _, left = await asyncio.wait(tasks, timeout=_LONGEST_END)
-        if left:
-            logger.warning("cancelled, and not ended with the client: %s", left)
-    await loop.shutdown_asyncgens()
 
 
 async def _done(call: Callable[[], _T]) -> _T:

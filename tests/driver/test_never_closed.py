@@ -52,14 +52,17 @@ def wait_for_end(pids):
 """
 
 
-def run(program: str, *options: str) -> tuple[str, str]:
+def run(program: str, *options: str, before: str = "") -> tuple[str, str]:
     """Return what a program writes to stdout and stderr.
 
     The program must exit within a minute. Its processes must exit with it.
+
+    Args:
+        before: code that runs before sglrl is imported.
     """
     options = options or ("-W", "always::ResourceWarning")
     done = subprocess.run(
-        [sys.executable, *options, "-c", BEGIN + textwrap.dedent(program)],
+        [sys.executable, *options, "-c", before + BEGIN + textwrap.dedent(program)],
         capture_output=True,
         text=True,
         check=False,
@@ -267,12 +270,21 @@ def test_a_blocking_client_is_dropped() -> None:
     assert_warned(errors, "the Client of fake")
 
 
-def test_a_blocking_client_is_left_when_the_interpreter_exits() -> None:
-    out, errors = run(f"""
+@pytest.mark.parametrize(
+    "before",
+    ["", "import asyncio, weakref; weakref.finalize(asyncio, print)"],
+    ids=["sglrl-first", "weakref-first"],
+)
+def test_a_blocking_client_is_left_when_the_interpreter_exits(before: str) -> None:
+    """The order in which modules register their functions with atexit has no effect."""
+    out, errors = run(
+        f"""
         client = {BLOCKING}
         client.__enter__()
         pids_of(client)
         print(client.generate(input_ids=[7], max_new_tokens=1).output_ids)
-    """)
-    assert out == "[7]"
+        """,
+        before=before,
+    )
+    assert out.strip() == "[7]"
     assert_warned(errors, "the Client of fake")

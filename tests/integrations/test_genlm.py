@@ -9,6 +9,7 @@ import asyncio
 import gc
 import importlib
 import itertools
+import subprocess
 import sys
 import threading
 import types
@@ -618,6 +619,21 @@ def test_by_name(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with genlm.load_model_by_name(str(tiny), llm_opts={"engine_opts": options}) as model:
         assert int(model.next_token_logprobs_sync(np.array([5, 6])).argmax()) == 6
     model.close()
+
+
+@pytest.mark.timeout(300)
+def test_a_program_that_never_closes_its_model_exits(tiny: Path) -> None:
+    """uvloop ran timers after the interpreter was finalized, which is a SIGSEGV (status 11)."""
+    done = subprocess.run(
+        [sys.executable, "-m", f"{__package__}.exits_program", str(tiny), "5"],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    assert done.stdout.split() == ["0"] * 5, done.stderr
+    assert done.returncode == 0
 
 
 def test_what_the_document_shows(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,105 @@
+"""The thread that runs the event loop of a client for synchronous callers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import weakref
+from typing import Any, Final
+
+import uvloop
+
+from ..inference.client import Client
+from ..rollouts.run import Rollout
+
+logger = logging.getLogger("sglrl.blocking")
+
+_LONGEST_END: Final = 10.0
+"""Seconds within which cancelled tasks must finish when the client is closed, and the thread at
+interpreter exit."""
+
+
+class ClientThread(threading.Thread):
+    """Runs the loop of a client until ``end``, and then closes the client.
+
+    At interpreter exit, a thread ends whose client was never closed. uvloop would otherwise run the
+    loop's timers after the interpreter is finalized, which crashes the process with SIGSEGV.
+
+    Args:
+        runs: the rollouts that were entered and are not closed. The thread closes them.
+
+    Attributes:
+        loop: the event loop. The thread closes it.
+    """
+
+    def __init__(self, client: Client, runs: set[Rollout]) -> None:
+        super().__init__(name="sglrl-blocking", daemon=True)
+        self.loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+        self._client = client
+        self._runs = runs
+        self._ended = asyncio.Event()
+
+    def run(self) -> None:
+        """Run the loop, then cancel its remaining tasks."""
+        # This holds a reference to the thread. Unlike atexit, finalizers run in order of creation,
+        # the latest first. The owner of a client may have one that closes the client.
+        at_exit = weakref.finalize(self, self._end_at_exit)
+        try:
+            try:
+                self.loop.run_until_complete(self._serve())
+            finally:
+                self.loop.run_until_complete(_cancel_all(self.loop))
+        finally:
+            self.loop.close()
+            at_exit.detach()
+
+    async def _serve(self) -> None:
+        await self._ended.wait()
+        # This does nothing unless the client was never closed.
+        await self.close_client()
+
+    async def close_client(self, **kwargs: Any) -> None:
+        """Close the client and the rollouts. Runs on the loop."""
+        try:
+            await self._client.close(**kwargs)
+        finally:
+            for run in list(self._runs):
+                await run.close()
+
+    def end(self) -> None:
+        """Let the thread end. Any thread may call this, several times."""
+        # In a forked process the thread does not exist, and the loop belongs to the parent.
+        if self.is_alive():
+            # The loop may have been closed meanwhile.
+            with contextlib.suppress(RuntimeError):
+                self.loop.call_soon_threadsafe(self._ended.set)
+
+    def end_unclosed(self) -> None:
+        """Let the thread end, and warn if its client was never closed."""
+        try:
+            self._client._pool.warn_unclosed()
+        finally:
+            self.end()
+
+    def _end_at_exit(self) -> None:
+        try:
+            self.end_unclosed()
+        finally:
+            self.join(_LONGEST_END)
+
+
+async def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
+    """Cancel all tasks of the loop, as ``asyncio.Runner`` does.
+
+    Callers that wait for one of the tasks get its cancellation.
+    """
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        _, left = await asyncio.wait(tasks, timeout=_LONGEST_END)
+        if left:
+            logger.warning("cancelled, and not ended with the client: %s", left)
+    await loop.shutdown_asyncgens()
