@@ -15,6 +15,7 @@ from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplaceme
 from torchrl.data.llm import History
 from torchrl.envs import StepCounter, Transform
 from torchrl.envs.llm import ChatEnv
+from torchrl.envs.llm.transforms import KLRewardTransform as TorchRLKLRewardTransform
 from torchrl.envs.llm.transforms.kl import RetrieveKL, RetrieveLogProb
 from torchrl.modules.llm.policies import ChatHistory, Text, TransformersWrapper
 from torchrl.objectives.llm import CISPOLoss, GRPOLoss, MCAdvantage
@@ -24,6 +25,7 @@ import sglrl
 from sglrl.api.tiny_model import make_model
 from sglrl.integrations.torchrl import (
     AsyncSGLang,
+    KLRewardTransform,
     SGLangWeightSyncScheme,
     SGLangWrapper,
     get_sglang_model_metadata,
@@ -118,6 +120,52 @@ def test_a_reference_policy_in_torchrls_transforms(
     # The weights are equal, so the difference is zero at every token.
     for kl in found.get("kl_penalty", as_list=True):
         torch.testing.assert_close(kl, torch.zeros_like(kl), atol=1e-4, rtol=0)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("padded", [True, False], ids=["padded", "ragged"])
+def test_the_divergence_from_a_reference_is_a_reward(
+    padded: bool, pool: sglrl.BlockingClient, hf_model: Any
+) -> None:
+    values = {"max_new_tokens": 6}
+    policy = SGLangWrapper(pool, pad_output=padded, generate_kwargs=values)
+    reference = TransformersWrapper(
+        hf_model,
+        tokenizer=pool.tokenizer,
+        input_mode="tokens",
+        generate=False,
+        pad_output=padded,
+    )
+
+    def step(transform: Any) -> Any:
+        env = ChatEnv.from_dataloader([{"query": QUERIES}], batch_size=(4,))
+        env = env.append_transform(EvenDigits()).append_transform(transform)
+        with torch.no_grad():
+            return env.step(policy(env.reset()))
+
+    found = step(KLRewardTransform(reference, coef=0.5))
+    masks = found.get(("masks", "all_assistant_mask"), as_list=True)
+    scores = found.get(("log_probs", "full"), as_list=True)
+    divergences = found["next"].get("kl_penalty", as_list=True)
+    references = found["next"].get("ref_log_probs", as_list=True)
+    assert padded == (len({len(mask) for mask in masks}) == 1)
+    for mask, score, divergence, at in zip(masks, scores, divergences, references, strict=True):
+        # The weights are equal. Over the prompt, both are zero.
+        expected = (score.masked_fill(~mask, 0) - at[..., 0])[:, None]
+        torch.testing.assert_close(divergence, expected)
+        torch.testing.assert_close(divergence, torch.zeros_like(divergence), atol=1e-3, rtol=0)
+        assert (at[mask] < 0).all()
+        assert (at[~mask] == 0).all()
+    if not padded:
+        # When this works, our class is not needed.
+        with pytest.raises(RuntimeError, match="Failed to stack"):
+            step(TorchRLKLRewardTransform(reference, coef=0.5))
+
+
+@pytest.mark.filterwarnings("ignore:use_ray_service:FutureWarning")
+def test_the_transform_is_not_a_ray_service() -> None:
+    with pytest.raises(ValueError, match="does not run as a Ray service"):
+        KLRewardTransform(use_ray_service=True)
 
 
 @pytest.mark.parametrize("padded", [True, False], ids=["padded", "ragged"])

@@ -544,6 +544,8 @@ def test_wrong_arguments(pool: sglrl.BlockingClient) -> None:
         SGLangWrapper(pool, batching=False, min_batch_size=2)
     with pytest.raises(ValueError, match="must be <= max_batch_size"):
         SGLangWrapper(pool, min_batch_size=3, max_batch_size=2)
+    with pytest.raises(ValueError, match="pad_model_input is not supported when generate=True"):
+        SGLangWrapper(pool, pad_model_input=True)
     with pytest.raises(TypeError, match="got int"):
         SGLangWrapper(3)
     with pytest.raises(TypeError, match="got Client"):
@@ -560,6 +562,19 @@ def test_wrong_arguments(pool: sglrl.BlockingClient) -> None:
         SGLangWrapper(pool)(TensorDict(history=ChatHistory(prompt="text"), batch_size=2))
     with pytest.raises(RuntimeError, match="generate=True"):
         SGLangWrapper(pool).log_prob(TensorDict())
+
+
+def test_packing_and_padding_give_the_same_scores(
+    pool: sglrl.BlockingClient, tokenizer: Any
+) -> None:
+    """As TorchRL's TestPacking, with its two values of ``pad_model_input``."""
+    packed, padded = (
+        SGLangWrapper(pool, input_mode="text", generate=False, pad_model_input=value)(
+            wholes("text", tokenizer)
+        )
+        for value in (False, True)
+    )
+    assert_same(packed, padded, "log_probs", "full", atol=1e-4, rtol=0)
 
 
 def test_get_new_version_changes_what_is_given(pool: sglrl.BlockingClient, tokenizer: Any) -> None:

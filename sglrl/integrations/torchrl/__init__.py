@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .balancer import LoadBalancer as LoadBalancer
+    from .kl_reward import KLRewardTransform as KLRewardTransform
     from .pool_transport import SGLangCollectiveTransport as SGLangCollectiveTransport
     from .service import AsyncSGLang as AsyncSGLang
     from .service import RLSGLangEngine as RLSGLangEngine
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "AsyncSGLang": "service",
+    "KLRewardTransform": "kl_reward",
     "LoadBalancer": "balancer",
     "RLSGLangEngine": "service",
     "SGLangCollectiveTransport": "pool_transport",
@@ -30,6 +32,7 @@ _HOMES = {
 
 __all__ = [
     "AsyncSGLang",
+    "KLRewardTransform",
     "LoadBalancer",
     "RLSGLangEngine",
     "SGLangCollectiveTransport",

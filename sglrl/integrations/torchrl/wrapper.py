@@ -47,6 +47,8 @@ class SGLangWrapper(LLMWrapperBase):  # type: ignore[misc]
             padded on the right. False: one tensor per sample, each with its own length:
             ``td.get(key, as_list=True)``, ``as_nested_tensor=True`` (strided or jagged) or
             ``as_padded_tensor=True``.
+        pad_model_input: with ``generate=False``, accepted as for ``TransformersWrapper``, but not
+            used: the engine packs sequences. The results are the same for True and False.
         inplace: True: add the results to the input. False: return only the results. "empty":
             return the results in an empty tensordict of the input's kind. None: True, or False with
             several samples.
@@ -86,6 +88,7 @@ class SGLangWrapper(LLMWrapperBase):  # type: ignore[misc]
         generate_kwargs: dict[str, Any] | None = None,
         tokenizer_kwargs: dict[str, Any] | None = None,
         pad_output: bool = False,
+        pad_model_input: bool | None = None,
         inplace: Any = None,
         device: Any = None,
         layout: Any = None,
@@ -114,6 +117,8 @@ class SGLangWrapper(LLMWrapperBase):  # type: ignore[misc]
             raise ValueError("return_log_probs must be True when generate=False.")
         if not isinstance(pad_output, bool):
             raise ValueError("pad_output must be a boolean")
+        if pad_model_input is not None and generate:
+            raise ValueError("pad_model_input is not supported when generate=True.")
         if generate_kwargs is not None and not isinstance(generate_kwargs, Mapping):
             raise TypeError(
                 'generate_kwargs must be a mapping such as {"max_new_tokens": 16}, got '

@@ -1,0 +1,36 @@
+"""TorchRL's ``KLRewardTransform``, also for results without padding."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from tensordict import TensorDictBase
+from torchrl.envs.llm.transforms import KLRewardTransform as TorchRLKLRewardTransform
+
+from ...errors import UsageError
+
+
+def _reject_ray(*args: Any, **kwargs: Any) -> NoReturn:
+    raise UsageError(
+        "this KLRewardTransform does not run as a Ray service; use TorchRL's RetrieveKL, or "
+        "TorchRL's KLRewardTransform with pad_output=True"
+    )
+
+
+class KLRewardTransform(TorchRLKLRewardTransform):  # type: ignore[misc]
+    """TorchRL's transform, which fails for ``pad_output=False`` and responses of several lengths.
+
+    TorchRL 0.14 stacks the assistant masks of the results. Without these masks, it takes the tokens
+    after the prompt, which are the same for a generated response.
+
+    Arguments and results are TorchRL's, except ``use_ray_service=True``, which is a ``UsageError``.
+    """
+
+    _RayServiceClass = _reject_ray
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        masks = tensordict.get("masks", None)
+        if masks is not None and not self.pad_output:
+            tensordict = tensordict.copy()
+            tensordict["masks"] = masks.exclude("all_assistant_mask")
+        return super()._step(tensordict, next_tensordict)
