@@ -5,7 +5,6 @@ See ``parts``.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -18,25 +17,16 @@ from .payload import TOKENS, VOCAB, Prompts
 from .rollout_parts import Tool
 
 
-def _fake(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
-    """Run on fake engines, whose steps take a fixed time and a time for each request."""
-    engine = {"engine": "fake", "vocab_size": VOCAB, "replicas": options["replicas"]}
-    return uvloop.run(_main("fake", engine | options["engine"], options, note))
-
-
-def _sglang(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
-    """Run on one SGLang engine."""
-    return uvloop.run(_main(options["model"], options["engine"], options, note))
-
-
-async def _main(
-    model: str, engine: dict[str, Any], options: Mapping[str, Any], note: Note
-) -> dict[str, Any]:
+def _depth(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
     """Deliver the groups of a data set one by one, and of its first batch alone.
 
     Then run all samples of the data set at once. No run has more requests for the engines. The
     steady tokens/s exclude the first and the last batch.
     """
+    return uvloop.run(_main(options, note))
+
+
+async def _main(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
     import sglrl
 
     turns, size = options["turns"], options["group_size"]
@@ -48,11 +38,17 @@ async def _main(
         for turn in range(turns):
             if turn:
                 session.observe(await tool(item["number"], turn))
-            await session.generate(max_new_tokens=TOKENS, ignore_eos=True)
+            await session.generate(max_new_tokens=TOKENS)
         return 1.0
 
     note("starting workers")
-    async with sglrl.launch(model, **engine) as client:
+    async with sglrl.launch(
+        "fake",
+        engine="fake",
+        vocab_size=VOCAB,
+        replicas=options["replicas"],
+        **options["engine"],
+    ) as client:
 
         async def generated() -> tuple[int, float]:
             stats = await client.stats()
@@ -82,8 +78,6 @@ async def _main(
                 "steady_tokens_per_s": (later - tokens) / (until - since),
             }
 
-        # The first request pays for what an engine prepares only once.
-        await asyncio.gather(*(client.generate(input_ids=[1], max_new_tokens=8) for _ in range(8)))
         ways = {}
         for name, some, concurrency in (
             ("a batch alone", items[:batch], None),
@@ -101,4 +95,4 @@ async def _main(
 
 
 if __name__ == "__main__":
-    serve_part({"fake": _fake, "sglang": _sglang})
+    serve_part({"depth": _depth})

@@ -156,7 +156,7 @@ def _fake(
     }
     for name, engine in engines.items():
         steps_of = {"step_seconds": 0.02, "tokens_per_step": 8}
-        plan.append((name, _DEPTH, "fake", depth | {"engine": steps_of | engine}))
+        plan.append((name, _DEPTH, "depth", depth | {"engine": steps_of | engine}))
 
     results: dict[str, Any] = {}
     failed: dict[str, str] = {}

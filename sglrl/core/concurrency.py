@@ -38,9 +38,9 @@ BACK_OFF: Final = 0.8
 INTERVAL: Final = 0.25
 """Seconds between two changes, at least. A change must take effect before the next change. So the
 engines also compute at least one step for each agent between two changes."""
-STEPS: Final = 4
+STEPS: Final = 8
 """Number of the engines' steps between two changes, at least. A new request joins the next step,
-and its effect is reported after that step."""
+and ``step_seconds`` follows a change within some steps."""
 
 
 class Load(NamedTuple):

@@ -39,7 +39,7 @@ def steps(limit: Concurrency, fixed: float, each: float, looks: int) -> list[int
     shortest = fixed + each * limit.limit
     for _ in range(looks):
         step = fixed + each * limit.limit
-        now += max(INTERVAL, 2 * step)
+        now += max(INTERVAL, 8 * step)
         limit.look(now, limit.limit, 0, [Load(0.1, 0, 0, step, shortest)])
         seen.append(limit.limit)
     return seen
