@@ -143,10 +143,10 @@ def _fake(
     plan.append((_BESIDE, _PARTS, "beside", beside))
     plan.append(("busy", _PARTS, "busy", busy))
     depth = {
-        "items": 60 if quick else 600,
+        "items": 30 if quick else 600,
         "group_size": 8,
-        "batch": 16 if quick else 64,
-        "turns": 4,
+        "batch": 8 if quick else 64,
+        "turns": 2 if quick else 4,
         "tool": (0.02, 0.1),
         "replicas": replicas,
     }
@@ -155,7 +155,7 @@ def _fake(
         _SLOWER: {"request_seconds": 0.0005},
     }
     for name, engine in engines.items():
-        steps_of = {"step_seconds": 0.02, "tokens_per_step": 8}
+        steps_of = {"step_seconds": 0.005 if quick else 0.02, "tokens_per_step": 8}
         plan.append((name, _DEPTH, "depth", depth | {"engine": steps_of | engine}))
 
     results: dict[str, Any] = {}
