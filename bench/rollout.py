@@ -143,9 +143,9 @@ def _fake(
     plan.append((_BESIDE, _PARTS, "beside", beside))
     plan.append(("busy", _PARTS, "busy", busy))
     depth = {
-        "items": 30 if quick else 600,
+        "items": 16 if quick else 600,
         "group_size": 8,
-        "batch": 8 if quick else 64,
+        "batch": 4 if quick else 64,
         "turns": 2 if quick else 4,
         "tool": (0.02, 0.1),
         "replicas": replicas,
