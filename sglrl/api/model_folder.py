@@ -7,16 +7,27 @@ from pathlib import Path
 
 import msgspec
 
-from ..errors import ModelError
+from ..config import install
+from ..errors import ModelError, UsageError
 
 
 def own_model(model: str) -> str:
-    """Return the folder of the model "tiny", which is made here, and any other model unchanged."""
+    """Return the folder of the model "tiny", which is made here, and any other model unchanged.
+
+    Raises:
+        UsageError: torch and transformers, which make the model, are not installed.
+    """
     if model != "tiny" or Path(model).exists():
         return model
     from .tiny_model import tiny_model
 
-    return str(tiny_model())
+    try:
+        return str(tiny_model())
+    except ImportError as error:
+        raise UsageError(
+            f"the model 'tiny' is made with torch and transformers ({error}): {install('sglang')}; "
+            "engine='fake' also accepts any other name"
+        ) from None
 
 
 def check_model(model: str) -> str:

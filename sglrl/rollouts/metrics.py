@@ -261,7 +261,7 @@ class MetricsRecorder:
         self._step = StepMetrics(**{name: totals[name] - before.get(name, 0) for name in totals})
 
     def _totals(self) -> dict[str, Any]:
-        """Return the totals of which ``StepMetrics`` has differences."""
+        """Return the totals. ``StepMetrics`` is the difference of two of them."""
         plan = self._plan
         until = self._ended_at or time.monotonic()
         return {

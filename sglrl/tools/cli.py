@@ -307,7 +307,7 @@ def keys(
 
 
 def _refuse_items(lines: list[str]) -> None:
-    """Raise ``UsageError`` if a line is an item of a jsonl file, which is no prompt itself."""
+    """Raise ``UsageError`` for a line that is a JSON object: an item of ``sglrl eval``."""
     from .eval.items import prompt_fields
 
     for number, line in enumerate(lines, 1):

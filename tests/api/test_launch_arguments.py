@@ -95,6 +95,17 @@ async def test_the_tiny_model_has_a_tokenizer(
     assert folder.startswith("tiny-")
 
 
+@pytest.mark.parametrize("engine", ["fake", "sglang"])
+def test_the_tiny_model_without_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    monkeypatch.setenv("SGLRL_CACHE", str(tmp_path))
+    # None makes an import fail.
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(sglrl.UsageError, match=r"made with torch and transformers.*\[sglang\]"):
+        sglrl.launch("tiny", engine=engine)
+
+
 BEGIN = """
 import asyncio, sys, time
 import sglrl

@@ -55,7 +55,7 @@ class Announcements:
         self._engine.nearly_staged(left, update.spare is not None)
 
     def measured(self, update: Update, arrivals: list[torch.cuda.Event]) -> None:
-        """Record the rate of an update of which all buckets have arrived."""
+        """Record the rate of an update when all of its buckets have arrived."""
         if len(arrivals) > 1:
             took = arrivals[0].elapsed_time(arrivals[-1]) / 1e3
             self._rate = sum(update.layout.sizes[1:]) / max(1e-6, took)
