@@ -179,7 +179,7 @@ def _check(trainer: Any) -> None:
     """Raise ``UsageError`` for settings of the trainer that would have no effect or fail later."""
     if getattr(trainer, "use_vllm", False):
         raise UsageError("GRPOConfig(use_vllm=True) starts vLLM too; leave it False")
-    if getattr(trainer, "tools", None):
+    if getattr(trainer, "tools", None) or getattr(trainer, "environment_factories", None):
         raise UsageError(
             "tools= and environment_factory= of the trainer sample with its own model; use "
             "SGLangRollouts(agent=...), whose agent calls the tools"

@@ -200,6 +200,7 @@ def fake_trainer(**changes: Any) -> Any:
     [
         ({"use_vllm": True}, r"use_vllm=True\) starts vLLM too"),
         ({"tools": [print]}, r"use SGLangRollouts\(agent=\.\.\.\)"),
+        ({"environment_factories": {"a": object}}, r"use SGLangRollouts\(agent=\.\.\.\)"),
         ({"model": SimpleNamespace(peft_config={"default": 1})}, "adapters are not supported"),
     ],
 )
