@@ -28,6 +28,7 @@ import sglrl
 from sglrl.api.tiny_model import make_character_tokenizer, make_model
 from sglrl.integrations import genlm
 from sglrl.integrations.genlm import AsyncSGLTransformer, Token
+from sglrl.integrations.genlm.deliveries import Deliveries
 from sglrl.integrations.genlm.vocabulary import token_bytes, token_strings
 from sglrl.wire.engine import NextTokenArgs
 
@@ -429,6 +430,32 @@ def test_other_callbacks_get_their_turn_between_answers(
         asyncio.run_coroutine_threadsafe(run(), fake._loop).result(30)
     else:
         asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_batches_that_arrive_in_one_iteration_share_its_limit() -> None:
+    """The rest of one batch and a second batch wake at most 32 tasks together."""
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        deliveries = Deliveries(loop)
+        futures = [loop.create_future() for _ in range(100)]
+        outcomes = [(future, torch.zeros(1)) for future in futures]
+        done = [0]
+
+        def look() -> None:
+            done.append(sum(future.done() for future in futures))
+            if done[-1] < len(futures):
+                loop.call_soon(look)
+
+        look()
+        deliveries.arrive(loop, outcomes[:36])
+        # These two run in the iteration after the first 32, and in the one of the other 4.
+        loop.call_soon(deliveries.arrive, loop, outcomes[36:68])
+        loop.call_soon(loop.call_soon, deliveries.arrive, loop, outcomes[68:])
+        await asyncio.gather(*futures)
+        assert max(after - before for before, after in itertools.pairwise(done)) <= 32
+
+    asyncio.run(asyncio.wait_for(run(), 30))
 
 
 def test_no_distribution_waits_for_the_garbage_collector(fake: sglrl.BlockingClient) -> None:

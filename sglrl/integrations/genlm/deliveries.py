@@ -65,13 +65,13 @@ class Deliveries:
             self._arrived.pop(loop, None)
 
     def arrive(self, loop: asyncio.AbstractEventLoop, outcomes: list[tuple[Any, Outcome]]) -> None:
-        """Resolve futures of ``loop``. Runs on ``loop``."""
+        """Resolve futures of ``loop`` in its next iterations. Runs on ``loop``."""
         arrived = self._arrived.get(loop)
-        if arrived is not None:
-            arrived.extend(outcomes)
-            return
-        self._arrived[loop] = deque(outcomes)
-        self._wake(loop)
+        if arrived is None:
+            arrived = self._arrived[loop] = deque()
+            # Not at once: `_wake` may have run in this iteration already.
+            loop.call_soon(self._wake, loop)
+        arrived.extend(outcomes)
 
     def _wake(self, loop: asyncio.AbstractEventLoop) -> None:
         arrived = self._arrived[loop]
