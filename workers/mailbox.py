@@ -16,7 +16,6 @@ import traceback
 import msgspec
 import numpy as np
 
-from sglrl.core.concurrency import Load
 from sglrl.errors import MessageTooLarge, ProtocolError, SglrlError
 from sglrl.transport.dropped import Dropped
 from sglrl.transport.shared_rows import RowsWriter, writer_for
@@ -28,6 +27,7 @@ from sglrl.wire.calls import (
     ErrorBody,
     Item,
     ItemKind,
+    Load,
     Ready,
     Results,
     ShareRows,
@@ -58,7 +58,6 @@ A row has about half a megabyte, and a message arrives as a whole. With small me
 handles the first rows while the others are in transit.
 """
 
-_NO_LOAD = Load(-1.0)
 _REPORT_SECONDS = 0.1
 
 ENDPOINTS = [
@@ -236,16 +235,14 @@ class Mailbox:
         """True if the last report of the engine's load is at least ``_REPORT_SECONDS`` old."""
         return time.monotonic() - self._reported >= _REPORT_SECONDS
 
-    def flush(self, load: Load = _NO_LOAD) -> None:
+    def flush(self, load: Load | None = None) -> None:
         """Send all collected answers as one message.
 
         The message also reports the engine's load. Without answers, ``flush`` sends the load alone
-        every ``_REPORT_SECONDS``, because long answers would delay the report. A negative
-        ``kv_usage`` means no report.
+        every ``_REPORT_SECONDS``, because long answers would delay the report.
         """
-        report = load.kv_usage >= 0
-        if self._items or (report and self.report_is_due):
-            if report:
+        if self._items or (load is not None and self.report_is_due):
+            if load is not None:
                 self._reported = time.monotonic()
             items, self._items = self._items, []
             frames, self._frames = self._frames, []
@@ -257,19 +254,9 @@ class Mailbox:
         items: list[Item],
         frames: list[Buffer],
         slots: list[int],
-        load: Load,
+        load: Load | None,
     ) -> None:
-        results = Results(
-            items,
-            load.kv_usage,
-            load.waiting,
-            load.preempted,
-            slots,
-            load.step_seconds,
-            load.shortest_step,
-            load.request_steps,
-        )
-        head = self._encode(results)
+        head = self._encode(Results(items, load, slots))
         if len(head) <= self._most_bytes or not items:
             self._dealer.send([head, *frames])
         elif len(items) > 1:

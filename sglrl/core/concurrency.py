@@ -15,7 +15,9 @@ requests that did not run during a whole interval, except a margin.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Final
+
+from ..wire.calls import Load
 
 FULL: Final = 0.9
 """KV usage from which an engine counts as full."""
@@ -41,32 +43,6 @@ engines also compute at least one step for each agent between two changes."""
 STEPS: Final = 8
 """Number of the engines' steps between two changes, at least. A new request joins the next step,
 and ``step_seconds`` follows a change within some steps."""
-
-
-class Load(NamedTuple):
-    """The load of one engine.
-
-    Attributes:
-        kv_usage: 0..1, or -1 if the engine does not report it.
-        waiting: number of requests that the engine has not begun to compute.
-        preempted: number of requests removed from the KV cache since the start of the engine.
-        step_seconds: mean duration of its latest steps, or 0 if it is not known.
-        shortest_step: duration of its shortest steps in seconds, or 0 if it is not known.
-        request_steps: number of requests in all steps of the engine, each in each of its steps; 0
-            if it is not known.
-    """
-
-    kv_usage: float
-    waiting: int = 0
-    preempted: int = 0
-    step_seconds: float = 0.0
-    shortest_step: float = 0.0
-    request_steps: int = 0
-
-    @property
-    def slowness(self) -> float:
-        """The latest steps' duration in units of the shortest step, or 0 if it is not known."""
-        return self.step_seconds / max(self.shortest_step, SHORTEST) if self.shortest_step else 0.0
 
 
 class Concurrency:
@@ -116,7 +92,7 @@ class Concurrency:
             return False
         self._done = done
         spare, self._spare = self._spare, 1 << 30
-        slowness = sum(load.slowness for load in loads) / len(loads)
+        slowness = sum(map(_slowness, loads)) / len(loads)
         if slowness >= SLOW / 2:
             self._growth = STEP
         full = all(load.kv_usage >= FULL or load.waiting > 0 for load in loads)
@@ -139,3 +115,8 @@ class Concurrency:
         changed = limit != self.limit
         self.limit = limit
         return changed
+
+
+def _slowness(load: Load) -> float:
+    """The duration of the latest steps in units of the shortest step, or 0 if it is not known."""
+    return load.step_seconds / max(load.shortest_step, SHORTEST) if load.shortest_step else 0.0

@@ -23,6 +23,7 @@ from __future__ import annotations
 from typing import Final
 
 from ..errors import SglrlError
+from ..wire.calls import Load
 from .calls import Call
 from .fair_queue import FairQueue
 
@@ -54,17 +55,12 @@ class Member:
         "bucket",
         "calls",
         "index",
-        "kv_usage",
         "load",
         "pinned",
-        "preempted",
-        "request_steps",
+        "reported",
         "returning",
         "served",
-        "shortest_step",
         "state",
-        "step_seconds",
-        "waiting",
         "window",
     )
 
@@ -79,10 +75,8 @@ class Member:
         self.bucket = -1
         """Its bucket in the ``LoadIndex``; -1 if it is in no bucket."""
         self.served = 0
-        self.kv_usage = -1.0
-        self.waiting = self.preempted = 0
-        self.step_seconds = self.shortest_step = 0.0
-        self.request_steps = 0
+        self.reported = Load()
+        """The load of its engine, as last reported."""
         self.calls: dict[int, Call] = {}
         self.pinned = FairQueue()
         """Calls that only this member may take."""

@@ -170,11 +170,12 @@ class Router:
         return self.loads.least()
 
     def _by_kv_usage(self, call: Call) -> Member | None:
-        if all(m.kv_usage < 0 for m in self.ready):
+        if all(m.reported.kv_usage < 0 for m in self.ready):
             return None
         # A member that has not reported its usage has just started: its usage counts as 0.
         with_room = [m for m in self.ready if m.has_room]
-        return min(with_room, key=lambda m: (round(max(m.kv_usage, 0), 2), m.load), default=None)
+        usage = {m: round(max(m.reported.kv_usage, 0), 2) for m in with_room}
+        return min(with_room, key=lambda m: (usage[m], m.load), default=None)
 
     def _in_turn(self, call: Call) -> Member | None:
         for _ in range(len(self.ready)):

@@ -297,13 +297,8 @@ class Driver:
         if type(message) is not Results:
             self._on_control(member, message)
             return
-        if message.kv_usage >= 0:
-            member.kv_usage = message.kv_usage
-            member.waiting = message.waiting
-            member.preempted = message.preempted
-            member.step_seconds = message.step_seconds
-            member.shortest_step = message.shortest_step
-            member.request_steps = message.request_steps
+        if message.load is not None:
+            member.reported = message.load
             for listener in self._listeners:
                 listener.on_loads()
         fabric = self.fabric

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Self
 
 from ..config import FabricConfig, PoolConfig, check_target, check_timeout, raise_file_limit
-from ..core.concurrency import Load
 from ..core.members import DRAINING, READY, RETIRED, STALE, SYNCING
 from ..errors import Closed, DeadlineExceeded, UsageError, WorkerLost, WorkerStartError
 from ..transport.curve_keys import read_driver_keys
 from ..transport.zmq import ZmqRouter
 from ..weights.channel import WeightChannel
-from ..wire.calls import Ready
+from ..wire.calls import Load, Ready
 from ..wire.engine import EngineInfo
 from ..wire.processes import ClientKeys
 from .driver import Driver
@@ -118,19 +117,7 @@ class Pool:
 
     def loads(self) -> tuple[list[Load], int]:
         fabric = self.driver.fabric
-        loads = [
-            Load(
-                m.kv_usage,
-                m.waiting,
-                m.preempted,
-                m.step_seconds,
-                m.shortest_step,
-                m.request_steps,
-            )
-            for m in fabric.members.values()
-            if m.state is READY
-        ]
-        return loads, fabric.waiting
+        return [m.reported for m in fabric.members.values() if m.state is READY], fabric.waiting
 
     @property
     def connect_options(self) -> tuple[ClientKeys | None, bool, float | None]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from ..core.concurrency import Load
 from ..weights.port import WeightsPort
+from ..wire.calls import Load
 from ..wire.engine import EngineInfo
 from ..wire.processes import ClientKeys
 from .driver import Driver

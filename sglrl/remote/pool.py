@@ -13,7 +13,6 @@ from typing import Any, Final
 from ..actors.actor import endpoints_of
 from ..actors.handles import UnaryCaller
 from ..config import check_heartbeat, check_timeout
-from ..core.concurrency import Load
 from ..core.members import READY, RETIRED
 from ..core.weight_update import Member
 from ..driver.lifetime import Lifetime
@@ -22,7 +21,7 @@ from ..errors import Closed, DeadlineExceeded, UsageError
 from ..transport.addresses import check_address
 from ..transport.curve_keys import read_client_keys
 from ..transport.zmq import ZmqDealer
-from ..wire.calls import PROTOCOL_VERSION
+from ..wire.calls import PROTOCOL_VERSION, Load
 from ..wire.codec import encode
 from ..wire.engine import EngineInfo
 from ..wire.processes import ClientKeys
@@ -261,19 +260,7 @@ class RemotePool:
 
     def loads(self) -> tuple[list[Load], int]:
         status = self.status
-        loads = [
-            Load(
-                w.kv_usage,
-                w.waiting,
-                w.preempted,
-                w.step_seconds,
-                w.shortest_step,
-                w.request_steps,
-            )
-            for w in status.workers
-            if w.state == READY
-        ]
-        return loads, status.queued
+        return [w.reported for w in status.workers if w.state == READY], status.queued
 
     async def full(self, timeout: float | None) -> None:
         # The pool's own error names the workers that are not ready.

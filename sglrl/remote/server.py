@@ -184,26 +184,19 @@ class PoolServer(DriverListener):
 
     def _news(self) -> PoolStatus:
         members = self._driver.fabric.members
-        workers = []
-        for w in self._client.workers:
-            m = members[w.id]
-            workers.append(
-                WorkerStatus(
-                    w.id,
-                    w.pid,
-                    w.state,
-                    w.weight_version,
-                    w.device,
-                    w.load,
-                    w.window,
-                    m.kv_usage,
-                    m.waiting,
-                    m.preempted,
-                    m.step_seconds,
-                    m.shortest_step,
-                    m.request_steps,
-                )
+        workers = [
+            WorkerStatus(
+                w.id,
+                w.pid,
+                w.state,
+                w.weight_version,
+                w.device,
+                w.load,
+                w.window,
+                members[w.id].reported,
             )
+            for w in self._client.workers
+        ]
         queue = self._driver.fabric.queue
         return PoolStatus(
             self._client.weight_version,

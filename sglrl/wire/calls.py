@@ -8,7 +8,7 @@ import msgspec
 
 from .engine import EngineInfo
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 
 class CallMessage(msgspec.Struct, array_like=True, gc=False, frozen=True):
@@ -83,26 +83,36 @@ class ErrorBody(msgspec.Struct, array_like=True, gc=False, frozen=True):
     traceback: str = ""
 
 
-class Results(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=11):
-    """All items of one scheduler step, or of one loop tick of a plain actor; and the engine's load.
+class Load(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """The load of one engine.
 
-    kv_usage: share of the KV cache in use, 0..1; -1 if the worker reports no load.
-    waiting: requests that the engine has not begun to compute.
-    preempted: running requests that the engine has evicted from its KV cache since it started.
-    slots: slots of shared memory (``transport/shared_rows.py``) that hold the raw frames.
-    step_seconds: mean duration of the engine's latest steps; 0 if the worker does not know it.
-    shortest_step: seconds of its shortest steps; 0 if the worker does not know it.
-    request_steps: number of requests in all steps of the engine, each in each of its steps.
+    kv_usage: share of the KV cache in use, 0..1; -1 until the engine reports its load.
+    waiting: number of requests that the engine has not begun to compute.
+    preempted: number of requests removed from the KV cache since the start of the engine.
+    step_seconds: mean duration of its latest steps, or 0 if it is not known.
+    shortest_step: duration of its shortest steps in seconds, or 0 if it is not known.
+    request_steps: number of requests in all steps of the engine, each in each of its steps; 0 if it
+    is not known.
     """
 
-    items: list[Item]
     kv_usage: float = -1.0
     waiting: int = 0
     preempted: int = 0
-    slots: list[int] = []
     step_seconds: float = 0.0
     shortest_step: float = 0.0
     request_steps: int = 0
+
+
+class Results(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=11):
+    """All items of one scheduler step, or of one loop tick of a plain actor.
+
+    load: of the engine, if the worker reports it now.
+    slots: slots of shared memory (``transport/shared_rows.py``) that hold the raw frames.
+    """
+
+    items: list[Item]
+    load: Load | None = None
+    slots: list[int] = []
 
 
 class Starting(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=12):

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from .calls import Cancel, Item
+from .calls import Cancel, Item, Load
 from .engine import EngineInfo
 
 
@@ -64,7 +64,7 @@ FromClient = Hello | Requests | Cancel | Leave | BytesRead
 
 
 class WorkerStatus(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """One worker: the fields of ``driver.worker_info.WorkerInfo`` and the load in ``Results``."""
+    """One worker: the fields of ``driver.worker_info.WorkerInfo``, and its reported load."""
 
     id: int
     pid: int
@@ -73,12 +73,7 @@ class WorkerStatus(msgspec.Struct, array_like=True, gc=False, frozen=True):
     device: str
     load: int
     window: int
-    kv_usage: float
-    waiting: int
-    preempted: int
-    step_seconds: float = 0.0
-    shortest_step: float = 0.0
-    request_steps: int = 0
+    reported: Load
 
 
 class PoolStatus(msgspec.Struct, array_like=True, gc=False, frozen=True):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglrl.core.concurrency import INTERVAL, MARGIN, Concurrency, Load
+from sglrl.core.concurrency import INTERVAL, MARGIN, Concurrency
+from sglrl.wire.calls import Load
 
 
 def run(limit: Concurrency, room: int, looks: int, start: float = 0.0) -> list[int]:

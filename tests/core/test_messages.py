@@ -17,6 +17,7 @@ from sglrl.wire.calls import (
     ErrorBody,
     Heartbeat,
     Item,
+    Load,
     Ready,
     Results,
     RowsOffer,
@@ -99,13 +100,20 @@ to_worker = st.one_of(
     st.just(Shutdown()),
     st.just(ShareRows()),
 )
+loads = st.builds(
+    Load,
+    st.floats(-1, 1),
+    st.integers(0, 99),
+    st.integers(0, 99),
+    st.floats(0, 9),
+    st.floats(0, 9),
+    ids,
+)
 to_driver = st.one_of(
     st.builds(
         Results,
         st.lists(items, max_size=5),
-        st.floats(-1, 1),
-        st.integers(0, 99),
-        st.integers(0, 99),
+        st.none() | loads,
         st.lists(ids),
     ),
     st.builds(Starting, texts),
@@ -354,7 +362,7 @@ def test_a_message_for_the_other_side() -> None:
 
 def test_fields_of_a_newer_peer_are_ignored() -> None:
     assert decode_to_driver(encode([12, "loading", "and more"])) == Starting("loading")
-    assert decode_to_driver(encode([11, []])) == Results([], -1.0)
+    assert decode_to_driver(encode([11, []])) == Results([])
     assert decode_to_rank(encode([24, 7, "and more"])) == Commit(7)
     assert decode_to_rank(encode([23, 7])) == Stage(7, "")
     assert decode_from_rank(encode([41, 7, "join"])) == RankAnswer(7, "join")

@@ -16,6 +16,7 @@ from sglrl.core.invariants import validate
 from sglrl.core.members import Member
 from sglrl.core.prefixes import PrefixIndex, Route
 from sglrl.errors import UsageError
+from sglrl.wire.calls import Load
 
 from .pool import finish, make_fabric, route, submit, worker_of
 
@@ -273,7 +274,7 @@ def test_requests_takes_the_member_with_the_fewest_calls(ends: list[int], member
 def test_kv_cache_takes_the_emptiest_cache() -> None:
     fabric = make_fabric(4, window=2, routing=("kv-cache", "requests"))
     for member, usage in zip(fabric.members.values(), (0.9, 0.301, 0.304, -1.0), strict=True):
-        member.kv_usage = usage
+        member.reported = Load(usage)
     # A worker without a report has just arrived. 0.301 and 0.304 count as equal, so the load
     # decides.
     assert [worker_of(submit(fabric)) for _ in range(8)] == [3, 3, 1, 2, 1, 2, 0, 0]
@@ -300,7 +301,7 @@ def test_round_robin_skips_who_is_full_or_gone() -> None:
 def test_a_thousand_members_share_the_work(strategy: str) -> None:
     fabric = make_fabric(1000, window=8, routing=(strategy,))
     for member in fabric.members.values():
-        member.kv_usage = 0.5
+        member.reported = Load(0.5)
     calls = [submit(fabric, route=route([n] * 32)) for n in range(2000)]
     assert set(Counter(map(worker_of, calls)).values()) == {2}
     validate(fabric)

@@ -27,7 +27,7 @@ from sglrl.remote.server import PoolServer
 from sglrl.transport.memory import MemoryDealer, MemoryRouter
 from sglrl.weights.channel import WeightChannel
 from sglrl.weights.local_sender import LocalSender
-from sglrl.wire.calls import PROTOCOL_VERSION, Cancel, Item, ItemKind, Ready, Results, Submit
+from sglrl.wire.calls import PROTOCOL_VERSION, Cancel, Item, ItemKind, Load, Ready, Results, Submit
 from sglrl.wire.codec import decode_to_rank, decode_to_worker, encode
 from sglrl.wire.engine import GenerateArgs, ScoreArgs, TokenChunk
 from sglrl.wire.weights import (
@@ -84,7 +84,7 @@ class Worker:
                     items = [item for call in calls for item in self.answer(call)]
                 case Cancel(ids=cancelled):
                     items = [Item(id_, ItemKind.CANCELLED) for id_ in cancelled]
-            self.dealer.send([encode(Results(items, 0.5))])
+            self.dealer.send([encode(Results(items, Load(0.5)))])
 
     @property
     def held(self) -> list[int]:

@@ -17,6 +17,7 @@ from sglrl.wire.calls import (
     Heartbeat,
     Item,
     ItemKind,
+    Load,
     Ready,
     Results,
     ShareRows,
@@ -107,6 +108,7 @@ def logprobs(count: int) -> bytes:
 
 
 ROWS = RowsWriter(4 << 14)
+LOAD = Load(0.5, 3, 1, 0.02, 0.01, 40)
 ERROR = ErrorBody("WeightUpdateError", "no", "Traceback")
 INFO = EngineInfo(
     model="fake",
@@ -140,10 +142,10 @@ def to_driver() -> list[list[bytes]]:
             Ready(PROTOCOL_VERSION, os.getpid(), 8, ["generate", "score"], "cpu", INFO, ROWS.offer),
             [],
         ),
-        (Results([Item(7, ItemKind.DONE, encode(TokenChunk(b"")), 1)], 0.5, 0, 0, [3]), []),
+        (Results([Item(7, ItemKind.DONE, encode(TokenChunk(b"")), 1)], LOAD, [3]), []),
         (
             Results(
-                [Item(1, ItemKind.CHUNK, encode(chunk)), Item(1, ItemKind.DONE, encode(last))], 0.5
+                [Item(1, ItemKind.CHUNK, encode(chunk)), Item(1, ItemKind.DONE, encode(last))], LOAD
             ),
             [],
         ),

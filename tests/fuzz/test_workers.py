@@ -14,10 +14,9 @@ import pytest
 from numpy.typing import NDArray
 
 from sglrl.actors.actor import Actor, endpoint, endpoints_of
-from sglrl.core.concurrency import Load
 from sglrl.errors import ProtocolError
 from sglrl.transport.memory import MemoryRouter
-from sglrl.wire.calls import CallMessage, ItemKind, Results, Shutdown, Submit
+from sglrl.wire.calls import CallMessage, ItemKind, Load, Results, Shutdown, Submit
 from sglrl.wire.codec import decode_to_driver, decode_to_worker, encode
 from sglrl.wire.engine import ScoreArgs, TokenChunk
 from sglrl.wire.processes import EngineSpec, WorkerSpec

@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from typing import Protocol
 
-from sglrl.core.concurrency import Load
 from sglrl.core.hangs import PAUSED
-from sglrl.wire.calls import Heartbeat
+from sglrl.wire.calls import Heartbeat, Load
 from sglrl.wire.processes import EngineSpec, WorkerSpec
 
 from ..heartbeat import start_heartbeats

@@ -18,9 +18,8 @@ from sglang.srt.managers.io_struct import (
     TokenizedGenerateReqInput,
 )
 
-from sglrl.core.concurrency import Load
 from sglrl.errors import InvalidRequest
-from sglrl.wire.calls import ItemKind
+from sglrl.wire.calls import ItemKind, Load
 from sglrl.wire.engine import (
     EngineInfo,
     EngineStats,
@@ -418,18 +417,16 @@ class Adapter:
         return send
 
     def _flush(self) -> None:
-        used, capacity = self.scheduler.kv_tokens()
-        usage = used / capacity if capacity else -1.0
-        waiting = self.scheduler.sglrl_waiting()
         scheduler, steps = self.scheduler, self.scheduler.sglrl_steps
+        used, capacity = scheduler.kv_tokens()
         self.mailbox.flush(
             Load(
-                usage,
-                waiting,
-                scheduler.sglrl_preempted,
-                steps.mean,
-                steps.shortest,
-                scheduler.sglrl_request_steps,
+                kv_usage=used / capacity if capacity else 0.0,
+                waiting=scheduler.sglrl_waiting(),
+                preempted=scheduler.sglrl_preempted,
+                step_seconds=steps.mean,
+                shortest_step=steps.shortest,
+                request_steps=scheduler.sglrl_request_steps,
             )
         )
 
