@@ -15,7 +15,7 @@ from engine.policies import Policies
 from .storm import SEEDS, storm
 
 SEED = int(os.environ.get("SGLRL_STORM_SEED", "1"))
-SECONDS = float(os.environ.get("SGLRL_STORM_SECONDS", "120"))
+SECONDS = float(os.environ.get("SGLRL_STORM_SECONDS", "90"))
 
 
 @pytest.mark.timeout(SECONDS + 600)
