@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from .sessions.turn import TrajectoryTiming, Turn
     from .wire.engine import EngineInfo, EngineStats
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOME = {
     "Actor": "actors.actor",
