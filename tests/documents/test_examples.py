@@ -1,4 +1,4 @@
-"""The examples as a user runs them, for a few steps."""
+"""The examples, and the programs of two pages, as a user runs them, for a few steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+from sglrl.api.tiny_model import tiny_model
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
 LINES = {
     "grpo": r"step \d+: reward 0\.\d\d, clipped \d\.\d{3}",
     "async_offpolicy": r"step \d+: reward 0\.\d\d, [\d.]+ versions old",
@@ -41,6 +44,20 @@ async def test_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert re.fullmatch(LINES[name], line), line
     if name == "tool_agent":
         assert any("<|tool|>" in line for line in lines)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("page", ["verl", "prime-rl"])
+def test_program_of_page(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / f"docs/{page}.md").read_text(), re.DOTALL)
+    code, replaced = re.subn('name = ".*"', f"name = {str(tiny_model())!r}", code)
+    assert replaced == 1
+    exec(code.replace("steps, groups_per_step = 20, 8", "steps, groups_per_step = 2, 8"), {})
+    lines = [line for line in capsys.readouterr().out.splitlines() if "[torchrl]" not in line]
+    assert len(lines) == 2
+    for version, line in enumerate(lines, 1):
+        assert re.fullmatch(rf"version {version}: reward 0\.\d\d", line), line
 
 
 def test_both_steps_on_a_batch_are_clipped_around_the_same_policy() -> None:
