@@ -1,6 +1,7 @@
 """Check a built package, installed, outside the repository; ``tox run -m release`` runs this.
 
-Its files are those that git tracks, its version is that of the changelog, and its engine answers.
+A wheel has the files of both packages, and an sdist those that git tracks. The version is that of
+the changelog, and the engine answers.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def tracked() -> set[str]:
 
 def compare(found: set[str], expected: set[str]) -> None:
     missing, extra = sorted(expected - found), sorted(found - expected)
-    assert found == expected, f"missing: {missing}, not tracked: {extra}"
+    assert found == expected, f"missing: {missing}, not expected: {extra}"
 
 
 def check_sdist(file: Path) -> None:
@@ -50,7 +51,12 @@ def check_sdist(file: Path) -> None:
 def check_wheel(file: Path) -> None:
     assert file.name == f"sglrl-{sglrl.__version__}-py3-none-any.whl"
     names = {name for name in zipfile.ZipFile(file).namelist() if ".dist-info/" not in name}
-    sources = {name for name in tracked() if name.startswith(("sglrl/", "workers/"))}
+    sources = {
+        path.relative_to(ROOT).as_posix()
+        for folder in ("sglrl", "workers")
+        for path in (ROOT / folder).rglob("*.*")
+        if path.is_file() and path.suffix not in {".pyc", ".pyo"}
+    }
     compare(names, {re.sub("^workers/", "sglrl_workers/", name) for name in sources})
 
 
