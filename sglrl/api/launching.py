@@ -235,7 +235,7 @@ def launch(
         return [birth(free[i : i + tp_size]) for i in range(0, count * tp_size, tp_size)]
 
     births = [birth(group) for group in groups]
-    what = f"{replicas} worker{'s' if replicas > 1 else ''} of {os.path.basename(path)}"
+    what = f"{replicas} worker{'s' if replicas > 1 else ''} of {os.path.basename(os.fspath(model))}"
     pool = Pool(
         births,
         more=more,

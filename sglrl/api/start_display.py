@@ -43,8 +43,12 @@ class StartDisplay(StartProgress):
             self._status.stop()
             self._status = None
         elif self._shown:
-            seconds = time.monotonic() - self._begun
-            self._write(f"ready in {seconds:.1f} s\n" if exc[0] is None else "failed\n")
+            error = exc[1]
+            if error is None:
+                self._write(f"ready in {time.monotonic() - self._begun:.1f} s\n")
+            else:
+                # Ctrl-C cancels the start.
+                self._write("failed\n" if isinstance(error, Exception) else "interrupted\n")
 
     def show(self, text: str) -> None:
         if self._status is not None:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import struct
 import threading
+import warnings
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
@@ -184,6 +185,9 @@ class TokenizerBox:
                 f"{self.model!r} is neither a folder nor 'owner/name' on the hub, so the fake "
                 "engine has no tokenizer; use input_ids"
             )
+        # In a notebook without ipywidgets, tqdm warns when transformers imports it. The warning is
+        # of no use here, and would break the line that shows the start.
+        warnings.filterwarnings("ignore", message="IProgress not found")
         try:
             from transformers import AutoTokenizer
         except ImportError:

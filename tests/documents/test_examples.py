@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import runpy
 from pathlib import Path
@@ -15,33 +16,46 @@ from sglrl.api.tiny_model import tiny_model
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-LINES = {
-    "grpo": r"step \d+: reward 0\.\d\d, clipped \d\.\d{3}",
-    "async_offpolicy": r"step \d+: reward 0\.\d\d, [\d.]+ versions old",
-    "tool_agent": r"\[\d\.\d+(, \d\.\d+){3}\] <\|user\|>\d\+\d<\|end\|><\|assistant\|>.*",
+CASES: dict[str, tuple[tuple[Any, ...], int, str]] = {
+    "first_call": ((), 5, r"text: .*, (length|stop)|chunks: \[.+\]|\d tokens, logprob -\d+\.\d\d"),
+    "grpo": ((3,), 3, r"step \d+: reward 0\.\d\d, clipped \d\.\d{3}"),
+    "async_offpolicy": ((3,), 3, r"step \d+: reward 0\.\d\d, [\d.]+ versions old"),
+    "tool_agent": (
+        (3,),
+        3,
+        r"\[\d\.\d+(, \d\.\d+){3}\] <\|user\|>\d\+\d<\|end\|><\|assistant\|>.*",
+    ),
 }
+"""By name: the arguments of ``main``, the number of lines, and a pattern of a line."""
 
 
 def test_each_example_is_run_and_fits_a_screen_or_two() -> None:
     found = {path.stem: path for path in EXAMPLES.glob("*.py")}
-    assert found.keys() == LINES.keys()
+    assert found.keys() == CASES.keys()
     for path in found.values():
         assert len(path.read_text().splitlines()) < 80
+
+
+def run(name: str, *args: Any) -> None:
+    """Run an example in this process. All share its fork server, which imports SGLang once."""
+    example = runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name=name)
+    result = example["main"](*args)
+    if asyncio.iscoroutine(result):
+        asyncio.run(result)
 
 
 @pytest.mark.timeout(400)
 # Import warnings of other packages do not concern the user of an example.
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("name", LINES)
-async def test_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """All examples run in this process. They share its fork server, which imports SGLang once."""
-    example = runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name=name)
-    await example["main"](3)
+@pytest.mark.parametrize("name", CASES)
+def test_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments, number, pattern = CASES[name]
+    run(name, *arguments)
     # TorchRL logs to standard output.
     lines = [line for line in capsys.readouterr().out.splitlines() if "[torchrl]" not in line]
-    assert len(lines) == 3
+    assert len(lines) == number
     for line in lines:
-        assert re.fullmatch(LINES[name], line), line
+        assert re.fullmatch(pattern, line), line
     if name == "tool_agent":
         assert any("<|tool|>" in line for line in lines)
 
