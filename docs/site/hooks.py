@@ -1,9 +1,9 @@
 """MkDocs hooks: pages from files outside ``docs/``, and their links.
 
-README, CONTRIBUTING, the changelog and the benchmarks' README are pages of the site, and one page
-shows the examples. Links are relative to their own folder, so that they also work in the
-repository. The hooks turn each link into a link between pages. A link to a file that is not on the
-site becomes the file's name.
+README, CONTRIBUTING, the changelog and the benchmarks' README are pages of the site. The page of
+examples also shows their code. Links are relative to their own folder, so that they also work in
+the repository. The hooks turn each link into a link between pages. A link to a file that is not on
+the site becomes the file's name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ INCLUDED = {
     "bench/README.md": "benchmarks.md",
 }
 """Files of the repository that are pages, and the names of the pages."""
-PAGES = {**INCLUDED, "examples": "examples.md"}
+EXAMPLES = "examples.md"
+PAGES = {**INCLUDED, "examples": EXAMPLES}
 """Files and folders of the repository that a link may name, and the page that shows them."""
 _SOURCES = {page: source for source, page in INCLUDED.items()}
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#:\s]+)(#[^)\s]+)?\)")
@@ -43,13 +44,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages whose source is outside ``docs/``."""
     for source, page in INCLUDED.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text()))
-    files.append(File.generated(config, PAGES["examples"], content=_examples()))
     return files
 
 
 def _examples() -> str:
-    """Return a page with the scripts in ``examples``. The docstring of a script is its text."""
-    parts = ["# Examples"]
+    """Return a section for each script in ``examples``. The docstring of a script is its text."""
+    parts = []
     for file in sorted((ROOT / "examples").glob("*.py")):
         code = file.read_text()
         end = ast.parse(code).body[0].end_lineno
@@ -60,7 +60,7 @@ def _examples() -> str:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turn the links of the repository into links between pages."""
+    """Turn the links of the repository into links between pages. Add the code of the examples."""
     here = page.file.src_uri
     folder = posixpath.dirname(_SOURCES.get(here, f"docs/{here}"))
 
@@ -68,6 +68,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         image, text, target, anchor = found.groups()
         path = posixpath.normpath(posixpath.join(folder, target))
         name = PAGES.get(path, path.removeprefix("docs/"))
+        if path.startswith("examples/") and path.endswith(".py"):
+            # The heading of the script.
+            name, anchor = EXAMPLES, f"#{posixpath.basename(path).replace('.', '')}"
         if files.get_file_from_path(name) is None:
             if path.startswith("docs/") or not (ROOT / path).exists():
                 return found[0]  # MkDocs reports it.
@@ -75,7 +78,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         relative = posixpath.relpath(name, posixpath.dirname(here) or ".")
         return f"{image}[{text}]({relative}{anchor or ''})"
 
-    return _LINK.sub(link, markdown)
+    markdown = _LINK.sub(link, markdown)
+    return f"{markdown}\n\n{_examples()}" if here == EXAMPLES else markdown
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:

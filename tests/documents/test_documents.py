@@ -156,13 +156,31 @@ def test_functions_that_the_documents_name_are_in_their_file() -> None:
     assert missing == []
 
 
+def navigation() -> dict[str, str]:
+    """Return the pages of the site in order: their files and titles."""
+    found = re.search(r"^nav:\n(.*?)\n\n", (ROOT / "mkdocs.yml").read_text(), re.M | re.S)
+    assert found is not None
+    pages = re.findall(r"- (.*): (\S+\.md)$", found[1], re.MULTILINE)
+    return {file: title for title, file in pages}
+
+
 def test_every_page_is_in_the_navigation() -> None:
-    navigation = re.search(r"^nav:\n(.*?)\n\n", (ROOT / "mkdocs.yml").read_text(), re.M | re.S)
-    assert navigation is not None
-    listed = re.findall(r": (\S+\.md)$", navigation[1], re.MULTILINE)
-    included = ["index.md", "contributing.md", "changelog.md", "benchmarks.md", "examples.md"]
+    included = ["index.md", "contributing.md", "changelog.md", "benchmarks.md"]
     pages = [str(page.relative_to(ROOT / "docs")) for page in PAGES]
-    assert sorted(listed) == sorted(included + pages)
+    assert sorted(navigation()) == sorted(included + pages)
+
+
+def test_llms_txt_lists_every_page_of_the_site() -> None:
+    """See https://llmstxt.org. A link is relative to the root of the site."""
+    title, summary, *blocks = (ROOT / "docs/llms.txt").read_text().split("\n\n")
+    assert (title, summary[:2]) == ("# sglrl", "> ")
+    links = [line for block in blocks for line in block.splitlines() if line.startswith("- ")]
+    found = [re.fullmatch(r"- \[(.+)\]\((\S+)\): \S.*[^.]", line) for line in links]
+    urls = {file: re.sub(r"(?:index)?\.md$", "/", file) for file in navigation()}
+    assert [link and link.groups() for link in found] == [
+        (title, "./" if url == "/" else url)
+        for title, url in zip(navigation().values(), urls.values(), strict=True)
+    ]
 
 
 def public_names(module: str) -> list[str]:

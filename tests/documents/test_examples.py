@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import wandb
 from transformers import AutoModelForCausalLM
 
 from sglrl.api.tiny_model import tiny_model
@@ -25,13 +28,18 @@ CASES: dict[str, tuple[tuple[Any, ...], int, str]] = {
         3,
         r"\[\d\.\d+(, \d\.\d+){3}\] <\|user\|>\d\+\d<\|end\|><\|assistant\|>.*",
     ),
+    "trainer_process": ((2,), 2, r"weights \d: reward 0\.\d\d"),
+    "llm_judge": ((2,), 2, r"What is \d \+ \d\?( 0\.\d\d){4}"),
+    "jsonl_evaluation": (("fake",), 8, r"\d\+\d= \d of 8 samples pass|pass@[1248]: [01]\.\d\d"),
+    "trl_grpo": ((2,), 2, r"reward 0\.\d\d"),
+    "torchrl_collector": ((2,), 2, r"step \d: reward 0\.\d\d"),
 }
 """By name: the arguments of ``main``, the number of lines, and a pattern of a line."""
 
 
 def test_each_example_is_run_and_fits_a_screen_or_two() -> None:
     found = {path.stem: path for path in EXAMPLES.glob("*.py")}
-    assert found.keys() == CASES.keys()
+    assert found.keys() == {*CASES, "wandb_resume"}
     for path in found.values():
         assert len(path.read_text().splitlines()) < 80
 
@@ -72,6 +80,44 @@ def test_program_of_page(page: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(lines) == 2
     for version, line in enumerate(lines, 1):
         assert re.fullmatch(rf"version {version}: reward 0\.\d\d", line), line
+
+
+KILLED = {
+    'device="cpu"': 'engine="fake", vocab_size=15',
+    "await client.update_weights(model)": "",
+    "os.replace(": "__import__('signal').pause() if step == 3 else os.replace(",
+}
+"""Changes to the program that is killed. It has the fake engine, which starts fast. It hangs when
+it has used the third batch and has not yet replaced its checkpoint."""
+
+
+def test_training_continues_after_a_kill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (("WANDB_MODE", "offline"), ("WANDB_CONSOLE", "off")):
+        monkeypatch.setenv(name, value)
+    text = (EXAMPLES / "wandb_resume.py").read_text()
+    for before, after in KILLED.items():
+        assert before in text
+        text = text.replace(before, after)
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    command = [sys.executable, str(script), str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        lines = [program.stdout.readline() for _ in range(2)]
+        program.kill()
+    try:
+        run("wandb_resume", tmp_path)
+    finally:
+        wandb.teardown()
+    lines += capsys.readouterr().out.splitlines()
+    found = [re.fullmatch(r"step (\d): items \[(.+)\]", line.strip()) for line in lines]
+    assert [line and line[1] for line in found] == ["1", "2", "3", "4", "5", "6", "7", "8"]
+    items = [int(item) for line in found if line for item in line[2].split(", ")]
+    assert sorted(items) == [*range(64)]
+    # Both parts belong to one W&B run.
+    assert len(list(tmp_path.glob("wandb/offline-run-*-resume-example"))) == 2
 
 
 def test_both_steps_on_a_batch_are_clipped_around_the_same_policy() -> None:
