@@ -76,4 +76,4 @@ async def main(steps):
 
 
 if __name__ == "__main__":
-    asyncio.run(main(int(sys.argv[1]) if len(sys.argv) > 1 else 80))
+    sglrl.run(main(int(sys.argv[1]) if len(sys.argv) > 1 else 80))

@@ -5,7 +5,6 @@ tiny and has random weights, so most of its output is nonsense. The example show
 handles that output. ``examples/grpo.py`` shows how to train on the trajectories.
 """
 
-import asyncio
 import sys
 
 import sglrl
@@ -75,4 +74,4 @@ async def main(conversations):
 
 
 if __name__ == "__main__":
-    asyncio.run(main(int(sys.argv[1]) if len(sys.argv) > 1 else 16))
+    sglrl.run(main(int(sys.argv[1]) if len(sys.argv) > 1 else 16))

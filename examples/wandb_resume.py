@@ -75,4 +75,4 @@ async def main(folder):
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1]))
+    sglrl.run(main(sys.argv[1]))
