@@ -225,9 +225,9 @@ class TokenizerBox:
             InvalidRequest: there is no chat template, or it rejects the messages.
         """
         tokenizer = self.tokenizer
-        if not getattr(tokenizer, "chat_template", None):
-            raise InvalidRequest(f"{self.model} has no chat template; use prompt or input_ids")
         options = {"add_generation_prompt": True, **(template or {})}
+        if not (options.get("chat_template") or getattr(tokenizer, "chat_template", None)):
+            raise InvalidRequest(f"{self.model} has no chat template; use prompt or input_ids")
         if options.get("continue_final_message"):
             options["add_generation_prompt"] = False
             if messages[-1]["role"] != "assistant" or not messages[-1].get("content"):

@@ -153,3 +153,17 @@ async def test_wrong_arguments_are_named(client: sglrl.Client, name: str) -> Non
     with pytest.raises(sglrl.InvalidRequest, match=says):
         async with client.session(**given) as session:
             await session.generate()
+
+
+async def test_a_template_for_a_model_without_one(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(tmp_path, 512)
+    tokenizer.chat_template = None
+    (tmp_path / "chat_template.jinja").unlink()
+    tokenizer.save_pretrained(tmp_path)
+    async with sglrl.launch(tmp_path, engine="fake", vocab_size=512) as client:
+        with pytest.raises(sglrl.InvalidRequest, match="has no chat template"):
+            await client.generate(messages=ASK, max_new_tokens=1)
+        done = await client.generate(
+            messages=ASK, template={"chat_template": TEMPLATE}, max_new_tokens=1
+        )
+        assert done.prompt_ids.tolist() == expected(client, ASK, chat_template=TEMPLATE)
