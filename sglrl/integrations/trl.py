@@ -2,13 +2,14 @@
 
 TRL calls ``rollout_func`` with the prompts of its process, before it computes rewards
 (https://huggingface.co/docs/trl/grpo_trainer; TRL 1.16). ``SGLangRollouts`` first sends the
-trainer's weights to the engines if the trainer has made a step, and then samples.
+trainer's weights to the engines if they have changed, and then samples.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, Self
 
 from ..api.blocking import BlockingClient, blocking
@@ -16,6 +17,7 @@ from ..errors import RolloutFailed, UsageError
 from ..inference.completion import Completion
 from ..rollouts.agent import Agent
 from ..sessions.trajectory import Trajectory
+from .merged_adapters import merged_adapters
 
 __all__ = ["SGLangRollouts", "agent_reward"]
 
@@ -26,7 +28,13 @@ class SGLangRollouts:
     Each prompt gives one completion; TRL's sampler repeats each prompt ``num_generations`` times.
     The sampling parameters are those of the trainer's ``GRPOConfig`` (``temperature``, ``top_p``,
     ``top_k``, ``min_p``, ``repetition_penalty``, ``max_completion_length``,
-    ``generation_kwargs``), and the chat template's arguments are its ``chat_template_kwargs``.
+    ``generation_kwargs``), and the chat template's arguments are its ``chat_template_kwargs``. The
+    chat template is that of the trainer's ``processing_class``.
+
+    The trainer weights the loss with the ratio of its own probabilities to the engine's. The
+    settings are those for vLLM (``vllm_importance_sampling_correction``, ``..._mode``, ...).
+
+    Adapters (``peft_config``) are merged into the weights that the engines receive.
 
     With several accelerate processes, the main process starts the workers and sends the weights.
     The others connect to them.
@@ -69,8 +77,8 @@ class SGLangRollouts:
         self._update = update or {}
         self._launch = launch
         self._client: BlockingClient | None = None
-        self._step: int | None = None
-        """The trainer's step whose weights the engines have."""
+        self._sent: object = None
+        """Identifies the weights that the engines have."""
 
     def __enter__(self) -> Self:
         return self
@@ -110,11 +118,10 @@ class SGLangRollouts:
         _check(trainer)
         if self._client is None:
             self._client = self._start(trainer.accelerator)
-        if self._step != trainer.state.global_step:
-            self._send_weights(trainer)
-            self._step = trainer.state.global_step
+        self._send_weights(trainer)
+        _correct(trainer)
         options = _sampling(trainer.args)
-        template = dict(getattr(trainer, "chat_template_kwargs", None) or {})
+        template = _template(trainer)
         is_chat = not isinstance(prompts[0], str)
         if self._agent is None:
             given: dict[str, Any] = {"messages" if is_chat else "prompt": list(prompts)}
@@ -143,15 +150,30 @@ class SGLangRollouts:
         return client or blocking.connect(address).__enter__()
 
     def _send_weights(self, trainer: Any) -> None:
+        """Send the trainer's weights, unless the engines have them."""
         accelerator = trainer.accelerator
         model = accelerator.unwrap_model(trainer.model)
-        kind = str(accelerator.distributed_type).rpartition(".")[2]
-        if kind in ("DEEPSPEED", "FSDP", "MEGATRON_LM"):
-            # All processes gather the shards; only the main process gets the whole.
+        # An evaluation has many batches, and their weights are the same. Before it, a step or a
+        # checkpoint may have changed the weights. torch counts a tensor's changes in _version.
+        changes = [parameter._version for parameter in model.parameters()]
+        current = [(id(model), trainer.state.global_step, changes)]
+        if accelerator.num_processes > 1:
+            from accelerate.utils import broadcast_object_list
+
+            # The main process decides, because all processes gather the shards together.
+            broadcast_object_list(current)
+        if current == self._sent and not trainer.model.training:
+            return
+        if _is_sharded(accelerator):
             model = accelerator.get_state_dict(trainer.model_wrapped)
         if accelerator.is_main_process:
-            self.client.update_weights(model, **self._update)
+            if hasattr(model, "peft_config"):
+                with merged_adapters(model) as weights:
+                    self.client.update_weights(weights, **self._update)
+            else:
+                self.client.update_weights(model, **self._update)
         accelerator.wait_for_everyone()
+        self._sent = current
 
     def _play(self, prompts: Sequence[Any], options: dict[str, Any]) -> dict[str, list[Any]]:
         assert self._agent is not None
@@ -177,15 +199,42 @@ def agent_reward(
 
 def _check(trainer: Any) -> None:
     """Raise ``UsageError`` for settings of the trainer that would have no effect or fail later."""
-    if getattr(trainer, "use_vllm", False):
+    if trainer.args.use_vllm:
         raise UsageError("GRPOConfig(use_vllm=True) starts vLLM too; leave it False")
     if getattr(trainer, "tools", None) or getattr(trainer, "environment_factories", None):
         raise UsageError(
             "tools= and environment_factory= of the trainer sample with its own model; use "
             "SGLangRollouts(agent=...), whose agent calls the tools"
         )
-    if getattr(trainer.model, "peft_config", None):
-        raise UsageError("adapters are not supported; train all weights, without peft_config")
+    adapters = getattr(trainer.model, "peft_config", None)
+    if adapters and _is_sharded(trainer.accelerator):
+        raise UsageError("adapters of sharded models are not supported; use no FSDP and DeepSpeed")
+    if adapters and any(adapter.is_prompt_learning for adapter in adapters.values()):
+        raise UsageError("the engines have no prompt tuning; use an adapter that can be merged")
+    if getattr(trainer.model, "is_quantized", False):
+        raise UsageError("quantized weights are not supported; load the model without quantization")
+
+
+def _is_sharded(accelerator: Any) -> bool:
+    kind = str(accelerator.distributed_type).rpartition(".")[2]
+    return kind in ("DEEPSPEED", "FSDP", "MEGATRON_LM")
+
+
+def _correct(trainer: Any) -> None:
+    """Make the trainer use the logprobs of the engines as it uses those of vLLM."""
+    if trainer.use_vllm or not trainer.args.vllm_importance_sampling_correction:
+        return
+    trainer.use_vllm = True
+    # With use_vllm, TRL sends weights itself before each rollout. SGLangRollouts has its own rule.
+    trainer.vllm_generation = SimpleNamespace(sync_weights=lambda: None)
+    trainer._last_loaded_step = -1
+
+
+def _template(trainer: Any) -> dict[str, Any]:
+    """Return the arguments of the chat template, with the trainer's own template."""
+    own = getattr(trainer.processing_class, "chat_template", None)
+    found = {"chat_template": own} if isinstance(own, str) else {}
+    return {**found, **trainer.chat_template_kwargs}
 
 
 def _sampling(args: Any) -> dict[str, Any]:

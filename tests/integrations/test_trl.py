@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import sglrl
 from sglrl.api.tiny_model import make_model
@@ -40,11 +42,9 @@ def client(model: Path) -> Iterator[sglrl.BlockingClient]:
 
 
 def trainer_of(model: Path, folder: Path, prompts: list[Any], **options: Any) -> Any:
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 
-    settings = {"max_completion_length": 12, **options.pop("settings", {})}
+    settings = {"max_completion_length": 12, "save_strategy": "no", **options.pop("settings", {})}
     return GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(model),
         args=GRPOConfig(
@@ -56,15 +56,21 @@ def trainer_of(model: Path, folder: Path, prompts: list[Any], **options: Any) ->
             report_to=[],
             use_cpu=True,
             bf16=False,
-            save_strategy="no",
             disable_tqdm=True,
             logging_steps=1,
             **settings,
         ),
-        train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in prompts]),
+        train_dataset=Dataset.from_list(
+            [{"prompt": prompt, "answer": f"{prompt}!"} for prompt in prompts]
+        ),
         processing_class=AutoTokenizer.from_pretrained(model),
         **options,
     )
+
+
+def logs(trainer: Any) -> list[dict[str, float]]:
+    """Return what the trainer logged, by step."""
+    return [log for log in trainer.state.log_history if "reward" in log]
 
 
 def test_it_trains_on_what_its_own_weights_sampled(
@@ -100,6 +106,9 @@ def test_it_trains_on_what_its_own_weights_sampled(
     )
     trainer.train()
     assert max(distances) < 1e-4
+    # The trainer's correction for the engine's logprobs is on, and has nothing to correct.
+    ratios = [log["sampling/importance_sampling_ratio/mean"] for log in logs(trainer)]
+    assert ratios == pytest.approx([1.0] * 3, abs=1e-3)
     assert versions == [{before + 1}, {before + 2}, {before + 3}]
     assert len(texts) == 3 * 8
     # Each prompt has four completions, and so a comparison.
@@ -114,6 +123,111 @@ def test_it_trains_on_what_its_own_weights_sampled(
     torch.testing.assert_close(
         rows[torch.arange(3), ids[1:]], torch.tensor(client.score(ids)[1:]), atol=1e-4, rtol=0
     )
+
+
+def test_other_settings_of_the_trainer(
+    client: sglrl.BlockingClient, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    calls: list[tuple[bool, float, int]] = []
+    columns: list[tuple[str, Any]] = []
+
+    def reward(prompts: list[Any], completions: list[Any], answer: list[Any], **_: Any) -> Any:
+        columns.extend(zip(prompts, answer, strict=True))
+        return [float(len({*completion})) for completion in completions]
+
+    def trainer() -> Any:
+        rollouts = SGLangRollouts(client)
+
+        def recorded(prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
+            out = rollouts(prompts, trainer)
+            is_training = trainer.model.training
+            calls.append((is_training, distance(trainer.model, out), client.weight_version))
+            return out
+
+        return trainer_of(
+            model,
+            tmp_path,
+            [f"say {i}" for i in range(8)],
+            reward_funcs=reward,
+            rollout_func=recorded,
+            eval_dataset=Dataset.from_list([{"prompt": "say", "answer": "say!"}] * 2),
+            settings={
+                "num_iterations": 2,
+                "gradient_accumulation_steps": 4,
+                "steps_per_generation": 2,
+                "mask_truncated_completions": True,
+                "log_completions": True,
+                "num_generations_eval": 1,
+                "per_device_eval_batch_size": 1,
+                "eval_strategy": "steps",
+                "eval_steps": 1,
+                "save_strategy": "steps",
+                "save_steps": 2,
+            },
+        )
+
+    first = trainer()
+    first.train()
+    assert all(prompt + "!" == answer for prompt, answer in columns)
+    trained = [version for training, _, version in calls if training]
+    evaluated = [version for training, _, version in calls if not training]
+    # One generation is enough for four batches. The batches of an evaluation share an update.
+    assert len(trained) == len({*trained}) == 3
+    assert evaluated == [trained[0] + 1] * 2 + [trained[1] + 1] * 2 + [trained[2] + 1] * 2
+    # The weights change without a step, as with load_best_model_at_end.
+    first.model.load_state_dict(AutoModelForCausalLM.from_pretrained(model).state_dict())
+    first.evaluate()
+    assert [version - trained[2] for *_, version in calls[-2:]] == [2, 2]
+    trainer().train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert [training for training, *_ in calls[-3:]] == [True, False, False]
+    assert max(error for _, error, _ in calls) < 1e-4
+
+
+def test_the_chat_template_is_the_trainers(client: sglrl.BlockingClient, model: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = "{{ greeting }} {{ messages[0]['content'] }}:"
+    rollouts = SGLangRollouts(client)
+    rollouts._send_weights = lambda trainer: None
+    trainer = fake_trainer(processing_class=tokenizer, chat_template_kwargs={"greeting": "hello"})
+    out = rollouts(PROMPTS[:2], trainer)
+    assert [tokenizer.decode(ids) for ids in out["prompt_ids"]] == ["hello say 0:", "hello say 1:"]
+
+
+def test_adapters_are_merged(
+    client: sglrl.BlockingClient, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peft = pytest.importorskip("peft")
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    rollouts = SGLangRollouts(client)
+    distances = []
+
+    def recorded(prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
+        before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+        out = rollouts(prompts, trainer)
+        for name, value in trainer.model.state_dict().items():
+            assert torch.equal(value, before[name]), name
+        distances.append(distance(trainer.model, out))
+        with trainer.model.disable_adapter():
+            assert distance(trainer.model, out) > 1e-2
+        return out
+
+    trainer = trainer_of(
+        model,
+        tmp_path,
+        PROMPTS,
+        reward_funcs=lambda completions, **_: [len({*c[0]["content"]}) for c in completions],
+        rollout_func=recorded,
+        peft_config=peft.LoraConfig(
+            target_modules=["q_proj", "up_proj", "embed_tokens"],
+            modules_to_save=["lm_head"],
+            init_lora_weights=False,
+            use_dora=True,
+        ),
+    )
+    trainer.train()
+    assert len(distances) == 3
+    assert max(distances) < 1e-4
 
 
 async def guess(session: sglrl.Session, item: Any) -> float:
@@ -153,7 +267,7 @@ def test_an_agent_plays_several_turns(
             assert "<|im_start|>tool\nno<|im_end|>" in decode(observed)
             assert 2 <= sum(mask) <= 8
             assert {lp for lp, own in zip(logprobs, mask, strict=True) if not own} == {0.0}
-    logged = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
+    logged = [log["reward"] for log in logs(trainer)]
     means = [sum(out["agent_rewards"]) / len(out["agent_rewards"]) for out in outs]
     assert logged == pytest.approx(means, rel=1e-3)
 
@@ -167,7 +281,7 @@ async def fails(session: sglrl.Session, item: Any) -> float:
 
 def test_an_agent_that_fails(client: sglrl.BlockingClient) -> None:
     rollouts = SGLangRollouts(client, agent=fails, rollout={"max_failure_rate": None})
-    rollouts._client, rollouts._step = client, 0
+    rollouts._send_weights = lambda trainer: None
     with pytest.raises(sglrl.RolloutFailed, match="the agent failed for 1 of 8 prompts"):
         rollouts(PROMPTS, fake_trainer())
     with pytest.raises(LookupError, match="no tool"):
@@ -175,7 +289,7 @@ def test_an_agent_that_fails(client: sglrl.BlockingClient) -> None:
 
 
 def fake_trainer(**changes: Any) -> Any:
-    """Return what ``SGLangRollouts`` reads of a trainer, for settings that are rejected."""
+    """Return what ``SGLangRollouts`` reads of a trainer before it sends weights."""
     args = SimpleNamespace(
         temperature=1.0,
         top_p=1.0,
@@ -184,15 +298,22 @@ def fake_trainer(**changes: Any) -> Any:
         repetition_penalty=1.0,
         max_completion_length=8,
         generation_kwargs=None,
+        use_vllm=changes.pop("use_vllm", False),
+        vllm_importance_sampling_correction=False,
     )
     values = {
         "args": args,
+        "use_vllm": False,
         "model": torch.nn.Linear(1, 1),
-        "state": SimpleNamespace(global_step=0),
-        "accelerator": SimpleNamespace(num_processes=1),
+        "chat_template_kwargs": {},
+        "processing_class": None,
+        "accelerator": SimpleNamespace(num_processes=1, distributed_type="NO"),
         **changes,
     }
     return SimpleNamespace(**values)
+
+
+PROMPT_TUNING = SimpleNamespace(is_prompt_learning=True)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +322,15 @@ def fake_trainer(**changes: Any) -> Any:
         ({"use_vllm": True}, r"use_vllm=True\) starts vLLM too"),
         ({"tools": [print]}, r"use SGLangRollouts\(agent=\.\.\.\)"),
         ({"environment_factories": {"a": object}}, r"use SGLangRollouts\(agent=\.\.\.\)"),
-        ({"model": SimpleNamespace(peft_config={"default": 1})}, "adapters are not supported"),
+        ({"model": SimpleNamespace(peft_config={"a": PROMPT_TUNING})}, "no prompt tuning"),
+        ({"model": SimpleNamespace(is_quantized=True)}, "quantized weights are not supported"),
+        (
+            {
+                "model": SimpleNamespace(peft_config={"a": PROMPT_TUNING}),
+                "accelerator": SimpleNamespace(distributed_type="DistributedType.FSDP"),
+            },
+            "adapters of sharded models",
+        ),
     ],
 )
 def test_settings_that_would_have_no_effect(
@@ -221,30 +350,27 @@ def test_arguments_that_would_have_no_effect(client: sglrl.BlockingClient) -> No
 
 
 @pytest.mark.timeout(300)
-def test_several_processes_share_the_workers(model: Path) -> None:
+def test_several_processes_share_the_workers(client: sglrl.BlockingClient, model: Path) -> None:
+    before = client.weight_version
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--nproc-per-node",
-            "2",
-            "--standalone",
-            "-m",
-            f"{__package__}.trl_program",
-            str(model),
-        ],
+        [sys.executable, "-m", f"{__package__}.trl_program", str(model), client.address],
         cwd=Path(__file__).parent.parent,
         env={**os.environ, "TRL_EXPERIMENTAL_SILENCE": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=290,
     )
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"rank"')]
-    assert len(lines) == 2, done.stderr
-    assert {line["rank"] for line in lines} == {0, 1}
-    assert {line["processes"] for line in lines} == {2}
-    assert len({line["pool"] for line in lines}) == 1
-    for line in lines:
-        assert [versions for versions, _ in line["steps"]] == [[1], [2]]
-        assert max(distance for _, distance in line["steps"]) < 1e-4
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"kind"')]
+    assert len(lines) == 4, done.stderr
+    size = sum(
+        parameter.numel() for parameter in AutoModelForCausalLM.from_pretrained(model).parameters()
+    )
+    for kind, first, sharded in (("whole", before + 1, 0), ("FSDP2", before + 3, size)):
+        found = [line for line in lines if line["kind"] == kind]
+        assert {line["rank"] for line in found} == {0, 1}
+        assert {line["processes"] for line in found} == {2}
+        assert len({line["pool"] for line in found}) == 1
+        assert sum(line["parameters"] for line in found) == sharded
+        for line in found:
+            assert [versions for versions, _ in line["steps"]] == [[first], [first + 1]]
+            assert max(distance for _, distance in line["steps"]) < 1e-4

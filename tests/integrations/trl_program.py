@@ -1,6 +1,7 @@
-"""Train with TRL in several accelerate processes, and print what each of them sampled with.
+"""Train with TRL in two processes, and print the samples' policy versions and logprob errors.
 
-Arguments: the folder of the model. Run it with ``torch.distributed.run``.
+Arguments: the folder of the model, and the address of its pool. The processes are forks, so torch
+and transformers are imported once. They train twice: with whole models, and with FSDP2.
 """
 
 from __future__ import annotations
@@ -32,17 +33,35 @@ def distance(model: Any, out: dict[str, list[Any]]) -> float:
     return worst
 
 
-def main() -> None:
+def use_fsdp2() -> None:
+    """Make accelerate shard models on CPUs. It does this only on GPUs."""
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+    original = AcceleratorState.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if self.distributed_type is DistributedType.MULTI_CPU:
+            self.distributed_type = DistributedType.FSDP
+            self.fsdp_plugin = FullyShardedDataParallelPlugin(
+                fsdp_version=2,
+                auto_wrap_policy="transformer_based_wrap",
+                cpu_ram_efficient_loading=False,
+            )
+
+    AcceleratorState.__init__ = init
+
+
+def train(folder: str, address: str) -> dict[str, Any]:
     from trl import GRPOConfig, GRPOTrainer
 
-    folder = sys.argv[1]
     steps: list[list[Any]] = []
-    rollouts = SGLangRollouts(folder, device="cpu", progress=False)
+    rollouts = SGLangRollouts(address)
 
     def recorded(prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
         out = rollouts(prompts, trainer)
-        model = trainer.accelerator.unwrap_model(trainer.model)
-        steps.append([sorted(set(out["policy_versions"])), distance(model, out)])
+        steps.append([sorted(set(out["policy_versions"])), distance(trainer.model, out)])
         return out
 
     def reward(completions: list[Any], **_: Any) -> list[float]:
@@ -61,6 +80,7 @@ def main() -> None:
             report_to=[],
             use_cpu=True,
             bf16=False,
+            gradient_checkpointing=False,
             save_strategy="no",
             disable_tqdm=True,
         ),
@@ -71,13 +91,51 @@ def main() -> None:
         rollout_func=recorded,
     )
     trainer.train()
-    address = rollouts.client.address
-    trainer.accelerator.wait_for_everyone()
     rollouts.close()
-    rank, processes = trainer.accelerator.process_index, trainer.accelerator.num_processes
-    line = {"rank": rank, "processes": processes, "pool": address, "steps": steps}
-    # One write, so that the lines of the processes do not mix.
-    os.write(1, f"{json.dumps(line)}\n".encode())
+    # Given a model, the main process starts the workers, and the other process connects to them.
+    with SGLangRollouts("any", engine="fake", progress=False) as started:
+        started._client = started._start(trainer.accelerator)
+        pool = started.client.address
+        trainer.accelerator.wait_for_everyone()
+    return {
+        "rank": trainer.accelerator.process_index,
+        "processes": trainer.accelerator.num_processes,
+        "parameters": sum(part.to_local().numel() for part in shards(trainer.model)),
+        "pool": pool,
+        "steps": steps,
+    }
+
+
+def shards(model: Any) -> list[Any]:
+    return [part for part in model.parameters() if hasattr(part, "to_local")]
+
+
+def main() -> None:
+    for kind in ("whole", "FSDP2"):
+        port = str(free_port())
+        children = []
+        for rank in ("0", "1"):
+            child = os.fork()
+            if child == 0:
+                os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+                os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+                if kind == "FSDP2":
+                    use_fsdp2()
+                line = {"kind": kind, **train(*sys.argv[1:])}
+                # One write, so that the lines of the processes do not mix.
+                os.write(1, f"{json.dumps(line)}\n".encode())
+                os._exit(0)
+            children.append(child)
+        for child in children:
+            os.waitpid(child, 0)
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":
