@@ -164,7 +164,7 @@ def test_the_divergence_from_a_reference_is_a_reward(
 
 @pytest.mark.filterwarnings("ignore:use_ray_service:FutureWarning")
 def test_the_transform_is_not_a_ray_service() -> None:
-    with pytest.raises(ValueError, match="does not run as a Ray service"):
+    with pytest.raises(ValueError, match="append it to the environment without"):
         KLRewardTransform(use_ray_service=True)
 
 

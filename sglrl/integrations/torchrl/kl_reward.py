@@ -12,8 +12,8 @@ from ...errors import UsageError
 
 def _reject_ray(*args: Any, **kwargs: Any) -> NoReturn:
     raise UsageError(
-        "this KLRewardTransform does not run as a Ray service; use TorchRL's RetrieveKL, or "
-        "TorchRL's KLRewardTransform with pad_output=True"
+        "a KLRewardTransform as a Ray service does not reach its environment; append it to the "
+        "environment without use_ray_service=True"
     )
 
 
