@@ -14,7 +14,6 @@ from torchrl.envs import StepCounter, Transform
 from torchrl.envs.llm import ChatEnv
 from torchrl.modules.llm.policies import TransformersWrapper
 from torchrl.objectives.llm import GRPOLoss, MCAdvantage
-from transformers import AutoModelForCausalLM
 
 from sglrl.integrations.torchrl import (
     AsyncSGLang,
@@ -112,6 +111,8 @@ def scorer(model: Any, tokenizer: Any) -> TransformersWrapper:
 
 
 def step(config: dict[str, Any], tiny: Path, service: Any, policy: SGLangWrapper) -> None:
+    from transformers import AutoModelForCausalLM
+
     def load() -> Any:
         return AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.bfloat16).eval()
 

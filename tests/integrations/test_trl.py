@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import sglrl
 from sglrl.api.tiny_model import make_model
@@ -42,6 +40,8 @@ def client(model: Path) -> Iterator[sglrl.BlockingClient]:
 
 
 def trainer_of(model: Path, folder: Path, prompts: list[Any], **options: Any) -> Any:
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 
     settings = {"max_completion_length": 12, "save_strategy": "no", **options.pop("settings", {})}
@@ -128,6 +128,9 @@ def test_it_trains_on_what_its_own_weights_sampled(
 def test_other_settings_of_the_trainer(
     client: sglrl.BlockingClient, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM
+
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     calls: list[tuple[bool, float, int]] = []
     columns: list[tuple[str, Any]] = []
@@ -185,6 +188,8 @@ def test_other_settings_of_the_trainer(
 
 
 def test_the_chat_template_is_the_trainers(client: sglrl.BlockingClient, model: Path) -> None:
+    from transformers import AutoTokenizer
+
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = "{{ greeting }} {{ messages[0]['content'] }}:"
     rollouts = SGLangRollouts(client)
@@ -351,6 +356,8 @@ def test_arguments_that_would_have_no_effect(client: sglrl.BlockingClient) -> No
 
 @pytest.mark.timeout(300)
 def test_several_processes_share_the_workers(client: sglrl.BlockingClient, model: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
     before = client.weight_version
     done = subprocess.run(
         [sys.executable, "-m", f"{__package__}.trl_program", str(model), client.address],

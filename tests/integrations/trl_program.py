@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import tempfile
 from typing import Any
 
 import torch
-from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sglrl.integrations.trl import SGLangRollouts
 
@@ -54,6 +53,8 @@ def use_fsdp2() -> None:
 
 
 def train(folder: str, address: str) -> dict[str, Any]:
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 
     steps: list[list[Any]] = []
@@ -111,6 +112,10 @@ def shards(model: Any) -> list[Any]:
 
 
 def main() -> None:
+    # Import everything before the forks.
+    from transformers import Qwen3ForCausalLM  # noqa: F401
+    from trl import GRPOTrainer  # noqa: F401
+
     for kind in ("whole", "FSDP2"):
         port = str(free_port())
         children = []
@@ -131,8 +136,6 @@ def main() -> None:
 
 
 def free_port() -> int:
-    import socket
-
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
