@@ -9,7 +9,7 @@ import asyncio
 import os
 import sys
 
-import transformers  # noqa: F401
+from transformers import AutoTokenizer
 
 from sglrl.integrations.genlm import AsyncSGLTransformer
 
@@ -21,6 +21,8 @@ def ask(folder: str) -> AsyncSGLTransformer:
     return model
 
 
+# Loading a tokenizer imports 2,000 modules.
+AutoTokenizer.from_pretrained(sys.argv[1])
 for _ in range(int(sys.argv[2])):
     child = os.fork()
     if child == 0:
