@@ -199,6 +199,15 @@ def test_the_chat_template_is_the_trainers(client: sglrl.BlockingClient, model: 
     assert [tokenizer.decode(ids) for ids in out["prompt_ids"]] == ["hello say 0:", "hello say 1:"]
 
 
+def test_a_complete_answer_ends_with_its_end_token(client: sglrl.BlockingClient) -> None:
+    """The trainer looks at the last token to find truncated completions."""
+    rollouts = SGLangRollouts(client)
+    rollouts._send_weights = lambda trainer: None
+    end = client.tokenizer.eos_token_id
+    out = rollouts(["say"], fake_trainer(generation_kwargs={"logit_bias": {end: 100.0}}))
+    assert out["completion_ids"] == [[end]]
+
+
 def test_adapters_are_merged(
     client: sglrl.BlockingClient, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -302,7 +311,7 @@ def fake_trainer(**changes: Any) -> Any:
         min_p=None,
         repetition_penalty=1.0,
         max_completion_length=8,
-        generation_kwargs=None,
+        generation_kwargs=changes.pop("generation_kwargs", None),
         use_vllm=changes.pop("use_vllm", False),
         vllm_importance_sampling_correction=False,
     )
