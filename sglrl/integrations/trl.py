@@ -208,7 +208,9 @@ def _check(trainer: Any) -> None:
         )
     adapters = getattr(trainer.model, "peft_config", None)
     if adapters and _is_sharded(trainer.accelerator):
-        raise UsageError("adapters of sharded models are not supported; use no FSDP and DeepSpeed")
+        raise UsageError(
+            "adapters of sharded models are not supported; train without FSDP or DeepSpeed"
+        )
     if adapters and any(adapter.is_prompt_learning for adapter in adapters.values()):
         raise UsageError("the engines have no prompt tuning; use an adapter that can be merged")
     if getattr(trainer.model, "is_quantized", False):
