@@ -120,7 +120,7 @@ def step(config: dict[str, Any], tiny: Path, service: Any, policy: SGLangWrapper
     env = ChatEnv.from_dataloader([{"query": QUERIES}] * 4, batch_size=(count,), repeats=GROUP)
     env = env.append_transform(StepCounter(max_steps=1)).append_transform(CountCharacters())
     if config["use_kl_to_ref"]:
-        # The recipe appends it to the buffer, as a Ray service, which fails with TorchRL's class.
+        # The recipe appends it to the buffer, where TorchRL's class fails.
         reference = scorer(load().requires_grad_(False), policy.tokenizer)
         env = env.append_transform(KLRewardTransform(reference, coef=0.0))
     buffer = ReplayBuffer(
