@@ -211,7 +211,8 @@ def test_a_complete_answer_ends_with_its_end_token(client: sglrl.BlockingClient)
 def test_adapters_are_merged(
     client: sglrl.BlockingClient, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    peft = pytest.importorskip("peft")
+    from peft import LoraConfig
+
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     rollouts = SGLangRollouts(client)
     distances = []
@@ -232,7 +233,7 @@ def test_adapters_are_merged(
         PROMPTS,
         reward_funcs=lambda completions, **_: [len({*c[0]["content"]}) for c in completions],
         rollout_func=recorded,
-        peft_config=peft.LoraConfig(
+        peft_config=LoraConfig(
             target_modules=["q_proj", "up_proj", "embed_tokens"],
             modules_to_save=["lm_head"],
             init_lora_weights=False,
