@@ -95,9 +95,10 @@ def test_check_leaves_no_temporary_file(
 ) -> None:
     _, file = check
     # Compilers of other libraries keep folders for the next run. Their names do not start like
-    # this.
+    # this. W&B, which SGLang imports where it is installed, leaves two empty folders.
     names = [path.name for path in file.with_name("tmp").iterdir()]
-    assert [name for name in names if name.startswith(("tmp", "sglrl"))] == []
+    ours = [name for name in names if name.startswith(("tmp", "sglrl")) and "wandb" not in name]
+    assert ours == []
 
 
 def test_check_fails_when_logprobs_are_not_the_models(
