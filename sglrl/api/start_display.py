@@ -8,6 +8,7 @@ import time
 from typing import Any, Self
 
 from ..driver.pool import StartProgress
+from ..terminal import can_redraw
 
 logger = logging.getLogger("sglrl.launch")
 
@@ -28,7 +29,7 @@ class StartDisplay(StartProgress):
 
     def __enter__(self) -> Self:
         self._begun = time.monotonic()
-        if self._shown and sys.stderr.isatty():
+        if self._shown and can_redraw(sys.stderr):
             from rich.console import Console
 
             self._status = Console(stderr=True).status(f"starting {self._what}")

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import weakref
 from typing import Any
 
 from ..errors import UsageError
 from ..unclosed import warn_unless_closed
 from .driver import Driver
+
+logger = logging.getLogger("sglrl.driver")
+_OPEN: weakref.WeakSet[Lifetime] = weakref.WeakSet()
+"""The pools that close at exit, and some closed ones."""
 
 
 class Lifetime:
@@ -40,9 +45,20 @@ class Lifetime:
         self._unclosed = warn_unless_closed(pool, self._name)
 
     def closes_at_exit(self) -> None:
-        """Do not warn if the pool is open when the interpreter exits, which closes it."""
+        """Do not warn if the pool is open when the interpreter exits, which closes it.
+
+        Log a warning if an earlier pool of this name is still open: a notebook's cell probably ran
+        twice, and nothing refers to the earlier pool any more.
+        """
         if self._unclosed is not None:
             self._unclosed.atexit = False
+        if any(other._name == self._name and not other.closing for other in _OPEN):
+            logger.warning(
+                "%s was started before and is still open: its workers run until the program "
+                "exits, unless you call its close()",
+                self._name,
+            )
+        _OPEN.add(self)
 
     def warn_unclosed(self) -> None:
         """Warn now, unless the pool is closed."""

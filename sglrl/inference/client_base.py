@@ -36,4 +36,7 @@ class ClientBase:
 
 
 def not_started() -> Closed:
-    return Closed("the client has not been started; use 'async with sglrl.launch(...)'")
+    return Closed(
+        "the client has not been started; use 'async with sglrl.launch(...)' or "
+        "'await sglrl.launch(...)'"
+    )

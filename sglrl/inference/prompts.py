@@ -6,13 +6,14 @@ The caller gives one prompt or several, as token ids, texts or messages.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from numbers import Real
 from typing import Any
 
 from ..errors import InvalidRequest
-from .tokens import TokenizerBox, check_ids
+from .tokens import TokenizerBox, check_ids, check_text
 
 Message = Mapping[str, Any]
 
@@ -61,10 +62,40 @@ async def encode_prompts(
             )
         if not inputs:
             raise InvalidRequest("the list of prompts is empty")
+        for text in inputs:
+            if not text:
+                raise InvalidRequest("the prompt is empty; at least one token is needed")
+            check_text("the prompt", text)
         work = box.encode_texts
+    await load_tokenizer(box)
     # Run the tokenizer, which is native code, in a thread: it must not block the event loop.
     encoded = await asyncio.get_running_loop().run_in_executor(None, work, inputs)
     return several, [check_ids(ids, vocab_size) for ids in encoded]
+
+
+async def load_tokenizer(box: TokenizerBox) -> None:
+    """Wait until the tokenizer is loaded, which takes seconds the first time.
+
+    Raises:
+        InvalidRequest: the model has no usable tokenizer.
+    """
+    if box.loaded:
+        return
+    loop = asyncio.get_running_loop()
+    found: asyncio.Future[Exception | None] = loop.create_future()
+
+    def finish(error: Exception | None) -> None:
+        if not found.done():
+            found.set_result(error)
+
+    def finish_soon(error: Exception | None) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(finish, error)
+
+    box.load_in_thread(finish_soon)
+    error = await found
+    if error is not None:
+        raise error
 
 
 def template_arguments(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import struct
 import threading
@@ -152,6 +151,9 @@ class TokenizerBox:
         """Whether the engine is the fake engine. Its model may be a name without a tokenizer."""
         self._tokenizer: Any = None
         self._lock = threading.Lock()
+        self._waiting: list[Callable[[Exception | None], None]] = []
+        """Called when the thread that loads the tokenizer ends."""
+        self._waiting_lock = threading.Lock()
 
     def __reduce__(self) -> tuple[type[TokenizerBox], tuple[str]]:
         # Completions refer to the box, and may be sent to other processes.
@@ -169,14 +171,43 @@ class TokenizerBox:
                     self._tokenizer = self._load()
         return self._tokenizer
 
+    @property
+    def loaded(self) -> bool:
+        return self._tokenizer is not None
+
     def load_early(self) -> None:
         """Load the tokenizer in a thread. An error is raised when the tokenizer is used."""
+        self.load_in_thread(lambda error: None)
+
+    def load_in_thread(self, finish: Callable[[Exception | None], None]) -> None:
+        """Load the tokenizer in a thread, which does not delay the exit of the program.
+
+        Args:
+            finish: called in the thread with the error, or None when the tokenizer is loaded.
+        """
 
         def load() -> None:
-            with contextlib.suppress(InvalidRequest):
+            try:
                 _ = self.tokenizer
+            except Exception as error:
+                end(error)
+            else:
+                end(None)
 
-        start_thread(threading.Thread(target=load, name="sglrl-tokenizer", daemon=True))
+        def end(error: Exception | None) -> None:
+            with self._waiting_lock:
+                waiting, self._waiting = self._waiting, []
+            for each in waiting:
+                each(error)
+
+        with self._waiting_lock:
+            self._waiting.append(finish)
+            first = len(self._waiting) == 1
+        if first:
+            try:
+                start_thread(threading.Thread(target=load, name="sglrl-tokenizer", daemon=True))
+            except Exception as error:
+                end(error)
 
     def _load(self) -> Any:
         if self.fake and not os.path.isdir(self.model) and self.model.count("/") != 1:
@@ -207,10 +238,6 @@ class TokenizerBox:
         return tokenizer
 
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
-        for text in texts:
-            if not text:
-                raise InvalidRequest("the prompt is empty; at least one token is needed")
-            check_text("the prompt", text)
         encoded: list[list[int]] = self.tokenizer(list(texts))["input_ids"]
         return encoded
 

@@ -87,7 +87,8 @@ class RolloutConfig:
         object.__setattr__(self, "values", own_names(self.values))
         for name in self.values:
             if name not in SessionOptions.__annotations__:
-                near = get_close_matches(name, SessionOptions.__annotations__, n=1, cutoff=0.75)
+                known = [*SessionOptions.__annotations__, *self.__dataclass_fields__]
+                near = get_close_matches(name, known, n=1, cutoff=0.75)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
                 raise UsageError(f"unknown argument {name!r} of rollout{hint}")
 

@@ -84,8 +84,17 @@ class FailurePolicy:
             error.add_note(f"and none of the {self.failed} samples was successful")
             raise error
 
-    def log_totals(self) -> None:
-        """Log at the end of the run each kind whose count has grown since its last log entry."""
+    def log_totals(self, dropped: int, delivered: int) -> None:
+        """Log at the end of the run how many groups were dropped, and why.
+
+        Log each kind of failure whose count has grown since its last log entry.
+        """
+        if dropped:
+            logger.warning(
+                "%d groups were dropped because of failed samples, and %d were delivered",
+                dropped,
+                delivered,
+            )
         for kind in self._failures.kinds.values():
             if 0 < kind.logged < kind.count:
                 kind.logged = kind.count

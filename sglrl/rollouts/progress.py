@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from ..terminal import can_redraw
 from .metrics import RolloutMetrics
 
 logger = logging.getLogger("sglrl.rollout")
@@ -25,7 +26,7 @@ class RolloutProgress:
     """
 
     def __init__(self, total: int | None, wanted: bool | None) -> None:
-        terminal = sys.stderr is not None and sys.stderr.isatty()
+        terminal = can_redraw(sys.stderr)
         self._total = total
         self._wanted = terminal if wanted is None else wanted
         self._terminal = terminal
@@ -37,21 +38,18 @@ class RolloutProgress:
         if not (self._wanted and self._terminal):
             return
         from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeElapsedColumn,
-        )
+        from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.table import Column
 
+        # On a narrow terminal, only the description is cut.
+        rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
         self._bar = Progress(
             TextColumn("rollouts"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("{task.description}", markup=False),
-            TimeElapsedColumn(),
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            TimeElapsedColumn(table_column=Column(no_wrap=True)),
+            TextColumn("{task.description}", markup=False, table_column=rest),
             console=Console(stderr=True),
+            expand=True,
         )
         self._line = self._bar.add_task("", total=self._total)
         self._bar.start()
@@ -90,7 +88,7 @@ def describe(metrics: RolloutMetrics) -> str:
         f"{metrics.tokens_per_second:,.0f} tokens/s",
     ]
     if metrics.groups_ready:
-        parts.append(f"{metrics.groups_ready} groups ready")
+        parts.append(f"groups ready {metrics.groups_ready}")
     if metrics.mean_staleness:
         parts.append(f"staleness {metrics.mean_staleness:.2f}")
     lost = sum(metrics.samples_lost.values())

@@ -164,7 +164,7 @@ class Runner:
                 raise
         finally:
             self._metrics.end()
-            self._failures.log_totals()
+            self._failures.log_totals(self._plan.dropped, self._plan.taken)
             self._delivery.notify()
 
     async def _run_samples(self) -> None:

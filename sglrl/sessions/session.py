@@ -21,7 +21,7 @@ from ..driver.driver import now
 from ..errors import Closed, InvalidRequest, UsageError
 from ..inference.completion import Beginning, Completion, Conversation
 from ..inference.options import SamplingOptions
-from ..inference.prompts import Message, check_conversation
+from ..inference.prompts import Message, check_conversation, load_tokenizer
 from ..inference.sampling import DEFAULT_MAX_NEW_TOKENS, Prepared, own_names
 from ..inference.tokens import TokenIds, check_ids
 from .gate import Gate
@@ -146,6 +146,7 @@ class Session:
             if len(observed_ids) == len(observed):
                 ids = b"".join([before, *observed_ids])
             else:
+                await load_tokenizer(self._spec.requests.box)
                 # Tokenize in a thread, so that the event loop is not blocked.
                 loop = asyncio.get_running_loop()
                 response, dialogue = await loop.run_in_executor(None, self._encode, observed)
@@ -208,9 +209,9 @@ class Session:
         limit = min(prepared.max_new_tokens or DEFAULT_MAX_NEW_TOKENS, spec.most_tokens - size)
         if limit < 1:
             raise InvalidRequest(
-                f"the context is full: the session has {size} tokens, with what was observed, of "
-                f"{spec.requests.info.context_length} possible; see Session.room and "
-                "Session.unobserve"
+                f"the context is full: the {'session' if self._turns else 'prompt'} has {size} "
+                f"tokens, with what was observed, and the longest possible is {spec.most_tokens} "
+                "with its response; see Session.room and Session.unobserve"
             )
         deadline = None if spec.timeout is None else deadline_from(spec.timeout)
         completion = None
@@ -291,7 +292,11 @@ class Session:
             return
         several = isinstance(given, (list, tuple)) and given and isinstance(given[0], Mapping)
         if not isinstance(given, Mapping) and not several:
-            if not hasattr(given, "__len__") or len(given):
+            if not hasattr(given, "__len__"):
+                raise InvalidRequest(
+                    f"an observation is text, token ids or messages, got {type(given).__name__}"
+                )
+            if len(given):
                 # An empty list is allowed and ignored: the output of a tool may be empty.
                 self._pending.append(check_ids(given, self._spec.vocab_size))
             return

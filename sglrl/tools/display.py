@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Column
 
 LINES = 8
 """Number of progress lines per stage when there is no terminal."""
@@ -18,18 +19,24 @@ Advance = Callable[[str], None]
 """``advance(note)`` counts one more part as done. The note is shown beside the count."""
 
 
+def is_live(console: Console) -> bool:
+    """Return whether progress is one line that is redrawn."""
+    return console.is_terminal and not console.is_dumb_terminal
+
+
 @contextmanager
 def stage(console: Console, title: str, total: int) -> Iterator[Advance]:
     """Show the progress of ``total`` equal parts while the block runs."""
-    if console.is_terminal:
+    if is_live(console):
+        # On a narrow terminal, only the note is cut.
+        rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
         with Progress(
-            TextColumn("{task.description}"),
-            # Short, so that the note fits on a line of 80 characters.
-            BarColumn(bar_width=20),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[note]}"),
-            TimeElapsedColumn(),
+            TextColumn("{task.description}", table_column=Column(no_wrap=True)),
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            TimeElapsedColumn(table_column=Column(no_wrap=True)),
+            TextColumn("{task.fields[note]}", table_column=rest),
             console=console,
+            expand=True,
         ) as progress:
             bar = progress.add_task(title, total=total, note="")
             yield lambda note: progress.update(bar, advance=1, note=note)
@@ -44,7 +51,7 @@ def start_up(console: Console) -> Iterator[None]:
 
     On a terminal, ``launch`` shows a status line itself. Otherwise, this prints its log lines.
     """
-    if console.is_terminal:
+    if is_live(console):
         yield
         return
     logger, handler = logging.getLogger("sglrl.launch"), _Lines(console)

@@ -18,6 +18,7 @@ from .. import __version__
 from ..api.launching import cuda_devices, launch
 from ..config import install
 from ..errors import SglrlError
+from ..terminal import can_redraw
 
 NEEDED = ("msgspec", "pyzmq", "uvloop", "numpy")
 OPTIONAL = ("sglang", "torch", "transformers")
@@ -118,7 +119,7 @@ async def _call(engine: str) -> Finding:
         model = str(tiny_model())
     try:
         async with launch(
-            model, device="cpu", engine=engine, progress=sys.stderr.isatty()
+            model, device="cpu", engine=engine, progress=can_redraw(sys.stderr)
         ) as client:
             ready = time.perf_counter()
             completion = await client.generate(

@@ -153,6 +153,45 @@ def test_a_client_without_a_block(close: bool) -> None:
     assert second.startswith("<Client of fake, ")
 
 
+def test_a_cell_that_runs_twice_is_told_of_the_first_client() -> None:
+    done = run("""
+        async def main():
+            for i in range(2):
+                client = await sglrl.launch("fake", engine="fake")
+            await client.close()
+            other = await sglrl.launch("another", engine="fake")
+        asyncio.run(main())
+    """)
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("the Client of fake was started before and is still open: ")
+
+
+def test_the_program_ends_while_the_tokenizer_is_loaded(tmp_path: Path) -> None:
+    """An executor's thread would delay the end until the tokenizer is there."""
+    done = run(
+        f"""
+        from sglrl.inference import tokens
+        begun = asyncio.Event()
+
+        def load(box):
+            loop.call_soon_threadsafe(begun.set)
+            time.sleep(3600)
+
+        async def main():
+            global loop
+            loop = asyncio.get_running_loop()
+            tokens.TokenizerBox._load = load
+            async with sglrl.launch({str(tmp_path)!r}, engine="fake") as client:
+                calls = [asyncio.ensure_future(client.generate("hi")) for _ in range(50)]
+                await begun.wait()
+                calls[0].cancel()
+                print(len(asyncio.all_tasks()) > 49)
+        sglrl.run(main())
+    """
+    )
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+
+
 def test_run_ends_with_one_line() -> None:
     program = subprocess.Popen(
         [

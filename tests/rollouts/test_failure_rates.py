@@ -54,9 +54,10 @@ async def test_retries_are_a_budget_of_each_sample(
     assert run.metrics.groups_dropped == 299
     said = lines(caplog)
     failed = run._runner._failures.failed
-    assert len(said) == 1 + len(str(failed)) - 1 + 1, "once, at powers of ten, and at the end"
+    assert len(said) == 1 + len(str(failed)) - 1 + 2, "once, at powers of ten, and at the end"
     assert "failed: LookupError: the environment broke" in said[0]
     assert caplog.records[0].exc_info, "the first one with its traceback"
+    assert said[-2].startswith("299 groups were dropped because of failed samples, and 1 ")
     assert said[-1].startswith(f"in all, {failed} samples have failed with LookupError")
 
 

@@ -66,6 +66,8 @@ async def test_what_a_session_refuses(client: sglrl.Client) -> None:
         session.reward(1.0)
     with pytest.raises(sglrl.InvalidRequest, match="outside the vocabulary"):
         session.observe([1000])
+    with pytest.raises(sglrl.InvalidRequest, match="text, token ids or messages, got int"):
+        session.observe(3)  # type: ignore[arg-type]
     with pytest.raises(sglrl.InvalidRequest, match="did you mean"):
         await session.generate(max_new_token=3)
     turn = asyncio.ensure_future(session.generate())

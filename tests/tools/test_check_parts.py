@@ -19,6 +19,7 @@ from rich.console import Console
 
 from sglrl.inference.completion import Completion
 from sglrl.inference.sampling import SamplingParams
+from sglrl.terminal import can_redraw
 from sglrl.tools.check.report import Report, ideal_cached_tokens, make_report, table_of
 from sglrl.tools.check.rollouts import Rollout, run_rollouts
 from sglrl.tools.check.tasks import Task, make_tasks
@@ -316,10 +317,38 @@ def test_progress_without_a_terminal_is_a_few_plain_lines() -> None:
     assert len(lines) == 9
 
 
-def test_progress_on_a_terminal_is_a_bar() -> None:
-    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+@pytest.mark.parametrize(("width", "note"), [(100, "7 tokens/s, 3 of 5"), (30, "7 tok")])
+def test_progress_on_a_terminal_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, width: int, note: str
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    console = Console(file=io.StringIO(), force_terminal=True, width=width)
     with stage(console, "rollouts", 3) as advance:
-        advance("7 tokens/s")
+        advance("7 tokens/s, 3 of 5")
     assert isinstance(console.file, io.StringIO)
     assert "1/3" in console.file.getvalue()
-    assert "7 tokens/s" in console.file.getvalue()
+    assert note in console.file.getvalue()
+    assert ("3 of 5" in console.file.getvalue()) == (width == 100)
+
+
+def test_progress_on_a_dumb_terminal_is_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    console = Console(file=io.StringIO(), force_terminal=True)
+    with stage(console, "rollouts", 8) as advance:
+        advance("7 tokens/s")
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue().splitlines()[1] == "rollouts: 1 of 8, 7 tokens/s"
+
+
+class Tty(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_which_streams_can_redraw_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    assert can_redraw(Tty())
+    assert not can_redraw(io.StringIO())
+    assert not can_redraw(None)
+    monkeypatch.setenv("TERM", "dumb")
+    assert not can_redraw(Tty())

@@ -609,6 +609,7 @@ def test_wrong_options_are_named(model: str, capsys: pytest.CaptureFixture[str])
         (["--score", f"{broken}:f"], "line 2, in <module>"),
         (["--score", f"{wrong}:f"], "is not a function"),
         (["--score", f"{wrong}:number"], "is not a function"),
+        (["--score", f"{module('def f(text): return 1')}:f"], "too many positional arguments"),
         (["--k", "1"], "--k needs --score"),
         (["--score", f"{wrong}:none", "-n", "2", "--k", "3"], "--k must be in 1..2"),
         (["--template", "{"], "--template must be a JSON object"),

@@ -14,7 +14,7 @@ from ...api.launching import launch
 from ...api.tiny_model import tiny_model
 from ...errors import UsageError
 from ...wire.engine import EngineInfo
-from ..display import quiet_transformers, stage, start_up
+from ..display import is_live, quiet_transformers, stage, start_up
 from ..logprob_check import compare, load_reference, tolerance_for
 from .report import Report, make_report
 from .rollouts import Rollout, run_rollouts
@@ -99,7 +99,7 @@ async def _sample(model: str, settings: CheckSettings, console: Console) -> _Mea
     tasks = make_tasks(-(-settings.rollouts // SAMPLES), settings.seed)
     begun = time.perf_counter()
     client = launch(
-        model, replicas=settings.replicas, device=settings.device, progress=console.is_terminal
+        model, replicas=settings.replicas, device=settings.device, progress=is_live(console)
     )
     async with AsyncExitStack() as stack:
         with start_up(console):

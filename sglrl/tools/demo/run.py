@@ -20,7 +20,7 @@ from ...api.tiny_model import tiny_model
 from ...errors import UsageError
 from ...inference.client import Client
 from ...rollouts import Group, Trajectory, rollout
-from ..display import quiet_transformers, stage, start_up
+from ..display import is_live, quiet_transformers, stage, start_up
 from ..logprob_check import LogprobCheck, tolerance_for
 from .replay import replay
 from .report import WINDOW, Comparison, Report, Step, judge, mean_rewards, task_result
@@ -104,7 +104,7 @@ class _Demo:
                         replicas=settings.replicas,
                         device="cpu",
                         weight_device="cpu",
-                        progress=self.console.is_terminal,
+                        progress=is_live(self.console),
                     )
                 )
                 shelf = await stack.enter_async_context(spawn(Shelf, window=1024))

@@ -20,7 +20,7 @@ from ...api.launching import launch
 from ...errors import EngineError, UsageError
 from ...inference.client import Client
 from ...inference.sampling import SamplingParams
-from ..display import stage, start_up
+from ..display import is_live, stage, start_up
 from .items import Item, read_items
 from .results import ResultsFile, Sample
 from .scoring import Score
@@ -139,7 +139,7 @@ class _Run:
             tp_size=s.tp_size,
             device=s.device,
             engine=s.engine,
-            progress=self._console.is_terminal,
+            progress=is_live(self._console),
         )
         async with AsyncExitStack() as stack:
             with start_up(self._console):

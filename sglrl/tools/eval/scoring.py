@@ -24,7 +24,7 @@ class Score:
         spec: "module:function". The module may be in the current folder.
 
     Raises:
-        UsageError: the function cannot be imported.
+        UsageError: the function cannot be imported, or has other parameters.
     """
 
     def __init__(self, spec: str) -> None:
@@ -81,6 +81,14 @@ def _find(spec: str) -> Callable[[dict[str, Any], str], Any]:
     if not callable(function):
         what = "has no such name" if not hasattr(module, name) else f"has {function!r:.100} there"
         raise UsageError(f"--score {spec} is not a function: {module.__file__} {what}")
+    try:
+        inspect.signature(function).bind({}, "")
+    except ValueError:
+        pass  # A built-in function without a signature.
+    except TypeError as error:
+        raise UsageError(
+            f"--score {spec} is called with the item and the text of a sample: {error}"
+        ) from None
     return function  # type: ignore[no-any-return]
 
 
