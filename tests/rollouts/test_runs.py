@@ -135,6 +135,7 @@ async def never(group: sglrl.Group) -> bool:
     [
         ({"keep": never}, "keep must be a plain function"),
         ({"keep": 3}, "keep must be callable"),
+        ({"groupsize": 4}, "did you mean 'group_size'"),
         ({"agent": None}, "agent must be callable"),
         ({"seed": "x"}, "seed must be an integer"),
         ({"seed": 1.5}, "seed must be an integer"),
