@@ -128,11 +128,10 @@ async def _call(engine: str) -> Finding:
     except SglrlError as error:
         return Finding(name, False, str(error))
     started, total = ready - begun, completion.timing.total
-    return Finding(
-        name,
-        len(completion.output_ids) == 1,
-        f"worker up in {started:.1f} s, answer in {total * 1000:.1f} ms",
-    )
+    detail = f"worker up in {started:.1f} s, answer in {total * 1000:.1f} ms"
+    if engine == "fake" and find_spec("sglang") is not None:
+        detail += "; SGLang was not started, which --engine sglang does"
+    return Finding(name, len(completion.output_ids) == 1, detail)
 
 
 def table_of(findings: list[Finding]) -> Table:

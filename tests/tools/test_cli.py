@@ -69,6 +69,7 @@ def test_doctor_makes_a_call() -> None:
     findings = {f["name"]: f for f in msgspec.json.decode(process.stdout)}
     assert all(f["ok"] for f in findings.values())
     assert "answer in" in findings["one call (fake)"]["detail"]
+    assert "--engine sglang" in findings["one call (fake)"]["detail"]
     table = run("doctor")
     assert table.returncode == 0
     assert "one call (fake)" in table.stdout
