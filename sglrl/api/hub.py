@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 
+from ..driver.from_thread import Finish, from_thread
 from ..errors import ModelError
 from ..hub_errors import explanation
 from ..system_limits import start_thread
@@ -24,24 +24,17 @@ async def look_up(model: str) -> None:
     Raises:
         ModelError: the hub has no such model, or cannot be reached.
     """
-    loop = asyncio.get_running_loop()
-    found: asyncio.Future[Exception | None] = loop.create_future()
 
-    def finish(error: Exception | None) -> None:
-        if not found.done():
-            found.set_result(error)
+    def start(finish: Finish) -> None:
+        # The system may look for the hub's address for minutes.
+        thread = threading.Thread(
+            target=lambda: finish(_error(model)), name="sglrl-hub", daemon=True
+        )
+        start_thread(thread)
 
-    def ask() -> None:
-        error = _error(model)
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(finish, error)
-
-    # A daemon thread: the system may look for the hub's address for minutes, and the program must
-    # be able to exit meanwhile.
-    start_thread(threading.Thread(target=ask, name="sglrl-hub", daemon=True))
     try:
         async with asyncio.timeout(_LONGEST):
-            error = await found
+            error = await from_thread(start)
     except TimeoutError:
         error = TimeoutError(f"no answer within {_LONGEST:g} s")
     if error is not None:

@@ -235,7 +235,8 @@ def launch(
         return [birth(free[i : i + tp_size]) for i in range(0, count * tp_size, tp_size)]
 
     births = [birth(group) for group in groups]
-    what = f"{replicas} worker{'s' if replicas > 1 else ''} of {os.path.basename(os.fspath(model))}"
+    label = os.path.basename(os.path.normpath(model))
+    what = f"{replicas} worker{'s' if replicas > 1 else ''} of {label}"
     pool = Pool(
         births,
         more=more,

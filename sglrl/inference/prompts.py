@@ -6,14 +6,14 @@ The caller gives one prompt or several, as token ids, texts or messages.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from numbers import Real
 from typing import Any
 
+from ..driver.from_thread import from_thread
 from ..errors import InvalidRequest
-from .tokens import TokenizerBox, check_ids, check_text
+from .tokens import TokenizerBox, check_ids
 
 Message = Mapping[str, Any]
 
@@ -62,10 +62,8 @@ async def encode_prompts(
             )
         if not inputs:
             raise InvalidRequest("the list of prompts is empty")
-        for text in inputs:
-            if not text:
-                raise InvalidRequest("the prompt is empty; at least one token is needed")
-            check_text("the prompt", text)
+        if not all(inputs):
+            raise InvalidRequest("the prompt is empty; at least one token is needed")
         work = box.encode_texts
     await load_tokenizer(box)
     # Run the tokenizer, which is native code, in a thread: it must not block the event loop.
@@ -81,19 +79,7 @@ async def load_tokenizer(box: TokenizerBox) -> None:
     """
     if box.loaded:
         return
-    loop = asyncio.get_running_loop()
-    found: asyncio.Future[Exception | None] = loop.create_future()
-
-    def finish(error: Exception | None) -> None:
-        if not found.done():
-            found.set_result(error)
-
-    def finish_soon(error: Exception | None) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(finish, error)
-
-    box.load_in_thread(finish_soon)
-    error = await found
+    error = await from_thread(box.load_in_thread)
     if error is not None:
         raise error
 

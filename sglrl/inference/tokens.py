@@ -238,6 +238,8 @@ class TokenizerBox:
         return tokenizer
 
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
+        for text in texts:
+            check_text("the prompt", text)
         encoded: list[list[int]] = self.tokenizer(list(texts))["input_ids"]
         return encoded
 

@@ -246,6 +246,17 @@ def test_the_start_is_one_line(options: str, shown: bool) -> None:
     assert line.startswith("sglrl: starting 2 workers of fake ... ready in ")
 
 
+def test_the_start_names_a_folder_with_a_slash(tmp_path: Path) -> None:
+    done = run(f"""
+        async def main():
+            folder = {str(tmp_path / "qwen")!r} + "/"
+            async with sglrl.launch(folder, engine="fake", progress=True):
+                pass
+        asyncio.run(main())
+    """)
+    assert done.stderr.startswith("sglrl: starting 1 worker of qwen ... ready in ")
+
+
 def test_a_start_that_fails_ends_the_line() -> None:
     done = run("""
         async def main():
