@@ -8,19 +8,20 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
 from processes import strike
 
 import sglrl
-from sglrl.weights import update_run
 
 from .policies import PROMPTS, Lab, Policies, gated, on_phase, phase_event
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 SECONDS = 2.0
+"""The time limit of a phase in which a worker is stopped. All others have those of the product."""
 WANTED = {"max_new_tokens": 400, "logprobs": True, "ignore_eos": True}
 VICTIM = 1
 
@@ -51,8 +52,6 @@ async def test_a_worker_fails_in_an_update(
 ) -> None:
     async with sglrl.launch(policies[0].folder, device="cpu", replicas=2, restarts=0) as client:
         lab = Lab(client, policies)
-        # Seconds in which a live process must confirm that it has aborted.
-        monkeypatch.setattr(update_run, "ABORT_SECONDS", SECONDS)
         pid = client.workers[VICTIM].pid
         if phase != "join":
             await lab.update(1, mode=mode)
@@ -64,6 +63,10 @@ async def test_a_worker_fails_in_an_update(
             if asked == phase and member[0] == VICTIM and not done:
                 done = True
                 strike(pid, fault)
+                if fault == signal.SIGSTOP:
+                    run = client._pool.weights._run
+                    assert run is not None
+                    run.machine.deadline = time.monotonic() + SECONDS
 
         on_phase(monkeypatch, client, fail)
         calls = [
@@ -74,7 +77,7 @@ async def test_a_worker_fails_in_an_update(
             pass
         # Every phase has its own deadline, and a lost worker costs one more attempt.
         async with asyncio.timeout(8 * SECONDS + 10):
-            report = await lab.update(2, mode=mode, bucket_bytes=1 << 18, timeout=SECONDS)
+            report = await lab.update(2, mode=mode, bucket_bytes=1 << 18)
         assert report.workers == [0]
         assert report.version == before + 1
         assert done
@@ -85,7 +88,7 @@ async def test_a_worker_fails_in_an_update(
             lab.check_history(completion)
         assert [w.state for w in client.workers] == ["ready", "retired"]
         await lab.check(PROMPTS[:1], 4)
-        after = await lab.update(1, mode=mode, timeout=SECONDS)
+        after = await lab.update(1, mode=mode)
         assert after.workers == [0]
         await lab.check(PROMPTS[:1], 4)
     assert not alive(pid)
