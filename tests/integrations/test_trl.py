@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +14,7 @@ import sglrl
 from sglrl.api.tiny_model import make_model
 from sglrl.integrations.trl import SGLangRollouts, agent_reward
 
-from .trl_program import distance
+from .trl_program import distance, number_of_parameters, train_in_two_processes
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -366,28 +362,17 @@ def test_arguments_that_would_have_no_effect(client: sglrl.BlockingClient) -> No
 
 @pytest.mark.timeout(300)
 def test_several_processes_share_the_workers(client: sglrl.BlockingClient, model: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
     before = client.weight_version
-    done = subprocess.run(
-        [sys.executable, "-m", f"{__package__}.trl_program", str(model), client.address],
-        cwd=Path(__file__).parent.parent,
-        env={**os.environ, "TRL_EXPERIMENTAL_SILENCE": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=290,
-    )
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"kind"')]
-    assert len(lines) == 4, done.stderr
-    size = sum(
-        parameter.numel() for parameter in AutoModelForCausalLM.from_pretrained(model).parameters()
-    )
-    for kind, first, sharded in (("whole", before + 1, 0), ("FSDP2", before + 3, size)):
+    kinds = ("whole models on CPUs", "FSDP2 on CPUs")
+    lines = train_in_two_processes(model, client.address, *kinds)
+    size = number_of_parameters(model)
+    for kind, first, total in zip(kinds, (before + 1, before + 3), (2 * size, size), strict=True):
         found = [line for line in lines if line["kind"] == kind]
         assert {line["rank"] for line in found} == {0, 1}
         assert {line["processes"] for line in found} == {2}
         assert len({line["pool"] for line in found}) == 1
-        assert sum(line["parameters"] for line in found) == sharded
+        assert sum(line["parameters"] for line in found) == total
         for line in found:
-            assert [versions for versions, _ in line["steps"]] == [[first], [first + 1]]
-            assert max(distance for _, distance in line["steps"]) < 1e-4
+            assert [step["versions"] for step in line["steps"]] == [[first], [first + 1]]
+            assert max(step["error"] for step in line["steps"]) < 1e-4
+            assert line["steps"][1]["moved"] > 1e-2
