@@ -27,7 +27,7 @@ from weakref import WeakKeyDictionary
 from ..config import check_timeout
 from ..driver.driver import now
 from ..errors import DeadlineExceeded, UsageError
-from ..wire.codec import Arguments, Result
+from ..wire.codec import Arguments, Result, check_type
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _MARK = "__sglrl_endpoint__"
@@ -115,6 +115,7 @@ class EndpointSpec:
         if self.streaming:
             args = typing.get_args(returns)
             returns = args[0] if args else Any
+        check_type(returns, f"the result of {name}()")
         self.result = Result(returns)
 
 

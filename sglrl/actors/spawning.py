@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Iterator, Mapping
+from difflib import get_close_matches
+from inspect import signature
 from typing import Any, NoReturn, Self
 
 from ..config import (
@@ -190,7 +192,8 @@ def spawn(
             log lines name the file.
 
     Raises:
-        UsageError: the class declares no endpoint, or an argument has the wrong type.
+        UsageError: the class declares no endpoint, an argument has the wrong type, or an endpoint
+            takes or returns a type that cannot be sent.
         WorkerStartError: on entering, when ``__init__`` raises in the worker.
     """
     if not (isinstance(actor, type) and issubclass(actor, Actor)):
@@ -201,7 +204,15 @@ def spawn(
         )
     positive("replicas", replicas)
     positive("window", window)
-    body, frames = constructor_arguments(actor).encode(args, kwargs)
+    constructor = constructor_arguments(actor)
+    for name in kwargs.keys() - constructor.signature.parameters.keys():
+        options = [p.name for p in signature(spawn).parameters.values() if p.kind == p.KEYWORD_ONLY]
+        if near := get_close_matches(name, options, n=1, cutoff=0.75):
+            raise UsageError(
+                f"neither spawn nor {actor.__name__}.__init__ has an argument {name!r}; did you "
+                f"mean {near[0]!r}?"
+            )
+    body, frames = constructor.encode(args, kwargs)
     target = importable_as(actor)
     spec = ActorSpec(
         target=target,

@@ -17,6 +17,7 @@ from inspect import Parameter, Signature
 from typing import Any, Final, Protocol, get_args, get_origin
 
 import msgspec
+import msgspec.inspect
 import numpy as np
 
 from ..errors import ProtocolError, UsageError
@@ -31,6 +32,10 @@ MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """Errors that msgspec raises for bytes that are not the expected message. Text that is not UTF-8
 and too deep nesting raise built-in errors."""
 
+_SENDABLE: Final = (
+    "endpoints take and return what msgspec encodes (numbers, str, bytes, containers, dataclasses, "
+    "Structs) and numpy arrays"
+)
 _ARRAY: Final = 1
 """Code of the msgpack extension that represents an array: ``[raw frame, dtype, shape]``."""
 _array_header: Final = msgspec.msgpack.Decoder(tuple[int, str, tuple[int, ...]])
@@ -221,9 +226,7 @@ class Body:
             self._frames.append(value.data)
             return len(self._frames) - 1
         raise TypeError(
-            f"{type(value).__module__}.{type(value).__qualname__} cannot be sent; endpoints take "
-            "and return what msgspec encodes (numbers, str, bytes, containers, dataclasses, "
-            "Structs) and numpy arrays"
+            f"{type(value).__module__}.{type(value).__qualname__} cannot be sent; {_SENDABLE}"
         )
 
     def _dec_hook(self, type_: Any, value: Any) -> Any:
@@ -255,6 +258,43 @@ class Body:
         return self._incoming[index]
 
 
+def check_type(type_: Any, what: str) -> None:
+    """Raise ``UsageError`` if values of the type cannot be sent, or contain such values.
+
+    Args:
+        what: the argument or result of this type, for the error.
+    """
+    known: set[int] = set()
+    found = [msgspec.inspect.type_info(type_)]
+    while found:
+        info = found.pop()
+        if id(info) in known:
+            # A type that contains itself.
+            continue
+        known.add(id(info))
+        if isinstance(info, msgspec.inspect.CustomType):
+            cls = get_origin(info.cls) or info.cls
+            if cls not in (np.ndarray, Blob):
+                raise UsageError(
+                    f"{what} has the type {cls.__module__}.{cls.__qualname__}, which cannot be "
+                    f"sent; {_SENDABLE}"
+                )
+        found += _parts(info)
+
+
+def _parts(info: msgspec.inspect.Type) -> list[msgspec.inspect.Type]:
+    """Return the types of which a type consists directly: of its fields, items, keys, ..."""
+    found = []
+    for name in info.__struct_fields__:
+        value = getattr(info, name)
+        for part in value if isinstance(value, tuple) else (value,):
+            if isinstance(part, msgspec.inspect.Field):
+                part = part.type
+            if isinstance(part, msgspec.inspect.Type):
+                found.append(part)
+    return found
+
+
 def _check_array(array: np.ndarray[Any, Any], type_: Any) -> None:
     """Enforce the dtype of ``numpy.typing.NDArray[...]`` annotations."""
     args = get_args(type_)
@@ -284,6 +324,7 @@ class Arguments:
             if hint is bytes:
                 self._blobs.append(parameter.name)
                 hint = Blob
+            check_type(hint, f"{name}(): argument {parameter.name!r}")
             fields.append((parameter.name, hint))
         self.struct = msgspec.defstruct(f"{name}_arguments", fields, array_like=True)
         self._body = Body(self.struct)

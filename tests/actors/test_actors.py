@@ -359,8 +359,22 @@ async def test_wrong_constructor_arguments() -> None:
         sglrl.spawn(Values, replicas=0)
     with pytest.raises(sglrl.UsageError, match="window"):
         sglrl.spawn(Values, window=True)
+    with pytest.raises(sglrl.UsageError, match="did you mean 'replicas'"):
+        sglrl.spawn(Values, replica=2)
+    with pytest.raises(sglrl.UsageError, match="unexpected keyword argument 'other'"):
+        sglrl.spawn(Values, other=2)
     with pytest.raises(sglrl.UsageError, match="subclass"):
         sglrl.spawn(int)  # type: ignore[arg-type]
+
+
+async def test_results_that_cannot_be_sent() -> None:
+    class Makes(sglrl.Actor):
+        @sglrl.endpoint
+        async def engine(self) -> list[sglrl.Client]:
+            raise NotImplementedError
+
+    with pytest.raises(sglrl.UsageError, match=r"result of engine\(\) has the type sglrl\..*Client"):
+        sglrl.spawn(Makes)
 
 
 async def test_a_class_without_endpoints() -> None:

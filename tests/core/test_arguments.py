@@ -89,6 +89,37 @@ def test_what_contains_itself() -> None:
         there(untyped, loop)
 
 
+class NotSendable: ...
+
+
+@dataclasses.dataclass
+class Chain:
+    """Contains itself, and a type that cannot be sent."""
+
+    rest: Chain | None
+    last: NotSendable | None
+
+
+@pytest.mark.parametrize(
+    ("type_", "named"),
+    [
+        (NotSendable, "NotSendable"),
+        (dict[str, list[NotSendable | None]], "NotSendable"),
+        (tuple[int, NotSendable], "NotSendable"),
+        (Chain, "NotSendable"),
+        (object, "builtins.object"),
+        (np.float32, "numpy.float32"),
+        (Callable[[], int], "Callable"),
+    ],
+)
+def test_types_that_cannot_be_sent(type_: Any, named: str) -> None:
+    def function(x: Any) -> None: ...
+
+    function.__annotations__["x"] = type_
+    with pytest.raises(UsageError, match=rf"function\(\): argument 'x' .*{named}, which cannot be"):
+        arguments_of(function)
+
+
 @given(data=st.binary(), n=st.integers(0, 9))
 def test_bytes_travel_as_frames(data: bytes, n: int) -> None:
     body, frames = arguments_of(raw).encode((data,), {"n": n})
