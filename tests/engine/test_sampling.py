@@ -220,8 +220,9 @@ async def test_grammars(client: sglrl.Client) -> None:
     ],
 )
 async def test_bad_grammars(client: sglrl.Client, grammar: dict[str, object]) -> None:
-    with pytest.raises(sglrl.InvalidRequest):
+    with pytest.raises(sglrl.InvalidRequest) as caught:
         await client.generate(input_ids=PROMPT, max_new_tokens=4, timeout=60, **grammar)
+    assert ".cc:" not in str(caught.value), "no file of xgrammar"
     assert len((await client.generate(input_ids=PROMPT, max_new_tokens=4)).output_ids) <= 4
 
 

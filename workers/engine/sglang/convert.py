@@ -24,6 +24,8 @@ _sampling = msgspec.msgpack.Decoder(Sampling)
 _SAMPLINGS = 256
 _MOST_BYTES = 4
 """Maximum bytes of a character in UTF-8."""
+_XGRAMMAR_PLACE = re.compile(r"\[\d\d:\d\d:\d\d\] \S+:\d+: ")
+"""The time and the line of C++ that xgrammar writes before its errors."""
 PROGRESS_TOKENS = 64
 """Tokens between two reports of a call that is not streamed.
 
@@ -328,7 +330,7 @@ def end_of(finished: dict[str, Any] | None) -> tuple[int, str, str]:
     if finished["type"] != "abort":
         return ItemKind.DONE, "", ""
     status = finished.get("status_code")
-    message = str(finished.get("message") or "aborted")
+    message = _XGRAMMAR_PLACE.sub("", str(finished.get("message") or "aborted")).strip()
     if status is not None and int(status) == 400:
         return ItemKind.ERROR, "InvalidRequest", message
     if "grammar" in message.lower() and "compile" in message.lower():
