@@ -5,6 +5,7 @@ A program has one fork server of each kind. The check first stops them, as inter
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -20,6 +21,15 @@ settings.load_profile("sglrl")
 # A shell that runs the tests in the background ignores SIGINT. Children inherit that, including the
 # programs that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Run one test more than there are cores at a time, because many tests wait for processes.
+
+    At most eight: a test with its engines needs up to 3 GB.
+    """
+    return min(len(os.sched_getaffinity(0)) + 1, 8)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

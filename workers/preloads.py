@@ -14,6 +14,7 @@ from .process_control import limit_arenas
 
 _PRELOADS = {
     "plain": ("sglrl_workers.actor_worker",),
+    "tokenizer": ("sglrl_workers.actor_worker", "transformers.models.auto.tokenization_auto"),
     "sglang": ("sglrl_workers.actor_worker", "sglrl_workers.engine.sglang.preload"),
     "sglang-cuda": ("sglrl_workers.actor_worker", "sglrl_workers.preload_cuda"),
 }

@@ -196,34 +196,8 @@ def spawn(
             takes or returns a type that cannot be sent.
         WorkerStartError: on entering, when ``__init__`` raises in the worker.
     """
-    if not (isinstance(actor, type) and issubclass(actor, Actor)):
-        raise UsageError(f"spawn takes a subclass of sglrl.Actor, got {actor!r}")
-    if not endpoints_of(actor):
-        raise UsageError(
-            f"{actor.__name__} declares no endpoint; mark its methods with @sglrl.endpoint"
-        )
-    positive("replicas", replicas)
-    positive("window", window)
-    constructor = constructor_arguments(actor)
-    for name in kwargs.keys() - constructor.signature.parameters.keys():
-        options = [p.name for p in signature(spawn).parameters.values() if p.kind == p.KEYWORD_ONLY]
-        if near := get_close_matches(name, options, n=1, cutoff=0.75):
-            raise UsageError(
-                f"neither spawn nor {actor.__name__}.__init__ has an argument {name!r}; did you "
-                f"mean {near[0]!r}?"
-            )
-    body, frames = constructor.encode(args, kwargs)
-    target = importable_as(actor)
-    spec = ActorSpec(
-        target=target,
-        # The code is only sent to this process's own fork server, over a private socket.
-        code=b"" if target else by_value(actor),
-        args=body,
-        frames=[bytes(f) for f in frames],
-        window=window,
-    )
+    birth = birth_of(actor, args, kwargs, replicas=replicas, window=window, env=env)
     check_restarts(restarts, restart_period)
-    birth = Birth(bodies=[spec], env=check_env(env))
     pool = Pool(
         [birth] * replicas,
         more=lambda n, present: [birth] * n,
@@ -241,3 +215,43 @@ def spawn(
         ),
     )
     return ActorHandle(actor, pool)
+
+
+def birth_of(
+    actor: type[Actor],
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    replicas: int,
+    window: int,
+    env: Mapping[str, str] | None = None,
+) -> Birth:
+    """Check the arguments of ``spawn``, and return how its workers start."""
+    if not (isinstance(actor, type) and issubclass(actor, Actor)):
+        raise UsageError(f"spawn takes a subclass of sglrl.Actor, got {actor!r}")
+    if not endpoints_of(actor):
+        raise UsageError(
+            f"{actor.__name__} declares no endpoint; mark its methods with @sglrl.endpoint"
+        )
+    positive("replicas", replicas)
+    positive("window", window)
+    kwargs = kwargs or {}
+    constructor = constructor_arguments(actor)
+    for name in kwargs.keys() - constructor.signature.parameters.keys():
+        options = [p.name for p in signature(spawn).parameters.values() if p.kind == p.KEYWORD_ONLY]
+        if near := get_close_matches(name, options, n=1, cutoff=0.75):
+            raise UsageError(
+                f"neither spawn nor {actor.__name__}.__init__ has an argument {name!r}; did you "
+                f"mean {near[0]!r}?"
+            )
+    body, frames = constructor.encode(args, dict(kwargs))
+    target = importable_as(actor)
+    spec = ActorSpec(
+        target=target,
+        # The code is only sent to this process's own fork server, over a private socket.
+        code=b"" if target else by_value(actor),
+        args=body,
+        frames=[bytes(f) for f in frames],
+        window=window,
+    )
+    return Birth(bodies=[spec], env=check_env(env))

@@ -195,7 +195,12 @@ class ForkServer:
 
 
 def fork_server(preload: str) -> ForkServer:
-    """Return this process's fork server for ``preload`` ("plain", "sglang"). Start it if needed."""
+    """Return this process's fork server for ``preload``, and start it if needed.
+
+    Args:
+        preload: the kind of modules that it imports first: "plain", "tokenizer", "sglang" or
+            "sglang-cuda" (``workers/preloads.py``).
+    """
     with _lock:
         if _at_exit:
             raise WorkerStartError("the program ends: no fork server is started any more")

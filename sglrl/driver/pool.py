@@ -178,7 +178,7 @@ class Pool:
         self.weights.attach(driver, router.outer_address)
         self.outer_address = router.outer_address
         driver.start()
-        if self._preload != "plain":
+        if self._preload.startswith("sglang"):
             self._progress.show("importing SGLang (once per program)")
         await self._processes.connect()
         await self._all_ready([supervisor.add(birth) for birth in self._first])

@@ -1,6 +1,6 @@
 """Run agents in separate processes: the driver's side of ``agent_worker.py``.
 
-The processes are plain actors (``sglrl.spawn``). A sample is one call to the process with the
+The processes are actors, as of ``sglrl.spawn``. A sample is one call to the process with the
 fewest samples. The fabric handles cancellation, process deaths and replacements, as for every actor
 call. No task of the driver waits for a sample.
 """
@@ -8,6 +8,7 @@ call. No task of the driver waits for a sample.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,11 +16,13 @@ import msgspec
 
 from ..actors.actor import EndpointSpec, endpoints_of
 from ..actors.replies import error_of
-from ..actors.spawning import ActorHandle, spawn
+from ..actors.spawning import ActorHandle, birth_of
+from ..config import FabricConfig, PoolConfig
 from ..core import rollout_plan as core
 from ..core.calls import Call
 from ..core.driver_listener import DriverListener
 from ..driver.driver import ENVELOPE_BYTES
+from ..driver.pool import Pool
 from ..errors import MessageTooLarge, ProtocolError, SglrlError, UsageError, WorkerLost
 from ..inference.engine_controls import ask_all, tell
 from ..sessions.session_spec import SessionSpec
@@ -48,6 +51,7 @@ The time is the timeout of the samples, but at least ``_LEAST_HANG_SECONDS`` and
 """
 _call_arguments: Final = Body(Any)
 _START_SECONDS: Final = 120.0
+_SHUTDOWN_SECONDS: Final = 5.0
 _RESTARTS: Final = 12
 """Restarts of one process per minute. A start is quick, and one sample may kill several processes.
 """
@@ -148,26 +152,30 @@ class AgentProcesses(DriverListener):
         if config.timeout is not None:
             hang = min(hang, max(_LEAST_HANG_SECONDS, config.timeout))
         try:
-            self._handle: ActorHandle = spawn(
-                cls,
-                replicas=count,
-                window=_ANY_NUMBER,
-                max_queue=_ANY_NUMBER,
-                max_queue_bytes=_ANY_NUMBER,
-                start_timeout=_START_SECONDS,
-                hang_timeout=hang,
-                restarts=_RESTARTS,
-            )
+            birth = birth_of(cls, replicas=count, window=_ANY_NUMBER)
         except Exception as error:
             # Objects that the agent refers to may raise any exception.
             raise UsageError(
                 f"this agent cannot be sent to other processes ({type(error).__name__}: {error}); "
                 "pass a class, so that each process makes its own instance"
             ) from error
-        # Cancelled agents get their grace period, and context managers get time to exit.
-        pool = self._handle._pool
-        shutdown = pool._config.shutdown_timeout + GRACE_SECONDS
-        pool._config = msgspec.structs.replace(pool._config, shutdown_timeout=shutdown)
+        pool = Pool(
+            [birth] * count,
+            more=lambda n, present: [birth] * n,
+            name="the processes of a rollout",
+            # A process that renders messages imports transformers, which takes seconds. It will if
+            # this process did.
+            preload="tokenizer" if "transformers" in sys.modules else "plain",
+            fabric=FabricConfig(max_queue=_ANY_NUMBER, max_queue_bytes=_ANY_NUMBER),
+            config=PoolConfig(
+                start_timeout=_START_SECONDS,
+                # Cancelled agents get their grace period, and context managers time to exit.
+                shutdown_timeout=_SHUTDOWN_SECONDS + GRACE_SECONDS,
+                hang_timeout=hang,
+                restarts=_RESTARTS,
+            ),
+        )
+        self._handle = ActorHandle(cls, pool)
 
     @property
     def driver(self) -> Any:

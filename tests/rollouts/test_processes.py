@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import random
+import sys
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,6 +59,24 @@ async def test_the_trajectories_are_those_of_one_process(client: sglrl.Client) -
     assert os.getpid() not in pids
     for name in ("turns", "generated_tokens", "prompt_tokens", "samples_done", "samples_lost"):
         assert getattr(metrics, name) == getattr(metrics_away, name), name
+
+
+@pytest.mark.parametrize("here", [True, False])
+async def test_processes_share_the_import_of_the_tokenizer(
+    client: sglrl.Client, monkeypatch: pytest.MonkeyPatch, here: bool
+) -> None:
+    """The processes import transformers before they fork if the driver has imported it."""
+    if here:
+        import transformers  # noqa: F401
+    else:
+        monkeypatch.delitem(sys.modules, "transformers", raising=False)
+
+    async def agent(session: sglrl.Session, item: Any) -> float:
+        await session.generate(max_new_tokens=1)
+        return float("transformers" in sys.modules)
+
+    run = sglrl.rollout(client, agent, [{"input_ids": [1]}], processes=1)
+    assert [t.reward async for group in run for t in group.trajectories] == [here]
 
 
 async def test_items_and_metadata_of_every_kind(client: sglrl.Client) -> None:
