@@ -22,7 +22,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 SECONDS = 2.0
 """The time limit of a phase in which a worker is stopped. All others have those of the product."""
-WANTED = {"max_new_tokens": 400, "logprobs": True, "ignore_eos": True}
+WANTED = {"max_new_tokens": 160, "logprobs": True, "ignore_eos": True}
 VICTIM = 1
 
 
