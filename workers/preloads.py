@@ -26,6 +26,9 @@ def preload(name: str) -> Warm:
     error = ""
     if name == "sglang":
         _set_up_cpu()
+    elif name == "tokenizer":
+        # torch then asks for GPUs without initializing CUDA, after which a process must not fork.
+        os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     # Thousands of modules leave little cyclic garbage. Looking for it takes a quarter of the time.
     gc.disable()
     try:

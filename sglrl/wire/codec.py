@@ -264,14 +264,10 @@ def check_type(type_: Any, what: str) -> None:
     Args:
         what: the argument or result of this type, for the error.
     """
-    known: set[int] = set()
     found = [msgspec.inspect.type_info(type_)]
-    while found:
-        info = found.pop()
-        if id(info) in known:
-            # A type that contains itself.
-            continue
-        known.add(id(info))
+    known = {id(found[0])}
+    # The list grows while it is read. A type may contain itself, so each is added once.
+    for info in found:
         if isinstance(info, msgspec.inspect.CustomType):
             cls = get_origin(info.cls) or info.cls
             if cls not in (np.ndarray, Blob):
@@ -279,7 +275,10 @@ def check_type(type_: Any, what: str) -> None:
                     f"{what} has the type {cls.__module__}.{cls.__qualname__}, which cannot be "
                     f"sent; {_SENDABLE}"
                 )
-        found += _parts(info)
+        for part in _parts(info):
+            if id(part) not in known:
+                known.add(id(part))
+                found.append(part)
 
 
 def _parts(info: msgspec.inspect.Type) -> list[msgspec.inspect.Type]:
