@@ -24,12 +24,14 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int:
-    """Run one test more than there are cores at a time, because many tests wait for processes.
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Return how many tests run at a time with ``-n logical`` or ``-n auto``.
 
-    At most eight: a test with its engines needs up to 3 GB.
+    "logical": as many as there are cores, for tests that compute. "auto": one more, for tests that
+    often wait for other processes. At most eight, because a test with engines needs up to 3 GB.
     """
-    return min(len(os.sched_getaffinity(0)) + 1, 8)
+    cores = len(os.sched_getaffinity(0))
+    return min(cores + (config.option.numprocesses == "auto"), 8)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
