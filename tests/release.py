@@ -68,7 +68,9 @@ async def check_engine() -> None:
         sglrl.launch("tiny" if real else "fake", device="cpu", **settings) as client,
         sglrl.spawn(Judge) as judges,
     ):
-        completion = await client.generate(input_ids=[1, 2, 3], max_new_tokens=8, logprobs=True)
+        completion = await client.generate(
+            input_ids=[1, 2, 3], max_new_tokens=8, ignore_eos=True, logprobs=True
+        )
         assert len(completion.output_ids) == len(completion.logprobs) == 8
         assert await judges.score(8) == 4.0
 

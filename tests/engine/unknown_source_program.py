@@ -19,7 +19,7 @@ async def main(model: str) -> None:
     except sglrl.WorkerStartError as error:
         refused = str(error)
     async with sglrl.launch(model, device="cpu", allow_unknown_sglang=True) as client:
-        completion = await client.generate(input_ids=[1, 2, 3], max_new_tokens=4)
+        completion = await client.generate(input_ids=[1, 2, 3], max_new_tokens=4, ignore_eos=True)
         tokens = len(completion.output_ids)
         on = client.info.accelerations
     print(json.dumps({"refused": refused, "tokens": tokens, "on": on}))
