@@ -226,7 +226,11 @@ def birth_of(
     window: int,
     env: Mapping[str, str] | None = None,
 ) -> Birth:
-    """Check the arguments of ``spawn``, and return how its workers start."""
+    """Return how the workers of ``spawn`` start.
+
+    Raises:
+        UsageError: as for ``spawn``.
+    """
     if not (isinstance(actor, type) and issubclass(actor, Actor)):
         raise UsageError(f"spawn takes a subclass of sglrl.Actor, got {actor!r}")
     if not endpoints_of(actor):

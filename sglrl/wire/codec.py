@@ -282,7 +282,7 @@ def check_type(type_: Any, what: str) -> None:
 
 
 def _parts(info: msgspec.inspect.Type) -> list[msgspec.inspect.Type]:
-    """Return the types of which a type consists directly: of its fields, items, keys, ..."""
+    """Return the types of a type's fields, items, keys and values, without the types in them."""
     found = []
     for name in info.__struct_fields__:
         value = getattr(info, name)
