@@ -26,8 +26,8 @@ FAULTS = pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Kill a stopped fork server after one second."""
-    monkeypatch.setattr(fork_server, "SILENCE", 1.0)
+    """Kill a stopped fork server after three seconds."""
+    monkeypatch.setattr(fork_server, "SILENCE", 3.0)
     yield
     for server in (*fork_server._servers.values(), *fork_server._dead):
         if server.stopped:

@@ -238,8 +238,8 @@ async def test_an_actor_that_blocks_its_loop(caplog: pytest.LogCaptureFixture) -
 
 async def test_an_actor_that_waits_is_left_alone() -> None:
     async with (
-        sglrl.spawn(Gate, hang_timeout=0.4) as gate,
-        sglrl.spawn(Blocks, hang_timeout=1.2, restarts=0) as other,
+        sglrl.spawn(Gate, hang_timeout=1.0) as gate,
+        sglrl.spawn(Blocks, hang_timeout=3.0, restarts=0) as other,
     ):
         waiting = asyncio.ensure_future(gate.enter())
         await gate.until_begun(1)

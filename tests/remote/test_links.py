@@ -39,7 +39,7 @@ def begin(one: Host, two: Host, timeout: float, tokens: int) -> tuple[Program, P
 def test_a_link_that_fails(how: str) -> None:
     """Both sides notice: the streams raise an error, and the pool forgets the client."""
     with two_hosts() as (one, two):
-        pool, client = begin(one, two, 2.0, 1_000_000)
+        pool, client = begin(one, two, 4.0, 1_000_000)
         if how == "down":
             two.up = False
         else:
@@ -102,7 +102,7 @@ POOL: dict[str, Any] = {
     "step_seconds": 0.01,
     "address": "tcp",
     "hang_timeout": None,
-    "heartbeat_timeout": 1.0,
+    "heartbeat_timeout": 4.0,
 }
 
 

@@ -167,7 +167,7 @@ async def test_what_is_late_is_lost_and_the_run_goes_on(
     hang: Any, client: sglrl.Client, caplog: pytest.LogCaptureFixture, noise: Any
 ) -> None:
     agent = agent_of(hang, asyncio.Event())
-    run = sglrl.rollout(client, agent, ITEMS, timeout=0.2, retries=1, concurrency=1)
+    run = sglrl.rollout(client, agent, ITEMS, timeout=2.0, retries=1, concurrency=1)
     groups = [group.index async for group in run]
     assert sorted(groups) == [0, 2]
     assert run.metrics.samples_lost == {"timeout": 2}, "it was tried again"
@@ -288,7 +288,7 @@ async def test_late_in_another_process(
     hang: str, client: sglrl.Client, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     agent = away(hang, tmp_path / "hangs")
-    run = sglrl.rollout(client, agent, ITEMS, timeout=0.5, retries=0, processes=1)
+    run = sglrl.rollout(client, agent, ITEMS, timeout=3.0, retries=0, processes=1)
     assert sorted([group.index async for group in run]) == [0, 2]
     assert run.metrics.samples_lost == {"timeout": 1}
     (error,) = errors(caplog)

@@ -117,7 +117,7 @@ async def test_what_comes_of_being_given_up_is_no_failure(
 
     options: dict[str, Any] = {
         "stale": {"batch_size": 1, "max_staleness": 0},
-        "timeout": {"timeout": 0.2},
+        "timeout": {"timeout": 2.0},
         "given up": {"group_size": 2, "min_group": 2},
     }[why]
     run = sglrl.rollout(client, agent, ITEMS[:1], on_error=on_error, retries=0, **options)

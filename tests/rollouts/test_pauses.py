@@ -31,11 +31,11 @@ async def test_a_paused_run_samples_nothing(client: sglrl.Client) -> None:
 
 
 async def test_a_pause_is_not_counted_against_the_timeout(client: sglrl.Client) -> None:
-    run = sglrl.rollout(client, two_turns, ITEMS[:4], timeout=0.5, retries=0)
+    run = sglrl.rollout(client, two_turns, ITEMS[:4], timeout=3.0, retries=0)
     async with run:
         await run.pause(timeout=30)
         with pytest.raises(sglrl.DeadlineExceeded):
-            await run.take(1, timeout=0.7)
+            await run.take(1, timeout=3.2)
         run.resume()
         groups = await run.take(4, timeout=30)
     assert len(groups) == 4

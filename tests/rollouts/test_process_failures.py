@@ -135,11 +135,11 @@ async def test_who_computes_for_too_long_is_late(
     async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:
         await session.generate(max_new_tokens=1)
         if item["id"] == 1:
-            time.sleep(0.4)  # noqa: ASYNC251
+            time.sleep(2.5)  # noqa: ASYNC251
         return 1.0
 
     run = sglrl.rollout(
-        client, agent, SOME_ITEMS[:4], processes=processes, timeout=0.2, concurrency=1, retries=0
+        client, agent, SOME_ITEMS[:4], processes=processes, timeout=2.0, concurrency=1, retries=0
     )
     assert sorted([g.index async for g in run]) == [0, 2, 3]
     assert run.metrics.samples_lost == {"timeout": 1}
@@ -175,10 +175,10 @@ async def test_stragglers_are_cancelled_and_counted(client: sglrl.Client, tmp_pa
                 (tmp_path / "cancelled").touch()
         return 1.0
 
-    run = sglrl.rollout(client, agent, SOME_ITEMS[:9], timeout=0.5, processes=2, retries=0)
+    run = sglrl.rollout(client, agent, SOME_ITEMS[:9], timeout=3.0, processes=2, retries=0)
     assert sorted([g.index async for g in run]) == [0, 1, 2, 3, 4, 5, 6, 8]
     assert run.metrics.samples_lost == {"timeout": 1}
-    assert "took longer than 0.5 s" in str(run.errors[-1])
+    assert "took longer than 3 s" in str(run.errors[-1])
     assert (tmp_path / "cancelled").exists()
 
 

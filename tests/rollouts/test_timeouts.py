@@ -28,7 +28,7 @@ async def test_stragglers_are_cancelled_and_counted(client: sglrl.Client) -> Non
                 raise
         return await two_turns(session, item)
 
-    run = sglrl.rollout(client, agent, ITEMS, group_size=3, timeout=0.5)
+    run = sglrl.rollout(client, agent, ITEMS, group_size=3, timeout=3.0)
     groups = {g.index: g async for g in run}
     assert cancelled == [7]
     assert len(groups) == 40
@@ -55,7 +55,7 @@ async def test_who_ends_after_the_timeout_is_too_late(client: sglrl.Client) -> N
                 await asyncio.Event().wait()
         return reward
 
-    run = sglrl.rollout(client, agent, ITEMS, timeout=0.5, retries=0)
+    run = sglrl.rollout(client, agent, ITEMS, timeout=3.0, retries=0)
     assert len([g async for g in run]) == len(ITEMS) - 1
     assert run.metrics.samples_lost == {"timeout": 1}
 
@@ -105,12 +105,12 @@ async def test_a_turn_that_is_given_up_at_the_gate_leaves_the_timeout(
         return 1.0
 
     gone = asyncio.Event()
-    async with sglrl.rollout(client, agent, ITEMS[:1], timeout=1.0, retries=0) as run:
+    async with sglrl.rollout(client, agent, ITEMS[:1], timeout=3.0, retries=0) as run:
         await begun.wait()
         await run.pause()
         paused.set()
         await gone.wait()
         run.resume()
-        with pytest.raises(sglrl.DeadlineExceeded, match=r"longer than 1 s"):
+        with pytest.raises(sglrl.DeadlineExceeded, match=r"longer than 3 s"):
             await run.take(1)
         assert run.metrics.samples_lost == {"timeout": 1}
