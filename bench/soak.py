@@ -203,9 +203,9 @@ class Soak:
             await asyncio.sleep(interval)
 
     def _processes(self) -> list[tuple[str, int]]:
+        servers = fork_server._servers.values()
         found = [("driver", os.getpid())]
-        for kind, server in fork_server._servers.items():
-            found.append((f"fork server ({kind})", server.process.pid))
+        found += [(f"fork server ({server.preload})", server.process.pid) for server in servers]
         for name, client in self.clients.items():
             found += [
                 (f"{name} worker {w.id}, pid {w.pid}", w.pid)

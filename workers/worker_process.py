@@ -57,7 +57,8 @@ def become_worker(pipe: int, kept: int) -> None:
     with contextlib.suppress(OSError):
         # The folder may have been removed.
         os.chdir(request.cwd)
-    sys.path[:] = request.sys_path
+    if request.sys_path is not None:
+        sys.path[:] = request.sys_path
     sys.argv[:] = ["sglrl-worker"]
     _run(request.spec)
 

@@ -75,13 +75,18 @@ FAKE_ARGUMENTS = {
 }
 
 
-def check_engine_arguments(engine: str, args: dict[str, Any]) -> dict[str, Any]:
+def check_engine_arguments(
+    engine: str, args: dict[str, Any], sglang: str | None = None
+) -> dict[str, Any]:
     """Check the names of an engine's arguments and return them without SGLang's aliases.
+
+    Args:
+        sglang: the folder of the workers' SGLang; None: the driver's SGLang.
 
     Raises:
         UsageError: the engine has no such argument, sglrl sets it, or two names set one field.
     """
-    known = engine_argument_names() if engine == "sglang" else FAKE_ARGUMENTS
+    known = engine_argument_names(sglang) if engine == "sglang" else FAKE_ARGUMENTS
     args = without_aliases(args, known)
     for name in args:
         if engine == "sglang" and name in OWN_ARGUMENTS:
@@ -117,18 +122,23 @@ def check_dtype(dtype: object) -> str | None:
 
 
 @lru_cache
-def engine_argument_names() -> frozenset[str]:
+def engine_argument_names(sglang: str | None = None) -> frozenset[str]:
     """Return the field names of SGLang's ``ServerArgs``, read from its source.
 
     Importing ``ServerArgs`` takes 20 s.
 
+    Args:
+        sglang: the folder of SGLang's package; None: the installed one.
+
     Raises:
         UsageError: sglang is not installed, or its source defines no ``ServerArgs``.
     """
-    spec = importlib.util.find_spec("sglang")
-    if spec is None or not spec.submodule_search_locations:
-        raise UsageError(f"sglang is not installed: {install('sglang')}")
-    source = Path(spec.submodule_search_locations[0], "srt")
+    if sglang is None:
+        spec = importlib.util.find_spec("sglang")
+        if spec is None or not spec.submodule_search_locations:
+            raise UsageError(f"sglang is not installed: {install('sglang')}")
+        sglang = spec.submodule_search_locations[0]
+    source = Path(sglang, "srt")
     # Newer SGLang versions assemble ServerArgs from the classes in this folder.
     found = _class_fields(source / "server_args.py", "ServerArgs")
     for part in sorted((source / "arg_groups" / "fields").glob("*.py")):

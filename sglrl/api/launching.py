@@ -12,6 +12,7 @@ from ..config import (
     HEARTBEAT_TIMEOUT,
     FabricConfig,
     PoolConfig,
+    cache_dir,
     check_accelerations,
     check_env,
     check_restarts,
@@ -33,6 +34,7 @@ from ..weights.local_sender import LocalSender
 from ..wire.processes import EngineSpec
 from .engine_arguments import check_dtype, check_engine_arguments
 from .hub import look_up
+from .interpreter import examine, find_python
 from .model_folder import check_model, own_dtype, own_model
 from .start_display import StartDisplay
 
@@ -68,6 +70,7 @@ def launch(
     allow_unknown_sglang: bool = False,
     progress: bool | None = None,
     log_dir: str | os.PathLike[str] | None = None,
+    python: str | os.PathLike[str] | None = None,
     **engine_args: Any,
 ) -> Client:
     """Start workers that each own an SGLang scheduler: ``async with sglrl.launch(...) as client``.
@@ -142,6 +145,10 @@ def launch(
         log_dir: folder that keeps the output of every worker, one file for each process. None: only
             the output of a worker that fails is kept, in ``logs`` in ``$SGLRL_CACHE``. Errors and
             log lines name the file.
+        python: the interpreter of the workers ("/venv/bin/python"), in which the same version of
+            sglrl is installed. This program then needs neither SGLang nor SGLang's version of
+            torch. The interpreter starts with this program's environment variables. None: this
+            program's own interpreter.
         **engine_args: fields of SGLang's ``ServerArgs`` (``mem_fraction_static``,
             ``max_running_requests``, ...). Their names are checked. SGLang's command-line aliases
             (``disable_piecewise_cuda_graph``, ...) are accepted too. ``random_seed`` (in
@@ -157,7 +164,11 @@ def launch(
     path = os.fspath(model) if isinstance(model, (str, os.PathLike)) else None
     if not path or not isinstance(path, str):
         raise UsageError(f"model must be a folder or a name on the hub, got {model!r}")
-    path = own_model(path)
+    interpreter = sglang = None
+    if python is not None:
+        interpreter = find_python(python)
+        sglang = examine(interpreter, needs_sglang=engine == "sglang").sglang
+    path = own_model(path, interpreter)
     positive("replicas", replicas)
     if window is not None:
         positive("window", window)
@@ -178,7 +189,7 @@ def launch(
             raise UsageError("tp_size and tensor_parallel_size are the same: give one of them")
         tp_size = engine_args.pop("tensor_parallel_size")
     positive("tp_size", tp_size)
-    engine_args = check_engine_arguments(engine, engine_args)
+    engine_args = check_engine_arguments(engine, engine_args, sglang)
     dtype = check_dtype(dtype)
     wanted = check_accelerations(accelerations)
     if engine == "sglang":
@@ -235,13 +246,15 @@ def launch(
         return [birth(free[i : i + tp_size]) for i in range(0, count * tp_size, tp_size)]
 
     births = [birth(group) for group in groups]
-    label = os.path.basename(os.path.normpath(model))
+    own = Path(path).parent == cache_dir()
+    label = "tiny" if own else os.path.basename(os.path.normpath(model))
     what = f"{replicas} worker{'s' if replicas > 1 else ''} of {label}"
     pool = Pool(
         births,
         more=more,
         name=f"the Client of {os.path.basename(path)}",
         preload=_preload(engine, groups),
+        python=interpreter,
         fabric=fabric,
         config=PoolConfig(
             address=address,

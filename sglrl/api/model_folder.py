@@ -9,16 +9,22 @@ import msgspec
 
 from ..config import install
 from ..errors import ModelError, UsageError
+from .interpreter import make_tiny_model
 
 
-def own_model(model: str) -> str:
+def own_model(model: str, python: str | None) -> str:
     """Return the folder of the model "tiny", which is made here, and any other model unchanged.
+
+    Args:
+        python: the workers' interpreter, which makes the model if it is not the driver's.
 
     Raises:
         UsageError: torch and transformers, which make the model, are not installed.
     """
     if model != "tiny" or Path(model).exists():
         return model
+    if python is not None:
+        return str(make_tiny_model(python))
     from .tiny_model import tiny_model
 
     try:

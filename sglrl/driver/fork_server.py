@@ -50,7 +50,8 @@ even on a busy machine. Killing the fork server also kills all its workers."""
 LAST_SECONDS = 5.0
 """Seconds that a killed fork server may take to exit."""
 _decoder = msgspec.msgpack.Decoder(FromForkServer)
-_servers: dict[str, ForkServer] = {}
+_servers: dict[tuple[str, str | None], ForkServer] = {}
+"""The running fork servers, by preload and interpreter."""
 _dead: list[ForkServer] = []
 _lock = threading.Lock()
 _at_exit = False
@@ -96,8 +97,9 @@ def _private_folder() -> Path:
 class ForkServer:
     """A running fork server process and the private folder (0700) that contains its sockets."""
 
-    def __init__(self, preload: str) -> None:
+    def __init__(self, preload: str, python: str | None) -> None:
         self.preload = preload
+        self.python = python or sys.executable
         self.warm = False
         self.leaving = False
         self.fault = ""
@@ -128,7 +130,7 @@ class ForkServer:
             try:
                 return subprocess.Popen(
                     [
-                        sys.executable,
+                        self.python,
                         "-m",
                         "sglrl_workers.fork_server",
                         str(listener.fileno()),
@@ -194,22 +196,24 @@ class ForkServer:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def fork_server(preload: str) -> ForkServer:
+def fork_server(preload: str, python: str | None = None) -> ForkServer:
     """Return this process's fork server for ``preload``, and start it if needed.
 
     Args:
         preload: the kind of modules that it imports first: "plain", "tokenizer", "sglang" or
             "sglang-cuda" (``workers/preloads.py``).
+        python: path of the interpreter that runs it. None: this process's interpreter.
     """
+    kind = preload, python
     with _lock:
         if _at_exit:
             raise WorkerStartError("the program ends: no fork server is started any more")
-        server = _servers.get(preload)
+        server = _servers.get(kind)
         if server is None or not server.alive:
             if server is not None:
                 # Pools that had workers of the old fork server still use its folder.
                 _dead.append(server)
-            server = _servers[preload] = ForkServer(preload)
+            server = _servers[kind] = ForkServer(preload, python)
         return server
 
 
@@ -312,8 +316,8 @@ class ForkConnection(asyncio.Protocol):
             connection.close()
             server.close()
             raise WorkerStartError(
-                f"the fork server could not import what {server.preload!r} workers need; is the "
-                f"extra installed ({install('sglang')})?",
+                f"{server.python} could not import what {server.preload!r} workers need; is the "
+                f"extra installed there ({install('sglang')})?",
                 output=warm.error,
             )
         return connection

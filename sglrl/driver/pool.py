@@ -49,6 +49,7 @@ class Pool:
             that are present.
         name: name of the pool in the warning about a pool that was never closed.
         preload: kind of fork server, see ``fork_server``.
+        python: the interpreter that runs the workers, if it is not this one.
         progress: shows the start.
     """
 
@@ -59,6 +60,7 @@ class Pool:
         more: Callable[[int, list[Birth]], list[Birth]],
         name: str,
         preload: str,
+        python: str | None = None,
         fabric: FabricConfig,
         config: PoolConfig,
         progress: StartProgress | None = None,
@@ -71,7 +73,7 @@ class Pool:
         self._config = config
         self._progress = progress or StartProgress()
         self._started = False
-        self._processes = Processes(preload, config.start_timeout)
+        self._processes = Processes(preload, python, config.start_timeout)
         self._driver: Driver | None = None
         self._worker_keys: ClientKeys | None = None
         self.outer_address = ""

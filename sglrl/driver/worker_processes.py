@@ -94,11 +94,13 @@ class Processes:
 
     Args:
         preload: kind of fork server, see ``fork_server``.
+        python: the interpreter that runs the fork server, if it is not this one.
         timeout: seconds to connect to the fork server.
     """
 
-    def __init__(self, preload: str, timeout: float) -> None:
+    def __init__(self, preload: str, python: str | None, timeout: float) -> None:
         self._preload = preload
+        self._python = python
         self._timeout = timeout
         self._on_worker_exited: Callable[[Worker, int], None]
         self._workers: dict[int, Worker] = {}
@@ -118,7 +120,7 @@ class Processes:
             The folder for the pool's files: its socket and the logs of its workers.
         """
         self._on_worker_exited = on_exited
-        server = fork_server(self._preload)
+        server = fork_server(self._preload, self._python)
         try:
             self._folder = Path(tempfile.mkdtemp(prefix="pool-", dir=server.folder))
         except OSError as error:
@@ -144,7 +146,7 @@ class Processes:
                 ) from None
 
     async def _connect(self) -> ForkConnection:
-        server = fork_server(self._preload)
+        server = fork_server(self._preload, self._python)
         try:
             return await self._open(server)
         except WorkerStartError:
@@ -152,7 +154,7 @@ class Processes:
             # because it has workers of other pools.
             if not await asyncio.to_thread(server.ended, LAST_SECONDS):
                 raise
-            return await self._open(fork_server(self._preload))
+            return await self._open(fork_server(self._preload, self._python))
 
     async def _open(self, server: ForkServer) -> ForkConnection:
         self._server = server
@@ -199,7 +201,7 @@ class Processes:
             and is_text(name + value)
         }
         # Python ignores entries that are not text.
-        path = [p or here for p in sys.path if isinstance(p, str) and is_text(p)]
+        ours = [p or here for p in sys.path if isinstance(p, str) and is_text(p)]
         try:
             return [
                 encode(
@@ -209,7 +211,7 @@ class Processes:
                         env={**since, **env},
                         log=str(worker.log),
                         cwd=here,
-                        sys_path=path,
+                        sys_path=ours if self._python is None else None,
                     )
                 )
                 for rank, spec in enumerate(specs)

@@ -5,6 +5,19 @@ from __future__ import annotations
 import msgspec
 
 
+class Environment(msgspec.Struct, frozen=True, kw_only=True):
+    """What an interpreter has, as ``python -m sglrl_workers.environment`` prints it, in JSON.
+
+    python: its version, as in "3.12".
+    sglrl: the version of sglrl.
+    sglang: the folder of SGLang's package; empty if SGLang is not installed.
+    """
+
+    python: str
+    sglrl: str
+    sglang: str
+
+
 class ActorSpec(msgspec.Struct, frozen=True, kw_only=True, tag="actor"):
     """A plain actor.
 
@@ -81,14 +94,19 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fork(msgspec.Struct, frozen=True, kw_only=True, tag="fork"):
-    """Fork one worker process. ``key``: its name in answers. ``log``: the file for its output."""
+    """Fork one worker process.
+
+    key: its name in answers.
+    log: the file for its output.
+    sys_path: the driver's; None: the worker keeps that of its interpreter.
+    """
 
     key: int
     spec: WorkerSpec
     env: dict[str, str]
     log: str
     cwd: str
-    sys_path: list[str]
+    sys_path: list[str] | None
 
 
 class Kill(msgspec.Struct, frozen=True, tag="kill"):

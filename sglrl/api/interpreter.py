@@ -1,0 +1,90 @@
+"""The interpreter of the workers, when it is not the driver's: ``launch(python=...)``."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import msgspec
+
+from .. import __version__
+from ..config import install
+from ..errors import UsageError
+from ..system_limits import reason
+from ..wire.processes import Environment
+
+_SECONDS = 60.0
+"""Seconds that an interpreter may take to describe itself. It takes 0.2 s on an idle machine."""
+
+
+def find_python(python: str | os.PathLike[str]) -> str:
+    """Return the absolute path of an interpreter, which is given by its path or its name.
+
+    Links stay as they are: the link of a virtual environment tells Python which one it is.
+
+    Raises:
+        UsageError: there is no such program.
+    """
+    if not isinstance(python, (str, os.PathLike)) or not isinstance(os.fspath(python), str):
+        raise UsageError(f"python must be the path of an interpreter, got {python!r}")
+    found = shutil.which(os.path.expanduser(python))
+    if found is None:
+        raise UsageError(f"python={os.fspath(python)!r} is not a program")
+    return os.path.abspath(found)
+
+
+def examine(python: str, *, needs_sglang: bool) -> Environment:
+    """Ask an interpreter for its packages, and check that it can run workers of this driver.
+
+    Raises:
+        UsageError: it cannot run, a package is missing, or its sglrl has another version.
+    """
+    wanted = f"{python} -m {install('sglang')}"
+    try:
+        done = _run(python, "-m", "sglrl_workers.environment")
+        found = msgspec.json.decode(done.stdout, type=Environment)
+    except msgspec.DecodeError:
+        *_, last = ["no reason given", *done.stderr.strip().splitlines()]
+        if "No module named" in last and "sglrl" in last:
+            raise UsageError(f"python={python!r} has no sglrl: {wanted}") from None
+        raise UsageError(f"python={python!r} cannot import sglrl: {last}") from None
+    if found.sglrl != __version__:
+        raise UsageError(
+            f"python={python!r} has sglrl {found.sglrl} and this program has {__version__}; "
+            "install the same version on both sides"
+        )
+    if needs_sglang and not found.sglang:
+        raise UsageError(f"python={python!r} has no SGLang: {wanted}")
+    return found
+
+
+def make_tiny_model(python: str) -> Path:
+    """Let an interpreter that has torch and transformers make the model "tiny".
+
+    Raises:
+        UsageError: it could not make the model.
+    """
+    done = _run(python, "-c", "from sglrl.api.tiny_model import *; print(tiny_model())")
+    if done.returncode:
+        *_, last = ["no reason given", *done.stderr.strip().splitlines()]
+        raise UsageError(f"python={python!r} could not make the model 'tiny': {last}")
+    return Path(done.stdout.strip().splitlines()[-1])
+
+
+def _run(python: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            [python, *arguments],
+            capture_output=True,
+            text=True,
+            # No package of the current folder hides an installed one.
+            cwd="/",
+            stdin=subprocess.DEVNULL,
+            timeout=_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        raise UsageError(f"python={python!r} did not end within {_SECONDS:g} s") from None
+    except OSError as error:
+        raise UsageError(f"python={python!r} cannot be run: {reason(error)}") from None
