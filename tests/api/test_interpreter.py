@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import sysconfig
 import venv
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -16,6 +17,7 @@ import pytest
 import sglrl
 from sglrl.api.engine_arguments import engine_argument_names
 from sglrl.api.interpreter import examine
+from sglrl.driver import fork_server
 
 
 @pytest.fixture(scope="module")
@@ -27,14 +29,18 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An interpreter that has this one's packages."""
+def other(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """An interpreter that has this one's packages. Its fork server ends with the module's tests."""
     folder = tmp_path_factory.mktemp("other")
     venv.create(folder, with_pip=False)
     (site,) = folder.glob("lib/python*/site-packages")
     ours = [sysconfig.get_path("purelib"), *sys.path]
     (site / "ours.pth").write_text("".join(f"import site; site.addsitedir({p!r})\n" for p in ours))
-    return folder / "bin" / "python"
+    python = folder / "bin" / "python"
+    yield python
+    server = fork_server._servers.pop(("plain", str(python)), None)
+    if server is not None:
+        server.close()
 
 
 def says(folder: Path, text: str) -> Path:
