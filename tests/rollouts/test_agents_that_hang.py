@@ -37,7 +37,7 @@ async def client() -> AsyncIterator[sglrl.Client]:
 
 @pytest.fixture
 def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(task_ending, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(task_ending, "GRACE_SECONDS", 0.5)
 
 
 @pytest.fixture
