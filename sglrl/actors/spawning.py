@@ -17,9 +17,9 @@ from ..config import (
     positive,
     strategies,
 )
+from ..driver.launcher import Birth, LocalLauncher
 from ..driver.pool import Pool
 from ..driver.worker_info import WorkerInfo, describe
-from ..driver.worker_processes import Birth
 from ..errors import UsageError
 from ..wire.processes import ActorSpec
 from .actor import Actor, EndpointSpec, constructor_arguments, endpoints_of
@@ -202,7 +202,7 @@ def spawn(
         [birth] * replicas,
         more=lambda n, present: [birth] * n,
         name=f"the ActorHandle of {actor.__qualname__}",
-        preload="plain",
+        launcher=LocalLauncher("plain", None, start_timeout),
         fabric=FabricConfig(
             routing=strategies(routing), max_queue=max_queue, max_queue_bytes=max_queue_bytes
         ),

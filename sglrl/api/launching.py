@@ -22,8 +22,8 @@ from ..config import (
     strategies,
     visible_cuda_devices,
 )
+from ..driver.launcher import Birth, LocalLauncher
 from ..driver.pool import Pool
-from ..driver.worker_processes import Birth
 from ..errors import NotEnoughDevices, UsageError
 from ..inference.client import Client
 from ..inference.engine_controls import PoolPausing
@@ -253,8 +253,7 @@ def launch(
         births,
         more=more,
         name=f"the Client of {os.path.basename(path)}",
-        preload=_preload(engine, groups),
-        python=interpreter,
+        launcher=LocalLauncher(_preload(engine, groups), interpreter, start_timeout),
         fabric=fabric,
         config=PoolConfig(
             address=address,

@@ -22,10 +22,11 @@ from ..wire.engine import EngineInfo
 from ..wire.processes import ClientKeys
 from .driver import Driver
 from .fork_server import tail
+from .launcher import Birth, Launcher
 from .lifetime import Lifetime
 from .supervisor import Supervisor
 from .worker_info import QueueInfo, WorkerInfo
-from .worker_processes import Birth, Processes, Worker
+from .worker_processes import Processes, Worker
 
 
 class StartProgress:
@@ -48,8 +49,7 @@ class Pool:
         more: ``more(n, present)`` returns the births of ``n`` further workers, beside the workers
             that are present.
         name: name of the pool in the warning about a pool that was never closed.
-        preload: kind of fork server, see ``fork_server``.
-        python: the interpreter that runs the workers, if it is not this one.
+        launcher: starts the processes.
         progress: shows the start.
     """
 
@@ -59,8 +59,7 @@ class Pool:
         *,
         more: Callable[[int, list[Birth]], list[Birth]],
         name: str,
-        preload: str,
-        python: str | None = None,
+        launcher: Launcher,
         fabric: FabricConfig,
         config: PoolConfig,
         progress: StartProgress | None = None,
@@ -68,12 +67,12 @@ class Pool:
         self._lifetime = Lifetime(name)
         self._first = births
         self._more = more
-        self._preload = preload
         self._fabric_config = fabric
         self._config = config
         self._progress = progress or StartProgress()
         self._started = False
-        self._processes = Processes(preload, python, config.start_timeout)
+        self._launcher = launcher
+        self._processes = Processes(launcher)
         self._driver: Driver | None = None
         self._worker_keys: ClientKeys | None = None
         self.outer_address = ""
@@ -144,7 +143,7 @@ class Pool:
         except TimeoutError:
             waiting = [worker for worker in workers.values() if not worker.is_ready]
             late = len(self._first) - len(workers) + len(waiting)
-            lost = self._processes.lost
+            lost = self._launcher.lost
             output = tail(waiting[0].log) if waiting else ""
             log = self._supervisor.logs.keep(waiting[0].log) if waiting else ""
             await self.close()
@@ -180,9 +179,9 @@ class Pool:
         self.weights.attach(driver, router.outer_address)
         self.outer_address = router.outer_address
         driver.start()
-        if self._preload.startswith("sglang"):
-            self._progress.show("importing SGLang (once per program)")
-        await self._processes.connect()
+        if self._launcher.stage:
+            self._progress.show(self._launcher.stage)
+        await self._launcher.prepare(dict(enumerate(self._first)))
         await self._all_ready([supervisor.add(birth) for birth in self._first])
 
     async def _all_ready(self, workers: Sequence[Worker]) -> None:
@@ -229,7 +228,7 @@ class Pool:
             # Do this also after a cancellation: the fork server kills the remaining processes.
             if driver is not None:
                 driver.transport.close()
-            self._processes.close()
+            self._launcher.close()
             self._lifetime.closed()
             for worker in workers:
                 worker.fail(Closed("the pool was closed"))
@@ -295,7 +294,7 @@ class Pool:
             if members[index].state is not RETIRED
         ]
         births = self._more(n, present)
-        await self._processes.connect()
+        await self._launcher.prepare(self._supervisor.next_births(births))
         self._check_open()
         workers: list[Worker] = []
         try:

@@ -11,7 +11,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,8 +30,9 @@ from ..wire.weights import rank_identity
 from .driver import Driver
 from .fork_server import tail
 from .hang_monitor import HangMonitor
+from .launcher import Birth
 from .worker_logs import WorkerLogs
-from .worker_processes import Birth, Processes, Worker
+from .worker_processes import Processes, Worker
 
 logger = logging.getLogger("sglrl.pool")
 
@@ -68,6 +69,7 @@ class Supervisor(DriverListener):
         self.births: dict[int, Birth] = {}
         self.workers: dict[int, Worker] = {}
         self._processes = processes
+        self._launcher = processes.launcher
         self._weights = weights
         self._config = config
         self._progress = on_progress
@@ -110,6 +112,10 @@ class Supervisor(DriverListener):
         return task
 
     # --- start ------------------------------------------------------------------------------------
+
+    def next_births(self, births: Sequence[Birth]) -> dict[int, Birth]:
+        """Return births by the indices that ``add`` will use for them."""
+        return dict(enumerate(births, len(self.births)))
 
     def add(self, birth: Birth) -> Worker:
         """Fork a worker with the next index."""
@@ -202,7 +208,7 @@ class Supervisor(DriverListener):
             return
         reason = (
             worker.exit_reason
-            or self._processes.lost
+            or self._launcher.lost
             or (f"killed by signal {-status}" if status < 0 else f"exited with status {status}")
         )
         if not worker.ready.done():
@@ -217,9 +223,9 @@ class Supervisor(DriverListener):
         elif not worker.lost:
             log = self.logs.keep(worker.log)
             said = f"; its last output ({log}):\n{tail(worker.log, _LAST_LINES)}" if log else ""
-            level = logging.DEBUG if self._processes.leaving else logging.ERROR
+            level = logging.DEBUG if self._launcher.leaving else logging.ERROR
             logger.log(level, "worker %d was lost: %s%s", index, reason, said)
-        if self._processes.leaving:
+        if self._launcher.leaving:
             worker.returns = False
         self._lost(worker, reason)
         if worker.running:
@@ -291,7 +297,7 @@ class Supervisor(DriverListener):
             if worker.restart_in is None:
                 return False
             try:
-                await self._processes.connect()
+                await self._launcher.prepare({worker.index: self.births[worker.index]})
             except WorkerStartError as error:
                 if worker.restart_in is not None:
                     self._not_replaced(worker, error)

@@ -22,6 +22,7 @@ from ..core import rollout_plan as core
 from ..core.calls import Call
 from ..core.driver_listener import DriverListener
 from ..driver.driver import ENVELOPE_BYTES
+from ..driver.launcher import LocalLauncher
 from ..driver.pool import Pool
 from ..errors import MessageTooLarge, ProtocolError, SglrlError, UsageError, WorkerLost
 from ..inference.engine_controls import ask_all, tell
@@ -163,9 +164,13 @@ class AgentProcesses(DriverListener):
             [birth] * count,
             more=lambda n, present: [birth] * n,
             name="the processes of a rollout",
-            # A process that renders messages imports transformers, which takes seconds. It will if
-            # this process did.
-            preload="tokenizer" if "transformers" in sys.modules else "plain",
+            launcher=LocalLauncher(
+                # A process that renders messages imports transformers, which takes seconds. It will
+                # if this process did.
+                "tokenizer" if "transformers" in sys.modules else "plain",
+                None,
+                _START_SECONDS,
+            ),
             fabric=FabricConfig(max_queue=_ANY_NUMBER, max_queue_bytes=_ANY_NUMBER),
             config=PoolConfig(
                 start_timeout=_START_SECONDS,

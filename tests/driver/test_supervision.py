@@ -273,7 +273,7 @@ async def test_an_unreadable_message_ends_its_senders_workers_alone() -> None:
     async with sglrl.spawn(Gate, restarts=0) as gate, sglrl.spawn(Values, restarts=0) as values:
         held = asyncio.ensure_future(gate.enter())
         await gate.until_begun(1)
-        connection = values._pool._processes._connection
+        connection = values._pool._launcher._connection
         assert connection is not None
         assert connection._transport is not None
         connection._transport.write(struct.pack("<I", 1) + b"\xc1")

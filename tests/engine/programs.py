@@ -17,8 +17,8 @@ from sglrl.actors.actor import constructor_arguments
 from sglrl.actors.class_pickling import importable_as
 from sglrl.actors.spawning import ActorHandle
 from sglrl.config import FabricConfig, PoolConfig
+from sglrl.driver.launcher import Birth, LocalLauncher
 from sglrl.driver.pool import Pool
-from sglrl.driver.worker_processes import Birth
 from sglrl.wire.processes import ActorSpec, EngineSpec
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ async def _run(name: str, arguments: list[str]) -> str:
         [Birth(bodies=[spec], env={})],
         more=lambda n, present: [],
         name=name,
-        preload="sglang",
+        launcher=LocalLauncher("sglang", None, 110.0),
         fabric=FabricConfig(max_attempts=1),
         config=PoolConfig(start_timeout=110.0, restarts=0),
     )

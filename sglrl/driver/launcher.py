@@ -1,0 +1,241 @@
+"""Where the processes of a pool's workers are started: the protocol, and this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import sys
+import tempfile
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Final, Protocol
+
+import msgspec
+
+from ..config import is_text
+from ..errors import WorkerStartError
+from ..system_limits import no_file
+from ..wire.codec import encode
+from ..wire.processes import ActorSpec, Dump, EngineSpec, Fork, Kill, WorkerSpec
+from .fork_server import LAST_SECONDS, ForkConnection, ForkServer, fork_server
+
+RANKS: Final = 1024
+"""The key of a worker's process is ``index * RANKS + rank``."""
+
+
+class Birth(msgspec.Struct, kw_only=True):
+    """How to start a worker: one process per rank."""
+
+    bodies: Sequence[ActorSpec | EngineSpec]
+    env: Mapping[str, str]
+
+
+class Launcher(Protocol):
+    """Starts and kills processes for one pool, and reports when they exit.
+
+    A process has a key, which the pool chooses.
+    """
+
+    @property
+    def stage(self) -> str:
+        """What ``prepare`` waits for, in words. Empty if it takes no time."""
+        ...
+
+    @property
+    def lost(self) -> str:
+        """Why running processes have ended or will end, if that is not their own fault."""
+        ...
+
+    @property
+    def leaving(self) -> bool:
+        """Whether the program is shutting down."""
+        ...
+
+    def start(
+        self, on_forked: Callable[[int, int], None], on_exited: Callable[[int, int], None]
+    ) -> Path:
+        """Begin to use this launcher, before ``prepare``.
+
+        Args:
+            on_forked: ``on_forked(key, pid)`` is called when a process runs.
+            on_exited: ``on_exited(key, status)`` is called when a process has exited. A negative
+                status is the number of a signal.
+
+        Returns:
+            The folder for the pool's files: the logs of its workers, and a socket.
+        """
+        ...
+
+    async def prepare(self, births: Mapping[int, Birth]) -> None:
+        """Make sure that the processes of workers can be started.
+
+        Args:
+            births: how they start, by their indices.
+
+        Raises:
+            WorkerStartError: they cannot, or not in time.
+        """
+        ...
+
+    def request(self, key: int, spec: WorkerSpec, env: Mapping[str, str], log: Path) -> bytes:
+        """Return the encoded ``Fork`` message of a process.
+
+        Raises:
+            TypeError, ValueError, OverflowError: a part of it cannot be encoded.
+        """
+        ...
+
+    def fork(self, key: int, request: bytes) -> None:
+        """Start a process."""
+        ...
+
+    def send(self, message: Kill | Dump) -> None:
+        """Kill a process, or make it write the stacks of its threads to its log."""
+        ...
+
+    def close(self) -> None:
+        """Kill the remaining processes and remove the folder."""
+        ...
+
+
+class LocalLauncher:
+    """Starts processes on this machine, through a fork server.
+
+    The fork server kills the processes when the connection to it ends.
+
+    Args:
+        preload: kind of fork server, see ``fork_server``.
+        python: the interpreter that runs the fork server, if it is not this one.
+        timeout: seconds to connect to the fork server.
+    """
+
+    def __init__(self, preload: str, python: str | None, timeout: float) -> None:
+        self._preload = preload
+        self._python = python
+        self._timeout = timeout
+        self._on_forked: Callable[[int, int], None]
+        self._on_exited: Callable[[int, int], None]
+        self._folder: Path | None = None
+        self._connection: ForkConnection | None = None
+        self._server: ForkServer | None = None
+        self._connecting = asyncio.Lock()
+
+    @property
+    def stage(self) -> str:
+        sglang = self._preload.startswith("sglang")
+        return "importing SGLang (once per program)" if sglang else ""
+
+    @property
+    def lost(self) -> str:
+        if self._server is None:
+            return ""
+        lost = self._connection is not None and self._connection.lost
+        return self._server.fault or ("its fork server ended" if lost else "")
+
+    @property
+    def leaving(self) -> bool:
+        return self._server is not None and self._server.leaving
+
+    def start(
+        self, on_forked: Callable[[int, int], None], on_exited: Callable[[int, int], None]
+    ) -> Path:
+        """Start the fork server, if it does not run."""
+        self._on_forked = on_forked
+        self._on_exited = on_exited
+        server = fork_server(self._preload, self._python)
+        try:
+            self._folder = Path(tempfile.mkdtemp(prefix="pool-", dir=server.folder))
+        except OSError as error:
+            raise no_file(server.folder, error) from None
+        # At interpreter exit the fork server's folder is removed, which contains this folder.
+        weakref.finalize(self, _remove, self._folder, os.getpid()).atexit = False
+        return self._folder
+
+    async def prepare(self, births: Mapping[int, Birth]) -> None:
+        """Connect to the fork server, unless connected. Start a new fork server if it was lost.
+
+        Raises:
+            WorkerStartError: the fork server could not start, or was not ready in time.
+        """
+        async with self._connecting:
+            if self._connection is not None and self._connection.alive:
+                return
+            try:
+                self._connection = await self._connect()
+            except TimeoutError:
+                raise WorkerStartError(
+                    f"the fork server was not ready within {self._timeout:g} s (start_timeout)"
+                ) from None
+
+    async def _connect(self) -> ForkConnection:
+        server = fork_server(self._preload, self._python)
+        try:
+            return await self._open(server)
+        except WorkerStartError:
+            # The fork server may be exiting: then use a new one. If it keeps running, keep it,
+            # because it has workers of other pools.
+            if not await asyncio.to_thread(server.ended, LAST_SECONDS):
+                raise
+            return await self._open(fork_server(self._preload, self._python))
+
+    async def _open(self, server: ForkServer) -> ForkConnection:
+        self._server = server
+        return await ForkConnection.open(server, self._on_forked, self._on_exited, self._timeout)
+
+    def request(self, key: int, spec: WorkerSpec, env: Mapping[str, str], log: Path) -> bytes:
+        """Return the encoded ``Fork`` message of a process.
+
+        The process gets the environment of the fork server, updated with the current environment
+        of the driver and with ``env``. Variables that the driver has deleted since it started the
+        fork server remain set.
+        """
+        try:
+            here = os.getcwd()
+        except OSError:
+            # The current folder was removed.
+            here = "/"
+        assert self._server is not None
+        before = self._server.environ
+        # The caller that places workers on GPUs sets CUDA_VISIBLE_DEVICES in ``env``.
+        since = {
+            name: value
+            for name, value in os.environ.items()
+            if before.get(name) != value
+            and name != "CUDA_VISIBLE_DEVICES"
+            and is_text(name + value)
+        }
+        # Python ignores entries that are not text.
+        path = [p or here for p in sys.path if isinstance(p, str) and is_text(p)]
+        return encode(
+            Fork(
+                key=key,
+                spec=spec,
+                env={**since, **env},
+                log=str(log),
+                cwd=here,
+                sys_path=path if self._python is None else None,
+            )
+        )
+
+    def fork(self, key: int, request: bytes) -> None:
+        assert self._connection is not None
+        self._connection.fork(key, request)
+
+    def send(self, message: Kill | Dump) -> None:
+        if self._connection is not None:
+            self._connection.send(message)
+
+    def close(self) -> None:
+        """Close the connection and remove the folder. The fork server kills the processes."""
+        if self._connection is not None:
+            self._connection.close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _remove(folder: Path, pid: int) -> None:
+    """Remove the folder of a pool that was garbage-collected without being closed."""
+    if os.getpid() == pid:
+        shutil.rmtree(folder, ignore_errors=True)
