@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         WorkerLost,
         WorkerStartError,
     )
+    from .hosts.hosts import HostInfo, Hosts
     from .inference.client import Client
     from .inference.completion import (
         Chunk,
@@ -85,6 +86,8 @@ _HOME = {
     "EngineInfo": "wire.engine",
     "EngineStats": "wire.engine",
     "Group": "rollouts.group",
+    "HostInfo": "hosts.hosts",
+    "Hosts": "hosts.hosts",
     "InvalidKeys": "errors",
     "InvalidRequest": "errors",
     "InvalidWeights": "errors",
@@ -145,6 +148,8 @@ __all__ = [
     "EngineInfo",
     "EngineStats",
     "Group",
+    "HostInfo",
+    "Hosts",
     "InvalidKeys",
     "InvalidRequest",
     "InvalidWeights",

@@ -2,7 +2,6 @@
 
 * ``fork_server``: imports SGLang once and forks workers;
 * ``preloads``, ``preload_cuda``: the modules that it imports;
-* ``environment``: describes an interpreter for ``launch(python=...)``;
 * ``worker_process``: what a fork does until it serves calls;
 * ``process_control``: settings of processes that only Linux has;
 * ``mailbox``: receives calls inside an engine's scheduler loop;

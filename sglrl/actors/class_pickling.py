@@ -3,7 +3,8 @@
 These are an actor of the user's script, and the types that its endpoints take and return.
 cloudpickle does most of the work. This module adds the handling of msgspec's structs.
 
-The bytes are only for the private socket between a driver and its own fork server.
+The bytes are only for the private socket between a driver and its own fork server, and for nodes,
+which admit only their driver.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ import contextlib
 import io
 import os
 import sys
+import sysconfig
 import typing
-from types import CodeType, FunctionType
+from collections.abc import Container, Mapping
+from types import CodeType, FunctionType, MappingProxyType, ModuleType
 from typing import Any, Final
 
 import cloudpickle
@@ -38,17 +41,49 @@ _CONFIG: Final = (
 )
 
 
-def by_value(cls: type) -> bytes:
-    """Return the pickled class, for ``cloudpickle.loads``."""
-    with io.BytesIO() as file:
-        _Pickler(file).dump(cls)
+def by_value(cls: type, uninstalled: Mapping[str, ModuleType] = MappingProxyType({})) -> bytes:
+    """Return the pickled class, for ``cloudpickle.loads``.
+
+    Args:
+        uninstalled: modules that the process that loads it cannot import, by their names. Their
+            classes and functions travel by value, too.
+    """
+    with io.BytesIO() as file, contextlib.ExitStack() as stack:
+        for module in uninstalled.values():
+            cloudpickle.register_pickle_by_value(module)
+            stack.callback(cloudpickle.unregister_pickle_by_value, module)
+        pickler = _Pickler(file)
+        pickler.uninstalled = uninstalled
+        pickler.dump(cls)
         return file.getvalue()
 
 
-def importable_as(cls: type) -> str:
-    """Return "module:qualname", or "" if importing this name does not return the class."""
+def uninstalled_modules() -> dict[str, ModuleType]:
+    """Return the loaded modules that belong to no installed package: those of the user's program.
+
+    They are the modules outside of the folders for packages and of Python's own library.
+    """
+    folders = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    prefixes = tuple(os.path.realpath(folder) + os.sep for folder in folders)
+    found = {}
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        own = name.partition(".")[0] in ("sglrl", "sglrl_workers", "__main__")
+        if isinstance(file, str) and not own and not os.path.realpath(file).startswith(prefixes):
+            found[name] = module
+    return found
+
+
+def importable_as(cls: type, uninstalled: Container[str] = ()) -> str:
+    """Return "module:qualname", or "" if importing this name does not return the class.
+
+    Args:
+        uninstalled: names of modules that cannot be imported.
+    """
     module = sys.modules.get(cls.__module__)
     if module is None or cls.__module__ == "__main__" or "<" in cls.__qualname__:
+        return ""
+    if cls.__module__ in uninstalled:
         return ""
     found: Any = module
     for part in cls.__qualname__.split("."):
@@ -57,6 +92,8 @@ def importable_as(cls: type) -> str:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    uninstalled: Container[str] = ()
+
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, CodeType):
             # cloudpickle 3.1.3 drops the file name of code: tracebacks would name no file.
@@ -66,7 +103,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 # The worker runs in another folder.
                 written = os.path.abspath(written)
             return _code, (make, arguments, written)
-        if not isinstance(obj, type) or importable_as(obj):
+        if not isinstance(obj, type) or importable_as(obj, self.uninstalled):
             return super().reducer_override(obj)
         if _KNOWN in vars(obj):
             # The cache cannot be pickled. msgspec computes it again.

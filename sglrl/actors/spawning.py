@@ -6,6 +6,7 @@ import os
 from collections.abc import Generator, Iterator, Mapping
 from difflib import get_close_matches
 from inspect import signature
+from types import MappingProxyType, ModuleType
 from typing import Any, NoReturn, Self
 
 from ..config import (
@@ -21,9 +22,11 @@ from ..driver.launcher import Birth, LocalLauncher
 from ..driver.pool import Pool
 from ..driver.worker_info import WorkerInfo, describe
 from ..errors import UsageError
+from ..hosts.hosts import Hosts, check_hosts
+from ..hosts.launcher import HostLauncher
 from ..wire.processes import ActorSpec
 from .actor import Actor, EndpointSpec, constructor_arguments, endpoints_of
-from .class_pickling import by_value, importable_as
+from .class_pickling import by_value, importable_as, uninstalled_modules
 from .handles import BroadcastNamespace, StreamNamespace, UnaryCaller, WorkerHandle
 
 
@@ -159,6 +162,7 @@ def spawn(
     restarts: int = 5,
     restart_period: float = 60.0,
     log_dir: str | os.PathLike[str] | None = None,
+    hosts: Hosts | None = None,
     **kwargs: Any,
 ) -> ActorHandle:
     """Run an actor class in worker processes: ``async with sglrl.spawn(Judge, ...) as judges``.
@@ -190,29 +194,46 @@ def spawn(
         log_dir: folder that keeps the output of every worker, one file for each process. None: only
             the output of a worker that fails is kept, in ``logs`` in ``$SGLRL_CACHE``. Errors and
             log lines name the file.
+        hosts: other machines on which the workers run; None: this machine. The class travels by
+            value, with what it uses from modules that are not installed packages. Packages that it
+            imports must be installed there.
 
     Raises:
         UsageError: the class declares no endpoint, an argument has the wrong type, or an endpoint
             takes or returns a type that cannot be sent.
         WorkerStartError: on entering, when ``__init__`` raises in the worker.
     """
-    birth = birth_of(actor, args, kwargs, replicas=replicas, window=window, env=env)
+    check_hosts(hosts)
+    birth = birth_of(
+        actor,
+        args,
+        kwargs,
+        replicas=replicas,
+        window=window,
+        env=env,
+        uninstalled={} if hosts is None else uninstalled_modules(),
+    )
     check_restarts(restarts, restart_period)
+    config = PoolConfig(
+        start_timeout=start_timeout,
+        restarts=restarts,
+        restart_period=restart_period,
+        hang_timeout=hang_timeout,
+        log_dir=None if log_dir is None else os.fspath(log_dir),
+    )
     pool = Pool(
         [birth] * replicas,
         more=lambda n, present: [birth] * n,
         name=f"the ActorHandle of {actor.__qualname__}",
-        launcher=LocalLauncher("plain", None, start_timeout),
+        launcher=(
+            LocalLauncher("plain", None, start_timeout)
+            if hosts is None
+            else HostLauncher(hosts, "plain", "cpu", start_timeout)
+        ),
         fabric=FabricConfig(
             routing=strategies(routing), max_queue=max_queue, max_queue_bytes=max_queue_bytes
         ),
-        config=PoolConfig(
-            start_timeout=start_timeout,
-            restarts=restarts,
-            restart_period=restart_period,
-            hang_timeout=hang_timeout,
-            log_dir=None if log_dir is None else os.fspath(log_dir),
-        ),
+        config=config if hosts is None else hosts.reachable(config),
     )
     return ActorHandle(actor, pool)
 
@@ -225,8 +246,12 @@ def birth_of(
     replicas: int,
     window: int,
     env: Mapping[str, str] | None = None,
+    uninstalled: Mapping[str, ModuleType] = MappingProxyType({}),
 ) -> Birth:
     """Return how the workers of ``spawn`` start.
+
+    Args:
+        uninstalled: modules that the workers cannot import, see ``class_pickling.by_value``.
 
     Raises:
         UsageError: as for ``spawn``.
@@ -249,11 +274,11 @@ def birth_of(
                 f"mean {near[0]!r}?"
             )
     body, frames = constructor.encode(args, dict(kwargs))
-    target = importable_as(actor)
+    target = importable_as(actor, uninstalled)
     spec = ActorSpec(
         target=target,
         # The code is only sent to this process's own fork server, over a private socket.
-        code=b"" if target else by_value(actor),
+        code=b"" if target else by_value(actor, uninstalled),
         args=body,
         frames=[bytes(f) for f in frames],
         window=window,

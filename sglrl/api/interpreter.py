@@ -43,7 +43,7 @@ def examine(python: str, *, needs_sglang: bool) -> Environment:
     """
     wanted = f"{python} -m {install('sglang')}"
     try:
-        done = _run(python, "-m", "sglrl_workers.environment")
+        done = _run(python, "-m", "sglrl.driver.environment")
         found = msgspec.json.decode(done.stdout, type=Environment)
     except msgspec.DecodeError:
         *_, last = ["no reason given", *done.stderr.strip().splitlines()]

@@ -22,9 +22,11 @@ from ..config import (
     strategies,
     visible_cuda_devices,
 )
-from ..driver.launcher import Birth, LocalLauncher
+from ..driver.launcher import Birth, Launcher, LocalLauncher
 from ..driver.pool import Pool
 from ..errors import NotEnoughDevices, UsageError
+from ..hosts.hosts import Hosts, check_hosts
+from ..hosts.launcher import HostLauncher
 from ..inference.client import Client
 from ..inference.engine_controls import PoolPausing
 from ..remote.server import PoolServer
@@ -71,6 +73,7 @@ def launch(
     progress: bool | None = None,
     log_dir: str | os.PathLike[str] | None = None,
     python: str | os.PathLike[str] | None = None,
+    hosts: Hosts | None = None,
     **engine_args: Any,
 ) -> Client:
     """Start workers that each own an SGLang scheduler: ``async with sglrl.launch(...) as client``.
@@ -149,6 +152,8 @@ def launch(
             sglrl is installed. This program then needs neither SGLang nor SGLang's version of
             torch. The interpreter starts with this program's environment variables. None: this
             program's own interpreter.
+        hosts: other machines on which the workers run; None: this machine. ``address``, ``keys``,
+            ``insecure`` and ``heartbeat_timeout`` are then those of the hosts.
         **engine_args: fields of SGLang's ``ServerArgs`` (``mem_fraction_static``,
             ``max_running_requests``, ...). Their names are checked. SGLang's command-line aliases
             (``disable_piecewise_cuda_graph``, ...) are accepted too. ``random_seed`` (in
@@ -164,6 +169,11 @@ def launch(
     path = os.fspath(model) if isinstance(model, (str, os.PathLike)) else None
     if not path or not isinstance(path, str):
         raise UsageError(f"model must be a folder or a name on the hub, got {model!r}")
+    check_hosts(hosts)
+    if hosts is not None:
+        _check_alone("hosts", gpus=gpus, python=python, keys=keys, insecure=insecure or None)
+        if address != "ipc":
+            raise UsageError("hosts= and address= exclude each other: the hosts have an address")
     interpreter = sglang = None
     if python is not None:
         interpreter = find_python(python)
@@ -197,8 +207,12 @@ def launch(
         dtype = own_dtype(path) if dtype == "auto" else dtype
         if dtype is not None:
             engine_args["dtype"] = dtype
-        groups = _place(device, replicas, tp_size, gpus)
-        if groups[0] is None and engine_args.get("page_size") not in (None, 1):
+        if hosts is None:
+            groups = _place(device, replicas, tp_size, gpus)
+        else:
+            _check_device(device)
+            groups = [None] * replicas
+        if hosts is None and groups[0] is None and engine_args.get("page_size") not in (None, 1):
             raise UsageError(
                 f"page_size={engine_args['page_size']} needs a GPU: SGLang's published wheels have "
                 "no kernel for a CPU that allots the KV cache by pages"
@@ -249,24 +263,32 @@ def launch(
     own = Path(path).parent == cache_dir()
     label = "tiny" if own else os.path.basename(os.path.normpath(model))
     what = f"{replicas} worker{'s' if replicas > 1 else ''} of {label}"
+    config = PoolConfig(
+        address=address,
+        keys=None if keys is None else os.fspath(keys),
+        insecure=insecure,
+        start_timeout=start_timeout,
+        restarts=restarts,
+        restart_period=restart_period,
+        max_message_bytes=max_message_bytes,
+        hang_timeout=hang_timeout,
+        heartbeat_timeout=heartbeat_timeout,
+        log_dir=None if log_dir is None else os.fspath(log_dir),
+    )
+    launcher: Launcher
+    if hosts is None:
+        launcher = LocalLauncher(_preload(engine, groups), interpreter, start_timeout)
+    else:
+        config = hosts.reachable(config)
+        kind = "plain" if engine == "fake" else "sglang"
+        launcher = HostLauncher(hosts, kind, device, start_timeout)
     pool = Pool(
         births,
         more=more,
         name=f"the Client of {os.path.basename(path)}",
-        launcher=LocalLauncher(_preload(engine, groups), interpreter, start_timeout),
+        launcher=launcher,
         fabric=fabric,
-        config=PoolConfig(
-            address=address,
-            keys=None if keys is None else os.fspath(keys),
-            insecure=insecure,
-            start_timeout=start_timeout,
-            restarts=restarts,
-            restart_period=restart_period,
-            max_message_bytes=max_message_bytes,
-            hang_timeout=hang_timeout,
-            heartbeat_timeout=heartbeat_timeout,
-            log_dir=None if log_dir is None else os.fspath(log_dir),
-        ),
+        config=config,
         progress=StartDisplay(what, shown=shows_progress(progress, default=engine == "sglang")),
     )
     return Client(
@@ -331,6 +353,13 @@ def _birth(
         for rank in range(tp_size)
     ]
     return Birth(bodies=bodies, env=worker_env)
+
+
+def _check_alone(name: str, **others: object) -> None:
+    """Raise ``UsageError`` if an argument that excludes ``name`` is given."""
+    for other, value in others.items():
+        if value is not None:
+            raise UsageError(f"{name}= and {other}= exclude each other")
 
 
 def _check_device(device: str) -> None:

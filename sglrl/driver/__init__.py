@@ -9,6 +9,7 @@
 * ``lifetime``: the states of a pool, entered once and closed once;
 * ``supervisor``: starts the workers of a pool and replaces lost ones;
 * ``worker_info``: what a pool reports about its workers;
-* ``worker_processes``, ``fork_server``: start and kill processes, and notice their exit;
+* ``worker_processes``: the processes of each worker;
+* ``launcher``, ``fork_server``: start and kill processes, and notice their exit;
 * ``hang_monitor``: finds workers that hang.
 """

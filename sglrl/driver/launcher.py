@@ -44,6 +44,11 @@ class Launcher(Protocol):
         ...
 
     @property
+    def missing(self) -> str:
+        """What ``prepare`` still waits for, in words for an error. Empty if unknown."""
+        ...
+
+    @property
     def lost(self) -> str:
         """Why running processes have ended or will end, if that is not their own fault."""
         ...
@@ -95,7 +100,15 @@ class Launcher(Protocol):
         """Kill a process, or make it write the stacks of its threads to its log."""
         ...
 
-    def close(self) -> None:
+    def release(self, index: int) -> None:
+        """Give up the place of a worker whose processes have exited and are not replaced."""
+        ...
+
+    def host(self, index: int) -> str:
+        """Return the name of the host of a worker; empty: this machine."""
+        ...
+
+    async def close(self) -> None:
         """Kill the remaining processes and remove the folder."""
         ...
 
@@ -126,6 +139,10 @@ class LocalLauncher:
     def stage(self) -> str:
         sglang = self._preload.startswith("sglang")
         return "importing SGLang (once per program)" if sglang else ""
+
+    @property
+    def missing(self) -> str:
+        return ""
 
     @property
     def lost(self) -> str:
@@ -227,7 +244,13 @@ class LocalLauncher:
         if self._connection is not None:
             self._connection.send(message)
 
-    def close(self) -> None:
+    def release(self, index: int) -> None:
+        """Do nothing: the caller places workers on this machine's GPUs."""
+
+    def host(self, index: int) -> str:
+        return ""
+
+    async def close(self) -> None:
         """Close the connection and remove the folder. The fork server kills the processes."""
         if self._connection is not None:
             self._connection.close()

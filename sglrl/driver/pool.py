@@ -103,6 +103,7 @@ class Pool:
                     device=ready.device if ready else "",
                     load=member.load,
                     window=member.window,
+                    host=self._launcher.host(worker.index),
                 )
             )
         return found
@@ -143,13 +144,13 @@ class Pool:
         except TimeoutError:
             waiting = [worker for worker in workers.values() if not worker.is_ready]
             late = len(self._first) - len(workers) + len(waiting)
-            lost = self._launcher.lost
+            why = self._launcher.lost or self._launcher.missing
             output = tail(waiting[0].log) if waiting else ""
             log = self._supervisor.logs.keep(waiting[0].log) if waiting else ""
             await self.close()
             raise WorkerStartError(
                 f"{late} of {len(self._first)} workers were not ready within "
-                f"{self._config.start_timeout:g} s (start_timeout){'; ' if lost else ''}{lost}",
+                f"{self._config.start_timeout:g} s (start_timeout){': ' if why else ''}{why}",
                 worker=waiting[0].index if waiting else -1,
                 output=output,
                 log=log,
@@ -228,12 +229,12 @@ class Pool:
             # Do this also after a cancellation: the fork server kills the remaining processes.
             if driver is not None:
                 driver.transport.close()
-            self._launcher.close()
             self._lifetime.closed()
             for worker in workers:
                 worker.fail(Closed("the pool was closed"))
                 for event in (worker.drained, worker.settled, worker.gone):
                     event.set()
+            await self._launcher.close()
 
     def closes_at_exit(self) -> None:
         self._lifetime.closes_at_exit()

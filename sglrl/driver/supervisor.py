@@ -261,6 +261,8 @@ class Supervisor(DriverListener):
         worker.gone.set()
         if worker.restart_in is not None:
             self.run(self._replace(worker))
+        else:
+            self._launcher.release(worker.index)
 
     async def _replace(self, worker: Worker) -> None:
         index = worker.index

@@ -19,6 +19,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
             (accepts no new calls); "lost" (a replacement follows); "retired".
         weight_version: policy version of the worker's weights.
         device: "cpu", "cuda:0", ...
+        host: name of the host that it runs on; empty: the machine of the pool.
         load: number of calls that the worker holds.
         window: number of calls that the worker may hold.
     """
@@ -30,6 +31,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     load: int
     window: int
+    host: str = ""
 
 
 class QueueInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,7 +6,8 @@ One module holds one protocol, with a union of structs for each direction:
 * ``engine``: arguments and results of the endpoints of an engine worker;
 * ``weights``: the driver, every rank of every worker, and a sender in another process;
 * ``remote``: the driver and a client in another process;
-* ``processes``: the driver and its fork server.
+* ``processes``: the driver and its fork server;
+* ``nodes``: the driver and the daemons of other machines.
 
 ``codec`` turns them into frames and back. A message is one msgpack frame. Raw frames may follow it:
 they hold the large binary arguments (numpy arrays, bytes) of its calls or items, in order.

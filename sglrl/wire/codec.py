@@ -22,6 +22,7 @@ import numpy as np
 
 from ..errors import ProtocolError, UsageError
 from .calls import CallMessage, Heartbeat, Item, Submit, ToDriver, ToWorker
+from .nodes import FromNode, OfConnection, ToNode
 from .remote import FromClient, ToClient
 from .weights import FromRank, ToRank
 
@@ -84,6 +85,12 @@ decode_from_rank: Final[Callable[[Buffer], FromRank]] = _decoder(FromRank, "from
 # Messages of a client in another process.
 decode_to_client: Final[Callable[[Buffer], ToClient]] = _decoder(ToClient, "for a client")
 decode_from_client: Final[Callable[[Buffer], FromClient]] = _decoder(FromClient, "from a client")
+# Messages of a node: of its connection, and of its session.
+decode_of_connection: Final[Callable[[Buffer], OfConnection]] = _decoder(
+    OfConnection, "between a driver and a node"
+)
+decode_to_node: Final[Callable[[Buffer], ToNode]] = _decoder(ToNode, "for a node")
+decode_from_node: Final[Callable[[Buffer], FromNode]] = _decoder(FromNode, "from a node")
 
 
 def split_frames(

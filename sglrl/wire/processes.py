@@ -6,7 +6,7 @@ import msgspec
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True):
-    """What an interpreter has, as ``python -m sglrl_workers.environment`` prints it, in JSON.
+    """What an interpreter has, as ``sglrl.driver.environment`` prints it, in JSON.
 
     python: its version, as in "3.12".
     sglrl: the version of sglrl.

@@ -23,6 +23,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(make_model(tmp_path_factory.mktemp("models") / "tiny"))
 
 
+COMMANDS = ("demo", "check", "generate", "eval", "node", "doctor", "keys")
+
+
 def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "sglrl", *arguments],
@@ -42,7 +45,7 @@ def run_here(*arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
     return captured.out
 
 
-@pytest.mark.parametrize("command", ["demo", "check", "generate", "eval", "doctor", "keys"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help(command: str) -> None:
     process = run(command, "--help")
     assert process.returncode == 0, process.stderr
@@ -52,7 +55,7 @@ def test_help(command: str) -> None:
 def test_help_lists_the_commands() -> None:
     process = run("--help")
     assert process.returncode == 0
-    for command in ("demo", "check", "generate", "eval", "doctor", "keys"):
+    for command in COMMANDS:
         assert command in process.stdout
 
 
@@ -164,6 +167,11 @@ def test_generate_prints_text() -> None:
         (["keys", "/proc/none"], "/proc/none cannot be made"),
         (["keys", "/no/such/folder", "--add", "me"], "there is no folder /no/such/folder"),
         (["keys"], "DIR"),
+        (["node", "10.0.0.1:7000"], "the address is tcp://HOST:PORT"),
+        (["node", "tcp://10.0.0.1:7000"], "need keys"),
+        (["node", "tcp://10.0.0.1:7000", "--keys", "/no/such"], "there is no folder /no/such"),
+        (["node", "tcp://127.0.0.1:7000", "--gpus", "0-"], "--gpus is a list such as 0,1 or 0-7"),
+        (["node", "tcp://127.0.0.1:7000", "--gpus", "900"], "--gpus 900 must name"),
         (["generate", "tiny", "--temperatur", "1"], "--temperatur"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Print what ``launch(python=...)`` must know about this Python: ``python -m ...environment``."""
+"""What the Python of this process has: ``python -m sglrl.driver.environment`` prints it as JSON."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from importlib.util import find_spec
 
 import msgspec
 
-from sglrl import __version__
-from sglrl.wire.processes import Environment
+from .. import __version__
+from ..wire.processes import Environment
 
 
 def environment() -> Environment:

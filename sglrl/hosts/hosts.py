@@ -1,0 +1,357 @@
+"""The other machines of a program: who may connect, and which workers run where."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import secrets
+from collections.abc import Iterator
+from typing import Final, Protocol, Self
+
+import msgspec
+
+from .. import __version__
+from ..config import HEARTBEAT_TIMEOUT, PoolConfig, check_heartbeat, positive
+from ..core.placement import Place, Placement
+from ..errors import ProtocolError, UsageError
+from ..transport.addresses import check_address
+from ..transport.curve_keys import read_driver_keys
+from ..transport.zmq import ZmqRouter
+from ..wire.calls import PROTOCOL_VERSION
+from ..wire.codec import Buffer, decode_from_node, decode_of_connection, encode
+from ..wire.nodes import (
+    Acknowledge,
+    ClosePool,
+    FromNode,
+    Goodbye,
+    NodeHello,
+    Numbered,
+    Refuse,
+)
+from .node_link import NodeLink
+
+logger = logging.getLogger("sglrl.hosts")
+
+_CHECK_SECONDS: Final = 1.0
+"""Seconds between acknowledgements, which also find broken connections."""
+_GOODBYE_SECONDS: Final = 2.0
+"""Seconds to wait for the goodbyes of nodes."""
+_MESSAGE_BYTES: Final = 64 << 20
+"""Maximum size of a message: a class that travels by value, or the end of a log."""
+
+
+class HostInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One host.
+
+    Attributes:
+        name: unique among the hosts of the program.
+        state: "connected", or "away": its connection is broken, and it may return.
+        gpus: entries for ``CUDA_VISIBLE_DEVICES``.
+        cores: number of CPU cores.
+    """
+
+    name: str
+    state: str
+    gpus: tuple[str, ...]
+    cores: int
+
+
+class PoolOnHosts(Protocol):
+    """A pool that has workers on hosts. All its methods run on the event loop."""
+
+    def on_node(self, link: NodeLink, message: FromNode) -> None:
+        """Handle a message of a node about this pool."""
+        ...
+
+    def on_ended(self, link: NodeLink, reason: str) -> None:
+        """The session of a node has ended, and with it the workers on this host."""
+        ...
+
+
+class Hosts:
+    """Other machines, on which ``launch(hosts=...)`` and ``spawn(hosts=...)`` start workers.
+
+    On each machine, ``sglrl node ADDRESS --keys DIR`` connects to this program. Several pools may
+    share the same hosts.
+
+    Args:
+        address: where this program listens for nodes: "tcp://HOST:PORT". HOST is an IP address, an
+            interface of this machine, or "0.0.0.0" for all interfaces.
+        keys: a folder made with ``sglrl keys``.
+        insecure: accept any node, without encryption, instead of ``keys``.
+        at_least: number of hosts to wait for before workers are placed.
+        heartbeat_timeout: seconds without data after which a connection counts as broken: those of
+            nodes and those of workers.
+
+    Raises:
+        UsageError: an argument is wrong.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        keys: str | os.PathLike[str] | None = None,
+        insecure: bool = False,
+        at_least: int = 1,
+        heartbeat_timeout: float | None = HEARTBEAT_TIMEOUT,
+    ) -> None:
+        if not isinstance(address, str) or not address.startswith("tcp://"):
+            raise UsageError(f"the address of hosts is tcp://HOST:PORT, got {address!r}")
+        check_address(address, keys=keys is not None, insecure=insecure)
+        if keys is not None:
+            read_driver_keys(keys)
+        self.keys = None if keys is None else os.fspath(keys)
+        self.insecure = insecure
+        self.heartbeat_timeout = check_heartbeat(heartbeat_timeout)
+        self.placement = Placement()
+        self._address = address
+        self._at_least = positive("at_least", at_least)
+        self._router: ZmqRouter | None = None
+        self._links: dict[str, NodeLink] = {}
+        """The nodes with a session, by their names."""
+        self._peers: dict[bytes, NodeLink] = {}
+        """The nodes by the identity of their latest connection."""
+        self._pools: dict[int, PoolOnHosts] = {}
+        self._numbers: Iterator[int] = itertools.count()
+        self._users = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._news: asyncio.Future[None] | None = None
+
+    @property
+    def address(self) -> str:
+        """Where nodes connect to, once this is open."""
+        return self._address if self._router is None else self._router.outer_address
+
+    def reachable(self, config: PoolConfig) -> PoolConfig:
+        """Return the configuration of a pool to which workers on these hosts can connect."""
+        return msgspec.structs.replace(
+            config,
+            address=f"{self._address.rpartition(':')[0]}:*",
+            keys=self.keys,
+            insecure=self.insecure,
+            heartbeat_timeout=self.heartbeat_timeout,
+        )
+
+    @property
+    def hosts(self) -> list[HostInfo]:
+        """The hosts, in the order of their arrival."""
+        return [
+            HostInfo(
+                name=link.name,
+                state="connected" if link.session.connected else "away",
+                gpus=link.hello.gpus,
+                cores=link.hello.cores,
+            )
+            for link in self._links.values()
+        ]
+
+    # --- open and close ---------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        self.open()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    def open(self) -> None:
+        """Listen for nodes, unless this is open. Each ``open`` needs a ``close``."""
+        self._users += 1
+        if self._router is not None:
+            return
+        self._router = ZmqRouter(
+            self._address,
+            max_message_bytes=_MESSAGE_BYTES,
+            keys=None if self.keys is None else read_driver_keys(self.keys),
+            insecure=self.insecure,
+            heartbeat_timeout=self.heartbeat_timeout,
+        )
+        self._router.start(self._on_message)
+        self._check()
+
+    async def close(self) -> None:
+        """Say goodbye to all nodes, which then kill their workers, when the last user has left.
+
+        Nodes that do not answer kill them after their orphan timeout.
+        """
+        self._users -= 1
+        if self._users or self._router is None:
+            return
+        for link in self._links.values():
+            link.say_goodbye()
+        try:
+            async with asyncio.timeout(_GOODBYE_SECONDS):
+                while any(link.session.connected for link in self._links.values()):
+                    await self.change()
+        except TimeoutError:
+            pass
+        finally:
+            self._shut()
+
+    def _shut(self) -> None:
+        if self._users or self._router is None:
+            # A pool was opened meanwhile.
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        for link in list(self._links.values()):
+            self._end(link, "the hosts were closed")
+        self._router.close()
+        self._router = None
+
+    def add_pool(self, pool: PoolOnHosts) -> int:
+        """Open this for a pool. Return the pool's number in messages."""
+        self.open()
+        number = next(self._numbers)
+        self._pools[number] = pool
+        return number
+
+    async def remove_pool(self, number: int) -> None:
+        """Kill the workers of a pool on all hosts."""
+        del self._pools[number]
+        for link in self._links.values():
+            link.session.send(ClosePool(number))
+        await self.close()
+
+    # --- places -----------------------------------------------------------------------------------
+
+    def link(self, name: str) -> NodeLink | None:
+        """Return the node of a host, or None if its session has ended."""
+        return self._links.get(name)
+
+    def lacking(self) -> str:
+        """Return how many hosts of ``at_least`` are there, in words. Empty if all are."""
+        if len(self._links) >= self._at_least:
+            return ""
+        options = " --keys DIR" if self.keys else " --insecure" if self.insecure else ""
+        return (
+            f"{len(self._links)} of {self._at_least} hosts (at_least) have connected to "
+            f"{self.address}; start 'sglrl node {self.address}{options}' on the others"
+        )
+
+    def too_few(self, workers: int, gpus: int) -> str:
+        """Return what the hosts offer, in words, when these workers do not fit on them."""
+        what = f"{workers} worker{'s' if workers > 1 else ''} with {gpus} GPUs each"
+        offers = "; ".join(map(self._described, self.placement.offers))
+        return f"{what} do not fit: {offers or 'no host is there'}"
+
+    def release(self, place: Place) -> None:
+        """Give a place back."""
+        self.placement.release(place)
+        self._changed()
+
+    def _described(self, host: str) -> str:
+        offer, free = self.placement.offers[host], len(self.placement.free(host))
+        return f"{host} has {len(offer.gpus)} GPUs ({free} free) and {offer.cores} cores"
+
+    def change(self) -> asyncio.Future[None]:
+        """Return a future that is done at the next change of hosts or places."""
+        if self._news is None:
+            self._news = asyncio.get_running_loop().create_future()
+        return asyncio.shield(self._news)
+
+    def _changed(self) -> None:
+        if self._news is not None:
+            self._news.set_result(None)
+            self._news = None
+
+    # --- messages ---------------------------------------------------------------------------------
+
+    def _on_message(self, identity: bytes, frames: list[Buffer]) -> None:
+        link = self._peers.get(identity)
+        try:
+            message = decode_of_connection(frames[0])
+            match message:
+                case NodeHello():
+                    self._admit(identity, message)
+                case Numbered() | Acknowledge() if link is not None:
+                    if link.session.receive(message):
+                        self._handle(link, decode_from_node(frames[1]))
+                case Goodbye() if link is not None:
+                    link.say_goodbye()
+                    self._end(link, "its node ended")
+        except (ProtocolError, IndexError) as error:
+            logger.error("a message of a node is dropped: %s", error)
+            link = self._peers.get(identity)
+            if link is not None:
+                self._end(link, f"its node sent a wrong message: {error}")
+
+    def _admit(self, identity: bytes, hello: NodeHello) -> None:
+        assert self._router is not None
+        reason = refusal(hello)
+        if reason:
+            logger.error("%s: %s", hello.name, reason)
+            self._router.send(identity, [encode(Refuse(reason))])
+            return
+        known = [link for link in self._links.values() if link.session.id == hello.session]
+        if known:
+            (link,) = known
+            self._peers = {peer: other for peer, other in self._peers.items() if other is not link}
+        else:
+            link = NodeLink(self._unique(hello.name), hello, secrets.token_hex(8), self._router)
+            self._links[link.name] = link
+            self.placement.add(link.name, link.offer)
+        self._peers[identity] = link
+        link.admit(identity, hello.received if known else 0)
+        logger.info("host %s is %s", link.name, "back" if known else "there")
+        self._changed()
+
+    def _unique(self, name: str) -> str:
+        if name not in self._links:
+            return name
+        return next(
+            other for n in itertools.count(2) if (other := f"{name}-{n}") not in self._links
+        )
+
+    def _handle(self, link: NodeLink, message: FromNode) -> None:
+        pool = self._pools.get(message.pool)
+        if pool is not None:
+            pool.on_node(link, message)
+
+    def _check(self) -> None:
+        for link in self._links.values():
+            before = link.session.connected
+            link.check(self._given_up)
+            if before and not link.session.connected:
+                logger.warning(
+                    "the connection to host %s is broken; its workers are lost unless it returns "
+                    "within %g s (orphan-timeout)",
+                    link.name,
+                    link.hello.orphan_timeout,
+                )
+        self._timer = asyncio.get_running_loop().call_later(_CHECK_SECONDS, self._check)
+
+    def _given_up(self, link: NodeLink) -> None:
+        self._end(link, f"its host was away for more than {link.hello.orphan_timeout:g} s")
+
+    def _end(self, link: NodeLink, reason: str) -> None:
+        """End the session of a node. Its workers are lost."""
+        del self._links[link.name]
+        self._peers = {peer: other for peer, other in self._peers.items() if other is not link}
+        link.close()
+        self.placement.remove(link.name)
+        logger.log(
+            logging.ERROR if self._users else logging.DEBUG, "host %s left: %s", link.name, reason
+        )
+        for pool in list(self._pools.values()):
+            pool.on_ended(link, reason)
+        self._changed()
+
+
+def check_hosts(hosts: object) -> None:
+    """Raise ``UsageError`` unless ``hosts`` are ``Hosts`` or None."""
+    if hosts is not None and not isinstance(hosts, Hosts):
+        raise UsageError(f"hosts must be sglrl.Hosts(address, keys=...), got {hosts!r:.100}")
+
+
+def refusal(hello: NodeHello) -> str:
+    """Return why a node cannot be used, or an empty string."""
+    differences = []
+    if hello.environment.sglrl != __version__:
+        differences.append(f"sglrl {hello.environment.sglrl}, here {__version__}")
+    if hello.protocol != PROTOCOL_VERSION:
+        differences.append(f"version {hello.protocol} of the protocol, here {PROTOCOL_VERSION}")
+    return f"the node has {' and '.join(differences)}" if differences else ""

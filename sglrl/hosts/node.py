@@ -1,0 +1,294 @@
+"""The daemon of another machine: ``sglrl node ADDRESS``."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Coroutine
+from typing import Any, Final
+
+import msgspec
+
+from ..core.node_session import Session
+from ..errors import Closed, ProtocolError, SglrlError
+from ..transport.zmq import ZmqDealer
+from ..wire.calls import PROTOCOL_VERSION
+from ..wire.codec import Buffer, decode_of_connection, decode_to_node, encode
+from ..wire.nodes import (
+    Acknowledge,
+    Admit,
+    ClosePool,
+    FromNode,
+    Goodbye,
+    NodeHello,
+    Numbered,
+    OpenPool,
+    Refuse,
+    ToNode,
+    ToPool,
+)
+from ..wire.processes import ClientKeys, Environment
+from .node_pool import NodePool
+
+logger = logging.getLogger("sglrl.node")
+
+_CHECK_SECONDS: Final = 1.0
+"""Seconds between acknowledgements."""
+_GOODBYE_SECONDS: Final = 2.0
+"""Seconds to wait for the driver's goodbye."""
+_PATIENCE: Final = 10.0
+"""Seconds without an answer after which the log says so."""
+_MESSAGE_BYTES: Final = 64 << 20
+
+
+class Refused(SglrlError):
+    """The driver cannot use this node."""
+
+
+class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a node offers, and to whom.
+
+    Attributes:
+        address: where the driver listens.
+        keys: None if connections are not encrypted.
+        gpus: entries for ``CUDA_VISIBLE_DEVICES``.
+        orphan_timeout: seconds without a connection to the driver after which all workers are
+            killed.
+    """
+
+    address: str
+    keys: ClientKeys | None
+    name: str = socket.gethostname()
+    gpus: tuple[str, ...] = ()
+    cores: int = os.cpu_count() or 1
+    orphan_timeout: float = 30.0
+    heartbeat_timeout: float | None = 30.0
+
+
+class Node:
+    """Starts workers on this machine for a driver elsewhere.
+
+    It opens a connection with a new identity after every break, so no message of an old connection
+    can be taken for one of the new.
+    """
+
+    def __init__(self, settings: NodeSettings, environment: Environment) -> None:
+        self._settings = settings
+        self._environment = environment
+        self._session: Session | None = None
+        self._dealer: ZmqDealer | None = None
+        self._pools: dict[int, _PoolTask] = {}
+        self._orphaned: asyncio.TimerHandle | None = None
+        self._impatient: asyncio.TimerHandle | None = None
+        self._stopping = False
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def run(self) -> None:
+        """Serve until ``stop``.
+
+        Raises:
+            Refused: the driver cannot use this node.
+        """
+        self._connect()
+        checks = asyncio.ensure_future(self._check())
+        try:
+            await self._ended
+        finally:
+            checks.cancel()
+            self._end_session()
+            if self._dealer is not None:
+                self._dealer.close()
+            if self._impatient is not None:
+                self._impatient.cancel()
+
+    def stop(self) -> None:
+        """End, and tell the driver. Wait for its answer for a moment only."""
+        self._stopping = True
+        if self._session is None or not self._session.connected:
+            self._end()
+            return
+        self._send([encode(Goodbye())])
+        asyncio.get_running_loop().call_later(_GOODBYE_SECONDS, self._end)
+
+    def _end(self) -> None:
+        if not self._ended.done():
+            self._ended.set_result(None)
+
+    # --- the connection ---------------------------------------------------------------------------
+
+    def _connect(self) -> None:
+        """Open a new connection and say hello. ZeroMQ tries until the driver listens."""
+        if self._dealer is not None:
+            self._dealer.close()
+        loop = asyncio.get_running_loop()
+
+        def broken() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self._on_break, dealer)
+
+        settings = self._settings
+        self._dealer = dealer = ZmqDealer(
+            settings.address,
+            f"node/{secrets.token_hex(8)}".encode(),
+            max_message_bytes=_MESSAGE_BYTES,
+            keys=settings.keys,
+            on_break=broken,
+            heartbeat_timeout=settings.heartbeat_timeout,
+        )
+        dealer.start(self._on_message)
+        session = self._session
+        hello = NodeHello(
+            protocol=PROTOCOL_VERSION,
+            name=settings.name,
+            environment=self._environment,
+            gpus=settings.gpus,
+            cores=settings.cores,
+            orphan_timeout=settings.orphan_timeout,
+            session="" if session is None else session.id,
+            received=0 if session is None else session.received,
+        )
+        self._send([encode(hello)])
+        if self._impatient is None:
+            self._impatient = loop.call_later(_PATIENCE, self._complain)
+
+    def _complain(self) -> None:
+        logger.warning(
+            "no answer from %s for %g s: no program listens there, a firewall is between, or it "
+            "does not accept this key; still trying",
+            self._settings.address,
+            _PATIENCE,
+        )
+
+    def _on_break(self, dealer: ZmqDealer) -> None:
+        if dealer is not self._dealer or self._ended.done():
+            return
+        if self._session is not None and self._session.connected:
+            self._session.disconnect()
+            logger.warning(
+                "the connection to %s is broken; the workers are killed in %g s unless it returns",
+                self._settings.address,
+                self._settings.orphan_timeout,
+            )
+            loop = asyncio.get_running_loop()
+            self._orphaned = loop.call_later(self._settings.orphan_timeout, self._give_up)
+        self._connect()
+
+    def _give_up(self) -> None:
+        logger.warning("the driver has not returned: all workers are killed")
+        self._end_session()
+        # The hello that waits for a connection names the ended session.
+        self._connect()
+
+    def _send(self, frames: list[bytes]) -> None:
+        if self._dealer is not None:
+            with contextlib.suppress(Closed):
+                self._dealer.send(frames)
+
+    async def _check(self) -> None:
+        while True:
+            await asyncio.sleep(_CHECK_SECONDS)
+            if self._session is not None:
+                self._session.acknowledge()
+
+    # --- the session ------------------------------------------------------------------------------
+
+    def _on_message(self, frames: list[Buffer]) -> None:
+        try:
+            message = decode_of_connection(frames[0])
+            match message:
+                case Admit():
+                    self._admitted(message)
+                case Refuse(reason=reason):
+                    if not self._ended.done():
+                        self._ended.set_exception(Refused(f"refused by the driver: {reason}"))
+                case Goodbye():
+                    if self._stopping:
+                        self._end()
+                    elif self._session is not None:
+                        logger.info("the driver has closed its hosts")
+                        self._send([encode(Goodbye())])
+                        self._end_session()
+                case Numbered() | Acknowledge() if self._session is not None:
+                    if self._session.receive(message):
+                        self._handle(decode_to_node(frames[1]))
+        except (ProtocolError, IndexError) as error:
+            logger.error("a message of the driver is wrong: %s", error)
+            self._end_session()
+            self._connect()
+
+    def _admitted(self, message: Admit) -> None:
+        for timer in (self._orphaned, self._impatient):
+            if timer is not None:
+                timer.cancel()
+        self._orphaned = self._impatient = None
+        if self._session is None or self._session.id != message.session:
+            self._end_session()
+            self._session = Session(message.session, self._send)
+            logger.info("connected to %s", self._settings.address)
+        else:
+            logger.info("connected to %s again", self._settings.address)
+        self._session.connect(message.received)
+
+    def _end_session(self) -> None:
+        """Kill all workers and forget the session."""
+        if self._orphaned is not None:
+            self._orphaned.cancel()
+            self._orphaned = None
+        for pool in self._pools.values():
+            pool.close()
+        self._pools.clear()
+        self._session = None
+
+    def _report(self, message: FromNode) -> None:
+        if self._session is not None and message.pool in self._pools:
+            self._session.send(message)
+
+    def _handle(self, message: ToNode) -> None:
+        match message:
+            case OpenPool(pool=number, preload=preload):
+                pool = NodePool(number, preload, self._report, self._outer_address)
+                self._pools[number] = _PoolTask(pool)
+                self._pools[number].put(pool.open())
+            case ToPool(pool=number, message=order) if number in self._pools:
+                task = self._pools[number]
+                task.put(task.pool.handle(order))
+            case ClosePool(pool=number) if number in self._pools:
+                self._pools.pop(number).close()
+
+    def _outer_address(self, address: str) -> str:
+        """Return the address at which this machine reaches a socket of the driver.
+
+        It is the host that this node connects to, and the port of the socket.
+        """
+        host = self._settings.address.rpartition(":")[0]
+        return f"{host}:{address.rpartition(':')[2]}"
+
+
+class _PoolTask:
+    """Runs the orders for one pool one after the other."""
+
+    def __init__(self, pool: NodePool) -> None:
+        self.pool = pool
+        self._orders: asyncio.Queue[Coroutine[Any, Any, None]] = asyncio.Queue()
+        self._task = asyncio.ensure_future(self._run())
+
+    def put(self, order: Coroutine[Any, Any, None]) -> None:
+        self._orders.put_nowait(order)
+
+    async def _run(self) -> None:
+        while True:
+            order = await self._orders.get()
+            try:
+                await order
+            except Exception:
+                logger.exception("an order of the driver failed")
+
+    def close(self) -> None:
+        self._task.cancel()
+        while not self._orders.empty():
+            self._orders.get_nowait().close()
+        self.pool.close()

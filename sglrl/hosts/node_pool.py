@@ -1,0 +1,171 @@
+"""The workers of one pool on a node."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from ..driver.fork_server import ForkConnection, ForkServer, fork_server
+from ..errors import WorkerStartError
+from ..system_limits import no_file
+from ..wire.codec import encode
+from ..wire.nodes import FromNode, FromPool, Output, PoolOpened
+from ..wire.processes import Dump, EngineSpec, Exited, Fork, Forked, Kill
+
+_START_SECONDS: Final = 600.0
+"""Seconds for the fork server to import its modules."""
+_STACKS_SECONDS: Final = 0.5
+"""Seconds for a worker to write its stacks."""
+_MOST_OUTPUT: Final = 32_768
+"""Maximum number of bytes of a worker's output that are sent at a time."""
+
+
+class NodePool:
+    """Starts the workers of one pool on this machine, through a fork server.
+
+    Args:
+        number: of the pool.
+        report: sends a message to the driver.
+        outer_address: ``outer_address(address)`` is the address at which this machine reaches the
+            pool's socket.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        preload: str,
+        report: Callable[[FromNode], None],
+        outer_address: Callable[[str], str],
+    ) -> None:
+        self._number = number
+        self._preload = preload
+        self._report = report
+        self._outer_address = outer_address
+        self._folder: Path | None = None
+        self._server: ForkServer | None = None
+        self._connection: ForkConnection | None = None
+        self._running: set[int] = set()
+        self._sent: dict[int, int] = {}
+        """Bytes of each worker's log that were sent."""
+
+    async def open(self) -> None:
+        """Connect to the fork server and report ``PoolOpened``."""
+        try:
+            await self._connect()
+        except WorkerStartError as error:
+            self._report(PoolOpened(self._number, error.message, error.output))
+        except TimeoutError:
+            late = f"the fork server was not ready within {_START_SECONDS:g} s"
+            self._report(PoolOpened(self._number, late))
+        else:
+            self._report(PoolOpened(self._number))
+
+    async def _connect(self) -> None:
+        self._server = fork_server(self._preload)
+        if self._folder is None:
+            try:
+                self._folder = Path(tempfile.mkdtemp(prefix="pool-", dir=self._server.folder))
+            except OSError as error:
+                raise no_file(self._server.folder, error) from None
+        self._connection = await ForkConnection.open(
+            self._server, self._on_forked, self._on_exited, _START_SECONDS
+        )
+
+    async def handle(self, message: Fork | Kill | Dump) -> None:
+        """Handle a message for the fork server. Reconnect first, if it was lost."""
+        match message:
+            case Fork():
+                await self._fork(message)
+            case Kill() if self._connection is not None:
+                self._connection.send(message)
+            case Dump() if self._connection is not None:
+                self._connection.send(message)
+                asyncio.get_running_loop().call_later(
+                    _STACKS_SECONDS, self._report_output, message.key
+                )
+
+    async def _fork(self, request: Fork) -> None:
+        self._sent[request.key] = 0
+        self._running.add(request.key)
+        assert self._folder is not None
+        log = self._log(request.key)
+        try:
+            log.write_bytes(b"")
+            if self._connection is None or not self._connection.alive:
+                await self._connect()
+        except (WorkerStartError, TimeoutError, OSError) as error:
+            self._refuse(request.key, f"the host's fork server cannot start it: {error}")
+            return
+        assert self._connection is not None
+        body = request.spec.body
+        if isinstance(body, EngineSpec):
+            if _is_missing(body):
+                self._refuse(
+                    request.key,
+                    f"this host has no folder {body.model}; give a path that all hosts share, or "
+                    "the model's name on the hub",
+                )
+                return
+            rendezvous = str(self._folder / Path(body.rendezvous).name)
+            body = msgspec.structs.replace(body, rendezvous=rendezvous)
+        address = self._outer_address(request.spec.address)
+        spec = msgspec.structs.replace(request.spec, body=body, address=address)
+        request = msgspec.structs.replace(
+            request, spec=spec, log=str(log), cwd=os.getcwd(), sys_path=None
+        )
+        self._connection.fork(request.key, encode(request))
+
+    def _refuse(self, key: int, why: str) -> None:
+        """Report that a worker could not be started."""
+        self._running.discard(key)
+        self._report(Output(self._number, key, f"{why}\n"))
+        self._report(FromPool(self._number, Exited(key, 1)))
+
+    def _log(self, key: int) -> Path:
+        assert self._folder is not None
+        return self._folder / f"{key}.log"
+
+    def _report_output(self, key: int) -> None:
+        """Send what a worker has written since the last time, or the end of it."""
+        if self._folder is None or key not in self._sent:
+            return
+        with contextlib.suppress(OSError), self._log(key).open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(self._sent[key], size - _MOST_OUTPUT))
+            self._sent[key] = size
+            text = file.read(_MOST_OUTPUT).decode(errors="replace")
+            if text:
+                self._report(Output(self._number, key, text))
+
+    def _on_forked(self, key: int, pid: int) -> None:
+        self._report(FromPool(self._number, Forked(key, pid)))
+
+    def _on_exited(self, key: int, status: int) -> None:
+        if key not in self._running:
+            return
+        self._running.discard(key)
+        self._report_output(key)
+        if self._server is not None and self._server.fault:
+            self._report(Output(self._number, key, f"{self._server.fault}\n"))
+        self._report(FromPool(self._number, Exited(key, status)))
+
+    def close(self) -> None:
+        """Kill the workers and remove their logs. Report nothing."""
+        self._running.clear()
+        if self._connection is not None:
+            self._connection.close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _is_missing(body: EngineSpec) -> bool:
+    """Return whether the model is a folder that this host does not have."""
+    return body.engine != "fake" and os.path.isabs(body.model) and not Path(body.model).exists()

@@ -1,0 +1,58 @@
+"""Nodes for tests: the daemon ``sglrl node`` in processes of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+
+import sglrl
+
+SECONDS = 30.0
+
+
+class NodeProcess:
+    """A running ``sglrl node``."""
+
+    def __init__(self, address: str, name: str, *options: str) -> None:
+        self.name = name
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "sglrl", "node", address, "--name", name, *options],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def says(self, text: str) -> str:
+        """Read the log up to a line with this text, and return the line."""
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            if text in line:
+                return line.strip()
+        raise AssertionError(f"the node ended with {self.process.wait(SECONDS)} before {text!r}")
+
+    def strike(self, number: signal.Signals) -> None:
+        os.kill(self.process.pid, number)
+
+    def ends(self) -> int:
+        """Wait for the exit and return the status."""
+        return self.process.wait(SECONDS)
+
+
+@contextlib.contextmanager
+def nodes(address: str, *names: str, options: Sequence[str] = ()) -> Iterator[list[NodeProcess]]:
+    """Run nodes on this machine for the block. At the end, those that still run are killed."""
+    made = [NodeProcess(address, name, *options) for name in names]
+    try:
+        yield made
+    finally:
+        for node in made:
+            node.process.kill()
+            with node.process:
+                """Closes the pipe and waits."""
+
+
+def hosts_of(handle: sglrl.ActorHandle | sglrl.Client) -> list[str]:
+    return sorted(worker.host for worker in handle.workers if worker.state == "ready")

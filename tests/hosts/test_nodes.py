@@ -1,0 +1,155 @@
+"""Workers on nodes: spread, replaced, and gone with their node or with the program."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from actor_classes import Values
+from processes import wait_for_end
+
+import sglrl
+
+from .nodes import SECONDS, hosts_of, nodes
+
+ANY = "tcp://127.0.0.1:*"
+IDS = [3, 1, 4, 1, 5]
+
+
+async def until_state(client: sglrl.Client | sglrl.ActorHandle, *states: str) -> None:
+    pool = client._pool
+    async with asyncio.timeout(SECONDS):
+        while [worker.state for worker in client.workers] != list(states):
+            await pool.driver.change()
+
+
+async def test_workers_are_spread_and_replaced() -> None:
+    async with sglrl.Hosts(ANY, at_least=2) as hosts:
+        with nodes(hosts.address, "a", "b"):
+            async with sglrl.spawn(Values, replicas=4, hosts=hosts) as values:
+                assert hosts_of(values) == ["a", "a", "b", "b"]
+                assert await values.add(1) == 11
+                first = values.workers[0]
+                os.kill(first.pid, signal.SIGKILL)
+                await until_state(values, "lost", "ready", "ready", "ready")
+                await values.wait_until_full()
+                assert values.workers[0].host == first.host
+                assert values.workers[0].pid != first.pid
+                assert await values.add_workers(2) == [4, 5]
+                assert hosts_of(values) == ["a", "a", "a", "b", "b", "b"]
+                pids = [worker.pid for worker in values.workers]
+            assert wait_for_end(pids, SECONDS) == []
+
+
+async def test_two_programs_one_after_the_other() -> None:
+    """A node serves until it is stopped."""
+    async with sglrl.Hosts(ANY) as hosts:
+        address = hosts.address
+        with nodes(address, "a") as (node,):
+            async with sglrl.spawn(Values, hosts=hosts) as values:
+                assert await values.add(1) == 11
+            await hosts.close()
+            node.says("has closed its hosts")
+            async with sglrl.Hosts(address) as others:
+                async with sglrl.spawn(Values, hosts=others) as values:
+                    assert await values.add(1) == 11
+                node.strike(signal.SIGTERM)
+                assert node.ends() == 0
+    hosts.open()
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+async def test_a_node_that_ends(how: signal.Signals) -> None:
+    """Calls go on at the other host, where the replacements start."""
+    async with sglrl.Hosts(ANY, at_least=2, heartbeat_timeout=5.0) as hosts:
+        with nodes(hosts.address, "a", "b", options=("--orphan-timeout", "3")) as made:
+            async with sglrl.launch(
+                "fake",
+                engine="fake",
+                replicas=2,
+                hosts=hosts,
+                tokens_per_step=1,
+                step_seconds=0.01,
+            ) as client:
+                streams = [
+                    client.stream(input_ids=[*IDS, n], max_new_tokens=200) for n in range(10)
+                ]
+                readers = [aiter(stream) for stream in streams]
+                got = [(await anext(reader)).output_ids.tolist() for reader in readers]
+                pids = [worker.pid for worker in client.workers if worker.host == "a"]
+                (node,) = [node for node in made if node.name == "a"]
+                node.strike(how)
+                for n, reader in enumerate(readers):
+                    async for chunk in reader:
+                        got[n] += chunk.output_ids.tolist()
+                    assert got[n] == ([*IDS, n] * 200)[:200]
+                assert wait_for_end(pids, SECONDS) == []
+                await client.wait_until_full(SECONDS)
+                assert hosts_of(client) == ["b", "b"]
+                assert [host.name for host in hosts.hosts] == ["b"]
+
+
+async def test_too_few_hosts() -> None:
+    async with sglrl.Hosts(ANY, at_least=2) as hosts:
+        with (
+            nodes(hosts.address, "only"),
+            pytest.raises(
+                sglrl.WorkerStartError, match=r"1 of 2 hosts \(at_least\) have connected to tcp://"
+            ),
+        ):
+            await sglrl.spawn(Values, hosts=hosts, start_timeout=3.0)
+
+
+async def test_too_few_gpus() -> None:
+    async with sglrl.Hosts(ANY) as hosts:
+        with (
+            nodes(hosts.address, "only"),
+            pytest.raises(
+                sglrl.WorkerStartError,
+                match=r"2 workers with 2 GPUs each do not fit: only has 0 GPUs \(0 free\)",
+            ),
+        ):
+            await sglrl.launch(
+                "tiny", hosts=hosts, replicas=2, tp_size=2, device="cuda", start_timeout=3.0
+            )
+
+
+async def test_a_worker_that_fails_shows_its_output() -> None:
+    async with sglrl.Hosts(ANY) as hosts:
+        with (
+            nodes(hosts.address, "only"),
+            pytest.raises(sglrl.WorkerStartError, match="no room for the model"),
+        ):
+            await sglrl.launch(
+                "fake", engine="fake", fail_start="no room for the model", hosts=hosts
+            )
+
+
+def test_wrong_arguments(tmp_path: Path) -> None:
+    for address, why in (
+        ("ipc://x", "tcp://HOST:PORT"),
+        ("tcp://0.0.0.0:7000", "need keys"),
+        (7000, "tcp://HOST:PORT"),
+    ):
+        with pytest.raises(sglrl.UsageError, match=why):
+            sglrl.Hosts(address)  # type: ignore[arg-type]
+    with pytest.raises(sglrl.InvalidKeys, match="there is no folder"):
+        sglrl.Hosts("tcp://0.0.0.0:7000", keys=tmp_path / "keys")
+    with pytest.raises(sglrl.UsageError, match="at_least"):
+        sglrl.Hosts(ANY, at_least=0)
+    hosts = sglrl.Hosts(ANY)
+    for others in (
+        {"address": "tcp"},
+        {"keys": tmp_path},
+        {"insecure": True},
+        {"python": "python"},
+    ):
+        with pytest.raises(sglrl.UsageError, match=r"hosts= and .*= exclude each other"):
+            sglrl.launch("fake", engine="fake", hosts=hosts, **others)  # type: ignore[arg-type]
+    with pytest.raises(sglrl.UsageError, match="hosts must be"):
+        sglrl.launch("fake", engine="fake", hosts="somewhere")  # type: ignore[arg-type]
+    with pytest.raises(sglrl.UsageError, match="hosts must be"):
+        sglrl.spawn(Values, hosts=["a"])  # type: ignore[arg-type]
