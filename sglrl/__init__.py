@@ -13,6 +13,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .version import __version__ as __version__
+
 if TYPE_CHECKING:
     from . import errors as errors
     from .actors.actor import Actor, endpoint
@@ -68,8 +70,6 @@ if TYPE_CHECKING:
     from .sessions.trajectory import Trajectory
     from .sessions.turn import TrajectoryTiming, Turn
     from .wire.engine import EngineInfo, EngineStats
-
-__version__ = "0.2.0"
 
 _HOME = {
     "Actor": "actors.actor",

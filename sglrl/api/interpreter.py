@@ -9,10 +9,10 @@ from pathlib import Path
 
 import msgspec
 
-from .. import __version__
 from ..config import install
 from ..errors import UsageError
 from ..system_limits import reason
+from ..version import __version__
 from ..wire.processes import Environment
 
 _SECONDS = 60.0

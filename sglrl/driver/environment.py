@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import msgspec
 
-from .. import __version__
+from ..version import __version__
 from ..wire.processes import Environment
 
 

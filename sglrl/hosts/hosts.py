@@ -12,13 +12,13 @@ from typing import Final, Protocol, Self
 
 import msgspec
 
-from .. import __version__
 from ..config import HEARTBEAT_TIMEOUT, PoolConfig, check_heartbeat, positive
 from ..core.placement import Place, Placement
 from ..errors import ProtocolError, UsageError
 from ..transport.addresses import check_address
 from ..transport.curve_keys import read_driver_keys
 from ..transport.zmq import ZmqRouter
+from ..version import __version__
 from ..wire.calls import PROTOCOL_VERSION
 from ..wire.codec import Buffer, decode_from_node, decode_of_connection, encode
 from ..wire.nodes import (
