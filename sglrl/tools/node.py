@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import socket
 from pathlib import Path
@@ -93,12 +94,12 @@ def _chosen(gpus: str | None, visible: list[str]) -> tuple[str, ...]:
     if gpus is None:
         return tuple(visible)
     indices: list[int] = []
-    try:
-        for part in filter(None, gpus.split(",")):
-            first, _, last = part.partition("-")
-            indices += range(int(first), int(last or first) + 1)
-    except ValueError:
-        raise UsageError(f"--gpus is a list such as 0,1 or 0-7, got {gpus!r}") from None
+    for part in filter(None, gpus.split(",")):
+        found = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
+        named = range(int(found[1]), int(found[2] or found[1]) + 1) if found else ()
+        if not named:
+            raise UsageError(f"--gpus is a list such as 0,1 or 0-7, got {gpus!r}")
+        indices += named
     wrong = [index for index in indices if index >= len(visible)]
     if wrong or len(set(indices)) != len(indices):
         raise UsageError(f"--gpus {gpus} must name different ones of the {len(visible)} GPUs")
