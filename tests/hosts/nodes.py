@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -52,6 +53,12 @@ def nodes(address: str, *names: str, options: Sequence[str] = ()) -> Iterator[li
             node.process.kill()
             with node.process:
                 """Closes the pipe and waits."""
+
+
+async def until_there(hosts: sglrl.Hosts, count: int) -> None:
+    async with asyncio.timeout(SECONDS):
+        while len(hosts.hosts) < count:
+            await hosts.change()
 
 
 def hosts_of(handle: sglrl.ActorHandle | sglrl.Client) -> list[str]:

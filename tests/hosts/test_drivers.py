@@ -90,8 +90,8 @@ def test_a_driver_that_is_killed() -> None:
 def test_a_driver_that_is_stopped_for_a_while() -> None:
     """Its connections break. It goes on with new workers when it continues."""
     address = free_address()
-    options = ("--heartbeat-timeout", "2", "--orphan-timeout", "60")
-    with nodes(address, "a", options=options) as (node,), driver(address, 2.0) as program:
+    options = ("--heartbeat-timeout", "4", "--orphan-timeout", "60")
+    with nodes(address, "a", options=options) as (node,), driver(address, 4.0) as program:
         pids = program.pids()
         strike(program.process.pid, signal.SIGSTOP)
         node.says("is broken")
@@ -107,8 +107,8 @@ def test_a_driver_that_is_stopped_for_a_while() -> None:
 def test_a_node_that_is_stopped_for_a_while() -> None:
     """It is used again when it continues."""
     address = free_address()
-    options = ("--heartbeat-timeout", "2", "--orphan-timeout", "60")
-    with nodes(address, "a", options=options) as (node,), driver(address, 2.0) as program:
+    options = ("--heartbeat-timeout", "4", "--orphan-timeout", "60")
+    with nodes(address, "a", options=options) as (node,), driver(address, 4.0) as program:
         pids = program.pids()
         strike(node.process.pid, signal.SIGSTOP)
         # The workers are not stopped. They serve calls meanwhile.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 from pathlib import Path
@@ -13,17 +12,10 @@ from processes import wait_for_end
 
 import sglrl
 
-from .nodes import SECONDS, hosts_of, nodes
+from .nodes import SECONDS, hosts_of, nodes, until_there
 
 ANY = "tcp://127.0.0.1:*"
 IDS = [3, 1, 4, 1, 5]
-
-
-async def until_state(client: sglrl.Client | sglrl.ActorHandle, *states: str) -> None:
-    pool = client._pool
-    async with asyncio.timeout(SECONDS):
-        while [worker.state for worker in client.workers] != list(states):
-            await pool.driver.change()
 
 
 async def test_workers_are_spread_and_replaced() -> None:
@@ -34,7 +26,8 @@ async def test_workers_are_spread_and_replaced() -> None:
                 assert await values.add(1) == 11
                 first = values.workers[0]
                 os.kill(first.pid, signal.SIGKILL)
-                await until_state(values, "lost", "ready", "ready", "ready")
+                while values.workers[0].pid == first.pid:
+                    await values._pool.driver.change()
                 await values.wait_until_full()
                 assert values.workers[0].host == first.host
                 assert values.workers[0].pid != first.pid
@@ -46,19 +39,19 @@ async def test_workers_are_spread_and_replaced() -> None:
 
 async def test_two_programs_one_after_the_other() -> None:
     """A node serves until it is stopped."""
-    async with sglrl.Hosts(ANY) as hosts:
-        address = hosts.address
-        with nodes(address, "a") as (node,):
-            async with sglrl.spawn(Values, hosts=hosts) as values:
-                assert await values.add(1) == 11
-            await hosts.close()
-            node.says("has closed its hosts")
-            async with sglrl.Hosts(address) as others:
-                async with sglrl.spawn(Values, hosts=others) as values:
-                    assert await values.add(1) == 11
-                node.strike(signal.SIGTERM)
-                assert node.ends() == 0
+    hosts = sglrl.Hosts(ANY)
     hosts.open()
+    address = hosts.address
+    with nodes(address, "a") as (node,):
+        async with sglrl.spawn(Values, hosts=hosts) as values:
+            assert await values.add(1) == 11
+        await hosts.close()
+        node.says("has closed its hosts")
+        async with sglrl.Hosts(address) as others:
+            async with sglrl.spawn(Values, hosts=others) as values:
+                assert await values.add(1) == 11
+            node.strike(signal.SIGTERM)
+            assert node.ends() == 0
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
@@ -94,27 +87,25 @@ async def test_a_node_that_ends(how: signal.Signals) -> None:
 
 async def test_too_few_hosts() -> None:
     async with sglrl.Hosts(ANY, at_least=2) as hosts:
-        with (
-            nodes(hosts.address, "only"),
-            pytest.raises(
+        with nodes(hosts.address, "only"):
+            await until_there(hosts, 1)
+            with pytest.raises(
                 sglrl.WorkerStartError, match=r"1 of 2 hosts \(at_least\) have connected to tcp://"
-            ),
-        ):
-            await sglrl.spawn(Values, hosts=hosts, start_timeout=3.0)
+            ):
+                await sglrl.spawn(Values, hosts=hosts, start_timeout=1.0)
 
 
 async def test_too_few_gpus() -> None:
     async with sglrl.Hosts(ANY) as hosts:
-        with (
-            nodes(hosts.address, "only"),
-            pytest.raises(
+        with nodes(hosts.address, "only"):
+            await until_there(hosts, 1)
+            with pytest.raises(
                 sglrl.WorkerStartError,
                 match=r"2 workers with 2 GPUs each do not fit: only has 0 GPUs \(0 free\)",
-            ),
-        ):
-            await sglrl.launch(
-                "tiny", hosts=hosts, replicas=2, tp_size=2, device="cuda", start_timeout=3.0
-            )
+            ):
+                await sglrl.launch(
+                    "tiny", hosts=hosts, replicas=2, tp_size=2, device="cuda", start_timeout=1.0
+                )
 
 
 async def test_a_worker_that_fails_shows_its_output() -> None:
