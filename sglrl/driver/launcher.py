@@ -39,6 +39,11 @@ class Launcher(Protocol):
     """
 
     @property
+    def elsewhere(self) -> bool:
+        """Whether the processes run on other machines."""
+        ...
+
+    @property
     def stage(self) -> str:
         """What ``prepare`` waits for, in words. Empty if it takes no time."""
         ...
@@ -134,6 +139,10 @@ class LocalLauncher:
         self._connection: ForkConnection | None = None
         self._server: ForkServer | None = None
         self._connecting = asyncio.Lock()
+
+    @property
+    def elsewhere(self) -> bool:
+        return False
 
     @property
     def stage(self) -> str:

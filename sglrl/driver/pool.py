@@ -14,6 +14,7 @@ from typing import Self
 from ..config import FabricConfig, PoolConfig, check_target, check_timeout, raise_file_limit
 from ..core.members import DRAINING, READY, RETIRED, STALE, SYNCING
 from ..errors import Closed, DeadlineExceeded, UsageError, WorkerLost, WorkerStartError
+from ..transport.addresses import host_of
 from ..transport.curve_keys import read_driver_keys
 from ..transport.zmq import ZmqRouter
 from ..weights.channel import WeightChannel
@@ -179,6 +180,8 @@ class Pool:
         supervisor.attach(driver, folder, router.worker_keys)
         self.weights.attach(driver, router.outer_address)
         self.outer_address = router.outer_address
+        if self._launcher.elsewhere:
+            self.weights.host = host_of(router.outer_address)
         driver.start()
         if self._launcher.stage:
             self._progress.show(self._launcher.stage)

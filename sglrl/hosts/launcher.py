@@ -54,6 +54,10 @@ class HostLauncher:
         self.missing = ""
 
     @property
+    def elsewhere(self) -> bool:
+        return True
+
+    @property
     def stage(self) -> str:
         return "waiting for hosts"
 

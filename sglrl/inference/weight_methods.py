@@ -43,7 +43,7 @@ class WeightMethods(ClientBase):
         wait: bool = True,
         check_finite: bool = True,
         device: Any = None,
-        host: str = "127.0.0.1",
+        host: str | None = None,
     ) -> UpdateReport:
         """Update the weights of all workers while they continue to generate.
 
@@ -85,7 +85,8 @@ class WeightMethods(ClientBase):
                 overflow the engine's dtype. False: commit the weights unchecked.
             device: the GPU (or "cpu") that sends. None: the device of the tensors, else the current
                 device.
-            host: an address of this process that the workers can reach.
+            host: an address of this process that the workers can reach. None: "127.0.0.1", or with
+                ``launch(hosts=...)`` the address of this machine that the hosts connect to.
 
         Raises:
             InvalidWeights: names, shapes or dtypes do not fit the model, there is no room, or a
@@ -148,7 +149,7 @@ class WeightMethods(ClientBase):
         return await self._weights.update_from_disk(path, request)
 
     async def connect_weights(
-        self, *, device: Any = None, host: str = "127.0.0.1", timeout: float = 60.0
+        self, *, device: Any = None, host: str | None = None, timeout: float = 60.0
     ) -> float:
         """Connect this process with the workers now, so that the first update is faster.
 

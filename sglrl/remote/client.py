@@ -54,7 +54,7 @@ class _RemoteSender:
         self._sender: Any = None
         self._connecting = asyncio.Lock()
 
-    async def connect(self, device: Any, host: str, timeout: float) -> float:
+    async def connect(self, device: Any, host: str | None, timeout: float) -> float:
         raise not_here("the group for weight updates is formed ahead of the first one")
 
     async def update(
@@ -63,7 +63,7 @@ class _RemoteSender:
         request: UpdateRequest,
         *,
         device: Any = None,
-        host: str = "127.0.0.1",
+        host: str | None = None,
     ) -> UpdateReport:
         request.check_values()
         engine = self._pool.engine
@@ -81,7 +81,7 @@ class _RemoteSender:
                     self._sender = await Sender.connect(
                         self._pool.weights.address,
                         device=device,
-                        host=host,
+                        host=host or "127.0.0.1",
                         timeout=deadline.left,
                         keys=self._keys,
                         insecure=self._insecure,

@@ -31,9 +31,14 @@ def check_address(address: str, *, keys: bool = False, insecure: bool = False) -
     raise UsageError(f"unknown address {address!r}; use ipc://PATH or tcp://127.0.0.1:*")
 
 
+def host_of(address: str) -> str:
+    """Return the host of ``tcp://HOST:PORT``."""
+    return address.removeprefix("tcp://").rsplit(":", 1)[0].strip("[]")
+
+
 def is_loopback(address: str) -> bool:
     """Return True if a TCP address can be reached only from this machine."""
-    host = address.removeprefix("tcp://").rsplit(":", 1)[0].strip("[]")
+    host = host_of(address)
     if host == "localhost":
         return True
     try:

@@ -54,6 +54,7 @@ class WeightChannel(DriverListener):
         versions: the version of every worker.
         on_updated: called after every update.
         on_version: called when ``version`` has changed.
+        host: the address at which workers reach a sender in this process.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class WeightChannel(DriverListener):
         self.versions: dict[int, int] = {}
         self.on_updated: Callable[[], None] = lambda: None
         self.on_version: set[Callable[[], None]] = set()
+        self.host = "127.0.0.1"
         self._ranks = Ranks(is_up)
         self._questions = Questions(self._ranks)
         self._group = SenderGroup()

@@ -52,7 +52,7 @@ class LocalSender:
             self._end.close()
             self._end = None
 
-    async def connect(self, device: Any, host: str, timeout: float) -> float:
+    async def connect(self, device: Any, host: str | None, timeout: float) -> float:
         """Form the group now. Return the milliseconds that this took."""
         deadline = Deadline(check_timeout(timeout))
         async with turn(self._turn, deadline):
@@ -65,7 +65,7 @@ class LocalSender:
         request: UpdateRequest,
         *,
         device: Any = None,
-        host: str = "127.0.0.1",
+        host: str | None = None,
     ) -> UpdateReport:
         """Send ``weights`` to the workers. Their specs replace ``request.specs``."""
         from .bucket_sender import Cargo
@@ -111,9 +111,10 @@ class LocalSender:
         )
         return await self._channel.update(request, None)
 
-    async def _ending(self, device: Any, host: str, tensors: Any, deadline: Deadline) -> Any:
+    async def _ending(self, device: Any, host: str | None, tensors: Any, deadline: Deadline) -> Any:
         from .bucket_sender import SendingEnd, sending_device
 
+        host = host or self._channel.host
         backend = (await self._channel.settings(deadline.left)).device
         if self._end is not None and device is None and self._end.host == host:
             return self._end

@@ -37,9 +37,7 @@ async def test_workers_on_another_host(models: Path, tmp_path: Path) -> None:
                 lab = Lab(client, policies)
                 await lab.check(PROMPTS[:2], 4)
                 for version, mode in ((1, "full"), (2, "bucketed")):
-                    report = await client.update_weights(
-                        policies[version].model, mode=mode, host=here.address
-                    )
+                    report = await client.update_weights(policies[version].model, mode=mode)
                     assert report.workers == [0, 1]
                     lab.by_version[version] = policies[version]
                     await lab.check(PROMPTS[:2], 4)
