@@ -81,7 +81,7 @@ class _RemoteSender:
                     self._sender = await Sender.connect(
                         self._pool.weights.address,
                         device=device,
-                        host=host or "127.0.0.1",
+                        host="127.0.0.1" if host is None else host,
                         timeout=deadline.left,
                         keys=self._keys,
                         insecure=self._insecure,

@@ -114,7 +114,7 @@ class LocalSender:
     async def _ending(self, device: Any, host: str | None, tensors: Any, deadline: Deadline) -> Any:
         from .bucket_sender import SendingEnd, sending_device
 
-        host = host or self._channel.host
+        host = self._channel.host if host is None else host
         backend = (await self._channel.settings(deadline.left)).device
         if self._end is not None and device is None and self._end.host == host:
             return self._end
