@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import site
 import sys
 import sysconfig
 import typing
@@ -64,6 +65,7 @@ def uninstalled_modules() -> dict[str, ModuleType]:
     They are the modules outside of the folders for packages and of Python's own library.
     """
     folders = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    folders |= {*site.getsitepackages(), site.getusersitepackages()}
     prefixes = tuple(os.path.realpath(folder) + os.sep for folder in folders)
     found = {}
     for name, module in list(sys.modules.items()):

@@ -66,7 +66,7 @@ def make_tiny_model(python: str) -> Path:
     Raises:
         UsageError: it could not make the model.
     """
-    done = _run(python, "-c", "from sglrl.api.tiny_model import *; print(tiny_model())")
+    done = _run(python, "-c", "from sglrl.api.tiny_model import tiny_model; print(tiny_model())")
     if done.returncode:
         *_, last = ["no reason given", *done.stderr.strip().splitlines()]
         raise UsageError(f"python={python!r} could not make the model 'tiny': {last}")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import Final
 
 import msgspec
 
@@ -20,6 +21,10 @@ from ..errors import ProtocolError
 from ..wire.codec import encode
 from ..wire.nodes import Acknowledge, Numbered
 
+CHECK_SECONDS: Final = 1.0
+"""Seconds between acknowledgements. Both ends send them, which also shows a broken connection."""
+MESSAGE_BYTES: Final = 64 << 20
+"""Maximum size of a message: a class that travels by value, or the end of a log."""
 Send = Callable[[list[bytes]], object]
 """Sends the frames of one message on the current connection, or drops them if it is broken."""
 

@@ -176,7 +176,7 @@ class LocalLauncher:
         except OSError as error:
             raise no_file(server.folder, error) from None
         # At interpreter exit the fork server's folder is removed, which contains this folder.
-        weakref.finalize(self, _remove, self._folder, os.getpid()).atexit = False
+        weakref.finalize(self, remove_folder, self._folder, os.getpid()).atexit = False
         return self._folder
 
     async def prepare(self, births: Mapping[int, Birth]) -> None:
@@ -267,7 +267,7 @@ class LocalLauncher:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _remove(folder: Path, pid: int) -> None:
+def remove_folder(folder: Path, pid: int) -> None:
     """Remove the folder of a pool that was garbage-collected without being closed."""
     if os.getpid() == pid:
         shutil.rmtree(folder, ignore_errors=True)

@@ -13,6 +13,7 @@ from typing import Final, Protocol, Self
 import msgspec
 
 from ..config import HEARTBEAT_TIMEOUT, PoolConfig, check_heartbeat, positive
+from ..core.node_session import CHECK_SECONDS, MESSAGE_BYTES
 from ..core.placement import Place, Placement
 from ..errors import ProtocolError, UsageError
 from ..transport.addresses import check_address
@@ -34,12 +35,8 @@ from .node_link import NodeLink
 
 logger = logging.getLogger("sglrl.hosts")
 
-_CHECK_SECONDS: Final = 1.0
-"""Seconds between acknowledgements, which also find broken connections."""
 _GOODBYE_SECONDS: Final = 2.0
 """Seconds to wait for the goodbyes of nodes."""
-_MESSAGE_BYTES: Final = 64 << 20
-"""Maximum size of a message: a class that travels by value, or the end of a log."""
 
 
 class HostInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -164,7 +161,7 @@ class Hosts:
             return
         self._router = ZmqRouter(
             self._address,
-            max_message_bytes=_MESSAGE_BYTES,
+            max_message_bytes=MESSAGE_BYTES,
             keys=None if self.keys is None else read_driver_keys(self.keys),
             insecure=self.insecure,
             heartbeat_timeout=self.heartbeat_timeout,
@@ -322,7 +319,7 @@ class Hosts:
                     link.name,
                     link.hello.orphan_timeout,
                 )
-        self._timer = asyncio.get_running_loop().call_later(_CHECK_SECONDS, self._check)
+        self._timer = asyncio.get_running_loop().call_later(CHECK_SECONDS, self._check)
 
     def _given_up(self, link: NodeLink) -> None:
         self._end(link, f"its host was away for more than {link.hello.orphan_timeout:g} s")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
 import tempfile
 import weakref
@@ -15,7 +16,7 @@ import msgspec
 
 from ..core.placement import Place
 from ..driver.environment import environment
-from ..driver.launcher import RANKS, Birth
+from ..driver.launcher import RANKS, Birth, remove_folder
 from ..errors import NotEnoughDevices, UsageError, WorkerStartError
 from ..system_limits import no_file
 from ..wire.codec import encode
@@ -74,7 +75,7 @@ class HostLauncher:
             self._folder = Path(tempfile.mkdtemp(prefix="sglrl-pool-"))
         except OSError as error:
             raise no_file(tempfile.gettempdir(), error) from None
-        weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        weakref.finalize(self, remove_folder, self._folder, os.getpid())
         self._pool = self._hosts.add_pool(self)
         return self._folder
 

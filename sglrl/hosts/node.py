@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import secrets
-import socket
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
 import msgspec
 
-from ..core.node_session import Session
+from ..core.node_session import CHECK_SECONDS, MESSAGE_BYTES, Session
 from ..errors import Closed, ProtocolError, SglrlError
 from ..transport.zmq import ZmqDealer
 from ..wire.calls import PROTOCOL_VERSION
@@ -36,13 +34,10 @@ from .node_pool import NodePool
 
 logger = logging.getLogger("sglrl.node")
 
-_CHECK_SECONDS: Final = 1.0
-"""Seconds between acknowledgements."""
 _GOODBYE_SECONDS: Final = 2.0
 """Seconds to wait for the driver's goodbye."""
 _PATIENCE: Final = 10.0
 """Seconds without an answer after which the log says so."""
-_MESSAGE_BYTES: Final = 64 << 20
 
 
 class Refused(SglrlError):
@@ -62,11 +57,11 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     address: str
     keys: ClientKeys | None
-    name: str = socket.gethostname()
-    gpus: tuple[str, ...] = ()
-    cores: int = os.cpu_count() or 1
-    orphan_timeout: float = 30.0
-    heartbeat_timeout: float | None = 30.0
+    name: str
+    gpus: tuple[str, ...]
+    cores: int
+    orphan_timeout: float
+    heartbeat_timeout: float | None
 
 
 class Node:
@@ -114,6 +109,11 @@ class Node:
         self._send([encode(Goodbye())])
         asyncio.get_running_loop().call_later(_GOODBYE_SECONDS, self._end)
 
+    def _fail(self, error: BaseException) -> None:
+        """End with an error that nothing expects. The driver replaces the workers."""
+        if not self._ended.done():
+            self._ended.set_exception(error)
+
     def _end(self) -> None:
         if not self._ended.done():
             self._ended.set_result(None)
@@ -134,7 +134,7 @@ class Node:
         self._dealer = dealer = ZmqDealer(
             settings.address,
             f"node/{secrets.token_hex(8)}".encode(),
-            max_message_bytes=_MESSAGE_BYTES,
+            max_message_bytes=MESSAGE_BYTES,
             keys=settings.keys,
             on_break=broken,
             heartbeat_timeout=settings.heartbeat_timeout,
@@ -190,7 +190,7 @@ class Node:
 
     async def _check(self) -> None:
         while True:
-            await asyncio.sleep(_CHECK_SECONDS)
+            await asyncio.sleep(CHECK_SECONDS)
             if self._session is not None:
                 self._session.acknowledge()
 
@@ -251,7 +251,7 @@ class Node:
         match message:
             case OpenPool(pool=number, preload=preload):
                 pool = NodePool(number, preload, self._report, self._outer_address)
-                self._pools[number] = _PoolTask(pool)
+                self._pools[number] = _PoolTask(pool, self._fail)
                 self._pools[number].put(pool.open())
             case ToPool(pool=number, message=order) if number in self._pools:
                 task = self._pools[number]
@@ -271,21 +271,23 @@ class Node:
 class _PoolTask:
     """Runs the orders for one pool one after the other."""
 
-    def __init__(self, pool: NodePool) -> None:
+    def __init__(self, pool: NodePool, fail: Callable[[BaseException], None]) -> None:
         self.pool = pool
+        self._fail = fail
         self._orders: asyncio.Queue[Coroutine[Any, Any, None]] = asyncio.Queue()
         self._task = asyncio.ensure_future(self._run())
+        self._task.add_done_callback(self._done)
 
     def put(self, order: Coroutine[Any, Any, None]) -> None:
         self._orders.put_nowait(order)
 
     async def _run(self) -> None:
         while True:
-            order = await self._orders.get()
-            try:
-                await order
-            except Exception:
-                logger.exception("an order of the driver failed")
+            await (await self._orders.get())
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
 
     def close(self) -> None:
         self._task.cancel()

@@ -99,6 +99,7 @@ class NodePool:
         log = self._log(request.key)
         try:
             log.write_bytes(b"")
+            here = os.getcwd()
             if self._connection is None or not self._connection.alive:
                 await self._connect()
         except (WorkerStartError, TimeoutError, OSError) as error:
@@ -118,9 +119,7 @@ class NodePool:
             body = msgspec.structs.replace(body, rendezvous=rendezvous)
         address = self._outer_address(request.spec.address)
         spec = msgspec.structs.replace(request.spec, body=body, address=address)
-        request = msgspec.structs.replace(
-            request, spec=spec, log=str(log), cwd=os.getcwd(), sys_path=None
-        )
+        request = msgspec.structs.replace(request, spec=spec, log=str(log), cwd=here, sys_path=None)
         self._connection.fork(request.key, encode(request))
 
     def _refuse(self, key: int, why: str) -> None:

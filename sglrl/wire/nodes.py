@@ -60,7 +60,7 @@ class Numbered(msgspec.Struct, array_like=True, frozen=True, tag=83):
 
 
 class Acknowledge(msgspec.Struct, array_like=True, frozen=True, tag=84):
-    """Acknowledges all messages up to the number ``received``. Sent if there is no other."""
+    """All messages up to the number ``received`` have arrived. Both sides send it every second."""
 
     received: int
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import socket
@@ -20,9 +21,10 @@ from processes import strike, wait_for_end
 import sglrl
 from sglrl.driver.environment import environment
 from sglrl.hosts.hosts import refusal
+from sglrl.hosts.node import Node, NodeSettings
 from sglrl.transport.curve_keys import add_client, make_keys
 from sglrl.wire.calls import PROTOCOL_VERSION
-from sglrl.wire.nodes import NodeHello
+from sglrl.wire.nodes import NodeHello, OpenPool
 
 from .nodes import SECONDS, nodes
 
@@ -176,3 +178,27 @@ async def test_a_refused_node_says_why_and_ends(monkeypatch: pytest.MonkeyPatch)
                 await sglrl.spawn(Values, hosts=hosts, start_timeout=4.0)
             assert "here 9.9.9" in node.says("refused by the driver")
             assert node.ends() == 1
+
+
+async def test_an_error_that_nothing_expects_ends_the_node() -> None:
+    """The node does not go on with an order that it has dropped: its driver would wait for it."""
+
+    async def order() -> None:
+        raise LookupError("unexpected")
+
+    settings = NodeSettings(
+        address=free_address(),
+        keys=None,
+        name="a",
+        gpus=(),
+        cores=1,
+        orphan_timeout=1.0,
+        heartbeat_timeout=None,
+    )
+    node = Node(settings, environment())
+    running = asyncio.ensure_future(node.run())
+    await asyncio.sleep(0)
+    node._handle(OpenPool(1, "plain"))
+    node._pools[1].put(order())
+    with pytest.raises(LookupError, match="unexpected"):
+        await running
