@@ -185,14 +185,18 @@ IN_FLIGHT = """
 import asyncio
 
 running = most = 0
+three = asyncio.Event()
 
 def begin():
     global running, most
     running += 1
     most = max(most, running)
+    if running == 3:
+        three.set()
 
 async def score(item, text):
     global running
+    await asyncio.wait_for(three.wait(), 30)
     for _ in range(10):
         # A sample that need not wait for this one would begin meanwhile.
         await asyncio.sleep(0)
@@ -214,7 +218,7 @@ def test_concurrency_is_the_number_of_samples_in_flight(
 
     monkeypatch.setattr(Client, "generate", counted)
     options = ["-n", "2", "--concurrency", "3", "--score", f"{name}:score", "--json"]
-    # Every score is the largest number of samples so far, from the start to the end of their score.
+    # Every score waits for three samples in flight, and is the largest number that there were.
     assert Result(command(model, *options), capsys).summary["mean_score"] == 3.0
 
 
