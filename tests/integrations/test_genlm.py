@@ -493,7 +493,7 @@ def test_a_loop_that_is_blocked_is_not_waited_for_without_end(
 
 
 def test_errors_reach_who_waits(fake: sglrl.BlockingClient) -> None:
-    model = AsyncSGLTransformer(fake, timeout=0.05)
+    model = AsyncSGLTransformer(fake, timeout=0.5)
     fake.pause()
     with pytest.raises(sglrl.DeadlineExceeded):
         asyncio.run(model.next_token_logprobs([1]))
