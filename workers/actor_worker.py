@@ -43,7 +43,7 @@ from sglrl.wire.calls import (
 from sglrl.wire.codec import Buffer, decode_to_worker, encode, readable, split_frames
 from sglrl.wire.processes import ActorSpec, WorkerSpec
 
-from .exit_on_disconnect import leave
+from .broken_connection import RECONNECT_SECONDS, BreakWatch
 from .heartbeat import start_heartbeats
 
 logger = logging.getLogger("sglrl.worker")
@@ -67,7 +67,7 @@ def load_class(spec: ActorSpec) -> type[Actor]:
 
 
 class Host:
-    """Serves one actor instance over one transport until ``Shutdown``."""
+    """Serves one actor instance over a transport until ``Shutdown``."""
 
     def __init__(
         self,
@@ -88,18 +88,44 @@ class Host:
         self._frames: list[Buffer] = []
         self._first = 0.0
         """Time at which the first of ``_items`` was collected."""
+        self._ready = b""
+        self._returning = False
+        """The connection was broken. ``Ready`` follows when no call is left."""
 
     async def serve(self, window: int) -> None:
         """Report that the worker is ready, serve calls until ``Shutdown``, then close the actor."""
+        self._ready = encode(Ready(PROTOCOL_VERSION, os.getpid(), window, sorted(self.endpoints)))
         self.transport.start(self._on_message)
-        self.transport.send(
-            [encode(Ready(PROTOCOL_VERSION, os.getpid(), window, sorted(self.endpoints)))]
-        )
+        self.transport.send([self._ready])
         async with asyncio.TaskGroup() as self._group:
             await self.stopped.wait()
-            for task in self.running.values():
-                task.cancel()
+            self._cancel_calls()
         await self.actor.close()
+
+    def reconnect(self, transport: WorkerTransport) -> None:
+        """Go on over a new connection, and end all calls: messages were lost with the old one.
+
+        The driver has moved the calls to other workers, or does so when ``Ready`` arrives.
+        """
+        self.transport = transport
+        if not self._ready:
+            return
+        transport.start(self._on_message)
+        self._returning = True
+        self._cancel_calls()
+        self._end_return()
+
+    def _cancel_calls(self) -> None:
+        for task in self.running.values():
+            task.cancel()
+
+    def _end_return(self) -> None:
+        """Report that the worker is ready again, if it returns and no call is left."""
+        if self._returning and not self.running:
+            self._returning = False
+            self._items.clear()
+            self._frames.clear()
+            self.transport.send([self._ready])
 
     def _on_message(self, frames: list[Buffer]) -> None:
         try:
@@ -109,7 +135,7 @@ class Host:
             self._drop("a message of the driver: %s", error)
             return
         match message:
-            case Submit(calls=calls):
+            case Submit(calls=calls) if not self._returning:
                 for call, own in zip(calls, owned, strict=True):
                     if call.id in self.running or self.stopped.is_set():
                         self._drop("call %d, which arrived twice or too late", call.id)
@@ -129,6 +155,7 @@ class Host:
         """Answer a call whose task was cancelled before its first step, so ``_run`` never ran."""
         if self.running.pop(id_, None) is not None:
             self._put(Item(id_, ItemKind.CANCELLED))
+        self._end_return()
 
     async def _run(self, call: CallMessage, frames: list[Buffer]) -> None:
         try:
@@ -184,6 +211,8 @@ class Host:
     def _flush(self) -> None:
         items, self._items = self._items, []
         frames, self._frames = self._frames, []
+        if self._returning or not items:
+            return
         body = encode(Results(items))
         if len(body) <= self.max_message_bytes:
             self.transport.send([body, *frames])
@@ -220,27 +249,63 @@ class Turns:
         self._asked = False
 
 
+class _Connection:
+    """The worker's connection to the driver. A worker that returns opens a new one after a break.
+
+    Attributes:
+        host: gets each new connection.
+    """
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self._spec = spec
+        self._loop = asyncio.get_running_loop()
+        self.host: Host | None = None
+        self.transport = self._open()
+
+    def _open(self) -> ZmqDealer:
+        self._watch = watch = BreakWatch(self._spec.returns, lambda: self._tell(watch))
+        return ZmqDealer(
+            self._spec.address,
+            self._spec.identity,
+            max_message_bytes=self._spec.max_message_bytes,
+            keys=self._spec.keys,
+            on_break=watch,
+            heartbeat_timeout=self._spec.heartbeat_timeout,
+            reconnect_seconds=RECONNECT_SECONDS,
+        )
+
+    def _tell(self, watch: BreakWatch) -> None:
+        with contextlib.suppress(RuntimeError):  # The loop is closed: the process exits.
+            self._loop.call_soon_threadsafe(self._replace, watch)
+
+    def _replace(self, watch: BreakWatch) -> None:
+        if watch is self._watch:
+            self.close()
+            self.transport = self._open()
+            if self.host is not None:
+                self.host.reconnect(self.transport)
+
+    def close(self) -> None:
+        self._watch.handled()
+        self.transport.close()
+
+
 async def _main(spec: WorkerSpec, body: ActorSpec) -> None:
-    transport = ZmqDealer(
-        spec.address,
-        spec.identity,
-        max_message_bytes=spec.max_message_bytes,
-        keys=spec.keys,
-        on_break=leave,
-        heartbeat_timeout=spec.heartbeat_timeout,
-    )
+    connection = _Connection(spec)
     try:
-        transport.send([encode(Starting("constructing the actor"))])
+        connection.transport.send([encode(Starting("constructing the actor"))])
         cls = load_class(body)
         arguments = constructor_arguments(cls).decode(body.args, body.frames)
         actor = cls(**arguments)
         start_heartbeats(spec, Turns().look)
         if "open" not in endpoints_of(cls):
             await actor.open()
-        host = Host(actor, endpoints_of(cls), transport, spec.max_message_bytes)
+        connection.host = host = Host(
+            actor, endpoints_of(cls), connection.transport, spec.max_message_bytes
+        )
         await host.serve(body.window)
     finally:
-        transport.close()
+        connection.close()
 
 
 def run_actor(spec: WorkerSpec, body: ActorSpec) -> None:

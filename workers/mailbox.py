@@ -46,8 +46,8 @@ from sglrl.wire.engine import (
 )
 from sglrl.wire.processes import WorkerSpec
 
+from .broken_connection import RECONNECT_SECONDS, BreakWatch
 from .engine.protocol import Engine
-from .exit_on_disconnect import leave
 
 logger = logging.getLogger("sglrl.worker")
 
@@ -89,14 +89,22 @@ class Mailbox:
         self._waited = False
         self._reported = 0.0
         """Time of the last report of the engine's load to the driver."""
+        self._broken = False
+        self._returns = spec.returns
+        self._watch = BreakWatch(self._returns, self._on_break)
         self._dealer = ZmqPolledDealer(
             spec.address,
             spec.identity,
             max_message_bytes=spec.max_message_bytes,
             keys=spec.keys,
-            on_break=leave,
+            on_break=self._watch,
             heartbeat_timeout=spec.heartbeat_timeout,
+            reconnect_seconds=RECONNECT_SECONDS,
         )
+        self._ready: tuple[int, EngineInfo] | None = None
+        """The arguments of ``ready``, once the worker is ready."""
+        self._returning = False
+        """The connection was broken. ``Ready`` follows when no call is left."""
         self._most_bytes = spec.max_message_bytes
         self._drop = Dropped(logger)
         self._held: set[int] = set()
@@ -122,6 +130,7 @@ class Mailbox:
 
     def ready(self, window: int, info: EngineInfo) -> None:
         """Report that the worker accepts calls, and offer memory for rows to the driver."""
+        self._ready = window, info
         self._offered = writer_for(4 * info.vocab_size)
         offer = None if self._offered is None else self._offered.offer
         pid, device = os.getpid(), info.device
@@ -135,6 +144,8 @@ class Mailbox:
             True if there was a message.
         """
         any_ = False
+        if self._broken:
+            self._reconnect(engine)
         while self._unsendable:
             engine.abort(self._unsendable.pop())
         while (frames := self._dealer.receive()) is not None:
@@ -145,7 +156,7 @@ class Mailbox:
                 self._drop("a message of the driver: %s", error)
                 continue
             match message:
-                case Submit(calls=calls):
+                case Submit(calls=calls) if not self._returning:
                     for call in calls:
                         self._begin(engine, call)
                 case Cancel(ids=ids):
@@ -247,7 +258,11 @@ class Mailbox:
             items, self._items = self._items, []
             frames, self._frames = self._frames, []
             slots, self._slots = self._slots, []
-            self._send(items, frames, slots, load)
+            if not self._returning:
+                self._send(items, frames, slots, load)
+        if self._returning and not self._held and self._ready is not None:
+            self._returning = False
+            self.ready(*self._ready)
 
     def _send(
         self,
@@ -282,7 +297,32 @@ class Mailbox:
             self._send([Item(item.id, ItemKind.ERROR, body)], [], [], load)
 
     def close(self) -> None:
+        self._watch.handled()
         self._dealer.close(linger=0.5)
+
+    def _on_break(self) -> None:
+        """Let the scheduler's thread replace the socket. Called on another thread."""
+        self._broken = True
+        self._dealer.wake()
+
+    def _reconnect(self, engine: Engine) -> None:
+        """Open a new connection, and end all calls: messages were lost with the old connection.
+
+        The driver has moved the calls to other workers, or does so when ``Ready`` arrives.
+        """
+        self._broken = False
+        self._watch.handled()
+        self._watch = BreakWatch(self._returns, self._on_break)
+        self._dealer.reconnect(self._watch)
+        self._items, self._frames, self._slots, self._unsendable = [], [], [], []
+        self.rows = self._offered = None
+        if self._ready is None:
+            return
+        self._returning = True
+        # The driver pauses the engine again if all others are paused. -1: no call waits for this.
+        engine.resume(-1)
+        for id_ in list(self._held):
+            engine.abort(id_)
 
     def _begin(self, engine: Engine, call: CallMessage) -> None:
         if call.id in self._held:

@@ -38,6 +38,9 @@ class DriverListener:
     def on_lost(self, worker: int) -> None:
         """The worker is lost."""
 
+    def on_away(self, worker: int) -> None:
+        """The connection to the worker is broken. If it returns, ``on_ready`` follows."""
+
     def on_loads(self) -> None:
         """An engine has reported its load."""
 

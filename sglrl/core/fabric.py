@@ -25,7 +25,7 @@ from .calls import CANCELLING, ENDED, QUEUED, RUNNING, SENT, Call
 from .clients import NO_LIMIT, ClientState
 from .deadlines import Deadlines
 from .effects import Chunk, Drained, Effect, End, Restart, Send, SendCancel
-from .members import DRAINING, GONE, LOST, READY, RETIRED, SYNCING, LoadIndex, Member
+from .members import AWAY, DRAINING, GONE, LOST, READY, RETIRED, SYNCING, LoadIndex, Member
 from .routing import Router
 
 if TYPE_CHECKING:
@@ -90,7 +90,10 @@ class Fabric:
         return member
 
     def member_arrived(self, index: int, window: int) -> None:
-        """Record that the worker sent ``Ready`` and needs the current weights before it serves."""
+        """Record that the worker sent ``Ready`` and needs the current weights before it serves.
+
+        The worker is new, or it was away.
+        """
         self._move_up(index, SYNCING, window)
 
     def member_ready(self, index: int, window: int, now: float) -> None:
@@ -123,9 +126,27 @@ class Fabric:
         member = self.members[index]
         if member.state in GONE:
             return
+        self._leave(member, LOST if returns else RETIRED, reason)
+        self._fail_pinned(member, f"lost ({reason})", keep_idempotent=returns)
+        self._pump(now)
+        self._pump_woken(now)
+        self._end_if_alone(reason)
+
+    def member_away(self, index: int, reason: str, now: float) -> None:
+        """Record that the connection to a worker is broken. The worker may return.
+
+        The calls that it holds are requeued or ended, as after its loss. Waiting calls that are
+        pinned to it wait for its return.
+        """
+        self._leave(self.members[index], AWAY, reason)
+        self._pump(now)
+        self._pump_woken(now)
+
+    def _leave(self, member: Member, state: str, reason: str) -> None:
+        """Move a member to a state in which it holds no calls, and requeue or end its calls."""
         if member.state is READY:
             self._withdraw(member)
-        member.move(LOST if returns else RETIRED)
+        member.move(state)
         held = list(member.calls.values())
         member.calls.clear()
         member.load = 0
@@ -149,15 +170,11 @@ class Fabric:
                 self._end(
                     call,
                     WorkerLost(
-                        f"worker {index} was lost ({reason}) while it held this call "
+                        f"worker {member.index} was lost ({reason}) while it held this call "
                         f"({call.endpoint}, {why})",
-                        worker=index,
+                        worker=member.index,
                     ),
                 )
-        self._fail_pinned(member, f"lost ({reason})", keep_idempotent=returns)
-        self._pump(now)
-        self._pump_woken(now)
-        self._end_if_alone(reason)
 
     def member_retired(self, index: int, reason: str) -> None:
         """Record that the lost worker gets no replacement, and end the calls pinned to it."""

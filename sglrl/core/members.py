@@ -10,8 +10,10 @@
 
 * SYNCING: the worker has started and receives the current weights.
 * STALE: no peer could send the worker the current weights. It waits for the next update.
+* AWAY (from READY, SYNCING and STALE): the connection to the worker is broken, and the worker may
+  return. It holds no calls. It becomes SYNCING, READY or LOST.
 
-A replacement is a new member with the same index.
+A replacement is a new member with the same index. A worker that returns is the same member.
 
 A member's ``load`` is the number of calls that it holds. A place is reserved when a call is sent.
 The place is released when the call ends on the worker or when the worker is lost, so no reservation
@@ -30,6 +32,7 @@ from .fair_queue import FairQueue
 STARTING: Final = "starting"
 SYNCING: Final = "syncing"
 STALE: Final = "stale"
+AWAY: Final = "away"
 READY: Final = "ready"
 DRAINING: Final = "draining"
 LOST: Final = "lost"
@@ -37,9 +40,10 @@ RETIRED: Final = "retired"
 
 LEGAL: Final[dict[str, tuple[str, ...]]] = {
     STARTING: (SYNCING, READY, LOST, RETIRED),
-    SYNCING: (STALE, READY, LOST, RETIRED),
-    STALE: (SYNCING, READY, LOST, RETIRED),
-    READY: (DRAINING, LOST, RETIRED),
+    SYNCING: (STALE, READY, AWAY, LOST, RETIRED),
+    STALE: (SYNCING, READY, AWAY, LOST, RETIRED),
+    READY: (DRAINING, AWAY, LOST, RETIRED),
+    AWAY: (SYNCING, READY, LOST, RETIRED),
     DRAINING: (LOST, RETIRED),
     LOST: (RETIRED,),
     RETIRED: (),

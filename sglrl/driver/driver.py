@@ -19,7 +19,7 @@ from ..core.clients import ClientState
 from ..core.driver_listener import DriverListener
 from ..core.effects import Chunk, Drained, End, Restart, Send, SendCancel
 from ..core.fabric import Fabric
-from ..core.members import GONE, READY, RETIRED, STALE, STARTING, SYNCING, Member
+from ..core.members import AWAY, GONE, READY, RETIRED, STALE, STARTING, SYNCING, Member
 from ..errors import Closed, ProtocolError, SglrlError, UsageError
 from ..transport.base import MOST_UNREAD, DriverTransport
 from ..transport.dropped import Dropped
@@ -57,8 +57,17 @@ _PIECE: Final = 64
 worker would alternate: each would be idle while the other works."""
 
 
+_RETURN_FROM: Final = (READY, SYNCING, STALE)
+"""The states from which a worker may go away and return."""
+
+
 class Driver:
-    """Joins a ``Fabric`` to a transport on the running event loop, and notifies listeners."""
+    """Joins a ``Fabric`` to a transport on the running event loop, and notifies listeners.
+
+    Args:
+        workers_return: a worker whose connection breaks connects again, ends all its calls and
+            sends ``Ready``. False: such a worker exits.
+    """
 
     def __init__(
         self,
@@ -66,8 +75,11 @@ class Driver:
         config: FabricConfig | None = None,
         max_message_bytes: int = 256 << 20,
         encode_calls: Callable[[list[Call]], list[Any]] = encode_submit,
+        *,
+        workers_return: bool = False,
     ) -> None:
         self.transport = transport
+        self._workers_return = workers_return
         self.max_message_bytes = max_message_bytes
         self.fabric = Fabric(config)
         self._drop = Dropped(logger)
@@ -151,6 +163,15 @@ class Driver:
         self._changed()
         for listener in self._listeners:
             listener.on_lost(index)
+
+    def worker_away(self, index: int, reason: str) -> None:
+        """Record that the connection to a worker is broken. Its calls continue on other workers."""
+        self.fabric.member_away(index, reason, now())
+        self._frames.close(self.fabric.members[index])
+        self._flush()
+        self._changed()
+        for listener in self._listeners:
+            listener.on_away(index)
 
     def worker_retired(self, index: int, reason: str) -> None:
         self.fabric.member_retired(index, reason)
@@ -309,7 +330,13 @@ class Driver:
             self._flush()
 
     def _on_control(self, member: Member, message: ToDriver) -> None:
-        if member.state is not STARTING:
+        expected: tuple[str, ...] = (STARTING,)
+        if self._workers_return and type(message) is Ready:
+            expected = (STARTING, AWAY)
+            if member.state not in expected:
+                # The worker has noticed first that its connection was broken.
+                self.on_unreachable(member)
+        if member.state not in expected:
             self._drop("worker %d is %s, and says %r", member.index, member.state, message)
             return
         match message:
@@ -443,8 +470,13 @@ class Driver:
             listener.on_connection_broken()
 
     def on_unreachable(self, member: Member) -> None:
-        """Treat a worker as lost."""
+        """Treat a worker as lost, or as away if it may return."""
         reason = "its connection is gone, or it does not read"
+        if member.state is AWAY:
+            return
+        if self._workers_return and member.state in _RETURN_FROM:
+            self.worker_away(member.index, reason)
+            return
         self._unusable(member.index, reason)
         self.worker_lost(member.index, reason)
 

@@ -113,6 +113,10 @@ class Launcher(Protocol):
         """Return the name of the host of a worker; empty: this machine."""
         ...
 
+    def reaches(self, index: int) -> bool:
+        """Return whether the host of a worker is connected."""
+        ...
+
     async def close(self) -> None:
         """Kill the remaining processes and remove the folder."""
         ...
@@ -258,6 +262,9 @@ class LocalLauncher:
 
     def host(self, index: int) -> str:
         return ""
+
+    def reaches(self, index: int) -> bool:
+        return True
 
     async def close(self) -> None:
         """Close the connection and remove the folder. The fork server kills the processes."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from ..core.calls import Call
-from ..core.members import STARTING, Member
+from ..core.members import AWAY, STARTING, Member
 from ..errors import Closed
 from ..transport.base import DriverTransport
 from ..wire.calls import Cancel
@@ -93,8 +93,9 @@ class Links:
     def probe(self) -> None:
         """Send every worker a message without effect, which fails if the worker is unreachable."""
         for member in list(self._identities):
-            # A starting worker may not have connected yet. Its start has a time limit.
-            if member.state is not STARTING:
+            # A starting worker may not have connected yet. Its start has a time limit, and so has
+            # the return of a worker that is away.
+            if member.state not in (STARTING, AWAY):
                 self.send(member, [encode(Cancel([]))])
 
     def _report(self, member: Member) -> None:

@@ -176,7 +176,12 @@ class Pool:
             heartbeat_timeout=config.heartbeat_timeout,
         )
         self._worker_keys = router.worker_keys
-        self._driver = driver = Driver(router, self._fabric_config, config.max_message_bytes)
+        self._driver = driver = Driver(
+            router,
+            self._fabric_config,
+            config.max_message_bytes,
+            workers_return=self._launcher.elsewhere,
+        )
         supervisor.attach(driver, folder, router.worker_keys)
         self.weights.attach(driver, router.outer_address)
         self.outer_address = router.outer_address
@@ -222,11 +227,16 @@ class Pool:
             if driver is not None:
                 driver.close()
                 for worker in workers:
-                    if worker.running and worker.is_ready and not worker.lost:
+                    serves = worker.is_ready and not (worker.lost or worker.away)
+                    if worker.running and serves:
                         driver.shut_down_worker(worker.index)
                     else:
                         self._processes.kill(worker)
-            running = [worker for worker in workers if worker.running]
+            running = [
+                worker
+                for worker in workers
+                if worker.running and self._launcher.reaches(worker.index)
+            ]
             await self._processes.end(running, self._config.shutdown_timeout)
         finally:
             # Do this also after a cancellation: the fork server kills the remaining processes.

@@ -39,6 +39,9 @@ logger = logging.getLogger("sglrl.pool")
 _LAST_LINES: Final = 5
 """Lines of a lost worker's output in the log line about it."""
 
+_RETURN_SECONDS: Final = 30.0
+"""Seconds to wait for a worker whose connection is broken, while its host is connected."""
+
 SYNC_TIMEOUT = 120.0
 """Seconds for a replacement to receive the weights from other workers, once its turn has come."""
 
@@ -167,6 +170,7 @@ class Supervisor(DriverListener):
                     body=body,
                     heartbeat_interval=self.monitor.heartbeat_interval,
                     heartbeat_timeout=self._config.heartbeat_timeout,
+                    returns=self._launcher.elsewhere,
                 )
             )
         return specs
@@ -332,19 +336,22 @@ class Supervisor(DriverListener):
 
     async def _sync(self, worker: Worker) -> None:
         """Send a running worker the current weights, then let it accept calls."""
-        index = worker.index
+        index, breaks = worker.index, worker.breaks
+
+        def is_gone() -> bool:
+            return worker.lost or worker.breaks > breaks
 
         def serve() -> None:
-            if not worker.lost:
+            if not is_gone():
                 self._driver.serve(index)
 
         try:
             synced = await self._weights.sync(index, SYNC_TIMEOUT, serve)
         except Exception as error:
-            if not worker.lost:
+            if not is_gone():
                 self.expel(index, f"it could not get the current weights: {error}")
             return
-        if worker.lost:
+        if is_gone():
             return
         if synced:
             self._sync_stale()
@@ -373,14 +380,43 @@ class Supervisor(DriverListener):
 
     def on_ready(self, worker: int, ready: Ready) -> None:
         started = self.workers[worker]
-        if started.ready.done():
+        if started.away:
+            started.away = False
+            logger.info("worker %d is back", worker)
+        elif started.ready.done():
             return
-        logger.debug("worker %d is ready (pid %d, %s)", worker, ready.pid, ready.device)
-        started.ready.set_result(ready)
+        else:
+            logger.debug("worker %d is ready (pid %d, %s)", worker, ready.pid, ready.device)
+            started.ready.set_result(ready)
         if self._driver.fabric.members[worker].state is SYNCING:
             self.run(self._sync(started))
         else:
             started.settled.set()
+
+    def on_away(self, worker: int) -> None:
+        gone = self.workers[worker]
+        gone.away = True
+        gone.breaks += 1
+        logger.warning(
+            "the connection to worker %d on host %s is broken", worker, self._launcher.host(worker)
+        )
+        self._expect_return(gone, gone.breaks)
+
+    def _expect_return(self, worker: Worker, breaks: int) -> None:
+        """Kill a worker that does not return. Wait longer while its host is not connected, either.
+
+        The launcher ends the workers of a host that does not return.
+        """
+
+        def check() -> None:
+            if self._stopped or not worker.away or worker.breaks != breaks:
+                return
+            if self._launcher.reaches(worker.index):
+                self.expel(worker.index, f"it did not connect again within {_RETURN_SECONDS:g} s")
+            else:
+                self._expect_return(worker, breaks)
+
+        asyncio.get_running_loop().call_later(_RETURN_SECONDS, check)
 
     def _dump(self, index: int) -> tuple[Path, int]:
         return self._processes.dump(self.workers[index])

@@ -15,9 +15,11 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
         id: index in the pool.
         pid: process id of the worker's rank 0.
         state: "starting"; "syncing" (runs and receives the current weights); "stale" (no worker
-            could send the current weights: waits for the next update); "ready"; "draining"
-            (accepts no new calls); "lost" (a replacement follows); "retired".
-        weight_version: policy version of the worker's weights.
+            could send the current weights: waits for the next update); "ready"; "away" (its
+            connection is broken, and it may return); "draining" (accepts no new calls); "lost" (a
+            replacement follows); "retired".
+        weight_version: policy version of the worker's weights; -1: not known, because the worker
+            was away during an update.
         device: "cpu", "cuda:0", ...
         host: name of the host that it runs on; empty: the machine of the pool.
         load: number of calls that the worker holds.

@@ -39,6 +39,10 @@ class Worker:
         """Set when the worker accepts calls, waits for weights, or is lost."""
         self.exit_reason = ""
         self.lost = False
+        self.away = False
+        """The connection is broken. The processes may run on and return."""
+        self.breaks = 0
+        """Number of times that the connection broke."""
         self.returns = False
         """Whether a replacement follows a loss. False until the worker has started successfully."""
         self.restart_in: float | None = None

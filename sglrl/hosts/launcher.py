@@ -201,6 +201,11 @@ class HostLauncher:
         place = self._places.get(index)
         return "" if place is None else place.host
 
+    def reaches(self, index: int) -> bool:
+        """Return whether the host of a worker is connected."""
+        link = self._hosts.link(self.host(index))
+        return link is not None and link.session.connected
+
     async def close(self) -> None:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)

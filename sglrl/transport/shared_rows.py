@@ -16,6 +16,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import secrets
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -57,6 +58,10 @@ class _Layout:
         return self.begin + piece * self.piece_bytes + row * self.row_bytes
 
 
+def _name(token: str) -> str:
+    return f"sglrl-rows-{token}"
+
+
 def _pages(size: int) -> int:
     return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
 
@@ -74,7 +79,9 @@ class RowsWriter:
 
     def __init__(self, row_bytes: int) -> None:
         layout = self._layout = _Layout(row_bytes)
-        self._fd = os.memfd_create("sglrl-rows", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        token = secrets.token_hex(8)
+        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+        self._fd = os.memfd_create(_name(token), flags)
         os.ftruncate(self._fd, layout.size)
         # With a fixed size, no view can ever lie beyond the end of the file.
         fcntl.fcntl(self._fd, _ADD_SEALS, _SEALS)
@@ -87,7 +94,7 @@ class RowsWriter:
             layout.begin,
             (layout.piece_bytes, row_bytes, 4),
         )
-        self.offer = RowsOffer(self._fd, row_bytes)
+        self.offer = RowsOffer(self._fd, row_bytes, token)
         self.on_piece: Callable[[NDArray[np.float32]], None] = lambda piece: None
         self._pieces = 0
         self._most = layout.count // TOGETHER
@@ -150,6 +157,9 @@ class RowsReader:
             # Only files of ``memfd_create`` have seals.
             if fcntl.fcntl(fd, _GET_SEALS) != _SEALS or os.fstat(fd).st_size != layout.size:
                 raise OSError("the file is not one of these")
+            # A worker on another machine may have the process number of another worker here.
+            if _name(offer.token) not in os.readlink(f"/proc/self/fd/{fd}"):
+                raise OSError("the file is that of another worker")
             self._memory = mmap.mmap(fd, layout.size)
         finally:
             os.close(fd)

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -19,12 +19,14 @@ from ..core.driver_listener import DriverListener
 from ..core.manifest import check_manifest
 from ..core.weight_update import Member
 from ..errors import ProtocolError, SglrlError, WeightUpdateError
+from ..wire.calls import Ready
 from ..wire.codec import Buffer, decode_from_rank
 from ..wire.weights import (
     ModelDescription,
     RankAnswer,
     RankHello,
     RankSettings,
+    Rejoin,
     Shard,
     TensorSpec,
 )
@@ -40,6 +42,9 @@ from .update_request import Source, UpdateRequest
 from .update_run import UpdateRun
 
 logger = logging.getLogger("sglrl.weights")
+
+_UNKNOWN: Final = -1
+"""The version of a worker that was away during an update."""
 
 
 class WeightChannel(DriverListener):
@@ -359,9 +364,8 @@ class WeightChannel(DriverListener):
         if rank is None:
             return self._senders.receive(identity, message)
         match message:
-            case RankHello(settings=settings) if not rank.hello.done():
-                rank.hello.set_result(settings)
-                return True
+            case RankHello():
+                return self._on_hello(rank, message)
             case RankAnswer():
                 return self._questions.answered(rank, message) or (
                     self._run is not None and self._run.rank_answered(rank, message)
@@ -369,12 +373,53 @@ class WeightChannel(DriverListener):
             case _:
                 return False
 
+    def _on_hello(self, rank: Rank, hello: RankHello) -> bool:
+        if hello.dirty:
+            self._expel(rank.worker, "its connection broke while its weights changed")
+        elif not rank.hello.done():
+            rank.connection = hello.connection
+            rank.hello.set_result(hello.settings)
+        elif hello.connection <= rank.connection:
+            # The rank was asked to say hello, and had done so by itself meanwhile.
+            return rank.returns
+        elif self._lock.locked():
+            self._expel(rank.worker, "its connection broke during a weight update")
+        else:
+            # Its worker serves calls, on another connection.
+            self._return(rank.worker)
+        return True
+
     def on_lost(self, worker: int) -> None:
+        self._lose(worker)
+
+    def _lose(self, worker: int) -> list[Rank]:
         lost = self._ranks.lose(worker)
         self._group.lost(lost)
         self._questions.lost(lost)
         if self._run is not None:
             self._run.lost(worker, lost)
+        return lost
+
+    def on_away(self, worker: int) -> None:
+        for rank in self._lose(worker):
+            self._ranks.add(rank.member, rank.identity, returns=True)
+            if self._lock.locked():
+                # An update may have become live there, or not.
+                self.versions[worker] = _UNKNOWN
+
+    def on_ready(self, worker: int, ready: Ready) -> None:
+        self._rejoin(worker)
+
+    def _return(self, worker: int) -> None:
+        """Use new records for the ranks of a worker that has connected again."""
+        self.on_away(worker)
+        self._rejoin(worker)
+
+    def _rejoin(self, worker: int) -> None:
+        """Ask the ranks of a worker that was away to say hello, unless they have done so."""
+        for rank in self._ranks.of(worker):
+            if rank.returns and not rank.hello.done():
+                self._ranks.send(rank, Rejoin(self._questions.new_id()))
 
     def on_connection_broken(self) -> None:
         self._senders.find_lost()

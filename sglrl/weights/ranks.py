@@ -28,23 +28,28 @@ class DriverPort(Protocol):
 
 
 class Rank:
-    """One process of a worker, from its start until the worker is lost.
+    """One process of a worker, from its start until the worker is lost or away.
 
-    A replacement process has the same ``member`` but another ``Rank``. Code that waits for a
-    process keeps its ``Rank``, so it cannot mistake the replacement for that process.
+    A process that returns has another ``Rank``, with the same identity. A replacement process has
+    the same ``member`` but another ``Rank``. Code that waits for a process keeps its ``Rank``, so
+    it cannot mistake another one for it.
 
     Attributes:
         member: the indices of the worker and of the rank.
         identity: the identity of the process at the driver's router.
+        returns: the process was away before, and its worker may return.
         hello: the first message of the process; cancelled if the process is lost before it arrives.
+        connection: the number of the connection on which ``hello`` arrived.
         lost: True once the worker is lost.
         manifest: the last manifest that the process has accepted, and the id of that message. A
             trainer sends the same manifest each time, and encoding it takes half a millisecond.
     """
 
-    def __init__(self, member: Member, identity: bytes) -> None:
+    def __init__(self, member: Member, identity: bytes, *, returns: bool = False) -> None:
         self.member = member
         self.identity = identity
+        self.returns = returns
+        self.connection = 0
         self.hello: asyncio.Future[RankSettings] = asyncio.get_running_loop().create_future()
         self.lost = False
         self.manifest: tuple[Sequence[TensorSpec] | None, int] = (None, 0)
@@ -86,8 +91,9 @@ class Ranks:
     def attach(self, driver: DriverPort) -> None:
         self._driver = driver
 
-    def add(self, member: Member, identity: bytes) -> None:
-        self._by_member[member] = self._by_identity[identity] = Rank(member, identity)
+    def add(self, member: Member, identity: bytes, *, returns: bool = False) -> None:
+        rank = Rank(member, identity, returns=returns)
+        self._by_member[member] = self._by_identity[identity] = rank
         self._has_weights = True
 
     def lose(self, worker: int) -> list[Rank]:

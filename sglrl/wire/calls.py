@@ -8,7 +8,7 @@ import msgspec
 
 from .engine import EngineInfo
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 
 class CallMessage(msgspec.Struct, array_like=True, gc=False, frozen=True):
@@ -122,14 +122,20 @@ class Starting(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=12):
 
 
 class RowsOffer(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """Memory that a worker can share: its file descriptor there, and the bytes of one row."""
+    """Memory that a worker can share: its file descriptor there, and the bytes of one row.
+
+    ``token`` is a random part of the file's name.
+    """
 
     fd: int
     row_bytes: int
+    token: str
 
 
 class Ready(msgspec.Struct, array_like=True, frozen=True, tag=13):
     """The worker accepts calls. The driver sends nothing before this message.
+
+    A worker that returns after its connection broke sends this again. It then holds no calls.
 
     ``window``: the largest number of calls that the worker accepts at a time.
     """

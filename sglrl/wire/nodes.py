@@ -1,7 +1,7 @@
 """The daemons of other machines ("nodes"): their messages to the driver, and the driver's answers.
 
 A node and a driver have a session, which survives broken connections. The messages of a session
-have numbers (``core.redelivery``). They are sent as two frames, ``Numbered`` and the message. All
+have numbers (``core.node_session``). They are sent as two frames, ``Numbered`` and the message. All
 other messages belong to one connection.
 """
 
@@ -19,8 +19,10 @@ class NodeHello(msgspec.Struct, array_like=True, frozen=True, tag=80):
     name: of the host, for messages.
     gpus: entries for ``CUDA_VISIBLE_DEVICES``.
     orphan_timeout: seconds without a connection after which the node ends the session.
+    boot: identifies the machine and its start.
     session: the session that the node would like to continue; empty: none.
     received: the number of the last message that it has received in this session.
+    question: the sender is no node, and only wants to know the answer.
     """
 
     protocol: int
@@ -29,8 +31,10 @@ class NodeHello(msgspec.Struct, array_like=True, frozen=True, tag=80):
     gpus: tuple[str, ...]
     cores: int
     orphan_timeout: float
+    boot: str = ""
     session: str = ""
     received: int = 0
+    question: bool = False
 
 
 class Admit(msgspec.Struct, array_like=True, frozen=True, tag=81):
@@ -41,10 +45,14 @@ class Admit(msgspec.Struct, array_like=True, frozen=True, tag=81):
 
     session: str
     received: int
+    environment: Environment | None = None
 
 
 class Refuse(msgspec.Struct, array_like=True, frozen=True, tag=82):
-    """The driver cannot use the node. The node ends with this ``reason``."""
+    """The driver cannot use the node. The node ends with this ``reason``.
+
+    From a node that waits for programs: it serves another one.
+    """
 
     reason: str
 
@@ -69,7 +77,13 @@ class Goodbye(msgspec.Struct, array_like=True, frozen=True, tag=85):
     """The sender ends the session: it exits, or it does not want the other side any more."""
 
 
-OfConnection = NodeHello | Admit | Refuse | Numbered | Acknowledge | Goodbye
+class Invite(msgspec.Struct, array_like=True, frozen=True, tag=86):
+    """To a node that waits for programs: connect to the program that listens at ``address``."""
+
+    address: str
+
+
+OfConnection = NodeHello | Admit | Refuse | Numbered | Acknowledge | Goodbye | Invite
 
 
 class OpenPool(msgspec.Struct, array_like=True, frozen=True, tag=90):

@@ -81,6 +81,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     heartbeat_interval: seconds between heartbeats; None: the worker sends none.
     keys: None if connections are not encrypted.
     heartbeat_timeout: see ``PoolConfig``.
+    returns: when its connection breaks, the worker connects again. False: it exits.
     """
 
     index: int
@@ -91,6 +92,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     heartbeat_interval: float | None = None
     keys: ClientKeys | None = None
     heartbeat_timeout: float | None = None
+    returns: bool = False
 
 
 class Fork(msgspec.Struct, frozen=True, kw_only=True, tag="fork"):

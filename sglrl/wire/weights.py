@@ -158,6 +158,12 @@ class CancelPeerCopy(msgspec.Struct, array_like=True, frozen=True, tag=31):
     """Stop a running ``SendPeerCopy`` or ``ReceivePeerCopy``."""
 
 
+class Rejoin(msgspec.Struct, array_like=True, frozen=True, tag=32):
+    """Give up everything up to this ``id`` and say ``RankHello``: the connection was broken."""
+
+    id: int
+
+
 ToRank = (
     Describe
     | Join
@@ -171,17 +177,23 @@ ToRank = (
     | SendPeerCopy
     | ReceivePeerCopy
     | CancelPeerCopy
+    | Rejoin
 )
 
 
 class RankHello(msgspec.Struct, array_like=True, frozen=True, tag=40):
-    """The first message of a rank, or of a sender in another process.
+    """The first message of a rank, or of a sender in another process, on every connection.
 
     The driver answers a sender with ``SenderAccepted``. A sender sends it again later to find out
     whether the driver is still there.
+
+    connection: number of connections that the rank had before.
+    dirty: the rank gave up an update when some of its live weights were new already.
     """
 
     settings: RankSettings
+    connection: int = 0
+    dirty: bool = False
 
 
 class RankAnswer(msgspec.Struct, array_like=True, frozen=True, tag=41):

@@ -255,8 +255,20 @@ class Model:
         return self._end_all(stranded, WorkerLost)
 
     def lose(self, index: int, returns: bool = False) -> list[Any]:
+        wanted = self._leave(index, "lost" if returns else "retired")
+        stranded = [
+            c
+            for c in self.in_state(WAITING)
+            if (c.pinned == index and not (returns and c.call.idempotent)) or not self.alive()
+        ]
+        return wanted + self._end_all(stranded, WorkerLost)
+
+    def away(self, index: int) -> list[Any]:
+        return self._leave(index, "away")
+
+    def _leave(self, index: int, state: str) -> list[Any]:
         member = self.members[index]
-        member.state = "lost" if returns else "retired"
+        member.state = state
         self._left(index)
         wanted: list[Any] = []
         for id_ in member.held:
@@ -273,12 +285,7 @@ class Model:
                 call.state = ENDED
                 wanted.append((End, id_, WorkerLost))
         member.held.clear()
-        stranded = [
-            c
-            for c in self.in_state(WAITING)
-            if (c.pinned == index and not (returns and c.call.idempotent)) or not self.alive()
-        ]
-        return wanted + self._end_all(stranded, WorkerLost)
+        return wanted
 
     def _end_all(self, calls: list[ModelCall], error: type[Exception]) -> list[Any]:
         wanted: list[Any] = []

@@ -118,7 +118,7 @@ class FabricStates(RuleBasedStateMachine):
             return
         with pytest.raises(SglrlError):
             self.fabric.member_ready(member.index, 0, self.now)
-        if member.state not in ("starting", "syncing", "stale"):
+        if member.state not in ("starting", "syncing", "stale", "away"):
             with pytest.raises(SglrlError):
                 self.fabric.member_ready(member.index, window, self.now)
             self.judge([])
@@ -136,7 +136,7 @@ class FabricStates(RuleBasedStateMachine):
         if stale and member.state == "syncing":
             self.fabric.members[member.index].move("stale")
             member.state = "stale"
-        elif member.state in ("starting", "stale"):
+        elif member.state in ("starting", "stale", "away"):
             self.fabric.member_arrived(member.index, 1)
             member.state = "syncing"
         elif member.state != "syncing":
@@ -178,6 +178,20 @@ class FabricStates(RuleBasedStateMachine):
         if member is not None and really:
             self.fabric.member_lost(member.index, "it was killed", self.now, returns=returns)
             self.judge(self._lose(member, returns))
+
+    @rule(n=pick, really=rarely)
+    def go_away(self, n: int, really: bool) -> None:
+        """The connection to a worker breaks. The worker may return, or be lost."""
+        member = self.member(n)
+        if member is None or not really:
+            return
+        if member.state not in ("ready", "syncing", "stale"):
+            with pytest.raises(SglrlError):
+                self.fabric.member_away(member.index, "its connection broke", self.now)
+            self.judge([])
+            return
+        self.fabric.member_away(member.index, "its connection broke", self.now)
+        self.judge(self.model.away(member.index))
 
     def _lose(self, member: ModelMember, returns: bool) -> list[Any]:
         gone = member.state in ("lost", "retired")

@@ -54,6 +54,7 @@ from sglrl.wire.weights import (
     RankHello,
     RankSettings,
     ReceivePeerCopy,
+    Rejoin,
     SenderAccepted,
     SenderClosed,
     SendPeerCopy,
@@ -167,6 +168,7 @@ to_rank = st.one_of(
     st.builds(SendPeerCopy, ids, seconds),
     st.builds(ReceivePeerCopy, ids, ids, st.builds(PeerCopyOffer, texts, ids, texts), seconds),
     st.just(CancelPeerCopy()),
+    st.builds(Rejoin, ids),
 )
 rank_settings = st.builds(
     RankSettings,
@@ -175,7 +177,7 @@ rank_settings = st.builds(
     port=ids,
 )
 from_rank = st.one_of(
-    st.builds(RankHello, rank_settings),
+    st.builds(RankHello, rank_settings, ids, st.booleans()),
     st.builds(RankAnswer, ids, texts, st.none() | errors, raws),
     st.builds(
         Propose,
@@ -253,6 +255,7 @@ def test_the_strategies_make_every_message() -> None:
         SendPeerCopy,
         ReceivePeerCopy,
         CancelPeerCopy,
+        Rejoin,
     }
     assert set(get_args(FromRank)) == {RankHello, RankAnswer, Propose, Withdraw, SenderClosed}
 

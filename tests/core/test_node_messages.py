@@ -24,6 +24,7 @@ from sglrl.wire.nodes import (
     FromNode,
     FromPool,
     Goodbye,
+    Invite,
     NodeHello,
     Numbered,
     OfConnection,
@@ -64,7 +65,16 @@ SAMPLES: tuple[tuple[Any, Any, list[Any]], ...] = (
     (
         decode_of_connection,
         OfConnection,
-        [HELLO, Admit("s", 2), Refuse("why"), Numbered(1, 2), Acknowledge(2), Goodbye()],
+        [
+            HELLO,
+            Admit("s", 2),
+            Admit("", 0, HELLO.environment),
+            Refuse("why"),
+            Numbered(1, 2),
+            Acknowledge(2),
+            Goodbye(),
+            Invite("tcp://127.0.0.1:7000"),
+        ],
     ),
     (
         decode_to_node,

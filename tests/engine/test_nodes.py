@@ -1,4 +1,4 @@
-"""SGLang workers on another host."""
+"""SGLang workers on another host, also while it is away during an update."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from namespaces import another_host
 
 import sglrl
 
-from .policies import PROMPTS, Lab, Policies
+from .policies import PROMPTS, Lab, Policies, on_phase
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
+
+
+NODE = Path("-m")
 
 
 async def test_workers_on_another_host(models: Path, tmp_path: Path) -> None:
     policies = Policies(models / "nodes")
     with another_host() as (here, there):
         async with sglrl.Hosts(f"tcp://{here.address}:*", insecure=True) as hosts:
-            node = ("-m", "sglrl", "node", hosts.address, "--name", "there", "--insecure")
-            there.run(Path(node[0]), *node[1:])
+            there.run(NODE, "sglrl", "node", hosts.address, "--name", "there", "--insecure")
             with pytest.raises(sglrl.WorkerStartError, match="this host has no folder /"):
                 # The driver has this folder, and the node starts in a system without it.
                 gone = policies[1].folder.rename(tmp_path / "gone")
@@ -47,3 +49,38 @@ async def test_workers_on_another_host(models: Path, tmp_path: Path) -> None:
                 await client.wait_until_full()
                 assert [worker.weight_version for worker in client.workers] == [2, 2]
                 await lab.check(PROMPTS[:2], 4)
+
+
+async def test_a_host_that_is_away_in_each_phase_of_an_update(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The update goes on without it. Its worker returns and copies the weights from the other."""
+    policies = Policies(models / "nodes")
+    with another_host() as (here, there):
+        async with sglrl.Hosts(
+            f"tcp://{here.address}:*", insecure=True, at_least=2, heartbeat_timeout=4.0
+        ) as hosts:
+            options = ("--insecure", "--heartbeat-timeout", "4", "--orphan-timeout", "60")
+            for host, name in ((here, "here"), (there, "there")):
+                host.run(NODE, "sglrl", "node", hosts.address, "--name", name, *options)
+            async with sglrl.launch(
+                policies[0].folder, hosts=hosts, device="cpu", replicas=2
+            ) as client:
+                pids = [worker.pid for worker in client.workers]
+                (away,) = [worker.id for worker in client.workers if worker.host == "there"]
+                lab = Lab(client, policies)
+                left = ["join", "prepare", "stage", "commit"]
+
+                def lose(phase: str, member: tuple[int, int]) -> None:
+                    if left and phase == left[0] and member[0] == away and there.up:
+                        there.up = False
+                        del left[0]
+
+                on_phase(monkeypatch, client, lose)
+                while left:
+                    report = await lab.other()
+                    assert report.workers == [1 - away]
+                    there.up = True
+                    await client.wait_until_full()
+                    assert [worker.pid for worker in client.workers] == pids
+                    await lab.check(PROMPTS[:2], 4)

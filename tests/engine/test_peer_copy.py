@@ -67,7 +67,7 @@ class Side:
         self.answers: queue.SimpleQueue[RankAnswer] = queue.SimpleQueue()
         on_stream: Callable[[], Any] = contextlib.nullcontext
         engine: Any = self.engine
-        self.peer_copy = PeerCopy(engine, on_stream, self.answers.put)
+        self.peer_copy = PeerCopy(engine, "127.0.0.1", on_stream, self.answers.put)
 
     def answer(self) -> RankAnswer:
         found = self.answers.get(timeout=LIMIT)

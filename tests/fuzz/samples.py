@@ -56,6 +56,7 @@ from sglrl.wire.weights import (
     RankHello,
     RankSettings,
     ReceivePeerCopy,
+    Rejoin,
     SenderAccepted,
     SenderClosed,
     SendPeerCopy,
@@ -279,6 +280,7 @@ def to_rank() -> list[list[bytes]]:
         (SendPeerCopy(9, 1.0), []),
         (ReceivePeerCopy(10, 1, PeerCopyOffer("127.0.0.1", 1, "digest"), 1.0), []),
         (CancelPeerCopy(), []),
+        (Rejoin(7), []),
     ]
     return _encoded(messages, ToRank)
 

@@ -129,19 +129,56 @@ async def test_for_less_than_the_timeout(how: str) -> None:
 
 @pytest.mark.parametrize("how", ["down", "to the driver", "from the driver"])
 async def test_for_longer_than_the_timeout(how: str) -> None:
-    """Calls go on here. The host is used again when it is back."""
+    """Calls go on here. The same worker is used again when its host is back."""
     with another_host() as (here, there):
         async with pool(here, there, heartbeat_timeout=4.0, orphan_timeout=60.0) as (_, client):
+            before = [worker.pid for worker in client.workers]
             streams = await begin(client)
-            lost = worker_there(client)
+            gone = worker_there(client)
             fail(here, there, how, fails=True)
-            await until(client, lost.id, "lost")
-            assert await streams.end() == lost.load > 0
+            await until(client, gone.id, "away")
+            assert await streams.end() == gone.load > 0
             fail(here, there, how, fails=False)
             await client.wait_until_full(SECONDS)
-            assert hosts_of(client) == ["here", "there"]
-            assert worker_there(client).pid != lost.pid
+            assert [worker.pid for worker in client.workers] == before
             assert await (await begin(client)).end() == 0
+
+
+class Counter(sglrl.Actor):
+    """Counts its calls."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    @sglrl.endpoint
+    async def next(self) -> int:
+        self.count += 1
+        return self.count
+
+    @sglrl.endpoint
+    async def wait(self) -> None:
+        await asyncio.Event().wait()
+
+
+async def test_an_actor_keeps_its_state() -> None:
+    """A call that it holds is lost. Calls that wait for it arrive when it is back."""
+    with another_host() as (here, there):
+        async with sglrl.Hosts(
+            f"tcp://{here.address}:*", insecure=True, heartbeat_timeout=4.0
+        ) as hosts:
+            there.run(
+                MODULE, "sglrl", "node", hosts.address, "--insecure", "--heartbeat-timeout", "4"
+            )
+            async with sglrl.spawn(Counter, hosts=hosts) as counter:
+                held = asyncio.ensure_future(counter.wait())
+                assert await counter.next() == 1
+                there.up = False
+                with pytest.raises(sglrl.WorkerLost, match="its connection is gone"):
+                    await held
+                assert [worker.state for worker in counter.workers] == ["away"]
+                later = [asyncio.ensure_future(made.next()) for made in (counter, counter[0])]
+                there.up = True
+                assert sorted(await asyncio.gather(*later)) == [2, 3]
 
 
 async def test_for_ever() -> None:

@@ -134,15 +134,13 @@ def test_files_that_are_not_these(tmp_path: Any) -> None:
     unsealed = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
     os.ftruncate(unsealed, os.fstat(writer.offer.fd).st_size)
     read, write = os.pipe()
+    own, token = writer.offer.fd, writer.offer.token
     for offer in (
-        RowsOffer(plain, ROW_BYTES),
-        RowsOffer(unsealed, ROW_BYTES),
-        RowsOffer(read, ROW_BYTES),
-        RowsOffer(write, ROW_BYTES),
-        RowsOffer(999_999, ROW_BYTES),
-        RowsOffer(-1, ROW_BYTES),
-        RowsOffer(writer.offer.fd, ROW_BYTES + 4 * mmap.PAGESIZE),
-        *(RowsOffer(writer.offer.fd, size) for size in (0, -4, 3, 1 << 62)),
+        *(RowsOffer(fd, ROW_BYTES, token) for fd in (plain, unsealed, read, write, 999_999, -1)),
+        RowsOffer(own, ROW_BYTES + 4 * mmap.PAGESIZE, token),
+        *(RowsOffer(own, size, token) for size in (0, -4, 3, 1 << 62)),
+        # A worker on another machine has the same process number and descriptor.
+        RowsOffer(own, ROW_BYTES, token[::-1]),
     ):
         with pytest.raises(OSError, match=r".+"):
             RowsReader(pid, offer)
@@ -180,15 +178,15 @@ shared_rows.MOST_BYTES = {shared_rows.MOST_BYTES}
 writer = shared_rows.RowsWriter({ROW_BYTES})
 for slot in writer.take(2):
     writer[slot].fill(slot + 7)
-print(writer.offer.fd, flush=True)
+print(writer.offer.fd, writer.offer.token, flush=True)
 sys.stdin.read()
 """
     with subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
         assert process.stdout is not None
-        fd = int(process.stdout.readline())
-        reader = RowsReader(process.pid, RowsOffer(fd, ROW_BYTES))
+        fd, token = process.stdout.readline().decode().split()
+        reader = RowsReader(process.pid, RowsOffer(int(fd), ROW_BYTES, token))
         _, view = reader.views([0, 1])
         process.kill()
     del reader

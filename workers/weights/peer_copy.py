@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("sglrl.worker")
 
 SEND, RECEIVE = "send copy", "receive copy"
-_HOST = "127.0.0.1"
 _PREFIX = "sglrl/peer-copy"
 _ARRIVED = "sglrl/arrived"
 """The receiving rank sets this key when it has connected."""
@@ -48,6 +47,7 @@ class PeerCopy:
     """One rank's side of peer copies, one at a time.
 
     Args:
+        host: the address at which the ranks of other workers reach this process.
         on_stream: returns the context in which transfers run.
         answer: sends an answer to the driver. Called from any thread.
     """
@@ -55,10 +55,12 @@ class PeerCopy:
     def __init__(
         self,
         engine: WeightEngine,
+        host: str,
         on_stream: Callable[[], AbstractContextManager[None]],
         answer: Callable[[RankAnswer], None],
     ) -> None:
         self._engine = engine
+        self._host = host
         self._device = engine.device
         self._on_stream = on_stream
         self._answer = answer
@@ -73,11 +75,11 @@ class PeerCopy:
 
         def offer() -> PeerCopyOffer:
             found["live"] = self._engine.live()
-            link.store = Store(_HOST, message.timeout)
+            link.store = Store(self._host, message.timeout)
             port = link.store.port
             # A client of our own store, like the receiver: it breaks when the store is closed.
-            found["store"] = connect_store(_HOST, port, message.timeout)
-            return PeerCopyOffer(_HOST, port, _digest(found["live"]))
+            found["store"] = connect_store(self._host, port, message.timeout)
+            return PeerCopyOffer(self._host, port, _digest(found["live"]))
 
         def transfer() -> None:
             if "store" in found:
@@ -136,7 +138,7 @@ class PeerCopy:
     def _transfer(
         self, link: Link, store: Any, rank: int, live: dict[str, torch.Tensor], timeout: float
     ) -> None:
-        group = link.group = Group(store, _PREFIX, rank, 2, self._device, _HOST, timeout)
+        group = link.group = Group(store, _PREFIX, rank, 2, self._device, self._host, timeout)
         link.check()
         group.begin()
         with self._on_stream(), group.deadline():

@@ -18,6 +18,7 @@ import msgspec
 
 from sglrl.core.weight_update import ABORT, COMMIT, JOIN, PREPARE, STAGE
 from sglrl.errors import WeightUpdateError
+from sglrl.transport.addresses import host_of
 from sglrl.weights.bucket_sender import perform
 from sglrl.weights.cuda_ipc import SharedReader
 from sglrl.weights.group import Group, connect_store, local_address, settings
@@ -37,8 +38,8 @@ from sglrl.wire.weights import (
     Prepare,
     Prepared,
     RankAnswer,
-    RankHello,
     ReceivePeerCopy,
+    Rejoin,
     SendPeerCopy,
     Shard,
     Stage,
@@ -84,9 +85,13 @@ class RankWeights:
         # The scheduler runs Python code for milliseconds at a time. With the default interval, an
         # update's messages could wait for five milliseconds.
         sys.setswitchinterval(5e-4)
-        hello = RankHello(settings(engine.device))
-        self._socket = RankSocket(spec, rank, hello, self._handle)
-        self._peer_copy = PeerCopy(engine, self._stream.use, self._socket.answer)
+        self._newest = 0
+        """The id of the driver's last message."""
+        self._socket = RankSocket(
+            spec, rank, settings(engine.device), self._handle, self._connection_broke
+        )
+        host = _own_address(spec.address)
+        self._peer_copy = PeerCopy(engine, host, self._stream.use, self._socket.answer)
         self._socket.start()
 
     def close(self) -> None:
@@ -122,6 +127,7 @@ class RankWeights:
     # --- the socket's thread ----------------------------------------------------------------------
 
     def _handle(self, message: Any) -> None:
+        self._newest = max(self._newest, getattr(message, "id", 0))
         match message:
             case Describe():
                 self._ask(message.id, "describe", self._describe)
@@ -150,6 +156,8 @@ class RankWeights:
                 self._peer_copy.receive(message)
             case CancelPeerCopy():
                 self._peer_copy.cancel()
+            case Rejoin():
+                self._socket.say_hello(dirty=self._connection_broke())
 
     def _run(self, id_: int, phase: str, work: Callable[[], Any]) -> None:
         """Run a phase of an update on the link's thread, and answer with its result."""
@@ -176,8 +184,22 @@ class RankWeights:
 
     def _abort(self, message: Abort) -> None:
         """Discard the update and answer at once, even while the link's thread waits."""
-        update = self._current.abort(message.id, self._link if message.leave else None)
-        if message.leave:
+        dirty = self._give_up(message.id, leave=message.leave)
+        self._socket.answer(RankAnswer(message.id, ABORT, None, msgspec.Raw(encode(dirty))))
+
+    def _connection_broke(self) -> bool:
+        """Give up all work for the driver. Return whether live weights are partly new."""
+        self._peer_copy.cancel()
+        return self._give_up(self._newest, leave=True)
+
+    def _give_up(self, id_: int, *, leave: bool) -> bool:
+        """Discard all updates up to this one. Return whether live weights are partly new.
+
+        Args:
+            leave: leave the group, too.
+        """
+        update = self._current.abort(id_, self._link if leave else None)
+        if leave:
             self._link = Link()
         self._preparation.free()
         self._engine.forget()
@@ -187,7 +209,7 @@ class RankWeights:
             self._engine.release(update.id, None)
         # While only some weights are new, the engine stays held: until another update succeeds or
         # the worker is killed.
-        self._socket.answer(RankAnswer(message.id, ABORT, None, msgspec.Raw(encode(dirty))))
+        return dirty
 
     # --- the link's thread ------------------------------------------------------------------------
 
@@ -251,3 +273,15 @@ class RankWeights:
             # An abort drops staged tensors. After an abort, do not stage this update.
             with self._current.writing(link, update.id):
                 self._engine.staged(message.id, update.bound)
+
+
+def _own_address(driver: str) -> str:
+    """Return the address at which other workers reach this process.
+
+    They can reach the interface through which this process reaches the driver.
+    """
+    host = host_of(driver)
+    if not driver.startswith("tcp://") or ":" in host:
+        # The driver is on this machine, or reached with IPv6, which torch's store does not use.
+        return "127.0.0.1"
+    return local_address(host, int(driver.rpartition(":")[2]))

@@ -13,10 +13,10 @@ from sglrl.transport.dropped import Dropped
 from sglrl.transport.zmq import ZmqPolledDealer
 from sglrl.wire.codec import decode_to_rank, encode
 from sglrl.wire.processes import WorkerSpec
-from sglrl.wire.weights import RankAnswer, RankHello, rank_identity
+from sglrl.wire.weights import RankAnswer, RankHello, RankSettings, rank_identity
 
+from ..broken_connection import RECONNECT_SECONDS, BreakWatch
 from ..engine.loop import IDLE_WAIT
-from ..exit_on_disconnect import leave
 
 logger = logging.getLogger("sglrl.worker")
 
@@ -25,17 +25,28 @@ class RankSocket:
     """Receives messages and sends answers until ``close``.
 
     Args:
-        hello: the first message.
+        settings: for the first message.
         handle: called on the socket's thread with every message.
+        give_up: ``give_up()`` gives up the current update, because the connection broke. It returns
+            whether live weights are partly new. It is called on the socket's thread.
     """
 
     def __init__(
-        self, spec: WorkerSpec, rank: int, hello: RankHello, handle: Callable[[Any], None]
+        self,
+        spec: WorkerSpec,
+        rank: int,
+        settings: RankSettings,
+        handle: Callable[[Any], None],
+        give_up: Callable[[], bool],
     ) -> None:
         self._spec = spec
         self._identity = rank_identity(spec.identity, rank)
-        self._hello = hello
+        self._settings = settings
         self._handle = handle
+        self._give_up = give_up
+        self._connections = 0
+        self._broken = False
+        self._watch = BreakWatch(spec.returns, self._on_break)
         self._answers: collections.deque[RankAnswer] = collections.deque()
         self._dealer: ZmqPolledDealer | None = None
         self._dropped = Dropped(logger)
@@ -67,18 +78,41 @@ class RankSocket:
         assert self._dealer is not None
         self._dealer.send([encode(answer)])
 
+    def say_hello(self, *, dirty: bool = False) -> None:
+        """Tell the driver that this rank is there. Only on the socket's thread."""
+        assert self._dealer is not None
+        self._dealer.send([encode(RankHello(self._settings, self._connections, dirty))])
+
+    def _on_break(self) -> None:
+        """Let the socket's thread replace the socket. Called on another thread."""
+        self._broken = True
+        self._wake()
+
+    def _reconnect(self, dealer: ZmqPolledDealer) -> None:
+        """Open a new connection. Messages were lost with the old one, so no update can go on."""
+        self._broken = False
+        self._watch.handled()
+        self._watch = BreakWatch(self._spec.returns, self._on_break)
+        dealer.reconnect(self._watch)
+        self._answers.clear()
+        self._connections += 1
+        self.say_hello(dirty=self._give_up())
+
     def _serve(self) -> None:
         dealer = ZmqPolledDealer(
             self._spec.address,
             self._identity,
             max_message_bytes=self._spec.max_message_bytes,
             keys=self._spec.keys,
-            on_break=leave,
+            on_break=self._watch,
             heartbeat_timeout=self._spec.heartbeat_timeout,
+            reconnect_seconds=RECONNECT_SECONDS,
         )
         self._dealer = dealer
-        dealer.send([encode(self._hello)])
+        self.say_hello()
         while not self._closed:
+            if self._broken:
+                self._reconnect(dealer)
             while self._answers:
                 self.answer_now(self._answers.popleft())
             frames = dealer.receive()
@@ -91,6 +125,7 @@ class RankSocket:
                 self._dropped("a message of the weight channel: %s", error)
             except Exception:
                 logger.exception("a message of the weight channel failed")
+        self._watch.handled()
         dealer.close()
 
     def _wake(self) -> None:

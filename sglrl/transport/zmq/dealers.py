@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from math import ceil
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -19,9 +19,12 @@ from ..base import Frame, OnWorkerMessage
 from .pump import Pump, close_with
 from .sockets import Socket, close_socket, open_socket, send_frames
 
-_RECONNECT_MS: Final = 1000
-"""Milliseconds before ZeroMQ reconnects, for a dealer with ``on_break``. This must be longer than
-the shutdown of the other end, which breaks the connection."""
+_RECONNECT_SECONDS: Final = 1.0
+"""Seconds before ZeroMQ reconnects, for a dealer with ``on_break``. This must be longer than the
+shutdown of the other end, which breaks the connection."""
+_CONNECT_MS: Final = 3000
+"""Milliseconds of one attempt to connect. The kernel would wait longer and longer between its
+packets, and so notice late that a link works again."""
 
 
 class ZmqDealer(Pump):
@@ -34,6 +37,7 @@ class ZmqDealer(Pump):
         on_break: called on a separate thread when the connection breaks.
         heartbeat_timeout: close a TCP connection on which nothing arrives for this number of
             seconds. None: never.
+        reconnect_seconds: seconds before ZeroMQ reconnects, with ``on_break``.
     """
 
     def __init__(
@@ -45,10 +49,12 @@ class ZmqDealer(Pump):
         keys: ClientKeys | None = None,
         on_break: Callable[[], None] | None = None,
         heartbeat_timeout: float | None = None,
+        reconnect_seconds: float = _RECONNECT_SECONDS,
     ) -> None:
-        super().__init__(
-            _connect(address, identity, max_message_bytes, keys, on_break, heartbeat_timeout)
+        settings = DealerSettings(
+            address, identity, max_message_bytes, keys, heartbeat_timeout, reconnect_seconds
         )
+        super().__init__(_connect(settings, on_break))
         close_with(self, self.socket)
         self._on_message: OnWorkerMessage | None = None
 
@@ -87,10 +93,12 @@ class ZmqPolledDealer:
         keys: ClientKeys | None = None,
         on_break: Callable[[], None] | None = None,
         heartbeat_timeout: float | None = None,
+        reconnect_seconds: float = _RECONNECT_SECONDS,
     ) -> None:
-        self._socket = _connect(
-            address, identity, max_message_bytes, keys, on_break, heartbeat_timeout
+        self._settings = DealerSettings(
+            address, identity, max_message_bytes, keys, heartbeat_timeout, reconnect_seconds
         )
+        self._socket = _connect(self._settings, on_break)
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
@@ -123,6 +131,13 @@ class ZmqPolledDealer:
     def send(self, frames: Sequence[Frame]) -> None:
         send_frames(self._socket, frames)
 
+    def reconnect(self, on_break: Callable[[], None] | None = None) -> None:
+        """Drop all messages that wait, and open a new connection."""
+        self._poller.unregister(self._socket)
+        close_socket(self._socket)
+        self._socket = _connect(self._settings, on_break)
+        self._poller.register(self._socket, zmq.POLLIN)
+
     def close(self, linger: float = 0.0) -> None:
         """Close the socket.
 
@@ -133,30 +148,46 @@ class ZmqPolledDealer:
         os.close(self._wakeup)
 
 
-def _connect(
-    address: str,
-    identity: bytes,
-    max_message_bytes: int,
-    keys: ClientKeys | None,
-    on_break: Callable[[], None] | None,
-    heartbeat_timeout: float | None,
-) -> Socket:
-    """Return a connected DEALER."""
+class DealerSettings(NamedTuple):
+    """See ``ZmqDealer``."""
+
+    address: str
+    identity: bytes
+    max_message_bytes: int
+    keys: ClientKeys | None
+    heartbeat_timeout: float | None
+    reconnect_seconds: float = _RECONNECT_SECONDS
+
+
+def new_dealer(settings: DealerSettings) -> Socket:
+    """Return a DEALER that is not connected."""
+    keys = settings.keys
     socket = open_socket(
         zmq.Context.instance(),
         zmq.DEALER,
-        address,
-        max_message_bytes=max_message_bytes,
-        heartbeat_timeout=heartbeat_timeout,
+        settings.address,
+        max_message_bytes=settings.max_message_bytes,
+        heartbeat_timeout=settings.heartbeat_timeout,
     )
     try:
-        socket.setsockopt(zmq.IDENTITY, identity)
+        socket.setsockopt(zmq.IDENTITY, settings.identity)
+        socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_MS)
         if keys is not None:
             socket.setsockopt(zmq.CURVE_SERVERKEY, keys.driver.encode())
             socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public.encode())
             socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
+    except BaseException:
+        close_socket(socket)
+        raise
+    return socket
+
+
+def _connect(settings: DealerSettings, on_break: Callable[[], None] | None) -> Socket:
+    """Return a connected DEALER."""
+    socket, address = new_dealer(settings), settings.address
+    try:
         if on_break is not None:
-            socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+            socket.setsockopt(zmq.RECONNECT_IVL, ceil(settings.reconnect_seconds * 1000))
             _watch(socket, on_break)
         try:
             socket.connect(address)

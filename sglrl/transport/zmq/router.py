@@ -64,6 +64,8 @@ class ZmqRouter(Pump):
             )
         )
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        # A peer may connect again before the break of its old connection is noticed here.
+        self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self.socket.setsockopt(zmq.SNDHWM, MOST_UNREAD)
         self.socket.setsockopt(zmq.RCVHWM, _MOST_UNTAKEN)
         self.socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)

@@ -1,0 +1,271 @@
+"""Several hosts on one machine: network namespaces, with links that a program can break.
+
+``pair`` joins two namespaces by a veth pair. ``star`` joins several to the program's own namespace,
+and to each other, by a bridge::
+
+    with star(3) as (here, others):
+        others[0].loses = True   # packets that it sends are lost; it still receives
+        others[1].up = False     # its interface is down: nothing arrives in either direction
+        others[2].shape(delay=0.05, loss=0.01)
+
+Programs on a host and their starter exchange JSON, one object a line, over the program's standard
+input and output. At the end of the block, the programs are killed and the namespaces removed. All
+this needs root.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_NOBODY = "02:00:00:00:00:01"
+"""A hardware address that neither interface has."""
+_END_SECONDS = 30.0
+
+
+def may_make_namespaces() -> bool:
+    """Return whether this process may make network namespaces."""
+    return os.geteuid() == 0
+
+
+class Program:
+    """A Python program on a host."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+
+    def says(self) -> dict[str, Any]:
+        """Return the next line that the program prints."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"the program ended with status {self.process.wait(_END_SECONDS)}"
+        return json.loads(line)  # type: ignore[no-any-return]
+
+    def ask(self, **command: Any) -> dict[str, Any]:
+        """Send a command and return the answer."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+        return self.says()
+
+    def leave(self) -> None:
+        """Close the program's standard input, and wait until the program exits."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        assert self.process.wait(_END_SECONDS) == 0
+
+    def kill(self) -> None:
+        self.process.kill()
+        with self.process:
+            """Closes the pipes and waits."""
+
+
+class Host:
+    """One network namespace.
+
+    Args:
+        namespace: its name; None for the namespace of the test.
+        name: the name of the interface.
+        address: the IPv4 address on the link.
+        other: the IPv4 address of the other host.
+    """
+
+    def __init__(
+        self, namespace: str | None, name: str, address: str, other: str, stack: ExitStack
+    ) -> None:
+        self.address = address
+        self.namespace = namespace
+        self._name = name
+        self._other = other
+        self._stack = stack
+        # This thread enters the namespace. Processes that it starts are in the namespace, too.
+        self._thread = stack.enter_context(ThreadPoolExecutor(1))
+        self._netlink = self._do(self._enter)
+        stack.callback(self._do, self._netlink.close)
+        self._loses = False
+        self._up = False
+
+    def _do(self, work: Callable[[], T]) -> T:
+        return self._thread.submit(work).result()
+
+    def _enter(self) -> Any:
+        from pyroute2 import IPRoute, netns
+
+        if self.namespace is not None:
+            netns.setns(self.namespace)
+        return IPRoute()
+
+    def _index(self) -> int:
+        found: int = self._netlink.link_lookup(ifname=self._name)[0]
+        return found
+
+    def join(self, other: Host) -> None:
+        """Create the link."""
+
+        def make() -> None:
+            peer = {"ifname": other._name, "net_ns_fd": other.namespace}
+            self._netlink.link("add", ifname=self._name, kind="veth", peer=peer)
+
+        self._do(make)
+        for host in (self, other):
+            host._do(host._configure)
+            host.up = True
+
+    def make_bridge(self) -> None:
+        """Create a bridge, which ``plug_in`` joins other hosts to."""
+
+        def make() -> None:
+            self._netlink.link("add", ifname=self._name, kind="bridge")
+            self._configure()
+
+        def add_route() -> None:
+            # ``transport.addresses.reachable`` asks for the way to this address.
+            self._netlink.route("add", dst="192.0.2.1/32", oif=self._index())
+
+        self._stack.callback(self._do, lambda: self._netlink.link("del", index=self._index()))
+        self._do(make)
+        self.up = True
+        self._do(add_route)
+
+    def plug_in(self, other: Host, port: str) -> None:
+        """Join another host to the bridge of this one, through an interface named ``port``."""
+
+        def make() -> None:
+            peer = {"ifname": other._name, "net_ns_fd": other.namespace}
+            self._netlink.link("add", ifname=port, kind="veth", peer=peer)
+            index = self._netlink.link_lookup(ifname=port)[0]
+            self._netlink.link("set", index=index, master=self._index(), state="up")
+
+        self._do(make)
+        other._do(other._configure)
+        other.up = True
+
+    def _configure(self) -> None:
+        if self.namespace is not None:
+            loopback = self._netlink.link_lookup(ifname="lo")[0]
+            self._netlink.link("set", index=loopback, state="up")
+        self._netlink.addr("add", index=self._index(), address=self.address, prefixlen=24)
+
+    @property
+    def up(self) -> bool:
+        """Whether this host's end of the link is up."""
+        return self._up
+
+    @up.setter
+    def up(self, up: bool) -> None:
+        state = "up" if up else "down"
+        self._do(lambda: self._netlink.link("set", index=self._index(), state=state))
+        self._up = up
+
+    @property
+    def loses(self) -> bool:
+        """Whether the packets that this host sends are lost, without an error."""
+        return self._loses
+
+    @loses.setter
+    def loses(self, loses: bool) -> None:
+        self._lose(self._other, loses)
+        self._loses = loses
+
+    def lose_towards(self, other: Host, loses: bool) -> None:
+        """Lose packets that this host sends to one other host, or no longer."""
+        self._lose(other.address, loses)
+
+    def _lose(self, address: str, loses: bool) -> None:
+        def change() -> None:
+            neighbour = {"ifindex": self._index(), "dst": address}
+            if loses:
+                self._netlink.neigh("replace", **neighbour, lladdr=_NOBODY, state="permanent")
+            else:
+                self._netlink.neigh("del", **neighbour)
+
+        self._do(change)
+
+    def shape(self, *, delay: float, loss: float) -> None:
+        """Delay what this host sends, and lose some packets.
+
+        Args:
+            delay: in seconds.
+            loss: share of the packets, 0 to 1.
+
+        Raises:
+            OSError: the kernel has no netem.
+        """
+        from pyroute2.netlink.exceptions import NetlinkError
+
+        def add() -> None:
+            options = {"delay": round(delay * 1e6), "loss": 100 * loss, "limit": 100_000}
+            self._netlink.tc("add", "netem", index=self._index(), handle="1:", **options)
+
+        try:
+            self._do(add)
+        except NetlinkError as error:
+            raise OSError(error.code, f"netem: {os.strerror(error.code)}") from None
+
+    def run(self, program: Path, *args: str) -> Program:
+        """Start a Python program on this host."""
+
+        def start() -> subprocess.Popen[str]:
+            return subprocess.Popen(
+                [sys.executable, str(program), *args],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+
+        made = Program(self._do(start))
+        self._stack.callback(made.kill)
+        return made
+
+
+@contextmanager
+def pair(namespaces: int) -> Iterator[tuple[Host, Host]]:
+    """Yield two joined hosts: two new namespaces, or this process's own and a new one."""
+    with ExitStack() as stack:
+        tag, net, made = _namespaces(namespaces, stack)
+        one, two = [None, *made][-2:]
+        here = Host(one, f"sg{tag}a", f"{net}.1", f"{net}.2", stack)
+        there = Host(two, f"sg{tag}b", f"{net}.2", f"{net}.1", stack)
+        here.join(there)
+        yield here, there
+
+
+@contextmanager
+def star(count: int) -> Iterator[tuple[Host, list[Host]]]:
+    """Yield this process's own namespace, and others that a bridge joins to it."""
+    with ExitStack() as stack:
+        tag, net, made = _namespaces(count, stack)
+        here = Host(None, f"sg{tag}", f"{net}.1", f"{net}.2", stack)
+        here.make_bridge()
+        others = []
+        for n, namespace in enumerate(made):
+            other = Host(namespace, f"sg{tag}a{n}", f"{net}.{n + 2}", f"{net}.1", stack)
+            here.plug_in(other, f"sg{tag}b{n}")
+            others.append(other)
+        yield here, others
+
+
+def _namespaces(count: int, stack: ExitStack) -> tuple[str, str, list[str]]:
+    """Create namespaces. Return a tag for the names of interfaces, a network, and their names.
+
+    Other programs may create namespaces in the same system at the same time.
+    """
+    from pyroute2 import netns
+
+    tag = secrets.token_hex(4)
+    net = f"10.{64 + secrets.randbelow(64)}.{secrets.randbelow(256)}"
+    made = [f"sglrl-{tag}-{n}" for n in range(count)]
+    for namespace in made:
+        netns.create(namespace)
+        stack.callback(netns.remove, namespace)
+    return tag, net, made
