@@ -50,9 +50,12 @@ def by_value(cls: type, uninstalled: Mapping[str, ModuleType] = MappingProxyType
             classes and functions travel by value, too.
     """
     with io.BytesIO() as file, contextlib.ExitStack() as stack:
-        for module in uninstalled.values():
-            cloudpickle.register_pickle_by_value(module)
-            stack.callback(cloudpickle.unregister_pickle_by_value, module)
+        registered = cloudpickle.list_registry_pickle_by_value()
+        for name, module in uninstalled.items():
+            # A module may be loaded under other names, too. cloudpickle knows it by its own.
+            if name == module.__name__ and name not in registered:
+                cloudpickle.register_pickle_by_value(module)
+                stack.callback(cloudpickle.unregister_pickle_by_value, module)
         pickler = _Pickler(file)
         pickler.uninstalled = uninstalled
         pickler.dump(cls)

@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterator, Mapping
 from difflib import get_close_matches
 from inspect import signature
 from types import MappingProxyType, ModuleType
-from typing import Any, NoReturn, Self
+from typing import Any, Literal, NoReturn, Self
 
 from ..config import (
     FabricConfig,
@@ -22,8 +22,9 @@ from ..driver.launcher import Birth, LocalLauncher
 from ..driver.pool import Pool
 from ..driver.worker_info import WorkerInfo, describe
 from ..errors import UsageError
-from ..hosts.hosts import Hosts, check_hosts
+from ..hosts.hosts import Hosts
 from ..hosts.launcher import HostLauncher
+from ..hosts.started import hosts_from
 from ..wire.processes import ActorSpec
 from .actor import Actor, EndpointSpec, constructor_arguments, endpoints_of
 from .class_pickling import by_value, importable_as, uninstalled_modules
@@ -162,7 +163,7 @@ def spawn(
     restarts: int = 5,
     restart_period: float = 60.0,
     log_dir: str | os.PathLike[str] | None = None,
-    hosts: Hosts | None = None,
+    hosts: Hosts | Literal["ray", "slurm"] | None = None,
     **kwargs: Any,
 ) -> ActorHandle:
     """Run an actor class in worker processes: ``async with sglrl.spawn(Judge, ...) as judges``.
@@ -194,16 +195,16 @@ def spawn(
         log_dir: folder that keeps the output of every worker, one file for each process. None: only
             the output of a worker that fails is kept, in ``logs`` in ``$SGLRL_CACHE``. Errors and
             log lines name the file.
-        hosts: other machines on which the workers run; None: this machine. The class travels by
-            value, with what it uses from modules that are not installed packages. Packages that it
-            imports must be installed there.
+        hosts: other machines on which the workers run, as for ``launch``; None: this machine. The
+            class travels by value, with what it uses from modules that are not installed packages.
+            Packages that it imports must be installed there.
 
     Raises:
         UsageError: the class declares no endpoint, an argument has the wrong type, or an endpoint
             takes or returns a type that cannot be sent.
         WorkerStartError: on entering, when ``__init__`` raises in the worker.
     """
-    check_hosts(hosts)
+    machines = hosts_from(hosts)
     birth = birth_of(
         actor,
         args,
@@ -211,7 +212,7 @@ def spawn(
         replicas=replicas,
         window=window,
         env=env,
-        uninstalled={} if hosts is None else uninstalled_modules(),
+        uninstalled={} if machines is None else uninstalled_modules(),
     )
     check_restarts(restarts, restart_period)
     config = PoolConfig(
@@ -227,13 +228,13 @@ def spawn(
         name=f"the ActorHandle of {actor.__qualname__}",
         launcher=(
             LocalLauncher("plain", None, start_timeout)
-            if hosts is None
-            else HostLauncher(hosts, "plain", "cpu", start_timeout)
+            if machines is None
+            else HostLauncher(machines, "plain", "cpu", start_timeout)
         ),
         fabric=FabricConfig(
             routing=strategies(routing), max_queue=max_queue, max_queue_bytes=max_queue_bytes
         ),
-        config=config if hosts is None else hosts.reachable(config),
+        config=config if machines is None else machines.reachable(config),
     )
     return ActorHandle(actor, pool)
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ..config import (
     HEARTBEAT_TIMEOUT,
@@ -25,8 +25,9 @@ from ..config import (
 from ..driver.launcher import Birth, Launcher, LocalLauncher
 from ..driver.pool import Pool
 from ..errors import NotEnoughDevices, UsageError
-from ..hosts.hosts import Hosts, check_hosts
+from ..hosts.hosts import Hosts
 from ..hosts.launcher import HostLauncher
+from ..hosts.started import hosts_from
 from ..inference.client import Client
 from ..inference.engine_controls import PoolPausing
 from ..remote.server import PoolServer
@@ -73,7 +74,7 @@ def launch(
     progress: bool | None = None,
     log_dir: str | os.PathLike[str] | None = None,
     python: str | os.PathLike[str] | None = None,
-    hosts: Hosts | None = None,
+    hosts: Hosts | Literal["ray", "slurm"] | None = None,
     **engine_args: Any,
 ) -> Client:
     """Start workers that each own an SGLang scheduler: ``async with sglrl.launch(...) as client``.
@@ -152,8 +153,10 @@ def launch(
             sglrl is installed. This program then needs neither SGLang nor SGLang's version of
             torch. The interpreter starts with this program's environment variables. None: this
             program's own interpreter.
-        hosts: other machines on which the workers run; None: this machine. ``address``, ``keys``,
-            ``insecure`` and ``heartbeat_timeout`` are then those of the hosts.
+        hosts: other machines on which the workers run: nodes that connect to this program, or all
+            machines of a Ray cluster ("ray") or of an allocation of Slurm ("slurm"). None: this
+            machine. ``address``, ``keys``, ``insecure`` and ``heartbeat_timeout`` are then those of
+            the hosts.
         **engine_args: fields of SGLang's ``ServerArgs`` (``mem_fraction_static``,
             ``max_running_requests``, ...). Their names are checked. SGLang's command-line aliases
             (``disable_piecewise_cuda_graph``, ...) are accepted too. ``random_seed`` (in
@@ -169,8 +172,8 @@ def launch(
     path = os.fspath(model) if isinstance(model, (str, os.PathLike)) else None
     if not path or not isinstance(path, str):
         raise UsageError(f"model must be a folder or a name on the hub, got {model!r}")
-    check_hosts(hosts)
-    if hosts is not None:
+    machines = hosts_from(hosts)
+    if machines is not None:
         _check_alone("hosts", gpus=gpus, python=python, keys=keys, insecure=insecure or None)
         if address != "ipc":
             raise UsageError("hosts= and address= exclude each other: the hosts have an address")
@@ -207,12 +210,12 @@ def launch(
         dtype = own_dtype(path) if dtype == "auto" else dtype
         if dtype is not None:
             engine_args["dtype"] = dtype
-        if hosts is None:
+        if machines is None:
             groups = _place(device, replicas, tp_size, gpus)
         else:
             _check_device(device)
             groups = [None] * replicas
-        if hosts is None and groups[0] is None and engine_args.get("page_size") not in (None, 1):
+        if machines is None and groups[0] is None and engine_args.get("page_size") not in (None, 1):
             raise UsageError(
                 f"page_size={engine_args['page_size']} needs a GPU: SGLang's published wheels have "
                 "no kernel for a CPU that allots the KV cache by pages"
@@ -276,12 +279,12 @@ def launch(
         log_dir=None if log_dir is None else os.fspath(log_dir),
     )
     launcher: Launcher
-    if hosts is None:
+    if machines is None:
         launcher = LocalLauncher(_preload(engine, groups), interpreter, start_timeout)
     else:
-        config = hosts.reachable(config)
+        config = machines.reachable(config)
         kind = "plain" if engine == "fake" else "sglang"
-        launcher = HostLauncher(hosts, kind, device, start_timeout)
+        launcher = HostLauncher(machines, kind, device, start_timeout)
     pool = Pool(
         births,
         more=more,

@@ -7,7 +7,7 @@ import itertools
 import logging
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final, Protocol, Self
 
 import msgspec
@@ -15,15 +15,17 @@ import msgspec
 from ..config import HEARTBEAT_TIMEOUT, PoolConfig, check_heartbeat, positive
 from ..core.node_session import CHECK_SECONDS, MESSAGE_BYTES
 from ..core.placement import Place, Placement
+from ..driver.environment import environment
 from ..errors import ProtocolError, UsageError
 from ..transport.addresses import check_address
-from ..transport.curve_keys import read_driver_keys
+from ..transport.curve_keys import read_driver_keys, read_keys_to_node
 from ..transport.zmq import ZmqRouter
 from ..version import __version__
 from ..wire.calls import PROTOCOL_VERSION
 from ..wire.codec import Buffer, decode_from_node, decode_of_connection, encode
 from ..wire.nodes import (
     Acknowledge,
+    Admit,
     ClosePool,
     FromNode,
     Goodbye,
@@ -31,6 +33,7 @@ from ..wire.nodes import (
     Numbered,
     Refuse,
 )
+from .listening import Invitations
 from .node_link import NodeLink
 
 logger = logging.getLogger("sglrl.hosts")
@@ -47,12 +50,14 @@ class HostInfo(msgspec.Struct, frozen=True, kw_only=True):
         state: "connected", or "away": its connection is broken, and it may return.
         gpus: entries for ``CUDA_VISIBLE_DEVICES``.
         cores: number of CPU cores.
+        python: its version, as in "3.12".
     """
 
     name: str
     state: str
     gpus: tuple[str, ...]
     cores: int
+    python: str
 
 
 class PoolOnHosts(Protocol):
@@ -79,6 +84,8 @@ class Hosts:
         keys: a folder made with ``sglrl keys``.
         insecure: accept any node, without encryption, instead of ``keys``.
         at_least: number of hosts to wait for before workers are placed.
+        nodes: addresses of nodes that wait for a program (``sglrl node --listen``). They are
+            invited, also again after a restart. With keys, they have the pair "node".
         heartbeat_timeout: seconds without data after which a connection counts as broken: those of
             nodes and those of workers.
 
@@ -93,6 +100,7 @@ class Hosts:
         keys: str | os.PathLike[str] | None = None,
         insecure: bool = False,
         at_least: int = 1,
+        nodes: Sequence[str] = (),
         heartbeat_timeout: float | None = HEARTBEAT_TIMEOUT,
     ) -> None:
         if not isinstance(address, str) or not address.startswith("tcp://"):
@@ -104,6 +112,9 @@ class Hosts:
         self.insecure = insecure
         self.heartbeat_timeout = check_heartbeat(heartbeat_timeout)
         self.placement = Placement()
+        self._nodes = _node_addresses(nodes)
+        self._node_keys = read_keys_to_node(keys) if keys is not None and nodes else None
+        self._invitations: Invitations | None = None
         self._address = address
         self._at_least = positive("at_least", at_least)
         self._router: ZmqRouter | None = None
@@ -113,6 +124,8 @@ class Hosts:
         """The nodes by the identity of their latest connection."""
         self._pools: dict[int, PoolOnHosts] = {}
         self._numbers: Iterator[int] = itertools.count()
+        self.refused: dict[str, str] = {}
+        """Why nodes were refused, by their names."""
         self._users = 0
         self._timer: asyncio.TimerHandle | None = None
         self._news: asyncio.Future[None] | None = None
@@ -121,6 +134,11 @@ class Hosts:
     def address(self) -> str:
         """Where nodes connect to, once this is open."""
         return self._address if self._router is None else self._router.outer_address
+
+    @property
+    def _own_address(self) -> str:
+        """The address as given, with the port that the system has chosen."""
+        return f"{self._address.rpartition(':')[0]}:{self.address.rpartition(':')[2]}"
 
     def reachable(self, config: PoolConfig) -> PoolConfig:
         """Return the configuration of a pool to which workers on these hosts can connect."""
@@ -141,9 +159,20 @@ class Hosts:
                 state="connected" if link.session.connected else "away",
                 gpus=link.hello.gpus,
                 cores=link.hello.cores,
+                python=link.hello.environment.python,
             )
             for link in self._links.values()
         ]
+
+    @property
+    def strangers(self) -> int:
+        """Number of connections with an unknown key, while this is open. Each tries repeatedly."""
+        return 0 if self._router is None else self._router.refused
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this listens for nodes."""
+        return self._router is not None
 
     # --- open and close ---------------------------------------------------------------------------
 
@@ -168,6 +197,10 @@ class Hosts:
         )
         self._router.start(self._on_message)
         self._check()
+        if self._nodes:
+            self._invitations = Invitations(
+                self._nodes, self._node_keys, self._own_address, self.heartbeat_timeout
+            )
 
     async def close(self) -> None:
         """Say goodbye to all nodes, which then kill their workers, when the last user has left.
@@ -194,6 +227,9 @@ class Hosts:
             return
         if self._timer is not None:
             self._timer.cancel()
+        if self._invitations is not None:
+            self._invitations.close()
+            self._invitations = None
         for link in list(self._links.values()):
             self._end(link, "the hosts were closed")
         self._router.close()
@@ -264,7 +300,8 @@ class Hosts:
             match message:
                 case NodeHello():
                     self._admit(identity, message)
-                case Numbered() | Acknowledge() if link is not None:
+                case Numbered() | Acknowledge() if link is not None and link.session.connected:
+                    # After a break, what still arrives on the old connection is sent again.
                     if link.session.receive(message):
                         self._handle(link, decode_from_node(frames[1]))
                 case Goodbye() if link is not None:
@@ -275,19 +312,29 @@ class Hosts:
             link = self._peers.get(identity)
             if link is not None:
                 self._end(link, f"its node sent a wrong message: {error}")
+                self._refuse(identity, f"wrong message: {error}")
+
+    def _refuse(self, identity: bytes, reason: str) -> None:
+        assert self._router is not None
+        self._router.send(identity, [encode(Refuse(reason))])
 
     def _admit(self, identity: bytes, hello: NodeHello) -> None:
         assert self._router is not None
         reason = refusal(hello)
         if reason:
             logger.error("%s: %s", hello.name, reason)
-            self._router.send(identity, [encode(Refuse(reason))])
+            self.refused[hello.name] = reason
+            self._refuse(identity, reason)
+            return
+        if hello.question:
+            self._router.send(identity, [encode(Admit("", 0, environment()))])
             return
         known = [link for link in self._links.values() if link.session.id == hello.session]
         if known:
             (link,) = known
             self._peers = {peer: other for peer, other in self._peers.items() if other is not link}
         else:
+            self._end_before_restart(hello)
             link = NodeLink(self._unique(hello.name), hello, secrets.token_hex(8), self._router)
             self._links[link.name] = link
             self.placement.add(link.name, link.offer)
@@ -295,6 +342,12 @@ class Hosts:
         link.admit(identity, hello.received if known else 0)
         logger.info("host %s is %s", link.name, "back" if known else "there")
         self._changed()
+
+    def _end_before_restart(self, hello: NodeHello) -> None:
+        """End the session of a node that has died and was started again on the same machine."""
+        before = self._links.get(hello.name)
+        if before is not None and not before.session.connected and before.hello.boot == hello.boot:
+            self._end(before, "its node was started again")
 
     def _unique(self, name: str) -> str:
         if name not in self._links:
@@ -335,13 +388,18 @@ class Hosts:
         )
         for pool in list(self._pools.values()):
             pool.on_ended(link, reason)
+        if self._invitations is not None and self._users:
+            self._invitations.send()
         self._changed()
 
 
-def check_hosts(hosts: object) -> None:
-    """Raise ``UsageError`` unless ``hosts`` are ``Hosts`` or None."""
-    if hosts is not None and not isinstance(hosts, Hosts):
-        raise UsageError(f"hosts must be sglrl.Hosts(address, keys=...), got {hosts!r:.100}")
+def _node_addresses(nodes: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(nodes, str):
+        raise UsageError(f"nodes is a list of addresses, got {nodes!r}")
+    for node in nodes:
+        if not node.startswith("tcp://") or not node.rpartition(":")[2].isdigit():
+            raise UsageError(f"the address of a node is tcp://HOST:PORT, got {node!r}")
+    return tuple(nodes)
 
 
 def refusal(hello: NodeHello) -> str:

@@ -6,14 +6,17 @@ import asyncio
 import contextlib
 import logging
 import secrets
+import socket
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
 from ..core.node_session import CHECK_SECONDS, MESSAGE_BYTES, Session
+from ..driver.environment import environment
 from ..errors import Closed, ProtocolError, SglrlError
-from ..transport.zmq import ZmqDealer
+from ..transport.zmq import ZmqDealer, ask
 from ..wire.calls import PROTOCOL_VERSION
 from ..wire.codec import Buffer, decode_of_connection, decode_to_node, encode
 from ..wire.nodes import (
@@ -36,6 +39,8 @@ logger = logging.getLogger("sglrl.node")
 
 _GOODBYE_SECONDS: Final = 2.0
 """Seconds to wait for the driver's goodbye."""
+_LINGER_SECONDS: Final = 0.2
+"""Seconds to send the last message."""
 _PATIENCE: Final = 10.0
 """Seconds without an answer after which the log says so."""
 
@@ -69,11 +74,17 @@ class Node:
 
     It opens a connection with a new identity after every break, so no message of an old connection
     can be taken for one of the new.
+
+    Args:
+        once: end when a session ends, or when the driver does not answer.
     """
 
-    def __init__(self, settings: NodeSettings, environment: Environment) -> None:
+    def __init__(
+        self, settings: NodeSettings, environment: Environment, *, once: bool = False
+    ) -> None:
         self._settings = settings
         self._environment = environment
+        self._once = once
         self._session: Session | None = None
         self._dealer: ZmqDealer | None = None
         self._pools: dict[int, _PoolTask] = {}
@@ -99,6 +110,11 @@ class Node:
                 self._dealer.close()
             if self._impatient is not None:
                 self._impatient.cancel()
+
+    @property
+    def connected(self) -> bool:
+        """Whether a session goes on, on a connection that is not known to be broken."""
+        return self._session is not None and self._session.connected
 
     def stop(self) -> None:
         """End, and tell the driver. Wait for its answer for a moment only."""
@@ -148,6 +164,7 @@ class Node:
             gpus=settings.gpus,
             cores=settings.cores,
             orphan_timeout=settings.orphan_timeout,
+            boot=_boot(),
             session="" if session is None else session.id,
             received=0 if session is None else session.received,
         )
@@ -156,6 +173,10 @@ class Node:
             self._impatient = loop.call_later(_PATIENCE, self._complain)
 
     def _complain(self) -> None:
+        if self._once:
+            logger.warning("no answer from %s for %g s", self._settings.address, _PATIENCE)
+            self._end()
+            return
         logger.warning(
             "no answer from %s for %g s: no program listens there, a firewall is between, or it "
             "does not accept this key; still trying",
@@ -180,6 +201,9 @@ class Node:
     def _give_up(self) -> None:
         logger.warning("the driver has not returned: all workers are killed")
         self._end_session()
+        if self._once:
+            self._end()
+            return
         # The hello that waits for a connection names the ended session.
         self._connect()
 
@@ -212,6 +236,10 @@ class Node:
                         logger.info("the driver has closed its hosts")
                         self._send([encode(Goodbye())])
                         self._end_session()
+                        if self._once:
+                            # The driver waits for the answer.
+                            loop = asyncio.get_running_loop()
+                            loop.call_later(_LINGER_SECONDS, self._end)
                 case Numbered() | Acknowledge() if self._session is not None:
                     if self._session.receive(message):
                         self._handle(decode_to_node(frames[1]))
@@ -266,6 +294,34 @@ class Node:
         """
         host = self._settings.address.rpartition(":")[0]
         return f"{host}:{address.rpartition(':')[2]}"
+
+
+def _boot() -> str:
+    """Return what identifies this machine and its start (Linux's random.4), or ""."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
+
+
+def say_hello(address: str, keys: ClientKeys | None, seconds: float) -> Admit | Refuse:
+    """Ask a program whether it would use a node of this environment.
+
+    Raises:
+        Closed: there is no answer. The text says why.
+    """
+    hello = NodeHello(
+        protocol=PROTOCOL_VERSION,
+        name=socket.gethostname(),
+        environment=environment(),
+        gpus=(),
+        cores=1,
+        orphan_timeout=0.0,
+        question=True,
+    )
+    answer = decode_of_connection(ask(address, keys, encode(hello), seconds))
+    if not isinstance(answer, Admit | Refuse):
+        raise ProtocolError(f"the program answers {answer!r}")
+    return answer
 
 
 class _PoolTask:

@@ -253,13 +253,26 @@ def doctor(
     engine: Annotated[
         str, typer.Option(help="Of the test call: fake, or sglang with a tiny model.")
     ] = "fake",
+    hosts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Test the connection of nodes instead, at tcp://HOST:PORT: on the program's "
+            "machine with its keys, or on a node's machine with the node's keys.",
+        ),
+    ] = None,
+    keys: Annotated[str | None, typer.Option(metavar="DIR", help="For --hosts.")] = None,
+    seconds: Annotated[
+        float, typer.Option(min=1.0, help="How long --hosts waits for nodes to connect.")
+    ] = 15.0,
     json: Annotated[bool, typer.Option("--json", help="As one JSON object.")] = False,
 ) -> None:
     """Show versions, devices and patches of SGLang, and make one call to test whether it works."""
     from .doctor import examine, table_of
+    from .doctor_hosts import examine_hosts
 
     quiet_warnings()
-    findings = examine(engine)
+    findings = examine(engine) if hosts is None else examine_hosts(hosts, keys, seconds)
     if json:
         print_json(msgspec.json.format(msgspec.json.encode(findings)))
     else:

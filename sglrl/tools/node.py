@@ -7,20 +7,32 @@ import os
 import re
 import signal
 import socket
-from pathlib import Path
+import sys
 from typing import Annotated
 
+import msgspec
 import typer
 
 from ..config import HEARTBEAT_TIMEOUT
 from ..errors import UsageError
+from ..wire.processes import ClientKeys
 
 
 def node(
-    address: Annotated[str, typer.Argument(help="Of the program: tcp://HOST:PORT.")],
+    address: Annotated[str | None, typer.Argument(help="Of the program: tcp://HOST:PORT.")] = None,
+    listen: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Wait here for programs, with Hosts(nodes=...), instead of connecting to one.",
+        ),
+    ] = None,
     keys: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="With the node's secret key and driver.public."),
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            help="With the node's secret key and driver.public. -: read the keys from the input.",
+        ),
     ] = None,
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Without keys: the connection is not encrypted.")
@@ -43,22 +55,31 @@ def node(
     """Offer this machine's GPUs and cores to a program on another machine.
 
     The program listens with sglrl.Hosts(address, keys=...). This command starts its workers here,
-    reports when they exit, and kills them when the program ends. It runs until SIGTERM or Ctrl-C.
+    reports when they exit, and kills them when the program ends. It then waits for the next
+    program, until SIGTERM or Ctrl-C.
     """
     import uvloop
 
     from ..api.launching import cuda_devices
     from ..driver.environment import environment
+    from ..hosts.listening import ListeningNode
     from ..hosts.node import Node, NodeSettings
     from ..transport.addresses import check_address
-    from ..transport.curve_keys import read_client_keys
+    from ..transport.curve_keys import keys_of_listening_node, read_client_keys
 
-    if not address.startswith("tcp://") or not address.rpartition(":")[2].isdigit():
-        raise UsageError(f"the address is tcp://HOST:PORT, got {address!r}")
-    check_address(address, keys=keys is not None, insecure=insecure)
+    if (address is None) == (listen is None):
+        raise UsageError("name the address of a program, or one for --listen")
+    where = address or listen or ""
+    if not where.startswith("tcp://") or not where.rpartition(":")[2].isdigit():
+        raise UsageError(f"the address is tcp://HOST:PORT, got {where!r}")
+    check_address(where, keys=keys is not None, insecure=insecure)
     settings = NodeSettings(
-        address=address,
-        keys=None if keys is None else read_client_keys(keys),
+        address=address or "",
+        keys=None
+        if keys is None
+        else _keys_from_input()
+        if keys == "-"
+        else read_client_keys(keys),
         name=name or socket.gethostname(),
         gpus=_chosen(gpus, cuda_devices()),
         cores=len(os.sched_getaffinity(0)),
@@ -67,22 +88,35 @@ def node(
     )
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     logging.getLogger("sglrl.node").info(
-        "%s offers %d GPUs and %d cores to %s",
+        "%s offers %d GPUs and %d cores%s",
         settings.name,
         len(settings.gpus),
         settings.cores,
-        address,
+        f" to {address}" if address else "",
     )
 
     async def serve() -> None:
         import asyncio
 
-        running = Node(settings, environment())
+        running: Node | ListeningNode
+        if listen is None:
+            running = Node(settings, environment())
+        else:
+            own = None if settings.keys is None else keys_of_listening_node(settings.keys)
+            running = ListeningNode(listen, own, settings, environment())
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, running.stop)
         await running.run()
 
     uvloop.run(serve())
+
+
+def _keys_from_input() -> ClientKeys:
+    """Return the keys that a program writes to the input of a node that it starts."""
+    try:
+        return msgspec.json.decode(sys.stdin.buffer.readline(), type=ClientKeys)
+    except msgspec.DecodeError as error:
+        raise UsageError(f"--keys -: no keys arrive on the input: {error}") from None
 
 
 def _chosen(gpus: str | None, visible: list[str]) -> tuple[str, ...]:

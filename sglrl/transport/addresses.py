@@ -48,6 +48,23 @@ def is_loopback(address: str) -> bool:
         return False
 
 
+def address_towards(other: str, own: str) -> str:
+    """Return the address at which the machine of ``other`` reaches an end that listens on ``own``.
+
+    If ``own`` is all interfaces, it is the address from which this machine reaches ``other``.
+    """
+    host = host_of(own)
+    if host not in ("0.0.0.0", "::"):
+        return own
+    family = sockets.AF_INET6 if ":" in host else sockets.AF_INET
+    # Sends no packet, as below.
+    with contextlib.suppress(OSError), sockets.socket(family, sockets.SOCK_DGRAM) as s:
+        s.connect((host_of(other), int(other.rpartition(":")[2])))
+        found = s.getsockname()[0]
+        return f"tcp://{f'[{found}]' if ':' in found else found}:{own.rpartition(':')[2]}"
+    return own
+
+
 def reachable(address: str, *, here: bool) -> str:
     """Return the address to connect to an end that listens on ``address``.
 

@@ -24,6 +24,8 @@ from ..wire.processes import ClientKeys
 from .base import DriverKeys
 
 DRIVER: Final = "driver"
+NODE: Final = "node"
+"""Name of the pair of nodes that listen."""
 FIRST_CLIENT: Final = "trainer"
 """Name of the client whose pair a new folder contains, together with the driver's pair."""
 
@@ -112,6 +114,29 @@ def read_client_keys(where: str | PathLike[str]) -> ClientKeys:
     return ClientKeys(
         driver=_read_key(folder / f"{DRIVER}.public"), public=public_key(secret), secret=secret
     )
+
+
+def read_keys_to_node(folder: str | PathLike[str]) -> ClientKeys:
+    """Return the keys with which a driver connects to nodes that listen.
+
+    The nodes have the pair "node" of the driver's folder.
+
+    Raises:
+        InvalidKeys: the folder is not a driver's folder, or has no pair of that name.
+    """
+    from .zmq import public_key
+
+    path = _checked_folder(folder)
+    secret = _read_key(path / f"{DRIVER}.secret")
+    node = path / f"{NODE}.public"
+    if not node.exists():
+        raise InvalidKeys(f"{node} is missing; 'sglrl keys {path} --add {NODE}' makes it")
+    return ClientKeys(driver=_read_key(node), public=public_key(secret), secret=secret)
+
+
+def keys_of_listening_node(keys: ClientKeys) -> DriverKeys:
+    """Return the keys with which a node listens: only its driver may connect."""
+    return DriverKeys(secret=keys.secret, clients=frozenset({keys.driver}))
 
 
 def is_key(text: str) -> bool:

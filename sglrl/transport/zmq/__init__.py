@@ -2,6 +2,7 @@
 
 * ``router``: the driver's end, for all peers;
 * ``dealers``: a peer's end, on an event loop or polled by a thread;
+* ``question``: one message and its answer, and why there is none;
 * ``handshakes``: checks the keys of peers, and limits unfinished handshakes;
 * ``pump``: drains a socket on an event loop;
 * ``sockets``: socket options, sending, receiving and closing; CURVE keys.
@@ -16,7 +17,16 @@ same as if the other end had closed it: a DEALER calls ``on_break``; a ROUTER ca
 """
 
 from .dealers import ZmqDealer, ZmqPolledDealer
+from .question import ask, check_port
 from .router import ZmqRouter
 from .sockets import key_pair, public_key
 
-__all__ = ["ZmqDealer", "ZmqPolledDealer", "ZmqRouter", "key_pair", "public_key"]
+__all__ = [
+    "ZmqDealer",
+    "ZmqPolledDealer",
+    "ZmqRouter",
+    "ask",
+    "check_port",
+    "key_pair",
+    "public_key",
+]

@@ -1,0 +1,224 @@
+"""Faults of hosts, drawn from a seed, and the program that carries them out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import sglrl
+
+from .network import Host, Program
+
+BLINK = "blink"
+"""The link is down for less than ``HEARTBEAT_SECONDS``."""
+AWAY = "away"
+"""The link is down for longer. The workers return."""
+INWARD = "inward"
+"""As AWAY, but only packets to the host are lost."""
+OUTWARD = "outward"
+"""As AWAY, but only packets from the host are lost."""
+GONE = "gone"
+"""The link is down for longer than ``ORPHAN_SECONDS``. The workers are replaced."""
+WORKER = "worker"
+"""SIGKILL to a worker."""
+NODE = "node"
+"""SIGKILL to a node, which starts again."""
+TWO = "two"
+"""SIGKILL to two nodes at once, which start again."""
+DRIVER = "driver"
+"""The program with the calls is stopped."""
+
+HEARTBEAT_SECONDS = 3.0
+ORPHAN_SECONDS = 15.0
+SHARES: Mapping[str, float] = {
+    BLINK: 5,
+    AWAY: 5,
+    INWARD: 2,
+    OUTWARD: 2,
+    GONE: 1,
+    WORKER: 5,
+    NODE: 3,
+    TWO: 1,
+    DRIVER: 1,
+}
+_SECONDS = {
+    BLINK: (0.2, 2.0),
+    AWAY: (5.0, 9.0),
+    INWARD: (5.0, 9.0),
+    OUTWARD: (5.0, 9.0),
+    GONE: (22.0, 30.0),
+    NODE: (0.5, 3.0),
+    TWO: (0.5, 3.0),
+    DRIVER: (2.0, 20.0),
+}
+_POLL = 0.05
+"""Seconds between looks at the hosts."""
+_PATIENCE = 180.0
+"""Seconds that hosts and workers may take until a fault can begin, and to be whole at the end."""
+
+_STOPPER = """
+import os, signal, sys, time
+pid, seconds = int(sys.argv[1]), float(sys.argv[2])
+os.kill(pid, signal.SIGSTOP)
+time.sleep(seconds)
+os.kill(pid, signal.SIGCONT)
+"""
+
+
+class HostFault(NamedTuple):
+    """One fault.
+
+    Attributes:
+        gap: seconds after the previous fault.
+        host: a random number. Take it modulo the number of hosts that can be struck.
+        seconds: how long the fault lasts.
+    """
+
+    kind: str
+    gap: float
+    host: int
+    seconds: float
+
+
+def schedule(seed: int, count: int, gap: float) -> list[HostFault]:
+    """Return ``count`` faults, ``gap`` seconds apart on average, in proportion to ``SHARES``."""
+    draw = random.Random(seed)
+    kinds = draw.choices(list(SHARES), list(SHARES.values()), k=count)
+    return [
+        HostFault(
+            kind,
+            draw.expovariate(1 / gap),
+            draw.randrange(1 << 30),
+            draw.uniform(*_SECONDS.get(kind, (0.0, 0.0))),
+        )
+        for kind in kinds
+    ]
+
+
+class Machine:
+    """A host and its node."""
+
+    def __init__(self, host: Host, name: str, address: str) -> None:
+        self.host = host
+        self.name = name
+        self._address = address
+        self.node: Program
+        self.start()
+
+    def start(self) -> None:
+        options = ["--name", self.name, "--insecure"]
+        options += ["--heartbeat-timeout", str(HEARTBEAT_SECONDS)]
+        options += ["--orphan-timeout", str(ORPHAN_SECONDS)]
+        self.node = self.host.run(Path("-m"), "sglrl", "node", self._address, *options)
+
+
+class HostStriker:
+    """Carries out faults, each in its own task, so that they overlap on different hosts.
+
+    At any time one host has no fault.
+
+    Args:
+        here: the host of this program.
+    """
+
+    def __init__(
+        self, client: sglrl.Client, hosts: sglrl.Hosts, here: Host, machines: Sequence[Machine]
+    ) -> None:
+        self.faults: Counter[str] = Counter()
+        self._client = client
+        self._hosts = hosts
+        self._here = here
+        self._machines = machines
+        self._struck: set[str] = set()
+        """The names of the hosts with a fault."""
+
+    async def run(self, faults: Sequence[HostFault]) -> list[str]:
+        """Carry out all faults, and wait until the pool is whole.
+
+        Returns:
+            What is not whole after a while.
+        """
+        async with asyncio.TaskGroup() as group:
+            for fault in faults:
+                await asyncio.sleep(fault.gap)
+                machines = await self._targets(fault)
+                self.faults[fault.kind] += 1
+                group.create_task(self._strike(fault, machines))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_PATIENCE):
+                await self._client.wait_until_full()
+                while any(host.state != "connected" for host in self._hosts.hosts) or len(
+                    self._hosts.hosts
+                ) < len(self._machines):
+                    await self._hosts.change()
+        states = [f"worker {w.id} is {w.state}" for w in self._client.workers if w.state != "ready"]
+        there = [host.name for host in self._hosts.hosts if host.state == "connected"]
+        return states + [
+            f"host {m.name} is not there" for m in self._machines if m.name not in there
+        ]
+
+    async def _targets(self, fault: HostFault) -> list[Machine]:
+        """Wait until enough hosts have no fault, and return those to strike."""
+        wanted = {DRIVER: 0, TWO: 2}.get(fault.kind, 1)
+        async with asyncio.timeout(_PATIENCE):
+            while True:
+                serving = {w.host for w in self._client.workers if w.state == "ready"}
+                free = [m for m in self._machines if m.name not in self._struck]
+                first = fault.host % len(free) if free else 0
+                found = [*free[first:], *free[:first]][:wanted]
+                rest = [m.name for m in free if m not in found and m.name in serving]
+                if len(found) == wanted and rest:
+                    self._struck |= {m.name for m in found}
+                    return found
+                await asyncio.sleep(_POLL)
+
+    async def _strike(self, fault: HostFault, machines: list[Machine]) -> None:
+        try:
+            match fault.kind:
+                case "driver":
+                    command = [sys.executable, "-c", _STOPPER, str(os.getpid()), str(fault.seconds)]
+                    stopper = subprocess.Popen(command)
+                    await asyncio.to_thread(stopper.wait)
+                case "worker":
+                    pids = [w.pid for w in self._client.workers if w.host == machines[0].name]
+                    for pid in pids[:1]:
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(pid, signal.SIGKILL)
+                case "node" | "two":
+                    for machine in machines:
+                        machine.node.kill()
+                    await asyncio.sleep(fault.seconds)
+                    for machine in machines:
+                        machine.start()
+                case _:
+                    with self._broken(fault.kind, machines[0].host):
+                        await asyncio.sleep(fault.seconds)
+        finally:
+            self._struck -= {machine.name for machine in machines}
+
+    @contextlib.contextmanager
+    def _broken(self, kind: str, host: Host) -> Iterator[None]:
+        """Break the link of a host for the block."""
+
+        def set_fault(fails: bool) -> None:
+            if kind == INWARD:
+                self._here.lose_towards(host, fails)
+            elif kind == OUTWARD:
+                host.loses = fails
+            else:
+                host.up = not fails
+
+        set_fault(True)
+        try:
+            yield
+        finally:
+            set_fault(False)

@@ -1,0 +1,93 @@
+"""Start nodes with ``srun``, inside an allocation of Slurm."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import sys
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+
+from ..errors import UsageError
+from ..wire.processes import ClientKeys
+
+logger = logging.getLogger("sglrl.hosts")
+
+_END_SECONDS: Final = 10.0
+"""Seconds for ``srun`` to end its tasks."""
+_LAST_LINES: Final = 10
+"""Lines of output in an error."""
+
+
+class SlurmNodes:
+    """One node on each machine of the allocation (``hosts.started.NodeStarter``)."""
+
+    name = "Slurm"
+
+    def check(self) -> None:
+        if "SLURM_JOB_ID" not in os.environ:
+            raise UsageError(
+                "hosts='slurm' needs an allocation: run this program with sbatch, or after salloc"
+            )
+        if shutil.which("srun") is None:
+            raise UsageError("hosts='slurm' needs the command srun, which is not in PATH")
+
+    async def run(self, address: str, keys: ClientKeys, expect: Callable[[int], None]) -> str:
+        count = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
+        expect(count)
+        process = await asyncio.create_subprocess_exec(
+            *command(count, address),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+            # Ctrl-C ends this program, which then ends the nodes.
+            start_new_session=True,
+        )
+        assert process.stdin is not None
+        assert process.stderr is not None
+        last: deque[str] = deque(maxlen=_LAST_LINES)
+        try:
+            # Neither a command line nor a file: others could read them.
+            process.stdin.write(msgspec.json.encode(keys) + b"\n")
+            process.stdin.close()
+            async for line in process.stderr:
+                last.append(line.decode(errors="replace").rstrip())
+                logger.debug("srun: %s", last[-1])
+            return f"srun ended with status {await process.wait()}:\n" + "\n".join(last)
+        finally:
+            if process.returncode is None:
+                process.terminate()
+                try:
+                    await asyncio.wait_for(process.wait(), _END_SECONDS)
+                except TimeoutError:
+                    process.kill()
+
+
+def command(count: int, address: str) -> list[str]:
+    """Return the command line that starts ``count`` nodes (https://slurm.schedmd.com/srun.html)."""
+    return [
+        "srun",
+        f"--nodes={count}",
+        f"--ntasks={count}",
+        "--ntasks-per-node=1",
+        # Use all that the allocation has on each machine, also while other steps run.
+        "--overlap",
+        "--mem=0",
+        "--cpu-bind=none",
+        # The other nodes go on when one ends.
+        "--kill-on-bad-exit=0",
+        "--wait=0",
+        "--label",
+        sys.executable,
+        "-m",
+        "sglrl",
+        "node",
+        address,
+        "--keys",
+        "-",
+    ]

@@ -1,0 +1,106 @@
+"""Test the connection between a program and its nodes: ``sglrl doctor --hosts``.
+
+The keys decide which side this is: a folder with ``driver.secret`` is that of the program.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Final
+
+from ..driver.environment import environment
+from ..errors import SglrlError
+from ..hosts.hosts import Hosts
+from ..hosts.node import say_hello
+from ..transport.curve_keys import DRIVER, read_client_keys, read_driver_keys
+from ..transport.zmq import check_port
+from ..wire.nodes import Refuse
+from ..wire.processes import ClientKeys, Environment
+from .doctor import Finding
+
+_SECONDS: Final = 5.0
+"""Seconds for a connection and for an answer."""
+
+
+def examine_hosts(address: str, keys: str | None, seconds: float) -> list[Finding]:
+    """Return what works and what does not.
+
+    Args:
+        address: where the program listens for nodes.
+        keys: of the program or of a node; None: without encryption, from a node.
+        seconds: how long the program's side waits for nodes.
+    """
+    if keys is not None and (Path(keys).expanduser() / f"{DRIVER}.secret").exists():
+        return asyncio.run(_of_program(address, keys, seconds))
+    return _of_node(address, keys)
+
+
+def _of_node(address: str, keys: str | None) -> list[Finding]:
+    """Connect to the program as a node does, but offer nothing."""
+    findings = []
+    try:
+        own: ClientKeys | None = None
+        step = "keys"
+        if keys is not None:
+            own = read_client_keys(keys)
+        findings.append(Finding(step, True, "none: not encrypted" if own is None else str(keys)))
+        step = "port"
+        check_port(address, _SECONDS)
+        findings.append(Finding(step, True, f"{address} is open"))
+        step = "handshake"
+        answer = say_hello(address, own, _SECONDS)
+        findings.append(Finding(step, True, "both sides accept the other's key"))
+        step = "versions"
+        if isinstance(answer, Refuse):
+            findings.append(Finding(step, False, answer.reason))
+        else:
+            findings.append(_python("the program", answer.environment))
+    except SglrlError as error:
+        findings.append(Finding(step, False, error.message))
+    return findings
+
+
+def _python(who: str, other: Environment | None) -> Finding:
+    """Compare what need not be equal, but limits what works."""
+    own = environment()
+    detail = f"sglrl {own.sglrl} and Python {own.python} on both sides"
+    if other is not None and other.python != own.python:
+        detail = (
+            f"{who} has Python {other.python} and this is {own.python}: classes that are not in an "
+            "installed package cannot be sent"
+        )
+    return Finding("versions", True, detail)
+
+
+async def _of_program(address: str, keys: str, seconds: float) -> list[Finding]:
+    """Listen as the program does, and report who connects."""
+    try:
+        clients = len(read_driver_keys(keys).clients)
+        findings = [Finding("keys", clients > 0, f"{clients} of nodes and clients in {keys}")]
+        hosts = Hosts(address, keys=keys)
+        hosts.open()
+    except SglrlError as error:
+        return [Finding("address", False, error.message)]
+    findings.append(Finding("address", True, f"listens at {hosts.address}"))
+    try:
+        async with asyncio.timeout(seconds):
+            while True:
+                await hosts.change()
+    except TimeoutError:
+        pass
+    for host in hosts.hosts:
+        detail = f"{len(host.gpus)} GPUs, {host.cores} cores, Python {host.python}"
+        findings.append(Finding(f"node {host.name}", True, detail))
+    findings += [Finding(f"node {name}", False, why) for name, why in hosts.refused.items()]
+    if hosts.strangers:
+        text = f"{hosts.strangers} connections with a key whose .public file is not in {keys}"
+        findings.append(Finding("strangers", False, text))
+    if not hosts.hosts and not hosts.refused and not hosts.strangers:
+        text = (
+            f"none within {seconds:g} s; run 'sglrl doctor --hosts {hosts.address} --keys DIR' on "
+            "a node's machine to see why"
+        )
+        findings.append(Finding("nodes", False, text))
+    await hosts.close()
+    return findings
