@@ -174,6 +174,7 @@ class Pool:
             keys=None if config.keys is None else read_driver_keys(config.keys),
             insecure=config.insecure,
             heartbeat_timeout=config.heartbeat_timeout,
+            handover=self._launcher.elsewhere,
         )
         self._worker_keys = router.worker_keys
         self._driver = driver = Driver(
@@ -186,6 +187,7 @@ class Pool:
         self.weights.attach(driver, router.outer_address)
         self.outer_address = router.outer_address
         if self._launcher.elsewhere:
+            self.weights.workers_return = True
             self.weights.host = host_of(router.outer_address)
         driver.start()
         if self._launcher.stage:

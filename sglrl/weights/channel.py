@@ -60,6 +60,7 @@ class WeightChannel(DriverListener):
         on_updated: called after every update.
         on_version: called when ``version`` has changed.
         host: the address at which workers reach a sender in this process.
+        workers_return: a rank whose connection breaks connects again, and says hello again.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class WeightChannel(DriverListener):
         self.on_updated: Callable[[], None] = lambda: None
         self.on_version: set[Callable[[], None]] = set()
         self.host = "127.0.0.1"
+        self.workers_return = False
         self._ranks = Ranks(is_up)
         self._questions = Questions(self._ranks)
         self._group = SenderGroup()
@@ -374,6 +376,8 @@ class WeightChannel(DriverListener):
                 return False
 
     def _on_hello(self, rank: Rank, hello: RankHello) -> bool:
+        if not self.workers_return and rank.hello.done():
+            return False
         if hello.dirty:
             self._expel(rank.worker, "its connection broke while its weights changed")
         elif not rank.hello.done():

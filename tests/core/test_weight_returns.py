@@ -31,6 +31,7 @@ def played(test: Callable[[Pool, Sender], Awaitable[None]]) -> Callable[[], None
 
     async def play() -> None:
         pool = Pool(2)
+        pool.channel.workers_return = True
         sender = Sender(pool, "a")
         update = begin(pool, sender)
         await pool.describes_itself()
@@ -137,13 +138,15 @@ async def test_only_the_connection_for_weights_breaks(pool: Pool, sender: Sender
     await update
 
 
+@pytest.mark.parametrize("returns", [False, True])
 @pytest.mark.parametrize("connection", [0, 1])
-def test_hello_of_a_worker_that_was_never_away(connection: int) -> None:
-    """A second hello on the same connection is dropped."""
+def test_hello_of_a_worker_that_was_never_away(connection: int, returns: bool) -> None:
+    """A second hello on the same connection is dropped, and any of a worker that cannot return."""
 
     async def play() -> None:
         pool = Pool(2)
-        assert hello(pool, 0, connection) == (connection > 0)
+        pool.channel.workers_return = returns
+        assert hello(pool, 0, connection) == (returns and connection > 0)
         await pool.channel.close()
 
     asyncio.run(play())

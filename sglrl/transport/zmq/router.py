@@ -33,6 +33,11 @@ class ZmqRouter(Pump):
     With ``keys``, the router admits peers that have the key of a client in ``keys``, or
     ``worker_keys``.
 
+    Args:
+        handover: a peer that connects again takes the place of its old connection, whose break may
+            not be noticed here yet. False: a second connection with a name that is in use is not
+            heard.
+
     Attributes:
         address: for connections of workers on this machine.
         outer_address: for connections from other machines.
@@ -49,6 +54,7 @@ class ZmqRouter(Pump):
         keys: DriverKeys | None = None,
         insecure: bool = False,
         heartbeat_timeout: float | None = None,
+        handover: bool = False,
     ) -> None:
         check_address(address, keys=keys is not None, insecure=insecure)
         # A context has a single handler that decides which peers to admit. In the shared context,
@@ -64,8 +70,7 @@ class ZmqRouter(Pump):
             )
         )
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        # A peer may connect again before the break of its old connection is noticed here.
-        self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self.socket.setsockopt(zmq.ROUTER_HANDOVER, handover)
         self.socket.setsockopt(zmq.SNDHWM, MOST_UNREAD)
         self.socket.setsockopt(zmq.RCVHWM, _MOST_UNTAKEN)
         self.socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
