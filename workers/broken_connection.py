@@ -15,8 +15,8 @@ from collections.abc import Callable
 from typing import Final
 
 RECONNECT_SECONDS: Final = 3.0
-"""Seconds until ZeroMQ connects again by itself and sends what waits, as if nothing were lost. The
-worker must have replaced the socket before."""
+"""Seconds until ZeroMQ reconnects without the worker. It would then send the messages that wait,
+although earlier ones were lost. The worker must replace the socket before."""
 _PAUSE: Final = 0.5
 """Seconds between a break and the next connection, so that a driver which refuses connections is
 not asked too often."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import tempfile
 import weakref
@@ -17,6 +18,8 @@ from ..wire.processes import ClientKeys
 from .hosts import Hosts
 from .ray_nodes import RayNodes
 from .slurm_nodes import SlurmNodes
+
+logger = logging.getLogger("sglrl.hosts")
 
 _END_SECONDS: Final = 15.0
 """Seconds for the nodes to end when the hosts are closed."""
@@ -100,6 +103,10 @@ class StartedHosts(Hosts):
             why = await self._starter.run(self.address, self._keys_of_nodes, self._expect)
         except SglrlError as error:
             why = error.message
+        except Exception as error:
+            # Ray and the system have errors of their own. ``lacking`` raises this one.
+            logger.exception("the nodes could not be started")
+            why = f"{type(error).__name__}: {error}"
         self._failure = why
         self._changed()
 

@@ -384,7 +384,7 @@ class WeightChannel(DriverListener):
             rank.connection = hello.connection
             rank.hello.set_result(hello.settings)
         elif hello.connection <= rank.connection:
-            # The rank was asked to say hello, and had done so by itself meanwhile.
+            # The answer to ``Rejoin``. The rank had already said hello on this connection.
             return rank.returns
         elif self._lock.locked():
             self._expel(rank.worker, "its connection broke during a weight update")

@@ -1,4 +1,4 @@
-"""``hosts="ray"`` on a Ray cluster of three nodes on this machine, of which one is removed."""
+"""``hosts="ray"``: a Ray cluster of three nodes on this machine loses one of them."""
 
 from __future__ import annotations
 

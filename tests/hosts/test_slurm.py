@@ -60,6 +60,14 @@ async def test_nodes_that_fail(monkeypatch: pytest.MonkeyPatch) -> None:
         await sglrl.spawn(Values, hosts="slurm")
 
 
+@pytest.mark.usefixtures("allocation")
+async def test_an_error_that_nothing_expects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the error of the start, at once."""
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "two")
+    with pytest.raises(sglrl.WorkerStartError, match=r"hosts='slurm': ValueError: .*'two'"):
+        await sglrl.spawn(Values, hosts="slurm")
+
+
 def test_without_an_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(started, "_started", {})
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
