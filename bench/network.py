@@ -128,14 +128,9 @@ class Host:
             self._netlink.link("add", ifname=self._name, kind="bridge")
             self._configure()
 
-        def add_route() -> None:
-            # ``transport.addresses.reachable`` asks for the way to this address.
-            self._netlink.route("add", dst="192.0.2.1/32", oif=self._index())
-
         self._stack.callback(self._do, lambda: self._netlink.link("del", index=self._index()))
         self._do(make)
         self.up = True
-        self._do(add_route)
 
     def plug_in(self, other: Host, port: str) -> None:
         """Join another host to the bridge of this one, through an interface named ``port``."""

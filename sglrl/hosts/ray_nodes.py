@@ -33,6 +33,12 @@ class RayNodes:
         if importlib.util.find_spec("ray") is None:
             raise UsageError("hosts='ray' needs Ray: pip install 'sglrl[ray]'")
 
+    def own_host(self) -> str:
+        import ray
+
+        found: str = ray.util.get_node_ip_address()
+        return found
+
     async def run(self, address: str, keys: ClientKeys, expect: Callable[[int], None]) -> str:
         import ray
         from ray.util.placement_group import placement_group, remove_placement_group

@@ -6,9 +6,11 @@ import asyncio
 import logging
 import os
 import shutil
+import socket
 import sys
 from collections import deque
 from collections.abc import Callable
+from ipaddress import ip_address
 from typing import Final
 
 import msgspec
@@ -36,6 +38,16 @@ class SlurmNodes:
             )
         if shutil.which("srun") is None:
             raise UsageError("hosts='slurm' needs the command srun, which is not in PATH")
+
+    def own_host(self) -> str:
+        # The machines of a cluster know each other by name. Often they have no default route.
+        name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+        try:
+            found = socket.gethostbyname(name)
+        except OSError:
+            return "0.0.0.0"
+        # Debian gives a machine's own name the address 127.0.1.1.
+        return "0.0.0.0" if ip_address(found).is_loopback else found
 
     async def run(self, address: str, keys: ClientKeys, expect: Callable[[int], None]) -> str:
         count = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))

@@ -38,6 +38,13 @@ class NodeStarter(Protocol):
         """Raise ``UsageError`` if this program cannot use the system."""
         ...
 
+    def own_host(self) -> str:
+        """Return the IPv4 address at which the nodes reach this machine.
+
+        "0.0.0.0" if the system does not know: the driver then guesses it from its routes.
+        """
+        ...
+
     async def run(self, address: str, keys: ClientKeys, expect: Callable[[int], None]) -> str:
         """Start the nodes, and end them when this is cancelled.
 
@@ -62,7 +69,7 @@ class StartedHosts(Hosts):
         folder = Path(tempfile.mkdtemp(prefix="sglrl-keys-"))
         weakref.finalize(self, remove_folder, folder, os.getpid())
         make_keys(folder)
-        super().__init__("tcp://0.0.0.0:*", keys=folder)
+        super().__init__(f"tcp://{starter.own_host()}:*", keys=folder)
         self._starter = starter
         self._keys_of_nodes = read_client_keys(folder)
         self._expected: int | None = None

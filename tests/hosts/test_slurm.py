@@ -14,6 +14,7 @@ from processes import strike
 
 import sglrl
 from sglrl.hosts import started
+from sglrl.hosts.slurm_nodes import SlurmNodes
 
 from .nodes import SECONDS, hosts_of
 
@@ -29,7 +30,8 @@ def allocation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list
     srun.write_text(f'#!/bin/sh\nexec {sys.executable} {SRUN} "$@"\n')
     srun.chmod(0o755)
     monkeypatch.setenv("PATH", str(srun.parent), prepend=":")
-    with other_hosts(2) as (_, machines):
+    with other_hosts(2) as (here, machines):
+        monkeypatch.setenv("SLURMD_NODENAME", here.address)
         monkeypatch.setenv("NAMESPACES", ",".join(str(machine.namespace) for machine in machines))
         monkeypatch.setenv("SLURM_JOB_ID", "17")
         monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
@@ -66,6 +68,20 @@ async def test_an_error_that_nothing_expects(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "two")
     with pytest.raises(sglrl.WorkerStartError, match=r"hosts='slurm': ValueError: .*'two'"):
         await sglrl.spawn(Values, hosts="slurm")
+
+
+@pytest.mark.parametrize(
+    ("name", "host"),
+    [("10.1.2.3", "10.1.2.3"), ("localhost", "0.0.0.0"), ("unknown.invalid", "0.0.0.0")],
+)
+def test_the_driver_is_known_by_its_name(
+    name: str, host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SLURMD_NODENAME", raising=False)
+    monkeypatch.setattr("socket.gethostname", lambda: name)
+    assert SlurmNodes().own_host() == host
+    monkeypatch.setenv("SLURMD_NODENAME", "10.1.2.4")
+    assert SlurmNodes().own_host() == "10.1.2.4"
 
 
 def test_without_an_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
