@@ -142,6 +142,7 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
         heartbeat_timeout: a TCP connection is broken when nothing arrives for this time; None: no
             heartbeats.
         log_dir: folder that keeps the logs of all workers; None: see ``driver/worker_logs.py``.
+        keep_weights: each host keeps the current weights in memory for replacements.
     """
 
     address: str = "ipc"
@@ -155,6 +156,7 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
     hang_timeout: float | None = None
     heartbeat_timeout: float | None = HEARTBEAT_TIMEOUT
     log_dir: str | None = None
+    keep_weights: bool = False
 
     def __post_init__(self) -> None:
         timeout: object = self.hang_timeout

@@ -22,6 +22,26 @@ def no_file(folder: str | Path, error: OSError) -> WorkerStartError:
     )
 
 
+def available_memory() -> int:
+    """Return the bytes of memory that are left on this machine, or in this container.
+
+    Caches that the kernel can empty count as free.
+    """
+    meminfo = Path("/proc/meminfo").read_text()
+    (line,) = [text for text in meminfo.splitlines() if text.startswith("MemAvailable")]
+    available = int(line.split()[1]) * 1024
+    # The limit of a container: https://docs.kernel.org/admin-guide/cgroup-v2.html.
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = int((group / "memory.max").read_text())
+        used = int((group / "memory.current").read_text())
+        stat = dict(text.split() for text in (group / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        # There is no limit ("max"), or this system has none.
+        return available
+    return min(available, limit - used + int(stat.get("inactive_file", 0)))
+
+
 def no_process() -> str:
     """Return why a process or a thread cannot be started, and what to do."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)

@@ -37,6 +37,7 @@ from sglrl.system_limits import explain, reason
 from sglrl.wire.codec import encode
 from sglrl.wire.processes import (
     Dump,
+    EngineSpec,
     Exited,
     Fork,
     Forked,
@@ -77,17 +78,41 @@ class Client:
     Attributes:
         buffer: bytes received that are not yet a complete message.
         keys: the key of each worker, by process id.
+        kept: for each rank, memory that keeps its weights when a worker exits.
     """
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self.buffer = bytearray()
         self.keys: dict[int, int] = {}
+        self.kept: dict[int, int] = {}
 
     def send(self, message: FromForkServer) -> None:
         body = encode(message)
         with contextlib.suppress(OSError):
             self.connection.sendall(struct.pack("<I", len(body)) + body)
+
+    def with_kept(self, request: Fork) -> Fork:
+        """Return the request with the path of the memory that keeps the weights of its rank.
+
+        Raises:
+            OSError: there is no such memory yet, and it could not be made.
+        """
+        body = request.spec.body
+        if not (isinstance(body, EngineSpec) and body.keep_weights):
+            return request
+        if body.rank not in self.kept:
+            self.kept[body.rank] = os.memfd_create("sglrl-kept-weights")
+        # The worker may have been forked before this memory was made, so it opens it by its path.
+        path = f"/proc/{os.getpid()}/fd/{self.kept[body.rank]}"
+        body = msgspec.structs.replace(body, kept_weights=path)
+        spec = msgspec.structs.replace(request.spec, body=body)
+        return msgspec.structs.replace(request, spec=spec)
+
+    def close(self) -> None:
+        self.connection.close()
+        for fd in self.kept.values():
+            os.close(fd)
 
 
 class ForkServer:
@@ -217,6 +242,7 @@ class ForkServer:
     def fork(self, client: Client, request: Fork) -> None:
         """Start a worker. Report ``Forked``, or ``Exited`` if that failed."""
         try:
+            request = client.with_kept(request)
             pid = self.use_spare(request)
             if pid is None:
                 # There is no spare fork, or it has exited.
@@ -303,7 +329,7 @@ class ForkServer:
         self.selector.close()
         self.listener.close()
         for client in self.clients.values():
-            client.connection.close()
+            client.close()
 
     def reap(self) -> None:
         """Report every worker that has exited to its client."""
@@ -332,7 +358,7 @@ class ForkServer:
         """Close a client's connection and kill its workers."""
         self.selector.unregister(client.connection.fileno())
         del self.clients[client.connection.fileno()]
-        client.connection.close()
+        client.close()
         for pid in client.keys:
             kill_group(pid)
         # SIGCHLD reaps the workers. There is no client to report to.

@@ -68,6 +68,7 @@ def launch(
     env: Mapping[str, str] | None = None,
     gpus: Sequence[int] | None = None,
     weight_device: Any = None,
+    keep_weights: Literal["host"] | None = None,
     engine: str = "sglang",
     accelerations: bool | Sequence[str] = True,
     allow_unknown_sglang: bool = False,
@@ -134,6 +135,12 @@ def launch(
             first on. With ``gpus=[1, 2, 3]``, GPU 0 stays free for a trainer.
         weight_device: the device from which this process will send weights ("cuda:0", "cpu"). The
             group for weight updates is then formed at the start, not at the first update.
+        keep_weights: "host": after each update, one worker on each host copies its weights to the
+            host's memory. A replacement that finds no other worker with the current weights on its
+            host loads this copy, so a single replica continues without the trainer. Needs as much
+            memory as the model has, on each host; where there is too little, a warning says so.
+            None: such a replacement gets its weights from another host, reads the files of
+            ``update_weights_from_disk`` again, or waits for the next update.
         engine: "sglang", or "fake": a deterministic engine without torch, for tests.
         accelerations: sglrl's faster replacements for parts of SGLang. True: all that fit; False:
             none; or a list of names from ``sglrl doctor``. An acceleration stays off if it does not
@@ -188,6 +195,8 @@ def launch(
     timeout = check_timeout(timeout)
     if timeout == 0:
         raise UsageError(f"timeout must be more than 0 seconds, got {timeout}")
+    if keep_weights not in (None, "host"):
+        raise UsageError(f"keep_weights must be 'host' or None, got {keep_weights!r}")
     if engine not in ("sglang", "fake"):
         raise UsageError(f"unknown engine {engine!r}; known: sglang, fake")
     fabric = FabricConfig(
@@ -224,9 +233,10 @@ def launch(
         _check_device(device)
         if device == "cuda" or gpus is not None or tp_size > 1:
             raise UsageError("engine='fake' has no use for GPUs: no device='cuda', gpus=, tp_size=")
-        if accelerations is not True or allow_unknown_sglang:
+        if accelerations is not True or allow_unknown_sglang or keep_weights:
             raise UsageError(
-                "engine='fake' is not SGLang: no accelerations=, allow_unknown_sglang="
+                "engine='fake' is not SGLang: no accelerations=, allow_unknown_sglang=, "
+                "keep_weights="
             )
         groups = [None] * replicas
         engine_args.setdefault("vocab_size", 1 << 17)
@@ -248,6 +258,7 @@ def launch(
             worker_env,
             wanted,
             allow_unknown_sglang,
+            keep_weights is not None,
         )
 
     def more(count: int, present: list[Birth]) -> list[Birth]:
@@ -277,6 +288,7 @@ def launch(
         hang_timeout=hang_timeout,
         heartbeat_timeout=heartbeat_timeout,
         log_dir=None if log_dir is None else os.fspath(log_dir),
+        keep_weights=keep_weights is not None,
     )
     launcher: Launcher
     if machines is None:
@@ -330,6 +342,7 @@ def _birth(
     env: Mapping[str, str],
     accelerations: tuple[str, ...] | None,
     allow_unknown_sglang: bool,
+    keep_weights: bool,
 ) -> Birth:
     # One core stays free for the driver, whose process may also run a trainer.
     threads = max(1, ((os.cpu_count() or 1) - 1) // (replicas * tp_size))
@@ -352,6 +365,7 @@ def _birth(
             window=window or (2 * int(args.get("max_running_requests", 512)) if fake else 0),
             accelerations=accelerations,
             allow_unknown_sglang=allow_unknown_sglang,
+            keep_weights=keep_weights,
         )
         for rank in range(tp_size)
     ]

@@ -78,7 +78,9 @@ class Pool:
         self._worker_keys: ClientKeys | None = None
         self.outer_address = ""
         """Address at which other processes can reach the driver."""
-        self.weights = WeightChannel(self.expel, self._is_up)
+        self.weights = WeightChannel(
+            self.expel, self._is_up, host=launcher.host, keeps=config.keep_weights
+        )
         self._supervisor = Supervisor(self._processes, self.weights, config, self._progress.show)
 
     @property
@@ -105,6 +107,7 @@ class Pool:
                     load=member.load,
                     window=member.window,
                     host=self._launcher.host(worker.index),
+                    kept_bytes=self.weights.kept_bytes(worker.index),
                 )
             )
         return found

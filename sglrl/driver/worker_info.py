@@ -24,6 +24,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
         host: name of the host that it runs on; empty: the machine of the pool.
         load: number of calls that the worker holds.
         window: number of calls that the worker may hold.
+        kept_bytes: bytes of its host's memory in which it keeps a copy of its weights, with
+            ``launch(keep_weights="host")``. On each host, one worker does.
     """
 
     id: int
@@ -34,6 +36,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     load: int
     window: int
     host: str = ""
+    kept_bytes: int = 0
 
 
 class QueueInfo(msgspec.Struct, frozen=True, kw_only=True):

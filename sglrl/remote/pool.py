@@ -246,6 +246,8 @@ class RemotePool:
                 device=w.device,
                 load=w.load,
                 window=w.window,
+                host=w.host,
+                kept_bytes=w.kept_bytes,
             )
             for w in self.status.workers
         ]

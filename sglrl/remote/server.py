@@ -194,6 +194,8 @@ class PoolServer(DriverListener):
                 w.load,
                 w.window,
                 members[w.id].reported,
+                w.host,
+                w.kept_bytes,
             )
             for w in self._client.workers
         ]

@@ -1,14 +1,19 @@
-"""Bring a replacement to the version of the pool: copy from another worker, or read files again."""
+"""Bring a replacement to the version of the pool.
+
+Its weights come from another worker, from the memory of its host, or again from files.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from ..errors import ModelError, SglrlError
 from .deadline import Deadline
+from .kept import Kept
 from .peers import PeerCopies
 from .ranks import Rank, check_alive
 from .safetensors_files import fingerprint, weight_files
@@ -16,6 +21,7 @@ from .update_request import UpdateRequest
 
 logger = logging.getLogger("sglrl.weights")
 
+Copy = Callable[[Deadline], Awaitable[bool]]
 ReadFiles = Callable[[UpdateRequest, Sequence[Rank]], Awaitable[SglrlError | None]]
 
 
@@ -24,12 +30,18 @@ class CatchUp:
 
     Args:
         copies: copies weights between workers.
+        kept: the weights that hosts keep.
+        host: ``host(worker)`` returns the name of the worker's host.
         read_files: ``read_files(request, ranks)`` lets ``ranks`` read the files of the last update.
             It returns the error if that failed.
     """
 
-    def __init__(self, copies: PeerCopies, read_files: ReadFiles) -> None:
+    def __init__(
+        self, copies: PeerCopies, kept: Kept, host: Callable[[int], str], read_files: ReadFiles
+    ) -> None:
         self._copies = copies
+        self._kept = kept
+        self._host = host
         self._read_files = read_files
         self._folder: UpdateRequest | None = None
         """The request of the last update, if it sent all tensors and read them from files."""
@@ -55,43 +67,61 @@ class CatchUp:
             WorkerLost: the worker is lost. Raised as soon as that happens.
             SglrlError: the error of the last copy, if every copy failed and there are no files.
         """
+        worker = receivers[0].worker
         failure: SglrlError | None = None
-        peers: dict[int, list[Rank]] = {}
-        for rank in holders:
-            peers.setdefault(rank.worker, []).append(rank)
-        while peers:
-            peer = min(peers)
-            senders = peers.pop(peer)
+        sources = self._sources(receivers, holders, version)
+        while sources:
+            source, copy = sources.pop(0)
             begun = time.perf_counter()
-            # Half of the time, so that a peer that hangs leaves time for the other peers.
-            limit = Deadline(deadline.left / 2) if peers else deadline
-            failed = await self._copies.copy_worker(receivers, senders, version, limit)
-            check_alive(receivers)
-            if failed is None:
+            # Half of the time, so that a source that hangs leaves time for the others.
+            limit = Deadline(deadline.left / 2) if sources else deadline
+            try:
+                there = await copy(limit)
+                check_alive(receivers)
+            except SglrlError as error:
+                check_alive(receivers)
+                failure = error
+                logger.warning("worker %d got no weights from %s: %s", worker, source, error)
+                continue
+            if there:
+                took = (time.perf_counter() - begun) * 1e3
                 logger.info(
-                    "worker %d got the weights of version %d from worker %d in %.0f ms",
-                    receivers[0].worker,
+                    "worker %d got the weights of version %d from %s in %.0f ms",
+                    worker,
                     version,
-                    peer,
-                    (time.perf_counter() - begun) * 1e3,
+                    source,
+                    took,
                 )
                 return True
-            failure = failed
-            logger.warning("worker %d could not give its weights: %s", peer, failure)
         request = self._folder
         if request is not None and _is_there(request, version):
             failed = await self._read_files(request, receivers)
             if failed is None:
                 return True
             check_alive(receivers)
-            logger.warning(
-                "worker %d could not read %s: %s", receivers[0].worker, request.folder, failed
-            )
+            logger.warning("worker %d could not read %s: %s", worker, request.folder, failed)
             # The files are the cause, not the worker: a replacement could not read them either.
             return False
         if failure is not None:
             raise failure
         return False
+
+    def _sources(
+        self, receivers: Sequence[Rank], holders: Sequence[Rank], version: int
+    ) -> list[tuple[str, Copy]]:
+        """Return the copies of the current weights, from near to far, and how to get them."""
+        host = self._host(receivers[0].worker)
+        peers: dict[int, list[Rank]] = {}
+        for rank in holders:
+            peers.setdefault(rank.worker, []).append(rank)
+        near: list[tuple[str, Copy]] = []
+        far: list[tuple[str, Copy]] = []
+        for peer, senders in sorted(peers.items()):
+            copy = partial(self._copies.copy_worker, receivers, senders, version)
+            (near if self._host(peer) == host else far).append((f"worker {peer}", copy))
+        if self._kept.keeps(host, version):
+            near.append(("the memory of its host", partial(self._kept.restore, receivers, version)))
+        return near + far
 
 
 def _is_there(request: UpdateRequest, version: int) -> bool:

@@ -32,6 +32,7 @@ from ..wire.weights import (
 )
 from .catch_up import CatchUp
 from .deadline import Deadline, turn
+from .kept import Kept
 from .peers import PeerCopies
 from .questions import Questions
 from .ranks import DriverPort, Rank, Ranks, all_said_hello, check_alive, lost_error
@@ -43,6 +44,8 @@ from .update_run import UpdateRun
 
 logger = logging.getLogger("sglrl.weights")
 
+_KEEP_SECONDS: Final = 120.0
+"""Seconds for the hosts to keep the weights of an update."""
 _UNKNOWN: Final = -1
 """The version of a worker that was away during an update."""
 
@@ -53,6 +56,8 @@ class WeightChannel(DriverListener):
     Args:
         expel: ``expel(worker, reason)`` kills a worker's processes.
         is_up: ``is_up(worker)`` returns True if the worker has reported ready and is not lost.
+        host: ``host(worker)`` returns the name of the worker's host.
+        keeps: each host keeps the current weights in memory.
 
     Attributes:
         version: the version of the last update.
@@ -67,6 +72,9 @@ class WeightChannel(DriverListener):
         self,
         expel: Callable[[int, str], None],
         is_up: Callable[[int], bool] = lambda worker: True,
+        *,
+        host: Callable[[int], str] = lambda worker: "",
+        keeps: bool = False,
     ) -> None:
         self._expel = expel
         self.version = 0
@@ -79,7 +87,11 @@ class WeightChannel(DriverListener):
         self._questions = Questions(self._ranks)
         self._group = SenderGroup()
         self._senders = RemoteSenders(self, self._group)
-        self._catch_up = CatchUp(PeerCopies(self._ranks, self._questions), self._read_files)
+        self._kept = Kept(self._ranks, self._questions, host)
+        self._keeps = keeps
+        self._keeping: asyncio.Task[None] | None = None
+        copies = PeerCopies(self._ranks, self._questions)
+        self._catch_up = CatchUp(copies, self._kept, host, self._read_files)
         self._lock = asyncio.Lock()
         """Held by each update, copy and request for checksums."""
         self._run: UpdateRun | None = None
@@ -101,6 +113,8 @@ class WeightChannel(DriverListener):
     async def close(self) -> None:
         """Give up the running update and cancel all waits."""
         self._senders.close()
+        if self._keeping is not None:
+            self._keeping.cancel()
         if self._run is not None:
             self._run.close()
         self._questions.close()
@@ -286,6 +300,28 @@ class WeightChannel(DriverListener):
             listener()
         # Deferred until the lock is free.
         asyncio.get_running_loop().call_soon(self.on_updated)
+        self._keep_soon()
+
+    # --- kept weights -----------------------------------------------------------------------------
+
+    def kept_bytes(self, worker: int) -> int:
+        """Return the bytes of its host's memory in which a worker keeps its weights."""
+        return self._kept.sizes.get(worker, 0)
+
+    def _keep_soon(self) -> None:
+        """Let hosts keep the current weights, once no update or copy runs."""
+        if self._keeps and (self._keeping is None or self._keeping.done()):
+            self._keeping = asyncio.get_running_loop().create_task(self._keep())
+
+    async def _keep(self) -> None:
+        # Each update and each copy has a deadline, so this wait ends.
+        async with self._lock:
+            if self.version:
+                await self._kept.keep(self._holders(), self.version, Deadline(_KEEP_SECONDS))
+
+    def _holders(self) -> list[Rank]:
+        """Return the ranks that have the current weights."""
+        return [rank for rank in self._ranks.up if self.versions[rank.worker] == self.version]
 
     # --- new workers ------------------------------------------------------------------------------
 
@@ -336,16 +372,13 @@ class WeightChannel(DriverListener):
                 check_alive(mine)
             self.versions[worker] = self.version
             serve()
+            self._keep_soon()
             return True
 
     async def _bring_weights(self, mine: Sequence[Rank], deadline: Deadline) -> bool:
         await all_said_hello(mine, deadline)
         check_alive(mine)
-        holders = [
-            rank
-            for rank in self._ranks.up
-            if rank not in mine and self.versions[rank.worker] == self.version
-        ]
+        holders = [rank for rank in self._holders() if rank not in mine]
         return await self._catch_up.bring(mine, holders, self.version, deadline)
 
     async def _read_files(self, request: UpdateRequest, ranks: Sequence[Rank]) -> SglrlError | None:

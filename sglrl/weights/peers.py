@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from ..errors import SglrlError
-from ..wire.weights import CancelPeerCopy, PeerCopyOffer, ReceivePeerCopy, SendPeerCopy
+from ..wire.weights import CancelCopy, PeerCopyOffer, ReceivePeerCopy, SendPeerCopy
 from .answers import body_of
 from .deadline import Deadline
 from .questions import Questions
@@ -26,11 +26,14 @@ class PeerCopies:
 
     async def copy_worker(
         self, receivers: Sequence[Rank], senders: Sequence[Rank], version: int, deadline: Deadline
-    ) -> SglrlError | None:
+    ) -> bool:
         """Copy the weights of all ranks of one worker to the same ranks of another.
 
         Returns:
-            The error of a rank that failed. The receiving worker then has weights of no version.
+            True.
+
+        Raises:
+            SglrlError: a rank failed. The receiving worker then has weights of no version.
         """
         by_rank = {sender.member[1]: sender for sender in senders}
         # Wait for every rank: a late write must not mix with the next attempt.
@@ -41,13 +44,11 @@ class PeerCopies:
             ),
             return_exceptions=True,
         )
-        failure: SglrlError | None = None
-        for end in ends:
-            if isinstance(end, SglrlError):
-                failure = end
-            elif end is not None:
-                raise end
-        return failure
+        failed = [end for end in ends if end is not None]
+        # An error that is not ours is a defect, which must not be hidden.
+        for end in sorted(failed, key=lambda end: isinstance(end, SglrlError)):
+            raise end
+        return True
 
     async def copy_rank(
         self, receiver: Rank, sender: Rank, version: int, deadline: Deadline
@@ -66,5 +67,5 @@ class PeerCopies:
             )
         except BaseException:
             for rank in (sender, receiver):
-                self._ranks.send(rank, CancelPeerCopy())
+                self._ranks.send(rank, CancelCopy())
             raise

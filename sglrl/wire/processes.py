@@ -43,6 +43,8 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True, tag="engine"):
     memory_share: the share of the host's memory that the rank may use on a CPU, 0..1.
     accelerations: names of the wanted accelerations of SGLang; None: all.
     allow_unknown_sglang: start also on an SGLang whose source is unknown.
+    keep_weights: give the rank memory that outlives it.
+    kept_weights: the path of this memory, which the fork server fills in.
     """
 
     engine: str
@@ -58,6 +60,8 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True, tag="engine"):
     window: int
     accelerations: tuple[str, ...] | None = None
     allow_unknown_sglang: bool = False
+    keep_weights: bool = False
+    kept_weights: str = ""
 
 
 class ClientKeys(msgspec.Struct, frozen=True, kw_only=True):

@@ -74,6 +74,8 @@ class WorkerStatus(msgspec.Struct, array_like=True, gc=False, frozen=True):
     load: int
     window: int
     reported: Load
+    host: str = ""
+    kept_bytes: int = 0
 
 
 class PoolStatus(msgspec.Struct, array_like=True, gc=False, frozen=True):

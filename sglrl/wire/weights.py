@@ -154,14 +154,35 @@ class ReceivePeerCopy(msgspec.Struct, array_like=True, frozen=True, tag=30):
     timeout: float
 
 
-class CancelPeerCopy(msgspec.Struct, array_like=True, frozen=True, tag=31):
-    """Stop a running ``SendPeerCopy`` or ``ReceivePeerCopy``."""
+class CancelCopy(msgspec.Struct, array_like=True, frozen=True, tag=31):
+    """Stop what these have started: SendPeerCopy, ReceivePeerCopy, KeepWeights, RestoreWeights."""
 
 
 class Rejoin(msgspec.Struct, array_like=True, frozen=True, tag=32):
     """Give up everything up to this ``id`` and say ``RankHello``: the connection was broken."""
 
     id: int
+
+
+class KeepWeights(msgspec.Struct, array_like=True, frozen=True, tag=33):
+    """Copy the live weights to the memory of the host. Answered with the number of bytes.
+
+    version: of the weights.
+    """
+
+    id: int
+    version: int
+
+
+class RestoreWeights(msgspec.Struct, array_like=True, frozen=True, tag=34):
+    """Load the weights of ``version`` that a process of this rank has kept on this host.
+
+    Answered with True, or with False if they are not kept there.
+    """
+
+    id: int
+    version: int
+    timeout: float
 
 
 ToRank = (
@@ -176,8 +197,10 @@ ToRank = (
     | SenderAccepted
     | SendPeerCopy
     | ReceivePeerCopy
-    | CancelPeerCopy
+    | CancelCopy
     | Rejoin
+    | KeepWeights
+    | RestoreWeights
 )
 
 

@@ -40,12 +40,13 @@ from sglrl.wire.codec import (
 from sglrl.wire.engine import EngineInfo
 from sglrl.wire.weights import (
     Abort,
-    CancelPeerCopy,
+    CancelCopy,
     Checksums,
     Commit,
     Describe,
     FromRank,
     Join,
+    KeepWeights,
     PeerCopyOffer,
     Prepare,
     Propose,
@@ -55,6 +56,7 @@ from sglrl.wire.weights import (
     RankSettings,
     ReceivePeerCopy,
     Rejoin,
+    RestoreWeights,
     SenderAccepted,
     SenderClosed,
     SendPeerCopy,
@@ -167,8 +169,10 @@ to_rank = st.one_of(
     st.builds(SenderAccepted, ids, tensors, st.lists(texts)),
     st.builds(SendPeerCopy, ids, seconds),
     st.builds(ReceivePeerCopy, ids, ids, st.builds(PeerCopyOffer, texts, ids, texts), seconds),
-    st.just(CancelPeerCopy()),
+    st.just(CancelCopy()),
     st.builds(Rejoin, ids),
+    st.builds(KeepWeights, ids, ids),
+    st.builds(RestoreWeights, ids, ids, seconds),
 )
 rank_settings = st.builds(
     RankSettings,
@@ -254,8 +258,10 @@ def test_the_strategies_make_every_message() -> None:
         SenderAccepted,
         SendPeerCopy,
         ReceivePeerCopy,
-        CancelPeerCopy,
+        CancelCopy,
         Rejoin,
+        KeepWeights,
+        RestoreWeights,
     }
     assert set(get_args(FromRank)) == {RankHello, RankAnswer, Propose, Withdraw, SenderClosed}
 

@@ -19,7 +19,7 @@ from sglrl.weights.update_request import UpdateRequest
 from sglrl.wire.calls import ErrorBody
 from sglrl.wire.codec import decode_to_rank, encode
 from sglrl.wire.weights import (
-    CancelPeerCopy,
+    CancelCopy,
     Checksums,
     Commit,
     Describe,
@@ -184,7 +184,7 @@ def test_the_receiver_is_lost(when: str, successor: str) -> None:
             pool.lose(1, successor)
         if when != "as it answers":
             # The sender no longer waits for the receiver. No other worker gets a message.
-            await pool.next(0, CancelPeerCopy)
+            await pool.next(0, CancelCopy)
         await is_lost(pool, sync)
 
     play()
@@ -206,7 +206,7 @@ def test_the_sender_is_lost(when: str, replaced: bool) -> None:
             pool.offers(0, give)
             await pool.next(NEW, ReceivePeerCopy)
         pool.lose(0, NEWER if replaced else "")
-        await pool.next(NEW, CancelPeerCopy)
+        await pool.next(NEW, CancelCopy)
         await pool.copies(2, NEW)
         assert await sync
         assert pool.channel.versions == {0: 0 if replaced else 1, 1: 1, 2: 1}
@@ -223,7 +223,7 @@ async def test_the_next_giver_is_lost_and_replaced_meanwhile(pool: Replaced) -> 
     pool.lose(2, NEWER)
     pool.say(0, RankAnswer(give.id, "give", NO))
     for who in (0, NEW, NEW):
-        await pool.next(who, CancelPeerCopy)
+        await pool.next(who, CancelCopy)
     with pytest.raises(WorkerLost, match="worker 2 was lost"):
         await sync
     assert pool.served == []
@@ -236,8 +236,8 @@ async def test_nobody_is_left_to_give(pool: Replaced) -> None:
     await pool.next(0, SendPeerCopy)
     pool.lose(2)
     pool.lose(0)
-    await pool.next(NEW, CancelPeerCopy)
-    await pool.next(NEW, CancelPeerCopy)
+    await pool.next(NEW, CancelCopy)
+    await pool.next(NEW, CancelCopy)
     with pytest.raises(WorkerLost, match="worker 2 was lost"):
         await sync
 
@@ -270,11 +270,11 @@ async def test_nobody_answers(pool: Replaced) -> None:
     first = await pool.next(0, SendPeerCopy)
     assert first.timeout <= 0.1
     for who in (0, NEW):
-        await pool.next(who, CancelPeerCopy)
+        await pool.next(who, CancelCopy)
     second = await pool.next(2, SendPeerCopy)
     assert second.timeout <= 0.1
     for who in (2, NEW):
-        await pool.next(who, CancelPeerCopy)
+        await pool.next(who, CancelCopy)
     with pytest.raises(SglrlError, match=r"did not (answer|get the weights) within"):
         await sync
     assert pool.served == []

@@ -51,15 +51,19 @@ class Sender:
 
 
 class Pool:
-    """Workers of one rank each. ``asked``: pairs of (rank or sender, message), in order."""
+    """Workers of one rank each. ``asked``: pairs of (rank or sender, message), in order.
 
-    def __init__(self, workers: int) -> None:
+    ``options`` are those of ``WeightChannel``.
+    """
+
+    def __init__(self, workers: int, **options: Any) -> None:
         self.asked: asyncio.Queue[tuple[int | str, ToRank]] = asyncio.Queue()
         self.expelled: list[int] = []
         self.starting: set[int] = set()
         self.channel = WeightChannel(
             lambda worker, _: self.expelled.append(worker),
             lambda worker: worker not in self.starting,
+            **options,
         )
         self.channel.attach(cast(Any, self), "inproc://none")
         self.identities = {rank_identity(b"w%d" % w, 0): w for w in range(workers)}

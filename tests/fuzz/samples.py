@@ -39,13 +39,14 @@ from sglrl.wire.engine import (
 from sglrl.wire.remote import BytesRead, FromClient, Hello, Leave, Request, Requests
 from sglrl.wire.weights import (
     Abort,
-    CancelPeerCopy,
+    CancelCopy,
     Checksums,
     Commit,
     Committed,
     Describe,
     FromRank,
     Join,
+    KeepWeights,
     ModelDescription,
     PeerCopyOffer,
     Prepare,
@@ -57,6 +58,7 @@ from sglrl.wire.weights import (
     RankSettings,
     ReceivePeerCopy,
     Rejoin,
+    RestoreWeights,
     SenderAccepted,
     SenderClosed,
     SendPeerCopy,
@@ -279,8 +281,10 @@ def to_rank() -> list[list[bytes]]:
         (SenderAccepted(1, SPECS, ["tied"]), []),
         (SendPeerCopy(9, 1.0), []),
         (ReceivePeerCopy(10, 1, PeerCopyOffer("127.0.0.1", 1, "digest"), 1.0), []),
-        (CancelPeerCopy(), []),
+        (CancelCopy(), []),
         (Rejoin(7), []),
+        (KeepWeights(11, 1), []),
+        (RestoreWeights(12, 1, 1.0), []),
     ]
     return _encoded(messages, ToRank)
 

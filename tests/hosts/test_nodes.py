@@ -37,6 +37,16 @@ async def test_workers_are_spread_and_replaced() -> None:
             assert wait_for_end(pids, SECONDS) == []
 
 
+async def test_a_remote_client_sees_the_hosts() -> None:
+    async with sglrl.Hosts(ANY, at_least=2) as hosts:
+        with nodes(hosts.address, "a", "b"):
+            async with (
+                sglrl.launch("fake", engine="fake", replicas=2, hosts=hosts) as client,
+                sglrl.connect(client.address) as remote,
+            ):
+                assert hosts_of(remote) == hosts_of(client) == ["a", "b"]
+
+
 async def test_two_programs_one_after_the_other() -> None:
     """A node serves until it is stopped."""
     hosts = sglrl.Hosts(ANY)

@@ -8,5 +8,6 @@
 * ``announcements``: tell the engine that an update is about to arrive;
 * ``double_buffer``: memory that can be exchanged as a whole;
 * ``peer_copy``: live weights from one rank to the same rank of a new worker;
+* ``kept_weights``: live weights in the memory of the host, for a replacement;
 * ``weight_engine``: what these need from an engine.
 """

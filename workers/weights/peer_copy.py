@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -27,8 +27,7 @@ from sglrl.weights.link import Link
 from sglrl.wire.codec import encode
 from sglrl.wire.weights import PeerCopyOffer, RankAnswer, ReceivePeerCopy, SendPeerCopy
 
-if TYPE_CHECKING:
-    from .weight_engine import WeightEngine
+from .weight_engine import WeightEngine, overwriting
 
 logger = logging.getLogger("sglrl.worker")
 
@@ -79,7 +78,7 @@ class PeerCopy:
             port = link.store.port
             # A client of our own store, like the receiver: it breaks when the store is closed.
             found["store"] = connect_store(self._host, port, message.timeout)
-            return PeerCopyOffer(self._host, port, _digest(found["live"]))
+            return PeerCopyOffer(self._host, port, digest(found["live"]))
 
         def transfer() -> None:
             if "store" in found:
@@ -102,22 +101,15 @@ class PeerCopy:
 
         def copy() -> None:
             live = self._engine.live()
-            if _digest(live) != message.offer.digest:
+            if digest(live) != message.offer.digest:
                 raise WeightUpdateError("the two workers do not hold the same tensors")
-            self._engine.hold(message.id, "continue")
-            version = None
-            try:
-                if not self._engine.held(message.id, message.timeout):
-                    raise WeightUpdateError("the engine did not stop in time")
+            with overwriting(self._engine, message.id, message.version, message.timeout):
                 offer = message.offer
                 patience = min(message.timeout, _CONNECT_SECONDS)
                 store = connect_store(offer.host, offer.port, patience)
                 store.set(_ARRIVED, "")
                 self._transfer(link, store, 1, live, message.timeout)
                 link.check()
-                version = message.version
-            finally:
-                self._engine.release(message.id, version)
 
         def job() -> None:
             self._answer(perform(message.id, RECEIVE, copy))
@@ -211,7 +203,8 @@ def _as_one(group: Group, pieces: list[torch.Tensor]) -> list[torch.Tensor]:
     ]
 
 
-def _digest(live: dict[str, torch.Tensor]) -> str:
+def digest(live: dict[str, torch.Tensor]) -> str:
+    """Return a digest of the names, dtypes and shapes of the tensors."""
     what = [(name, str(t.dtype), tuple(t.shape)) for name, t in live.items()]
     return hashlib.sha256(encode(what)).hexdigest()
 

@@ -25,21 +25,23 @@ from sglrl.weights.group import Group, connect_store, local_address, settings
 from sglrl.weights.link import Link
 from sglrl.wire.calls import ErrorBody
 from sglrl.wire.codec import encode
-from sglrl.wire.processes import WorkerSpec
+from sglrl.wire.processes import EngineSpec, WorkerSpec
 from sglrl.wire.weights import (
     Abort,
-    CancelPeerCopy,
+    CancelCopy,
     Checksums,
     Commit,
     Committed,
     Describe,
     Join,
+    KeepWeights,
     ModelDescription,
     Prepare,
     Prepared,
     RankAnswer,
     ReceivePeerCopy,
     Rejoin,
+    RestoreWeights,
     SendPeerCopy,
     Shard,
     Stage,
@@ -47,6 +49,7 @@ from sglrl.wire.weights import (
 
 from .announcements import Announcements
 from .current_update import CurrentUpdate
+from .kept_weights import KeptWeights
 from .peer_copy import PeerCopy
 from .preparation import Preparation
 from .rank_socket import RankSocket
@@ -92,6 +95,8 @@ class RankWeights:
         )
         host = _own_address(spec.address)
         self._peer_copy = PeerCopy(engine, host, self._stream.use, self._socket.answer)
+        path = spec.body.kept_weights if isinstance(spec.body, EngineSpec) else ""
+        self._kept = KeptWeights(engine, path, self._stream.use, self._socket.answer)
         self._socket.start()
 
     def close(self) -> None:
@@ -154,8 +159,12 @@ class RankWeights:
                 self._peer_copy.send(message)
             case ReceivePeerCopy():
                 self._peer_copy.receive(message)
-            case CancelPeerCopy():
-                self._peer_copy.cancel()
+            case KeepWeights():
+                self._kept.keep(message)
+            case RestoreWeights():
+                self._kept.restore(message)
+            case CancelCopy():
+                self._cancel_copies()
             case Rejoin():
                 self._socket.say_hello(dirty=self._connection_broke())
 
@@ -189,8 +198,12 @@ class RankWeights:
 
     def _connection_broke(self) -> bool:
         """Give up all work for the driver. Return whether live weights are partly new."""
-        self._peer_copy.cancel()
+        self._cancel_copies()
         return self._give_up(self._newest, leave=True)
+
+    def _cancel_copies(self) -> None:
+        self._peer_copy.cancel()
+        self._kept.cancel()
 
     def _give_up(self, id_: int, *, leave: bool) -> bool:
         """Discard all updates up to this one. Return whether live weights are partly new.

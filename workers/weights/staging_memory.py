@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
 from sglrl.core.manifest import Layout
 from sglrl.errors import InvalidWeights
+from sglrl.system_limits import available_memory
 
 from .double_buffer import SPARE_BYTES
 
@@ -41,9 +41,7 @@ class StagingMemory:
     def room(self, wanted: int) -> int:
         """Return the bytes that staging may use, or any number of at least ``wanted``."""
         if self._device.type == "cpu":
-            meminfo = Path("/proc/meminfo").read_text()
-            (line,) = [text for text in meminfo.splitlines() if text.startswith("MemAvailable")]
-            return int(line.split()[1]) * 1024
+            return available_memory()
         # memory_reserved() and similar functions build a dict of all statistics, which takes a
         # millisecond.
         stats = torch._C._cuda_memoryStats(self._device.index)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
 
+from sglrl.errors import WeightUpdateError
 from sglrl.wire.weights import ModelDescription, Shard
 
 from .staging import Staged
@@ -132,3 +133,27 @@ class WeightEngine(Protocol):
             Milliseconds for which the engine was held.
         """
         ...
+
+
+@contextmanager
+def overwriting(engine: WeightEngine, id_: int, version: int, timeout: float) -> Iterator[None]:
+    """Hold the engine for the block, which overwrites all live weights with those of ``version``.
+
+    If the block raises, the weights are of no version, and the driver ends the worker.
+
+    Args:
+        id_: of the message that asks for it.
+        timeout: seconds for the engine to stop.
+
+    Raises:
+        WeightUpdateError: the engine did not stop in time.
+    """
+    engine.hold(id_, "continue")
+    done = None
+    try:
+        if not engine.held(id_, timeout):
+            raise WeightUpdateError("the engine did not stop in time")
+        yield
+        done = version
+    finally:
+        engine.release(id_, done)

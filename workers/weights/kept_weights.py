@@ -1,0 +1,192 @@
+"""Keep a rank's live weights in the memory of its host, for its replacement.
+
+The memory belongs to the fork server, so it outlives the rank. Its first page says what it holds.
+This page is empty while the weights behind it change.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+
+import msgspec
+import torch
+
+from sglrl.errors import WeightUpdateError
+from sglrl.system_limits import available_memory
+from sglrl.weights.bucket_sender import perform
+from sglrl.weights.link import Link
+from sglrl.wire.weights import KeepWeights, RankAnswer, RestoreWeights
+
+from .peer_copy import digest
+from .weight_engine import WeightEngine, overwriting
+
+KEEP, RESTORE = "keep", "restore"
+_ALIGNMENT = 64
+"""The address of every tensor is a multiple of this."""
+_LEFT_FREE = 0.05
+"""Share of the available memory that stays free."""
+
+
+class _Contents(msgspec.Struct, array_like=True, frozen=True):
+    """The first page. ``digest``: of the names, dtypes and shapes of the tensors."""
+
+    version: int
+    digest: str
+
+
+class KeptWeights:
+    """One rank's memory for its weights.
+
+    Args:
+        path: of the memory; empty: this rank has none.
+        on_stream: returns the context in which copies run.
+        answer: sends an answer to the driver. Called from any thread.
+    """
+
+    def __init__(
+        self,
+        engine: WeightEngine,
+        path: str,
+        on_stream: Callable[[], AbstractContextManager[None]],
+        answer: Callable[[RankAnswer], None],
+    ) -> None:
+        self._engine = engine
+        self._path = path
+        self._on_stream = on_stream
+        self._answer = answer
+        self._link: Link | None = None
+        self._restoring = -1
+        """The id of the last ``RestoreWeights``."""
+
+    def keep(self, message: KeepWeights) -> None:
+        """Copy the live weights to the memory. Answer with the number of bytes."""
+        link = self._fresh()
+
+        def copy() -> int:
+            live = self._engine.live()
+            memory = _Memory(self._path, _size(live))
+            memory.say(None)
+            with self._engine.reading(), self._on_stream():
+                for place, tensor in memory.places(live):
+                    link.check()
+                    place.copy_(tensor)
+            link.check()
+            memory.say(_Contents(message.version, digest(live)))
+            return memory.size
+
+        self._run(link, message.id, KEEP, copy)
+
+    def restore(self, message: RestoreWeights) -> None:
+        """Copy the weights from the memory. Answer True once the engine has their version.
+
+        The answer is False if the memory holds other weights, or none.
+        """
+        link = self._fresh()
+        self._restoring = message.id
+
+        def copy() -> bool:
+            live = self._engine.live()
+            memory = _Memory(self._path)
+            if memory.contents() != _Contents(message.version, digest(live)):
+                return False
+            with (
+                overwriting(self._engine, message.id, message.version, message.timeout),
+                self._on_stream(),
+            ):
+                for place, tensor in memory.places(live):
+                    link.check()
+                    tensor.copy_(place)
+                link.check()
+            return True
+
+        self._run(link, message.id, RESTORE, copy)
+
+    def cancel(self) -> None:
+        """Stop copying, and release the engine at once."""
+        if self._link is not None:
+            self._link.abandon()
+        self._engine.release(self._restoring, None)
+
+    def _fresh(self) -> Link:
+        if self._link is not None:
+            self._link.abandon()
+        self._link = Link()
+        return self._link
+
+    def _run(self, link: Link, id_: int, phase: str, copy: Callable[[], object]) -> None:
+        def job() -> None:
+            self._answer(perform(id_, phase, copy))
+            link.abandon()
+
+        link.submit(job)
+
+
+class _Memory:
+    """The memory, mapped into this process.
+
+    Args:
+        size: bytes that it must have; None: it stays as it is.
+
+    Raises:
+        WeightUpdateError: the host has too little memory for this size.
+    """
+
+    def __init__(self, path: str, size: int | None = None) -> None:
+        file = os.open(path, os.O_RDWR)
+        try:
+            now = os.fstat(file).st_size
+            if size is not None and size > now:
+                room = int(available_memory() * (1 - _LEFT_FREE))
+                if size - now > room:
+                    raise WeightUpdateError(
+                        f"keeping these weights takes {size:,} bytes of memory, and the host has "
+                        f"room for {now + room:,}"
+                    )
+                os.ftruncate(file, size)
+            self.size = os.fstat(file).st_size
+            self._map = mmap.mmap(file, self.size) if self.size else None
+        finally:
+            os.close(file)
+
+    def contents(self) -> _Contents | None:
+        """Return what the memory holds; None: no complete weights."""
+        if self._map is None:
+            return None
+        length = int.from_bytes(self._map[:8], "little")
+        return msgspec.msgpack.decode(self._map[8 : 8 + length], type=_Contents) if length else None
+
+    def say(self, contents: _Contents | None) -> None:
+        """Write what the memory holds."""
+        assert self._map is not None
+        body = b"" if contents is None else msgspec.msgpack.encode(contents)
+        self._map[8 : 8 + len(body)] = body
+        # Last, because it makes the contents valid.
+        self._map[:8] = len(body).to_bytes(8, "little")
+
+    def places(
+        self, live: Mapping[str, torch.Tensor]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the place of each tensor, with its dtype and shape, and the tensor."""
+        assert self._map is not None
+        memory = torch.frombuffer(self._map, dtype=torch.uint8)
+        at = mmap.PAGESIZE
+        for tensor in live.values():
+            if tensor.nbytes:
+                place = memory[at : at + tensor.nbytes]
+                yield place.view(tensor.dtype).view(tensor.shape), tensor
+            at = _after(at, tensor)
+
+
+def _size(live: Mapping[str, torch.Tensor]) -> int:
+    at = mmap.PAGESIZE
+    for tensor in live.values():
+        at = _after(at, tensor)
+    return at
+
+
+def _after(at: int, tensor: torch.Tensor) -> int:
+    size: int = tensor.nbytes
+    return at + -(-size // _ALIGNMENT) * _ALIGNMENT
