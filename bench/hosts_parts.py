@@ -31,15 +31,12 @@ async def measure(
 
     Args:
         gap: average seconds between two faults.
-        delay: of each packet that a host sends, in seconds.
+        delay: of each packet, in seconds.
         loss: share of the packets that are lost.
     """
     case = CASES["fake"]._replace(in_flight=in_flight)
     note("0 faults; starting")
-    with star(_HOSTS) as (here, others):
-        if delay or loss:
-            for other in others:
-                other.shape(delay=delay, loss=loss)
+    with star(_HOSTS, delay=delay, loss=loss) as (here, others):
         async with sglrl.Hosts(
             f"tcp://{here.address}:*",
             insecure=True,

@@ -1,12 +1,11 @@
 """Several hosts on one machine: network namespaces, with links that a program can break.
 
 ``pair`` joins two namespaces by a veth pair. ``star`` joins several to the program's own namespace,
-and to each other, by a bridge::
+and to each other, by a bridge, or by a program that delays and loses frames (``bench.switch``)::
 
-    with star(3) as (here, others):
+    with star(3, delay=0.05) as (here, others):
         others[0].loses = True   # packets that it sends are lost; it still receives
         others[1].up = False     # its interface is down: nothing arrives in either direction
-        others[2].shape(delay=0.05, loss=0.01)
 
 Programs on a host and their starter exchange JSON, one object a line, over the program's standard
 input and output. At the end of the block, the programs are killed and the namespaces removed. All
@@ -15,12 +14,14 @@ this needs root.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import secrets
+import struct
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -31,6 +32,8 @@ T = TypeVar("T")
 _NOBODY = "02:00:00:00:00:01"
 """A hardware address that neither interface has."""
 _END_SECONDS = 30.0
+_CREATE_TAP, _TAP, _PLAIN_FRAMES = 0x400454CA, 0x0002, 0x1000
+"""TUNSETIFF, IFF_TAP and IFF_NO_PI of linux/if_tun.h."""
 
 
 def may_make_namespaces() -> bool:
@@ -145,6 +148,25 @@ class Host:
         other._do(other._configure)
         other.up = True
 
+    def make_tap(self) -> int:
+        """Create an interface whose frames a program reads and writes. Return its file."""
+
+        def make() -> int:
+            file = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+            # https://docs.kernel.org/networking/tuntap.html
+            request = struct.pack("16sH22x", self._name.encode(), _TAP | _PLAIN_FRAMES)
+            try:
+                fcntl.ioctl(file, _CREATE_TAP, request)
+                self._configure()
+            except BaseException:
+                os.close(file)
+                raise
+            return file
+
+        file = self._do(make)
+        self.up = True
+        return file
+
     def _configure(self) -> None:
         if self.namespace is not None:
             loopback = self._netlink.link_lookup(ifname="lo")[0]
@@ -186,27 +208,6 @@ class Host:
 
         self._do(change)
 
-    def shape(self, *, delay: float, loss: float) -> None:
-        """Delay what this host sends, and lose some packets.
-
-        Args:
-            delay: in seconds.
-            loss: share of the packets, 0 to 1.
-
-        Raises:
-            OSError: the kernel has no netem.
-        """
-        from pyroute2.netlink.exceptions import NetlinkError
-
-        def add() -> None:
-            options = {"delay": round(delay * 1e6), "loss": 100 * loss, "limit": 100_000}
-            self._netlink.tc("add", "netem", index=self._index(), handle="1:", **options)
-
-        try:
-            self._do(add)
-        except NetlinkError as error:
-            raise OSError(error.code, f"netem: {os.strerror(error.code)}") from None
-
     def run(self, program: Path, *args: str) -> Program:
         """Start a Python program on this host."""
 
@@ -236,18 +237,45 @@ def pair(namespaces: int) -> Iterator[tuple[Host, Host]]:
 
 
 @contextmanager
-def star(count: int) -> Iterator[tuple[Host, list[Host]]]:
-    """Yield this process's own namespace, and others that a bridge joins to it."""
+def star(count: int, *, delay: float = 0.0, loss: float = 0.0) -> Iterator[tuple[Host, list[Host]]]:
+    """Yield this process's own namespace, and others that are joined to it and to each other.
+
+    Args:
+        delay: seconds that each packet takes, in addition.
+        loss: share of the packets that are lost, 0 to 1.
+    """
     with ExitStack() as stack:
         tag, net, made = _namespaces(count, stack)
         here = Host(None, f"sg{tag}", f"{net}.1", f"{net}.2", stack)
-        here.make_bridge()
-        others = []
-        for n, namespace in enumerate(made):
-            other = Host(namespace, f"sg{tag}a{n}", f"{net}.{n + 2}", f"{net}.1", stack)
-            here.plug_in(other, f"sg{tag}b{n}")
-            others.append(other)
+        others = [
+            Host(namespace, f"sg{tag}a{n}", f"{net}.{n + 2}", f"{net}.1", stack)
+            for n, namespace in enumerate(made)
+        ]
+        if delay or loss:
+            stack.enter_context(_switch([here, *others], delay, loss))
+        else:
+            here.make_bridge()
+            for n, other in enumerate(others):
+                here.plug_in(other, f"sg{tag}b{n}")
         yield here, others
+
+
+@contextmanager
+def _switch(hosts: Sequence[Host], delay: float, loss: float) -> Iterator[None]:
+    """Join hosts by a program that delays and loses frames."""
+    files: list[int] = []
+    try:
+        files.extend(host.make_tap() for host in hosts)
+        command = [sys.executable, "-m", "bench.switch", str(delay), str(loss), *map(str, files)]
+        process = subprocess.Popen(command, pass_fds=files, cwd=Path(__file__).parents[1])
+    finally:
+        for file in files:
+            os.close(file)
+    with process:
+        try:
+            yield
+        finally:
+            process.kill()
 
 
 def _namespaces(count: int, stack: ExitStack) -> tuple[str, str, list[str]]:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 import msgspec
 
 from ..version import __version__
 from ..wire.processes import Environment
+
+_NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
+"""The packages in which torch's wheels bring NCCL."""
 
 
 def environment() -> Environment:
@@ -19,7 +23,44 @@ def environment() -> Environment:
         python=f"{sys.version_info.major}.{sys.version_info.minor}",
         sglrl=__version__,
         sglang=folders[0] if folders else "",
+        torch=_version("torch"),
+        nccl=_version(*_NCCL),
     )
+
+
+def limits(other: Environment, *, gpus: bool) -> list[str]:
+    """Return which versions of another Python differ from those here, and what does not work.
+
+    Versions of sglrl that differ are not included: they exclude each other altogether.
+
+    Args:
+        gpus: the other side has GPUs.
+    """
+    own = environment()
+    found = []
+    if other.python != own.python:
+        found.append(
+            f"Python {other.python}, here {own.python}: classes that are not in an installed "
+            "package cannot be sent"
+        )
+    packages = {"torch": (other.torch, own.torch)}
+    if gpus:
+        packages["NCCL"] = (other.nccl, own.nccl)
+    for name, (theirs, ours) in packages.items():
+        # A program without torch sends no weights itself.
+        if theirs and ours and theirs != ours:
+            found.append(f"{name} {theirs}, here {ours}: weights cannot be sent from memory")
+    return found
+
+
+def _version(*packages: str) -> str:
+    """Return the version of the first of these packages that is installed, or an empty string."""
+    for package in packages:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            continue
+    return ""
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import msgspec
 from ..config import HEARTBEAT_TIMEOUT, PoolConfig, check_heartbeat, positive
 from ..core.node_session import CHECK_SECONDS, MESSAGE_BYTES
 from ..core.placement import Place, Placement
-from ..driver.environment import environment
+from ..driver.environment import environment, limits
 from ..errors import ProtocolError, UsageError
 from ..transport.addresses import check_address
 from ..transport.curve_keys import read_driver_keys, read_keys_to_node
@@ -51,6 +51,7 @@ class HostInfo(msgspec.Struct, frozen=True, kw_only=True):
         gpus: entries for ``CUDA_VISIBLE_DEVICES``.
         cores: number of CPU cores.
         python: its version, as in "3.12".
+        limits: which versions differ from those of this program, and what therefore does not work.
     """
 
     name: str
@@ -58,6 +59,7 @@ class HostInfo(msgspec.Struct, frozen=True, kw_only=True):
     gpus: tuple[str, ...]
     cores: int
     python: str
+    limits: list[str]
 
 
 class PoolOnHosts(Protocol):
@@ -160,6 +162,7 @@ class Hosts:
                 gpus=link.hello.gpus,
                 cores=link.hello.cores,
                 python=link.hello.environment.python,
+                limits=_limits(link.hello),
             )
             for link in self._links.values()
         ]
@@ -338,6 +341,8 @@ class Hosts:
             link = NodeLink(self._unique(hello.name), hello, secrets.token_hex(8), self._router)
             self._links[link.name] = link
             self.placement.add(link.name, link.offer)
+            for limit in _limits(hello):
+                logger.warning("host %s has %s", link.name, limit)
         self._peers[identity] = link
         link.admit(identity, hello.received if known else 0)
         logger.info("host %s is %s", link.name, "back" if known else "there")
@@ -400,6 +405,10 @@ def _node_addresses(nodes: Sequence[str]) -> tuple[str, ...]:
         if not node.startswith("tcp://") or not node.rpartition(":")[2].isdigit():
             raise UsageError(f"the address of a node is tcp://HOST:PORT, got {node!r}")
     return tuple(nodes)
+
+
+def _limits(hello: NodeHello) -> list[str]:
+    return limits(hello.environment, gpus=bool(hello.gpus))
 
 
 def refusal(hello: NodeHello) -> str:

@@ -9,7 +9,8 @@ import asyncio
 from pathlib import Path
 from typing import Final
 
-from ..driver.environment import environment
+from ..api.launching import cuda_devices
+from ..driver.environment import environment, limits
 from ..errors import SglrlError
 from ..hosts.hosts import Hosts
 from ..hosts.node import say_hello
@@ -55,22 +56,19 @@ def _of_node(address: str, keys: str | None) -> list[Finding]:
         if isinstance(answer, Refuse):
             findings.append(Finding(step, False, answer.reason))
         else:
-            findings.append(_python("the program", answer.environment))
+            findings.append(_versions(answer.environment))
     except SglrlError as error:
         findings.append(Finding(step, False, error.message))
     return findings
 
 
-def _python(who: str, other: Environment | None) -> Finding:
+def _versions(other: Environment | None) -> Finding:
     """Compare what need not be equal, but limits what works."""
     own = environment()
-    detail = f"sglrl {own.sglrl} and Python {own.python} on both sides"
-    if other is not None and other.python != own.python:
-        detail = (
-            f"{who} has Python {other.python} and this is {own.python}: classes that are not in an "
-            "installed package cannot be sent"
-        )
-    return Finding("versions", True, detail)
+    found = [] if other is None else limits(other, gpus=bool(cuda_devices()))
+    if found:
+        return Finding("versions", True, f"the program has {'; '.join(found)}")
+    return Finding("versions", True, f"sglrl {own.sglrl} and Python {own.python} on both sides")
 
 
 async def _of_program(address: str, keys: str, seconds: float) -> list[Finding]:
@@ -91,6 +89,8 @@ async def _of_program(address: str, keys: str, seconds: float) -> list[Finding]:
         pass
     for host in hosts.hosts:
         detail = f"{len(host.gpus)} GPUs, {host.cores} cores, Python {host.python}"
+        if host.limits:
+            detail += f"; it has {'; '.join(host.limits)}"
         findings.append(Finding(f"node {host.name}", True, detail))
     findings += [Finding(f"node {name}", False, why) for name, why in hosts.refused.items()]
     if hosts.strangers:

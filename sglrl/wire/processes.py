@@ -11,11 +11,14 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     python: its version, as in "3.12".
     sglrl: the version of sglrl.
     sglang: the folder of SGLang's package; empty if SGLang is not installed.
+    torch, nccl: versions of the packages; empty if they are not installed.
     """
 
     python: str
     sglrl: str
     sglang: str
+    torch: str = ""
+    nccl: str = ""
 
 
 class ActorSpec(msgspec.Struct, frozen=True, kw_only=True, tag="actor"):

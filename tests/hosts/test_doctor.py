@@ -8,14 +8,15 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 import sglrl
-from sglrl.driver.environment import environment
+from sglrl.driver.environment import environment, limits
 from sglrl.tools.doctor import Finding
 from sglrl.tools.doctor_hosts import examine_hosts
 from sglrl.transport.curve_keys import add_client, make_keys
 
-from .nodes import nodes
+from .nodes import nodes, until_there
 
 ANY = "tcp://127.0.0.1:*"
 
@@ -91,6 +92,42 @@ async def test_versions_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
         *_, last = await examine(hosts.address, None)
         assert last.ok
         assert "the program has Python 3.0" in last.detail
+        other = msgspec.structs.replace(environment(), torch="1.2.3")
+        *_, last = await examine(hosts.address, None)
+        assert "the program has torch 1.2.3" in last.detail
+        assert "weights cannot be sent from memory" in last.detail
+
+
+def test_what_works_with_other_versions() -> None:
+    own = environment()
+    assert own.torch == torch.__version__.partition("+")[0]
+    assert own.nccl == ".".join(map(str, torch.cuda.nccl.version()))
+
+    def found(*, gpus: bool = True, **changes: str) -> list[str]:
+        other = msgspec.structs.replace(own, **changes)
+        return [limit.partition(",")[0] for limit in limits(other, gpus=gpus)]
+
+    assert found() == found(sglang="/other") == []
+    assert found(python="3.0", torch="1", nccl="2") == ["Python 3.0", "torch 1", "NCCL 2"]
+    assert found(nccl="2", gpus=False) == []
+    # A side without torch sends no weights.
+    assert found(torch="", nccl="") == []
+
+
+async def test_a_node_with_another_torch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = environment()
+    monkeypatch.setattr(
+        "sglrl.driver.environment.environment",
+        lambda: msgspec.structs.replace(own, torch="1.2.3"),
+    )
+    async with sglrl.Hosts(ANY) as hosts:
+        with nodes(hosts.address, "a"):
+            await until_there(hosts, 1)
+            said = f"torch {own.torch}, here 1.2.3: weights cannot be sent from memory"
+            assert hosts.hosts[0].limits == [said]
+            assert f"host a has {said}" in caplog.text
 
 
 def test_the_side_of_the_program(keys: Path) -> None:
