@@ -64,6 +64,8 @@ _POLL = 0.05
 """Seconds between looks at the hosts."""
 _PATIENCE = 180.0
 """Seconds that hosts and workers may take until a fault can begin, and to be whole at the end."""
+_DRAIN_SECONDS = 2.0
+"""Seconds for a worker that is removed to finish its calls. The others continue elsewhere."""
 
 _STOPPER = """
 import os, signal, sys, time
@@ -160,7 +162,11 @@ class HostStriker:
                     self._hosts.hosts
                 ) < len(self._machines):
                     await self._hosts.change()
-        states = [f"worker {w.id} is {w.state}" for w in self._client.workers if w.state != "ready"]
+        states = [
+            f"worker {w.id} is {w.state}"
+            for w in self._client.workers
+            if w.state not in ("ready", "retired")
+        ]
         there = [host.name for host in self._hosts.hosts if host.state == "connected"]
         return states + [
             f"host {m.name} is not there" for m in self._machines if m.name not in there
@@ -171,6 +177,7 @@ class HostStriker:
         wanted = {DRIVER: 0, TWO: 2}.get(fault.kind, 1)
         async with asyncio.timeout(_PATIENCE):
             while True:
+                await self._spread()
                 serving = {w.host for w in self._client.workers if w.state == "ready"}
                 free = [m for m in self._machines if m.name not in self._struck]
                 first = fault.host % len(free) if free else 0
@@ -180,6 +187,22 @@ class HostStriker:
                     self._struck |= {m.name for m in found}
                     return found
                 await asyncio.sleep(_POLL)
+
+    async def _spread(self) -> None:
+        """Move a worker to a host that has returned without any, as a user would."""
+        states = {host.name: host.state for host in self._hosts.hosts}
+        workers = [w for w in self._client.workers if w.state not in ("draining", "retired")]
+        counts = Counter({name: 0 for name, state in states.items() if state == "connected"})
+        counts.update(w.host for w in workers if w.host)
+        empty = [name for name in counts if not counts[name] and name not in self._struck]
+        full, most = max(counts.items(), key=lambda item: item[1], default=("", 0))
+        crowd = [w.id for w in workers if w.host == full and w.state == "ready"]
+        if not empty or most < 2 or not crowd:
+            return
+        # A fault may strike meanwhile.
+        with contextlib.suppress(sglrl.SglrlError):
+            await self._client.add_workers(1)
+            await self._client.remove_worker(crowd[0], timeout=_DRAIN_SECONDS)
 
     async def _strike(self, fault: HostFault, machines: list[Machine]) -> None:
         try:

@@ -91,6 +91,7 @@ async def _notes(load: Load, striker: HostStriker, note: Note) -> None:
         note(
             f"{striker.faults.total()} faults; {books.answered:,} calls answered, {books.lost} "
             f"lost, {books.duplicated} duplicated, {books.wrong} wrong"
+            + "".join(f"; {count} x {text}" for text, count in books.reasons.items())
         )
         await asyncio.sleep(_NOTE_SECONDS)
 

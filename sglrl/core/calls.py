@@ -58,7 +58,8 @@ class Call:
         stream: the caller receives chunks as they arrive. The caller would therefore notice if a
             running call started again from the beginning.
         resumable: another worker can continue from the chunks received so far.
-        losses: number of workers lost while they held the call, since its last chunk.
+        losses: number of workers lost while they held the call, since its last chunk. A
+            worker that is away does not count.
         urgent: send the call at once to the READY worker to which it is pinned, even if the
             worker's window is full. An urgent call concerns the calls that the worker holds.
         target: index of the worker in the remote pool, in a process without a pool of its own.

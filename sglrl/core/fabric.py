@@ -135,8 +135,9 @@ class Fabric:
     def member_away(self, index: int, reason: str, now: float) -> None:
         """Record that the connection to a worker is broken. The worker may return.
 
-        The calls that it holds are requeued or ended, as after its loss. Waiting calls that are
-        pinned to it wait for its return.
+        The calls that it holds are requeued or ended, as after its loss. But this has no limit,
+        because a call does not break a connection. Waiting calls that are pinned to it wait for
+        its return.
         """
         self._leave(self.members[index], AWAY, reason)
         self._pump(now)
@@ -156,7 +157,9 @@ class Fabric:
             if call.state == CANCELLING:
                 call.move(ENDED)
                 continue
-            call.losses += 1
+            losses = call.losses + 1
+            if state is not AWAY:
+                call.losses = losses
             begun = call.stream and call.state == RUNNING and not call.resumable
             if call.idempotent and not begun and call.losses < self.config.max_attempts:
                 call.move(QUEUED)
@@ -166,7 +169,7 @@ class Fabric:
                 self.outbox.append(Restart(call))
                 self.queue.push(call, limited=False)
             else:
-                why = "it had already streamed" if begun else f"loss {call.losses}"
+                why = "it had already streamed" if begun else f"loss {losses}"
                 self._end(
                     call,
                     WorkerLost(

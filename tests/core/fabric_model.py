@@ -52,6 +52,8 @@ class ModelCall:
     state: str = WAITING
     attempts: int = 0
     losses: int = 0
+    breaks: int = 0
+    """Broken connections of workers that held it."""
     answers: int = 0
     cancelled: bool = False
     home: int | None = None
@@ -276,7 +278,10 @@ class Model:
             if call.state == CANCELLING:
                 call.state = ENDED
                 continue
-            call.losses += 1
+            if state == "away":
+                call.breaks += 1
+            else:
+                call.losses += 1
             begun = call.call.stream and call.state == RUNNING and not call.call.resumable
             if call.call.idempotent and not begun and call.losses < self.max_attempts:
                 self._waits(call)
@@ -349,7 +354,7 @@ class Model:
         call.state = SENT
         call.attempts += 1
         assert call.losses < self.max_attempts
-        assert call.call.resumable or call.attempts <= self.max_attempts
+        assert call.call.resumable or call.attempts - call.breaks <= self.max_attempts
         member.held.add(sent.id)
 
     def _judge_turn(self, call: ModelCall, index: int, rivals: list[ModelCall]) -> None:

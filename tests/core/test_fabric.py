@@ -118,6 +118,24 @@ def test_a_resumable_call_moves_as_long_as_it_comes_forward(stream: bool) -> Non
     assert isinstance(error, WorkerLost)
 
 
+def test_broken_connections_do_not_end_a_call() -> None:
+    """A call may be the cause of a worker's death, but not of a broken connection."""
+    fabric = make_fabric(3, max_attempts=2)
+    call = submit(fabric, idempotent=True)
+    for n in range(7):
+        worker = call.worker
+        assert worker is not None
+        fabric.member_away(worker.index, "its connection is gone", 1.0 + n)
+        assert call.worker is not worker
+        fabric.member_ready(worker.index, 8, 1.5 + n)
+    assert call.worker is not None
+    fabric.member_lost(call.worker.index, "it was killed", 9.0)
+    assert End not in [type(effect) for effect in fabric.outbox]
+    assert call.worker is not None
+    fabric.member_lost(call.worker.index, "it was killed", 10.0)
+    assert isinstance(last_end(fabric).outcome, WorkerLost)
+
+
 def test_a_resumed_call_was_sent_when_its_first_worker_got_it() -> None:
     fabric = make_fabric(2)
     call = submit(fabric, idempotent=True, resumable=True)
