@@ -185,6 +185,16 @@ class Host:
         self._up = up
 
     @property
+    def sent_bytes(self) -> int:
+        """Bytes that this host has sent, with the headers of all layers."""
+
+        def read() -> int:
+            (link,) = self._netlink.get_links(self._index())
+            return int(link.get_attr("IFLA_STATS64")["tx_bytes"])
+
+        return self._do(read)
+
+    @property
     def loses(self) -> bool:
         """Whether the packets that this host sends are lost, without an error."""
         return self._loses

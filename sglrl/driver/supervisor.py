@@ -409,7 +409,7 @@ class Supervisor(DriverListener):
         """
 
         def check() -> None:
-            if self._stopped or not worker.away or worker.breaks != breaks:
+            if self._stopped or worker.lost or not worker.away or worker.breaks != breaks:
                 return
             if self._launcher.reaches(worker.index):
                 self.expel(worker.index, f"it did not connect again within {_RETURN_SECONDS:g} s")

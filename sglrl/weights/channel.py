@@ -85,7 +85,7 @@ class WeightChannel(DriverListener):
         self.workers_return = False
         self._ranks = Ranks(is_up)
         self._questions = Questions(self._ranks)
-        self._group = SenderGroup()
+        self._group = SenderGroup(host)
         self._senders = RemoteSenders(self, self._group)
         self._kept = Kept(self._ranks, self._questions, host)
         self._keeps = keeps

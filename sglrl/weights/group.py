@@ -99,6 +99,9 @@ def local_address(host: str, port: int) -> str:
 class Group:
     """A communicator in which rank 0 sends.
 
+    Attributes:
+        onward: another group, of which this rank is rank 0, and which gets all that this one gets.
+
     Args:
         store: the store. This group uses the keys under ``prefix``.
         host: the address at which the other ranks reach this rank. gloo listens there.
@@ -120,6 +123,7 @@ class Group:
         self.device = device
         self.timeout = timeout
         self.broken = False
+        self.onward: Group | None = None
         self._lock = threading.Lock()
         scoped = dist.PrefixStore(prefix, store)
         limit = timedelta(seconds=timeout)
@@ -171,11 +175,16 @@ class Group:
         if self.broken:
             raise WeightUpdateError("the group was taken down")
         if len(pieces) == 1:
-            return self._backend.broadcast(pieces[0], 0)
-        self._backend._start_coalescing()
-        for piece in pieces:
-            self._backend.broadcast(piece, 0)
-        return self._backend._end_coalescing()
+            work = self._backend.broadcast(pieces[0], 0)
+        else:
+            self._backend._start_coalescing()
+            for piece in pieces:
+                self._backend.broadcast(piece, 0)
+            work = self._backend._end_coalescing()
+        if self.onward is None:
+            return work
+        work.wait()
+        return self.onward.broadcast(pieces)
 
     def synchronize(self) -> None:
         """Wait until the current stream has finished its work. Call it within ``deadline``.
@@ -204,6 +213,8 @@ class Group:
 
         Can be called from any thread, and more than once.
         """
+        if self.onward is not None:
+            self.onward.abort()
         with self._lock:
             if self.broken:
                 return
@@ -215,6 +226,8 @@ class Group:
     def close(self) -> None:
         """Leave the group. No operation may be running."""
         self.abort()
+        if self.onward is not None:
+            self.onward.close()
         # gloo closes its connections with the last reference. The peers then see the disconnect.
         self._backend = None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ..core.manifest import differences
 from ..core.weight_update import SENDER, Member
@@ -15,11 +15,15 @@ from .update_request import Source
 class SenderGroup:
     """The current group: at most one, because a rank that joins a group leaves its previous group.
 
+    Args:
+        host: ``host(worker)`` returns the name of the worker's host; empty: the driver's machine.
+
     Attributes:
         source: the sender of the current group; None if there is no group.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, host: Callable[[int], str] = lambda worker: "") -> None:
+        self._host = host
         self.source: Source | None = None
         self._ranks: frozenset[Rank] = frozenset()
         self._number = 0
@@ -50,31 +54,40 @@ class SenderGroup:
     ) -> dict[Member, Join]:
         """Return the ``Join`` message of each member of a new group, which assigns its rank.
 
-        Members on the sender's GPU get no rank: they read the sender's memory.
+        Members on the sender's GPU get no rank: they read the sender's memory. Of several members
+        on another host, only the first one gets a rank: it is the relay of the others.
         """
         ours = source.settings
         self._number += 1
         uuids = {member: ranks[member].settings.uuid for member in sorted(ranks)}
         readers = [m for m, uuid in uuids.items() if uuid and uuid == ours.uuid]
         others = [m for m in uuids if m not in readers]
+        hosts: dict[str, list[Member]] = {}
+        for member in others:
+            hosts.setdefault(self._host(member[0]), []).append(member)
+        together = {m: members for host, members in hosts.items() if host for m in members}
+        direct = [m for m in others if m == together.get(m, [m])[0]]
+        numbers = {member: number for number, member in enumerate([SENDER, *direct])}
 
-        def join(rank: int, reader: int) -> Join:
+        def join(member: Member) -> Join:
+            group = together.get(member, [])
+            relayed = len(group) > 1
             return Join(
                 id_,
                 self._number,
                 ours.host,
                 ours.port,
-                rank,
-                len(others) + 1,
-                reader,
+                numbers.get(member, -1),
+                len(numbers),
+                readers.index(member) if member in readers else -1,
                 len(readers),
                 timeout,
+                self._host(member[0]) if relayed else "",
+                group.index(member) if relayed else -1,
+                len(group) if relayed else 0,
             )
 
-        messages = {SENDER: join(0, -1)}
-        messages |= {m: join(rank, -1) for rank, m in enumerate(others, 1)}
-        messages |= {m: join(-1, reader) for reader, m in enumerate(readers)}
-        return messages
+        return {member: join(member) for member in (SENDER, *others, *readers)}
 
 
 def check_settings(ours: RankSettings, ranks: Sequence[Rank]) -> None:

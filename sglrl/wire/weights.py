@@ -46,7 +46,12 @@ class Join(msgspec.Struct, array_like=True, frozen=True, tag=21):
     A worker on the sender's GPU does not join the group (``rank`` is -1). It reads the sender's
     memory, as number ``reader`` of ``readers``.
 
+    Of the ranks on another host, one receives from the sender and passes everything on: its relay.
+    The relay is rank 0 of the host's own group. The others are only in that group (``rank`` is -1).
+
     timeout: seconds until every member must have joined.
+    local_group: name of the host's own group; empty: there is none.
+    local_rank, local_size: the rank in that group, and its size.
     """
 
     id: int
@@ -58,6 +63,9 @@ class Join(msgspec.Struct, array_like=True, frozen=True, tag=21):
     reader: int
     readers: int
     timeout: float
+    local_group: str = ""
+    local_rank: int = -1
+    local_size: int = 0
 
 
 class Prepare(msgspec.Struct, array_like=True, frozen=True, tag=22):

@@ -19,7 +19,9 @@ pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300
 NODE = Path("-m")
 
 
-async def test_workers_on_another_host(models: Path, tmp_path: Path) -> None:
+async def test_workers_on_another_host(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     policies = Policies(models / "nodes")
     with another_host() as (here, there):
         async with sglrl.Hosts(f"tcp://{here.address}:*", insecure=True) as hosts:
@@ -38,9 +40,13 @@ async def test_workers_on_another_host(models: Path, tmp_path: Path) -> None:
                 assert [worker.host for worker in client.workers] == ["there", "there"]
                 lab = Lab(client, policies)
                 await lab.check(PROMPTS[:2], 4)
+                size = sum(t.nbytes for t in policies[0].model.state_dict().values())
                 for version, mode in ((1, "full"), (2, "bucketed")):
+                    before = here.sent_bytes
                     report = await client.update_weights(policies[version].model, mode=mode)
                     assert report.workers == [0, 1]
+                    # One of the two workers receives the weights, and passes them on.
+                    assert size < here.sent_bytes - before < 1.5 * size
                     lab.by_version[version] = policies[version]
                     await lab.check(PROMPTS[:2], 4)
                 # The replacement copies the weights from the other worker there.
@@ -49,6 +55,21 @@ async def test_workers_on_another_host(models: Path, tmp_path: Path) -> None:
                 await client.wait_until_full()
                 assert [worker.weight_version for worker in client.workers] == [2, 2]
                 await lab.check(PROMPTS[:2], 4)
+                # Worker 0 is the relay.
+                target: list[tuple[str, int]] = []
+
+                def strike(phase: str, member: tuple[int, int]) -> None:
+                    if (phase, member[0]) in target:
+                        target.clear()
+                        os.kill(client.workers[member[0]].pid, signal.SIGKILL)
+
+                on_phase(monkeypatch, client, strike)
+                for struck, victim in (("join", 0), ("stage", 0), ("stage", 1)):
+                    target.append((struck, victim))
+                    report = await lab.other()
+                    assert report.workers == [1 - victim]
+                    await client.wait_until_full()
+                    await lab.check(PROMPTS[:2], 4)
 
 
 async def test_a_host_that_is_away_in_each_phase_of_an_update(

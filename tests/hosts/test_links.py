@@ -7,15 +7,17 @@ none is answered twice.
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 from namespaces import Host, another_host
-from processes import wait_for_end
+from processes import strike, wait_for_end
 
 import sglrl
+from sglrl.driver import supervisor
 
 from .nodes import SECONDS, hosts_of, nodes
 
@@ -142,6 +144,25 @@ async def test_for_longer_than_the_timeout(how: str) -> None:
             await client.wait_until_full(SECONDS)
             assert [worker.pid for worker in client.workers] == before
             assert await (await begin(client)).end() == 0
+
+
+async def test_a_worker_that_dies_while_it_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time for its return ends with it, and does not end its replacement."""
+    monkeypatch.setattr(supervisor, "_RETURN_SECONDS", 3.0)
+    with another_host() as (here, there):
+        async with pool(here, there, heartbeat_timeout=2.0, orphan_timeout=60.0) as (_, client):
+            dies = worker_there(client)
+            there.up = False
+            await until(client, dies.id, "away")
+            strike(dies.pid, signal.SIGKILL)
+            there.up = True
+            async with asyncio.timeout(SECONDS):
+                while client.workers[dies.id].pid == dies.pid:
+                    await client._pool.driver.change()  # type: ignore[union-attr]
+            await client.wait_until_full(SECONDS)
+            before = [worker.pid for worker in client.workers]
+            await asyncio.sleep(2 * 3.0)
+            assert [worker.pid for worker in client.workers] == before
 
 
 class Counter(sglrl.Actor):

@@ -242,11 +242,23 @@ class RankWeights:
         prefix = f"sglrl/{join.group}"
         if join.reader >= 0:
             link.reader = SharedReader(store, prefix, join.reader, self._device, join.timeout)
-        else:
-            own = local_address(join.host, join.port)
-            link.group = Group(store, prefix, join.rank, join.size, self._device, own, join.timeout)
-            link.group.begin()
-        link.check()
+            link.check()
+            return
+        own = local_address(join.host, join.port)
+        groups = []
+        for name, rank, size in (
+            (prefix, join.rank, join.size),
+            (f"{prefix}/{join.local_group}", join.local_rank, join.local_size),
+        ):
+            if rank < 0:
+                continue
+            group = Group(store, name, rank, size, self._device, own, join.timeout)
+            groups.append(group)
+            link.group = groups[0]
+            group.begin()
+            link.check()
+        if len(groups) == 2:
+            groups[0].onward = groups[1]
 
     def _prepare(self, message: Prepare) -> Prepared:
         """Check the manifest, get memory for the update, and hold the engine if it must drain."""
