@@ -28,6 +28,8 @@ import psutil
 ROOT = Path(__file__).resolve().parent.parent
 _LOG_TAIL = 12
 _END_SECONDS = 30.0
+_INTERRUPT_SECONDS = 10.0
+"""Seconds for a part to clean up, for example to remove its network namespaces."""
 
 Note = Callable[[str], None]
 """Show the user what a part is doing."""
@@ -119,8 +121,12 @@ def _listen(pipe: IO[bytes], note: Note, limit: float) -> dict[str, Any]:
 def _end(process: subprocess.Popen[bytes], patience: float) -> None:
     """Wait until the part's processes have exited, and kill them if needed: it frees the GPU."""
     family = _group(process.pid)
-    with contextlib.suppress(subprocess.TimeoutExpired):
+    try:
         process.wait(timeout=patience)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=_INTERRUPT_SECONDS)
     family += _group(process.pid)
     for member in family:
         try:
