@@ -152,7 +152,10 @@ class HostStriker:
         async with asyncio.TaskGroup() as group:
             for fault in faults:
                 await asyncio.sleep(fault.gap)
-                machines = await self._targets(fault)
+                try:
+                    machines = await self._targets(fault)
+                except TimeoutError:
+                    raise RuntimeError(f"no fault can begin: {self._described()}") from None
                 self.faults[fault.kind] += 1
                 group.create_task(self._strike(fault, machines))
         with contextlib.suppress(TimeoutError):
@@ -171,6 +174,12 @@ class HostStriker:
         return states + [
             f"host {m.name} is not there" for m in self._machines if m.name not in there
         ]
+
+    def _described(self) -> str:
+        workers = [f"{w.id} {w.state} on {w.host}" for w in self._client.workers]
+        workers = [text for text in workers if "retired" not in text]
+        hosts = [f"{host.name} {host.state}" for host in self._hosts.hosts]
+        return f"workers {workers}, hosts {hosts}, hosts with a fault {sorted(self._struck)}"
 
     async def _targets(self, fault: HostFault) -> list[Machine]:
         """Wait until enough hosts have no fault, and return those to strike."""

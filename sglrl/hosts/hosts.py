@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 import secrets
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Final, Protocol, Self
 
@@ -124,7 +125,8 @@ class Hosts:
         """The nodes with a session, by their names."""
         self._peers: dict[bytes, NodeLink] = {}
         """The nodes by the identity of their latest connection."""
-        self._pools: dict[int, PoolOnHosts] = {}
+        self._pools: weakref.WeakValueDictionary[int, PoolOnHosts] = weakref.WeakValueDictionary()
+        """A pool that the program never closes must not live as long as this."""
         self._numbers: Iterator[int] = itertools.count()
         self.refused: dict[str, str] = {}
         """Why nodes were refused, by their names."""
@@ -247,7 +249,7 @@ class Hosts:
 
     async def remove_pool(self, number: int) -> None:
         """Kill the workers of a pool on all hosts."""
-        del self._pools[number]
+        self._pools.pop(number, None)
         for link in self._links.values():
             link.session.send(ClosePool(number))
         await self.close()

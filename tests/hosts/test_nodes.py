@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import os
 import signal
+import weakref
 from pathlib import Path
 
 import pytest
@@ -45,6 +48,25 @@ async def test_a_remote_client_sees_the_hosts() -> None:
                 sglrl.connect(client.address) as remote,
             ):
                 assert hosts_of(remote) == hosts_of(client) == ["a", "b"]
+
+
+def test_a_pool_that_is_never_closed() -> None:
+    """It is garbage after its event loop has ended, although its hosts are still in use."""
+    hosts = sglrl.Hosts(ANY)
+
+    async def use() -> weakref.ref[object]:
+        hosts.open()
+        with nodes(hosts.address, "a"):
+            values = sglrl.spawn(Values, hosts=hosts)
+            await values.__aenter__()
+            assert await values.add(1) == 11
+            return weakref.ref(values._pool)
+
+    pool = asyncio.run(use())
+    assert pool() is not None
+    with pytest.warns(ResourceWarning, match="ActorHandle of Values was never closed"):
+        gc.collect()
+    assert pool() is None
 
 
 async def test_two_programs_one_after_the_other() -> None:
