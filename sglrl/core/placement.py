@@ -65,9 +65,15 @@ class Placement:
         return self._places[len(before) :]
 
     def release(self, place: Place) -> None:
-        """Give a place back, unless its host was removed."""
-        if place in self._places:
-            self._places.remove(place)
+        """Give a place back, unless its host was removed.
+
+        The host may have returned, and another worker may have an equal place on it.
+        """
+        self._places = [other for other in self._places if other is not place]
+
+    def holds(self, place: Place) -> bool:
+        """Return whether a place was taken, not given back, and its host was not removed since."""
+        return any(other is place for other in self._places)
 
     def free(self, host: str) -> tuple[str, ...]:
         """Return the GPUs of a host that no worker uses."""

@@ -104,7 +104,8 @@ class HostLauncher:
         device = self._chosen_device()
         for index in births:
             place = self._places.get(index)
-            if place is not None and self._hosts.link(place.host) is None:
+            if place is not None and not self._hosts.placement.holds(place):
+                # Its host has left. It may have returned, but others may have this place now.
                 del self._places[index]
         missing = [index for index in births if index not in self._places]
         if missing and device == "cpu" and len(births[missing[0]].bodies) > 1:

@@ -54,6 +54,10 @@ def test_a_host_that_leaves_and_returns() -> None:
     assert placement.take(1, 1) is None
     placement.add(first.host, Offer(gpus=("0",), cores=8))
     assert placement.take(1, 1) == [first]
+    # Late, and not for the place that was taken since.
+    placement.release(first)
+    assert placement.free(first.host) == ()
+    assert not placement.holds(first)
     placement.release(second)
     assert placement.free(second.host) == ("0",)
 
@@ -81,3 +85,45 @@ def test_places_fit_their_hosts(
         for host in placement.offers:
             free = set(placement.free(host))
             assert not free & {gpu for place in taken if place.host == host for gpu in place.gpus}
+
+
+@given(
+    offered=st.lists(st.integers(0, 4), min_size=1, max_size=3),
+    steps=st.lists(
+        st.tuples(
+            st.sampled_from(["take", "release", "leave", "come"]),
+            st.integers(0, 20),
+            st.integers(0, 2),
+        ),
+        max_size=30,
+    ),
+)
+def test_hosts_come_and_go(offered: list[int], steps: list[tuple[str, int, int]]) -> None:
+    """Only live places count. Dead ones may be given back at any time."""
+    placement = hosts(*offered)
+    names = list(placement.offers)
+    offers = dict(placement.offers)
+    taken: list[Place] = []
+    live: list[Place] = []
+    for step, n, gpus in steps:
+        host = names[n % len(names)]
+        if step == "take":
+            places = placement.take(1, gpus) or []
+            taken += places
+            live += places
+        elif step == "release" and taken:
+            place = taken.pop(n % len(taken))
+            placement.release(place)
+            live = [other for other in live if other is not place]
+        elif step == "leave" and host in placement.offers:
+            placement.remove(host)
+            live = [place for place in live if place.host != host]
+        elif step == "come" and host not in placement.offers:
+            placement.add(host, offers[host])
+        assert [place for place in taken if placement.holds(place)] == live
+        for host, offer in placement.offers.items():
+            used = [gpu for place in live if place.host == host for gpu in place.gpus]
+            assert sorted([*used, *placement.free(host)]) == sorted(offer.gpus)
+            loads = {name: placement._load(name) for name in placement.offers}
+            count = sum(place.host == host for place in live)
+            assert loads[host] == count / offer.cores
