@@ -86,7 +86,8 @@ class Hosts:
             interface of this machine, or "0.0.0.0" for all interfaces.
         keys: a folder made with ``sglrl keys``.
         insecure: accept any node, without encryption, instead of ``keys``.
-        at_least: number of hosts to wait for before workers are placed.
+        at_least: number of hosts to wait for before workers are placed. None: all of ``nodes``, or
+            one if there are none.
         nodes: addresses of nodes that wait for a program (``sglrl node --listen``). They are
             invited, also again after a restart. With keys, they have the pair "node".
         heartbeat_timeout: seconds without data after which a connection counts as broken: those of
@@ -102,7 +103,7 @@ class Hosts:
         *,
         keys: str | os.PathLike[str] | None = None,
         insecure: bool = False,
-        at_least: int = 1,
+        at_least: int | None = None,
         nodes: Sequence[str] = (),
         heartbeat_timeout: float | None = HEARTBEAT_TIMEOUT,
     ) -> None:
@@ -119,6 +120,8 @@ class Hosts:
         self._node_keys = read_keys_to_node(keys) if keys is not None and nodes else None
         self._invitations: Invitations | None = None
         self._address = address
+        if at_least is None:
+            at_least = max(1, len(self._nodes))
         self._at_least = positive("at_least", at_least)
         self._router: ZmqRouter | None = None
         self._links: dict[str, NodeLink] = {}
@@ -264,11 +267,25 @@ class Hosts:
         """Return how many hosts of ``at_least`` are there, in words. Empty if all are."""
         if len(self._links) >= self._at_least:
             return ""
-        options = " --keys DIR" if self.keys else " --insecure" if self.insecure else ""
-        return (
+        there = ", ".join(self._links) or "none"
+        text = (
             f"{len(self._links)} of {self._at_least} hosts (at_least) have connected to "
-            f"{self.address}; start 'sglrl node {self.address}{options}' on the others"
+            f"{self.address}: {there}"
         )
+        refused = [f"{name} was refused: {reason}" for name, reason in self.refused.items()]
+        if self.strangers:
+            refused.append(
+                f"{self.strangers} connections had a key that is not in {self.keys}; run 'sglrl "
+                "doctor --hosts' on both sides"
+            )
+        if refused:
+            return "; ".join([text, *refused])
+        if self._nodes:
+            return (
+                f"{text}; the others of {', '.join(self._nodes)} do not answer, or have other keys"
+            )
+        options = " --keys FILE" if self.keys else " --insecure" if self.insecure else ""
+        return f"{text}; start 'sglrl node {self.address}{options}' on the others"
 
     def too_few(self, workers: int, gpus: int) -> str:
         """Return what the hosts offer, in words, when these workers do not fit on them."""
@@ -311,7 +328,7 @@ class Hosts:
                         self._handle(link, decode_from_node(frames[1]))
                 case Goodbye() if link is not None:
                     link.say_goodbye()
-                    self._end(link, "its node ended")
+                    self._end(link, "its node ended" if self._users else "the hosts were closed")
         except (ProtocolError, IndexError) as error:
             logger.error("a message of a node is dropped: %s", error)
             link = self._peers.get(identity)

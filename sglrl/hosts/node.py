@@ -41,6 +41,8 @@ _GOODBYE_SECONDS: Final = 2.0
 """Seconds to wait for the driver's goodbye."""
 _LINGER_SECONDS: Final = 0.2
 """Seconds to send the last message."""
+_BACK_OFF: Final = (0.0, 0.2, 0.5, 1.0, 2.0)
+"""Seconds before each new connection, while the driver does not admit this node."""
 _PATIENCE: Final = 10.0
 """Seconds without an answer after which the log says so."""
 
@@ -90,6 +92,9 @@ class Node:
         self._pools: dict[int, _PoolTask] = {}
         self._orphaned: asyncio.TimerHandle | None = None
         self._impatient: asyncio.TimerHandle | None = None
+        self._retry: asyncio.TimerHandle | None = None
+        self._breaks = 0
+        """Connections that broke since the driver has admitted this node."""
         self._stopping = False
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -106,8 +111,7 @@ class Node:
         finally:
             checks.cancel()
             self._end_session()
-            if self._dealer is not None:
-                self._dealer.close()
+            self._disconnect()
             if self._impatient is not None:
                 self._impatient.cancel()
 
@@ -138,8 +142,7 @@ class Node:
 
     def _connect(self) -> None:
         """Open a new connection and say hello. ZeroMQ tries until the driver listens."""
-        if self._dealer is not None:
-            self._dealer.close()
+        self._disconnect()
         loop = asyncio.get_running_loop()
 
         def broken() -> None:
@@ -172,6 +175,14 @@ class Node:
         if self._impatient is None:
             self._impatient = loop.call_later(_PATIENCE, self._complain)
 
+    def _disconnect(self) -> None:
+        if self._retry is not None:
+            self._retry.cancel()
+            self._retry = None
+        if self._dealer is not None:
+            self._dealer.close()
+            self._dealer = None
+
     def _complain(self) -> None:
         if self._once:
             logger.warning("no answer from %s for %g s", self._settings.address, _PATIENCE)
@@ -196,7 +207,11 @@ class Node:
             )
             loop = asyncio.get_running_loop()
             self._orphaned = loop.call_later(self._settings.orphan_timeout, self._give_up)
-        self._connect()
+        # A driver that rejects the key closes every connection at once.
+        delay = _BACK_OFF[min(self._breaks, len(_BACK_OFF) - 1)]
+        self._breaks += 1
+        self._disconnect()
+        self._retry = asyncio.get_running_loop().call_later(delay, self._connect)
 
     def _give_up(self) -> None:
         logger.warning("the driver has not returned: all workers are killed")
@@ -253,6 +268,7 @@ class Node:
             if timer is not None:
                 timer.cancel()
         self._orphaned = self._impatient = None
+        self._breaks = 0
         if self._session is None or self._session.id != message.session:
             self._end_session()
             self._session = Session(message.session, self._send)

@@ -314,8 +314,10 @@ def keys(
             f'  launch(..., address="tcp://0.0.0.0:*", keys={str(folder)!r})',
         ]
     lines += [
-        f"Copy {client}.secret and {DRIVER}.public into a folder on the host that sends weights,",
-        "over a connection that you trust (a sender on this host finds them here), and there:",
+        f"Copy {client}.secret and {DRIVER}.public into a folder on the other machine, over a",
+        "connection that you trust (a program on this machine finds them here). There:",
+        f"  sglrl node tcp://HOST:PORT --keys FOLDER/{client}.secret",
+        "or, to send weights:",
         f'  Sender.connect(client.weights_address, keys="FOLDER/{client}.secret")',
     ]
     sys.stdout.write("\n".join(lines) + "\n")

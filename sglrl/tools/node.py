@@ -67,8 +67,12 @@ def node(
     from ..transport.addresses import check_address
     from ..transport.curve_keys import keys_of_listening_node, read_client_keys
 
-    if (address is None) == (listen is None):
+    if address is None and listen is None:
         raise UsageError("name the address of a program, or one for --listen")
+    if address is not None and listen is not None:
+        raise UsageError(
+            "a node connects to a program or listens: ADDRESS and --listen exclude each other"
+        )
     where = address or listen or ""
     if not where.startswith("tcp://") or not where.rpartition(":")[2].isdigit():
         raise UsageError(f"the address is tcp://HOST:PORT, got {where!r}")
@@ -135,6 +139,8 @@ def _chosen(gpus: str | None, visible: list[str]) -> tuple[str, ...]:
             raise UsageError(f"--gpus is a list such as 0,1 or 0-7, got {gpus!r}")
         indices += named
     wrong = [index for index in indices if index >= len(visible)]
+    if indices and not visible:
+        raise UsageError(f"--gpus {gpus}: this machine has no GPUs")
     if wrong or len(set(indices)) != len(indices):
         raise UsageError(f"--gpus {gpus} must name different ones of the {len(visible)} GPUs")
     return tuple(visible[index] for index in indices)

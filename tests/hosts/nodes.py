@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -53,6 +54,15 @@ def nodes(address: str, *names: str, options: Sequence[str] = ()) -> Iterator[li
             node.process.kill()
             with node.process:
                 """Closes the pipe and waits."""
+
+
+def free_addresses(count: int) -> list[str]:
+    """Return addresses that no program listens at."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    addresses = [f"tcp://127.0.0.1:{made.getsockname()[1]}" for made in sockets]
+    for made in sockets:
+        made.close()
+    return addresses
 
 
 async def until_there(hosts: sglrl.Hosts, count: int) -> None:

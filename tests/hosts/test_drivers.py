@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -26,15 +25,9 @@ from sglrl.transport.curve_keys import add_client, make_keys
 from sglrl.wire.calls import PROTOCOL_VERSION
 from sglrl.wire.nodes import NodeHello, OpenPool
 
-from .nodes import SECONDS, nodes
+from .nodes import SECONDS, free_addresses, nodes
 
 PROGRAM = Path(__file__).with_name("driver_program.py")
-
-
-def free_address() -> str:
-    """Return an address that no program listens at."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return f"tcp://127.0.0.1:{server.getsockname()[1]}"
 
 
 class Driver:
@@ -77,7 +70,7 @@ def driver(address: str, heartbeat_timeout: float) -> Iterator[Driver]:
 
 def test_a_driver_that_is_killed() -> None:
     """The node kills its workers after the orphan timeout, and then serves the next driver."""
-    address = free_address()
+    address = free_addresses(1)[0]
     with nodes(address, "a", options=("--orphan-timeout", "2")) as (node,):
         with driver(address, 5.0) as first:
             pids = first.pids()
@@ -91,7 +84,7 @@ def test_a_driver_that_is_killed() -> None:
 
 def test_a_driver_that_is_stopped_for_a_while() -> None:
     """Its connections break. It goes on with the same workers when it continues."""
-    address = free_address()
+    address = free_addresses(1)[0]
     options = ("--heartbeat-timeout", "4", "--orphan-timeout", "60")
     with nodes(address, "a", options=options) as (node,), driver(address, 4.0) as program:
         pids = program.pids()
@@ -106,7 +99,7 @@ def test_a_driver_that_is_stopped_for_a_while() -> None:
 
 def test_a_node_that_is_stopped_for_a_while() -> None:
     """It is used again when it continues."""
-    address = free_address()
+    address = free_addresses(1)[0]
     options = ("--heartbeat-timeout", "4", "--orphan-timeout", "60")
     with nodes(address, "a", options=options) as (node,), driver(address, 4.0) as program:
         pids = program.pids()
@@ -185,7 +178,7 @@ async def test_an_error_that_nothing_expects_ends_the_node() -> None:
         raise LookupError("unexpected")
 
     settings = NodeSettings(
-        address=free_address(),
+        address=free_addresses(1)[0],
         keys=None,
         name="a",
         gpus=(),

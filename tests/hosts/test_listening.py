@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-import socket
 from pathlib import Path
 
 import pytest
@@ -14,18 +13,9 @@ from actor_classes import Values
 import sglrl
 from sglrl.transport.curve_keys import add_client, make_keys
 
-from .nodes import SECONDS, NodeProcess, hosts_of, until_there
+from .nodes import SECONDS, NodeProcess, free_addresses, hosts_of, until_there
 
 ANY = "tcp://127.0.0.1:*"
-
-
-def free_addresses(count: int) -> list[str]:
-    """Return addresses that no program listens at."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    addresses = [f"tcp://127.0.0.1:{made.getsockname()[1]}" for made in sockets]
-    for made in sockets:
-        made.close()
-    return addresses
 
 
 def start(address: str, name: str, *options: str) -> NodeProcess:

@@ -14,6 +14,7 @@ from actor_classes import Values
 from processes import wait_for_end
 
 import sglrl
+from sglrl.transport.curve_keys import make_keys
 
 from .nodes import SECONDS, hosts_of, nodes, until_there
 
@@ -67,6 +68,25 @@ def test_a_pool_that_is_never_closed() -> None:
     with pytest.warns(ResourceWarning, match="ActorHandle of Values was never closed"):
         gc.collect()
     assert pool() is None
+
+
+async def test_a_key_that_the_program_does_not_have(tmp_path: Path) -> None:
+    """The error says so. The node tries again less and less often."""
+    make_keys(tmp_path / "keys")
+    make_keys(tmp_path / "others")
+    key = tmp_path / "others" / "trainer.secret"
+    (tmp_path / "others" / "driver.public").write_bytes(
+        (tmp_path / "keys" / "driver.public").read_bytes()
+    )
+    async with sglrl.Hosts(ANY, keys=tmp_path / "keys") as hosts:
+        with nodes(hosts.address, "a", options=("--keys", str(key))):
+            with pytest.raises(
+                sglrl.WorkerStartError, match="connections had a key that is not in"
+            ):
+                async with sglrl.spawn(Values, hosts=hosts, start_timeout=15.0):
+                    pass
+            # 0, 0.2, 0.7, 1.7, 3.7 seconds after the first one, and then every two seconds.
+            assert hosts.strangers < 15
 
 
 async def test_two_programs_one_after_the_other() -> None:
