@@ -133,6 +133,7 @@ class Hosts:
         self._numbers: Iterator[int] = itertools.count()
         self.refused: dict[str, str] = {}
         """Why nodes were refused, by their names."""
+        self._known_strangers = 0
         self._users = 0
         self._timer: asyncio.TimerHandle | None = None
         self._news: asyncio.Future[None] | None = None
@@ -386,6 +387,9 @@ class Hosts:
             pool.on_node(link, message)
 
     def _check(self) -> None:
+        if self.strangers != self._known_strangers:
+            self._known_strangers = self.strangers
+            self._changed()
         for link in self._links.values():
             before = link.session.connected
             link.check(self._given_up)
