@@ -138,6 +138,6 @@ def table_of(findings: list[Finding]) -> Table:
     """Return the findings as a table for the terminal."""
     table = Table("", "", Column(overflow="fold"), show_header=False)
     for finding in findings:
-        mark = "[green]ok[/]" if finding.ok else "[bold red]missing[/]"
+        mark = "[green]ok[/]" if finding.ok else "[bold red]failed[/]"
         table.add_row(mark, finding.name, finding.detail.replace("[", r"\["))
     return table
