@@ -29,6 +29,13 @@ Send = Callable[[list[bytes]], object]
 """Sends the frames of one message on the current connection, or drops them if it is broken."""
 
 
+class MessageMissing(ProtocolError):
+    """A message was lost: the connection broke, and ZeroMQ has restored it meanwhile.
+
+    A new connection of the session brings the message.
+    """
+
+
 class Session:
     """One end of a session.
 
@@ -88,6 +95,7 @@ class Session:
         """Record a message of the other end. Return whether another frame follows.
 
         Raises:
+            MessageMissing: this is not the next message.
             ProtocolError: the message does not fit the session.
         """
         if not self.connected:
@@ -96,7 +104,7 @@ class Session:
         if isinstance(message, Acknowledge):
             return False
         if message.number != self.received + 1:
-            raise ProtocolError(f"message {message.number} follows message {self.received}")
+            raise MessageMissing(f"message {message.number} follows message {self.received}")
         self.received = message.number
         return True
 

@@ -14,7 +14,7 @@ from typing import Final, Protocol, Self
 import msgspec
 
 from ..config import HEARTBEAT_TIMEOUT, PoolConfig, check_heartbeat, positive
-from ..core.node_session import CHECK_SECONDS, MESSAGE_BYTES
+from ..core.node_session import CHECK_SECONDS, MESSAGE_BYTES, MessageMissing
 from ..core.placement import Place, Placement
 from ..driver.environment import environment, limits
 from ..errors import ProtocolError, UsageError
@@ -330,6 +330,12 @@ class Hosts:
                 case Goodbye() if link is not None:
                     link.say_goodbye()
                     self._end(link, "its node ended" if self._users else "the hosts were closed")
+        except MessageMissing as error:
+            # The node, which notices a break at once, is about to connect again.
+            assert link is not None
+            logger.warning("the connection to host %s has lost a message: %s", link.name, error)
+            link.lose(self._given_up)
+            self._changed()
         except (ProtocolError, IndexError) as error:
             logger.error("a message of a node is dropped: %s", error)
             link = self._peers.get(identity)
@@ -400,6 +406,7 @@ class Hosts:
                     link.name,
                     link.hello.orphan_timeout,
                 )
+                self._changed()
         self._timer = asyncio.get_running_loop().call_later(CHECK_SECONDS, self._check)
 
     def _given_up(self, link: NodeLink) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
-from ..core.node_session import CHECK_SECONDS, MESSAGE_BYTES, Session
+from ..core.node_session import CHECK_SECONDS, MESSAGE_BYTES, MessageMissing, Session
 from ..driver.environment import environment
 from ..errors import Closed, ProtocolError, SglrlError
 from ..transport.zmq import ZmqDealer, ask
@@ -258,6 +258,10 @@ class Node:
                 case Numbered() | Acknowledge() if self._session is not None:
                     if self._session.receive(message):
                         self._handle(decode_to_node(frames[1]))
+        except MessageMissing as error:
+            logger.warning("the connection has lost a message: %s", error)
+            assert self._dealer is not None
+            self._on_break(self._dealer)
         except (ProtocolError, IndexError) as error:
             logger.error("a message of the driver is wrong: %s", error)
             self._end_session()

@@ -55,9 +55,13 @@ class NodeLink:
         self._broken = False
         self.session.acknowledge()
         if self._broken:
-            self.session.disconnect()
-            loop = asyncio.get_running_loop()
-            self._end = loop.call_later(self.hello.orphan_timeout, end, self)
+            self.lose(end)
+
+    def lose(self, end: Callable[[NodeLink], None]) -> None:
+        """The connection is broken. See ``check``."""
+        self.session.disconnect()
+        loop = asyncio.get_running_loop()
+        self._end = loop.call_later(self.hello.orphan_timeout, end, self)
 
     def say_goodbye(self) -> None:
         """Ask the node to kill its workers. It answers ``Goodbye``."""

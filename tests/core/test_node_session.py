@@ -6,7 +6,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from sglrl.core.node_session import Session
+from sglrl.core.node_session import MessageMissing, Session
 from sglrl.errors import ProtocolError
 from sglrl.wire.codec import decode_of_connection, decode_to_node
 from sglrl.wire.nodes import Acknowledge, ClosePool, Numbered
@@ -113,7 +113,7 @@ def test_numbers_that_cannot_be() -> None:
         session.receive(Acknowledge(0))
     session.connect(0)
     session.send(ClosePool(1))
-    with pytest.raises(ProtocolError, match="message 2 follows message 0"):
+    with pytest.raises(MessageMissing, match="message 2 follows message 0"):
         session.receive(Numbered(2, 0))
     with pytest.raises(ProtocolError, match="message 2 is acknowledged, of 1 sent"):
         session.receive(Acknowledge(2))

@@ -22,8 +22,10 @@ from sglrl.driver.environment import environment
 from sglrl.hosts.hosts import refusal
 from sglrl.hosts.node import Node, NodeSettings
 from sglrl.transport.curve_keys import add_client, make_keys
+from sglrl.transport.zmq import ZmqDealer
 from sglrl.wire.calls import PROTOCOL_VERSION
-from sglrl.wire.nodes import NodeHello, OpenPool
+from sglrl.wire.codec import Buffer, decode_of_connection, encode
+from sglrl.wire.nodes import Acknowledge, Admit, NodeHello, Numbered, OpenPool, PoolOpened
 
 from .nodes import SECONDS, free_addresses, nodes
 
@@ -140,6 +142,37 @@ def hello(**changes: Any) -> NodeHello:
         orphan_timeout=1.0,
     )
     return msgspec.structs.replace(made, **changes)
+
+
+async def test_a_message_that_is_missing() -> None:
+    """The node is not refused: it goes on with its session on a new connection."""
+    answers: asyncio.Queue[list[Buffer]] = asyncio.Queue()
+    body = encode(PoolOpened(7))
+
+    def connect(session: str, number: int) -> ZmqDealer:
+        dealer = ZmqDealer(hosts.address, b"node/%d" % number, max_message_bytes=1 << 20)
+        dealer.start(answers.put_nowait)
+        dealer.send([encode(hello(session=session, orphan_timeout=SECONDS))])
+        return dealer
+
+    async with sglrl.Hosts("tcp://127.0.0.1:*") as hosts, asyncio.timeout(SECONDS):
+        first = connect("", 1)
+        admit = decode_of_connection((await answers.get())[0])
+        assert isinstance(admit, Admit)
+        first.send([encode(Numbered(1, 0)), body])
+        first.send([encode(Numbered(3, 0)), body])
+        while [host.state for host in hosts.hosts] != ["away"]:
+            await hosts.change()
+        second = connect(admit.session, 2)
+        again = decode_of_connection((await answers.get())[0])
+        assert again == Admit(admit.session, 1)
+        second.send([encode(Numbered(2, 0)), body])
+        second.send([encode(Numbered(3, 0)), body])
+        while (answer := decode_of_connection((await answers.get())[0])) != Acknowledge(3):
+            assert isinstance(answer, Acknowledge)
+        assert [host.state for host in hosts.hosts] == ["connected"]
+        for dealer in (first, second):
+            dealer.close()
 
 
 def test_a_node_of_another_version_is_refused() -> None:
