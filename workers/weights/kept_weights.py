@@ -9,7 +9,6 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 
 import msgspec
 import torch
@@ -21,6 +20,7 @@ from sglrl.weights.link import Link
 from sglrl.wire.weights import KeepWeights, RankAnswer, RestoreWeights
 
 from .peer_copy import digest
+from .side_stream import SideStream
 from .weight_engine import WeightEngine, overwriting
 
 KEEP, RESTORE = "keep", "restore"
@@ -42,7 +42,7 @@ class KeptWeights:
 
     Args:
         path: of the memory; empty: this rank has none.
-        on_stream: returns the context in which copies run.
+        stream: copies run on it.
         answer: sends an answer to the driver. Called from any thread.
     """
 
@@ -50,12 +50,12 @@ class KeptWeights:
         self,
         engine: WeightEngine,
         path: str,
-        on_stream: Callable[[], AbstractContextManager[None]],
+        stream: SideStream,
         answer: Callable[[RankAnswer], None],
     ) -> None:
         self._engine = engine
         self._path = path
-        self._on_stream = on_stream
+        self._stream = stream
         self._answer = answer
         self._link: Link | None = None
         self._restoring = -1
@@ -69,10 +69,11 @@ class KeptWeights:
             live = self._engine.live()
             memory = _Memory(self._path, _size(live))
             memory.say(None)
-            with self._engine.reading(), self._on_stream():
+            with self._engine.reading(), self._stream.use():
                 for place, tensor in memory.places(live):
                     link.check()
                     place.copy_(tensor)
+                self._stream.synchronize()
             link.check()
             memory.say(_Contents(message.version, digest(live)))
             return memory.size
@@ -94,11 +95,12 @@ class KeptWeights:
                 return False
             with (
                 overwriting(self._engine, message.id, message.version, message.timeout),
-                self._on_stream(),
+                self._stream.use(),
             ):
                 for place, tensor in memory.places(live):
                     link.check()
                     tensor.copy_(place)
+                self._stream.synchronize()
                 link.check()
             return True
 

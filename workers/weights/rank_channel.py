@@ -96,7 +96,7 @@ class RankWeights:
         host = _own_address(spec.address)
         self._peer_copy = PeerCopy(engine, host, self._stream.use, self._socket.answer)
         path = spec.body.kept_weights if isinstance(spec.body, EngineSpec) else ""
-        self._kept = KeptWeights(engine, path, self._stream.use, self._socket.answer)
+        self._kept = KeptWeights(engine, path, self._stream, self._socket.answer)
         self._socket.start()
 
     def close(self) -> None:
