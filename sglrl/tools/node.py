@@ -138,9 +138,8 @@ def _chosen(gpus: str | None, visible: list[str]) -> tuple[str, ...]:
         if not named:
             raise UsageError(f"--gpus is a list such as 0,1 or 0-7, got {gpus!r}")
         indices += named
-    wrong = [index for index in indices if index >= len(visible)]
-    if indices and not visible:
-        raise UsageError(f"--gpus {gpus}: this machine has no GPUs")
-    if wrong or len(set(indices)) != len(indices):
-        raise UsageError(f"--gpus {gpus} must name different ones of the {len(visible)} GPUs")
+    if any(index >= len(visible) for index in indices):
+        raise UsageError(f"--gpus {gpus} names others than the {len(visible)} GPUs of this machine")
+    if len(set(indices)) != len(indices):
+        raise UsageError(f"--gpus {gpus} names a GPU twice")
     return tuple(visible[index] for index in indices)

@@ -171,7 +171,7 @@ def test_generate_prints_text() -> None:
         (["node", "tcp://10.0.0.1:7000"], "need keys"),
         (["node", "tcp://10.0.0.1:7000", "--keys", "/no/such"], "there is no folder /no/such"),
         (["node", "tcp://127.0.0.1:7000", "--gpus", "0-"], "--gpus is a list such as 0,1 or 0-7"),
-        (["node", "tcp://127.0.0.1:7000", "--gpus", "900"], "--gpus 900 must name"),
+        (["node", "tcp://127.0.0.1:7000", "--gpus", "900"], "--gpus 900 names others than the"),
         (["generate", "tiny", "--temperatur", "1"], "--temperatur"),
     ],
 )
