@@ -37,7 +37,7 @@ def available_memory() -> int:
         used = int((group / "memory.current").read_text())
         stat = dict(text.split() for text in (group / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):
-        # There is no limit ("max"), or this system has none.
+        # The container has no limit, or there is no container.
         return available
     return min(available, limit - used + int(stat.get("inactive_file", 0)))
 

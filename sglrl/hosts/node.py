@@ -255,7 +255,8 @@ class Node:
                             # The driver waits for the answer.
                             loop = asyncio.get_running_loop()
                             loop.call_later(_LINGER_SECONDS, self._end)
-                case Numbered() | Acknowledge() if self._session is not None:
+                case Numbered() | Acknowledge() if self._session and self._session.connected:
+                    # After a break, what still arrives on the old connection is sent again.
                     if self._session.receive(message):
                         self._handle(decode_to_node(frames[1]))
         except MessageMissing as error:

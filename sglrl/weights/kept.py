@@ -68,7 +68,7 @@ class Kept:
         self, host: str, workers: dict[int, list[Rank]], version: int, deadline: Deadline
     ) -> None:
         # The copy is overwritten from now on.
-        self._versions.pop(host, None)
+        self._forget(host)
         for worker, ranks in sorted(workers.items()):
             try:
                 sizes = await self._ask(
@@ -77,8 +77,6 @@ class Kept:
             except SglrlError as error:
                 logger.warning("worker %d could not keep its weights: %s", worker, error)
                 continue
-            for other in [w for w in self.sizes if self._host(w) == host]:
-                del self.sizes[other]
             self.sizes[worker] = sum(sizes)
             self._versions[host] = version
             logger.info(
@@ -88,6 +86,11 @@ class Kept:
                 sum(sizes) / 1e9,
             )
             return
+
+    def _forget(self, host: str) -> None:
+        self._versions.pop(host, None)
+        for worker in [worker for worker in self.sizes if self._host(worker) == host]:
+            del self.sizes[worker]
 
     def keeps(self, host: str, version: int) -> bool:
         """Return whether a host keeps this version."""
@@ -107,7 +110,7 @@ class Kept:
         )
         if not all(found):
             # The host's fork server has ended, and its memory with it.
-            self._versions.pop(self._host(receivers[0].worker), None)
+            self._forget(self._host(receivers[0].worker))
         return all(found)
 
     async def _ask(

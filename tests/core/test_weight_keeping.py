@@ -75,6 +75,13 @@ class Keeping(Pool):
         assert message.version == self.channel.version
         self.new_says(RankAnswer(message.id, "restore", None, raw(there)))
 
+    async def new_keeps(self) -> None:
+        """Let the replacement keep its weights, and wait until the driver knows it."""
+        message = await self.next(NEW, KeepWeights)
+        self.new_says(RankAnswer(message.id, "keep", None, raw(100)))
+        assert self.channel._keeping is not None
+        await self.channel._keeping
+
     async def copies(self, sender: int) -> None:
         give = await self.next(sender, SendPeerCopy)
         offer = PeerCopyOffer("127.0.0.1", 1, "digest")
@@ -143,15 +150,12 @@ async def test_memory_that_is_gone(pool: Keeping) -> None:
     await pool.restores(there=False)
     await pool.copies(0)
     assert await synced
-    message = await pool.next(NEW, KeepWeights)
-    pool.new_says(RankAnswer(message.id, "keep", None, raw(100)))
-    assert pool.channel._keeping is not None
-    await pool.channel._keeping
+    await pool.new_keeps()
 
 
 @played
 async def test_without_any_source(pool: Keeping) -> None:
-    """Memory that is gone is no failure of the worker, which waits for the next update."""
+    """The worker is not killed when the memory is gone. It waits for the next update."""
     await pool.keeps(0, 2)
     pool.on_lost(0)
     pool.on_lost(1)
@@ -184,10 +188,7 @@ async def test_a_worker_is_lost_while_it_keeps(pool: Keeping) -> None:
     synced = pool.replace(2)
     await pool.copies(0)
     assert await synced
-    message = await pool.next(NEW, KeepWeights)
-    pool.new_says(RankAnswer(message.id, "keep", None, raw(100)))
-    assert pool.channel._keeping is not None
-    await pool.channel._keeping
+    await pool.new_keeps()
 
 
 @played

@@ -65,7 +65,7 @@ async def test_a_single_replica(models: Path) -> None:
 
 @pytest.mark.asyncio(loop_scope="session")
 async def test_killed_while_it_keeps_them(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of version 2 is no version, and version 1 is too old. The next update helps."""
+    """Its replacement finds no complete version 2, so it waits for the next update."""
     policies = Policies(models / "kept")
     async with sglrl.launch(
         policies[0].folder, device="cpu", keep_weights="host", restarts=100

@@ -1,7 +1,7 @@
 """Keep a rank's live weights in the memory of its host, for its replacement.
 
 The memory belongs to the fork server, so it outlives the rank. Its first page says what it holds.
-This page is empty while the weights behind it change.
+While the weights are being copied, this page says that it holds nothing.
 """
 
 from __future__ import annotations
