@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import sglrl
 
@@ -19,12 +19,19 @@ SECONDS = 30.0
 class NodeProcess:
     """A running ``sglrl node``."""
 
-    def __init__(self, address: str, name: str, *options: str) -> None:
+    def __init__(
+        self,
+        address: str,
+        name: str,
+        *options: str,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.name = name
         self.process = subprocess.Popen(
             [sys.executable, "-m", "sglrl", "node", address, "--name", name, *options],
             stderr=subprocess.PIPE,
             text=True,
+            env={**os.environ, **(environment or {})},
         )
 
     def says(self, text: str) -> str:
@@ -44,9 +51,19 @@ class NodeProcess:
 
 
 @contextlib.contextmanager
-def nodes(address: str, *names: str, options: Sequence[str] = ()) -> Iterator[list[NodeProcess]]:
-    """Run nodes on this machine for the block. At the end, those that still run are killed."""
-    made = [NodeProcess(address, name, *options) for name in names]
+def nodes(
+    address: str,
+    *names: str,
+    options: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[list[NodeProcess]]:
+    """Run nodes on this machine for the block. At the end, those that still run are killed.
+
+    Args:
+        options: further arguments of ``sglrl node``.
+        environment: variables in addition to those of this process.
+    """
+    made = [NodeProcess(address, name, *options, environment=environment) for name in names]
     try:
         yield made
     finally:
