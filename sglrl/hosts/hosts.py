@@ -18,7 +18,7 @@ from ..core.node_session import CHECK_SECONDS, MESSAGE_BYTES, MessageMissing
 from ..core.placement import Place, Placement
 from ..driver.environment import environment, limits
 from ..errors import ProtocolError, UsageError
-from ..transport.addresses import check_address
+from ..transport.addresses import check_address, check_tcp
 from ..transport.curve_keys import read_driver_keys, read_keys_to_node
 from ..transport.zmq import ZmqRouter
 from ..version import __version__
@@ -432,8 +432,7 @@ def _node_addresses(nodes: Sequence[str]) -> tuple[str, ...]:
     if isinstance(nodes, str):
         raise UsageError(f"nodes is a list of addresses, got {nodes!r}")
     for node in nodes:
-        if not node.startswith("tcp://") or not node.rpartition(":")[2].isdigit():
-            raise UsageError(f"the address of a node is tcp://HOST:PORT, got {node!r}")
+        check_tcp(node, "a node")
     return tuple(nodes)
 
 

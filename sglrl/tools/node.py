@@ -30,8 +30,8 @@ def node(
     keys: Annotated[
         str | None,
         typer.Option(
-            metavar="DIR",
-            help="With the node's secret key and driver.public. -: read the keys from the input.",
+            metavar="PATH",
+            help="Folder with the node's secret key and driver.public. -: keys from the input.",
         ),
     ] = None,
     insecure: Annotated[
@@ -64,7 +64,7 @@ def node(
     from ..driver.environment import environment
     from ..hosts.listening import ListeningNode
     from ..hosts.node import Node, NodeSettings
-    from ..transport.addresses import check_address
+    from ..transport.addresses import check_address, check_tcp
     from ..transport.curve_keys import keys_of_listening_node, read_client_keys
 
     if address is None and listen is None:
@@ -74,8 +74,7 @@ def node(
             "a node connects to a program or listens: ADDRESS and --listen exclude each other"
         )
     where = address or listen or ""
-    if not where.startswith("tcp://") or not where.rpartition(":")[2].isdigit():
-        raise UsageError(f"the address is tcp://HOST:PORT, got {where!r}")
+    check_tcp(where, "this node" if listen else "a program", listens=bool(listen))
     check_address(where, keys=keys is not None, insecure=insecure)
     settings = NodeSettings(
         address=address or "",
@@ -91,7 +90,8 @@ def node(
         heartbeat_timeout=heartbeat_timeout,
     )
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    logging.getLogger("sglrl.node").info(
+    logger = logging.getLogger("sglrl.node")
+    logger.info(
         "%s offers %d GPUs and %d cores%s",
         settings.name,
         len(settings.gpus),
@@ -111,6 +111,7 @@ def node(
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, running.stop)
         await running.run()
+        logger.info("%s has ended", settings.name)
 
     uvloop.run(serve())
 

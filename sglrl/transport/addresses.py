@@ -8,6 +8,8 @@ from ipaddress import ip_address
 
 from ..errors import UsageError
 
+_ALL_INTERFACES = ("0.0.0.0", "::")
+
 
 def check_address(address: str, *, keys: bool = False, insecure: bool = False) -> None:
     """Raise ``UsageError`` unless sglrl may listen on an address, or connect to it.
@@ -29,6 +31,25 @@ def check_address(address: str, *, keys: bool = False, insecure: bool = False) -
             "unencrypted)"
         )
     raise UsageError(f"unknown address {address!r}; use ipc://PATH or tcp://127.0.0.1:*")
+
+
+def check_tcp(address: str, what: str, *, listens: bool = False) -> None:
+    """Raise ``UsageError`` unless an address is ``tcp://HOST:PORT`` with a possible host and port.
+
+    Args:
+        what: whose address it is, for the error.
+        listens: someone will listen on it, so the host may be all interfaces (0.0.0.0).
+    """
+    port = address.rpartition(":")[2]
+    if not address.startswith("tcp://") or not host_of(address) or not port.isdigit():
+        raise UsageError(f"the address of {what} is tcp://HOST:PORT, got {address!r}")
+    if not 0 < int(port) < 1 << 16:
+        raise UsageError(f"the address of {what} has a port from 1 to 65535, got {address!r}")
+    if not listens and host_of(address) in _ALL_INTERFACES:
+        raise UsageError(
+            f"{address} stands for all interfaces of one machine; name the address or the host "
+            f"name at which this machine reaches {what}"
+        )
 
 
 def host_of(address: str) -> str:
@@ -54,7 +75,7 @@ def address_towards(other: str, own: str) -> str:
     If ``own`` is all interfaces, it is the address from which this machine reaches ``other``.
     """
     host = host_of(own)
-    if host not in ("0.0.0.0", "::"):
+    if host not in _ALL_INTERFACES:
         return own
     family = sockets.AF_INET6 if ":" in host else sockets.AF_INET
     # Sends no packet, as below.

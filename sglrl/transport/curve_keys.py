@@ -95,6 +95,10 @@ def read_client_keys(where: str | PathLike[str]) -> ClientKeys:
     from .zmq import public_key
 
     path = _path(where)
+    if path.suffix == ".secret" and not path.exists():
+        raise InvalidKeys(
+            f"there is no file {path}; copy it from the folder with the driver's keys"
+        )
     folder = _checked_folder(path.parent if path.is_file() else path)
     if folder == path:
         own = [file for file in sorted(path.glob("*.secret")) if file.stem != DRIVER]

@@ -51,7 +51,7 @@ async def test_a_key_that_is_missing(keys: Path, tmp_path: Path) -> None:
     make_keys(tmp_path / "other")
     async with sglrl.Hosts(ANY, keys=keys) as hosts:
         for key, step, why in (
-            (keys / "nobody.secret", "keys", "there is no folder"),
+            (keys / "nobody.secret", "keys", "there is no file"),
             (tmp_path / "other" / "trainer.secret", "handshake", "driver.public here is not"),
             (None, "handshake", "only one side uses keys"),
         ):
