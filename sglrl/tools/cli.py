@@ -261,7 +261,13 @@ def doctor(
             "machine with its keys, or on a node's machine with the node's keys.",
         ),
     ] = None,
-    keys: Annotated[str | None, typer.Option(metavar="DIR", help="For --hosts.")] = None,
+    keys: Annotated[str | None, typer.Option(metavar="PATH", help="For --hosts.")] = None,
+    nodes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--node", metavar="ADDRESS", help="For --hosts: a node that listens; repeatable."
+        ),
+    ] = None,
     seconds: Annotated[
         float, typer.Option(min=1.0, help="How long --hosts waits for nodes to connect.")
     ] = 15.0,
@@ -272,7 +278,10 @@ def doctor(
     from .doctor_hosts import examine_hosts
 
     quiet_warnings()
-    findings = examine(engine) if hosts is None else examine_hosts(hosts, keys, seconds)
+    if hosts is None:
+        findings = examine(engine)
+    else:
+        findings = examine_hosts(hosts, keys, seconds, nodes or ())
     if json:
         print_json(msgspec.json.format(msgspec.json.encode(findings)))
     else:

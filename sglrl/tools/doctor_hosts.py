@@ -6,15 +6,16 @@ The keys decide which side this is: a folder with ``driver.secret`` is that of t
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 from ..api.launching import cuda_devices
 from ..driver.environment import environment, limits
-from ..errors import SglrlError
+from ..errors import SglrlError, UsageError
 from ..hosts.hosts import Hosts
 from ..hosts.node import say_hello
-from ..transport.curve_keys import DRIVER, read_client_keys, read_driver_keys
+from ..transport.curve_keys import DRIVER, NODE, read_client_keys, read_driver_keys
 from ..transport.zmq import check_port
 from ..wire.nodes import Refuse
 from ..wire.processes import ClientKeys, Environment
@@ -24,16 +25,24 @@ _SECONDS: Final = 5.0
 """Seconds for a connection and for an answer."""
 
 
-def examine_hosts(address: str, keys: str | None, seconds: float) -> list[Finding]:
+def examine_hosts(
+    address: str, keys: str | None, seconds: float, nodes: Sequence[str] = ()
+) -> list[Finding]:
     """Return what works and what does not.
 
     Args:
         address: where the program listens for nodes.
         keys: of the program or of a node; None: without encryption, from a node.
         seconds: how long the program's side waits for nodes.
+        nodes: addresses of nodes that listen, which the program's side invites.
+
+    Raises:
+        UsageError: ``nodes`` is given on a node's side.
     """
     if keys is not None and (Path(keys).expanduser() / f"{DRIVER}.secret").exists():
-        return asyncio.run(_of_program(address, keys, seconds))
+        return asyncio.run(_of_program(address, keys, seconds, nodes))
+    if nodes:
+        raise UsageError("--node needs --keys DIR with the keys of the program")
     return _of_node(address, keys)
 
 
@@ -71,16 +80,25 @@ def _versions(other: Environment | None) -> Finding:
     return Finding("versions", True, f"sglrl {own.sglrl} and Python {own.python} on both sides")
 
 
-async def _of_program(address: str, keys: str, seconds: float) -> list[Finding]:
+async def _of_program(
+    address: str, keys: str, seconds: float, nodes: Sequence[str]
+) -> list[Finding]:
     """Listen as the program does, and report who connects."""
     try:
         clients = len(read_driver_keys(keys).clients)
         findings = [Finding("keys", clients > 0, f"{clients} of nodes and clients in {keys}")]
-        hosts = Hosts(address, keys=keys)
+        hosts = Hosts(address, keys=keys, nodes=nodes)
         hosts.open()
     except SglrlError as error:
         return [Finding("address", False, error.message)]
     findings.append(Finding("address", True, f"listens at {hosts.address}"))
+    for node in nodes:
+        try:
+            await asyncio.to_thread(check_port, node, _SECONDS)
+        except SglrlError as error:
+            findings.append(Finding("port", False, error.message))
+        else:
+            findings.append(Finding("port", True, f"{node} is open"))
     try:
         async with asyncio.timeout(seconds):
             while True:
@@ -96,7 +114,14 @@ async def _of_program(address: str, keys: str, seconds: float) -> list[Finding]:
     if hosts.strangers:
         text = f"{hosts.strangers} connections with a key whose .public file is not in {keys}"
         findings.append(Finding("strangers", False, text))
-    if not hosts.hosts and not hosts.refused and not hosts.strangers:
+    if len(hosts.hosts) + len(hosts.refused) < len(nodes):
+        text = (
+            f"{len(hosts.hosts)} of {len(nodes)} have connected; one whose port is open has "
+            f"other keys than the pair '{NODE}' in {keys}, serves another program, or cannot reach "
+            f"{hosts.address}"
+        )
+        findings.append(Finding("nodes", False, text))
+    elif not hosts.hosts and not hosts.refused and not hosts.strangers:
         text = (
             f"none within {seconds:g} s; run 'sglrl doctor --hosts {hosts.address} --keys DIR' on "
             "a node's machine to see why"

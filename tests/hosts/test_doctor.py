@@ -16,7 +16,7 @@ from sglrl.tools.doctor import Finding
 from sglrl.tools.doctor_hosts import examine_hosts
 from sglrl.transport.curve_keys import add_client, make_keys
 
-from .nodes import nodes, until_there
+from .nodes import NodeProcess, free_addresses, nodes, until_there
 
 ANY = "tcp://127.0.0.1:*"
 
@@ -143,3 +143,23 @@ def test_the_side_of_the_program(keys: Path) -> None:
         found = examine_hosts(address, str(keys), 10.0)
     assert ("node a", True) in steps(found)
     assert ("strangers", False) in steps(found)
+
+
+def test_nodes_that_listen(keys: Path) -> None:
+    address, there, closed = free_addresses(3)
+    node = NodeProcess(f"--listen={there}", "a", "--keys", str(keys / "node.secret"))
+    with node.process:
+        try:
+            node.says("waiting for a program")
+            found = examine_hosts(address, str(keys), 3.0, [there, closed])
+            alone = examine_hosts(address, str(keys), 3.0, [there])
+        finally:
+            node.process.kill()
+    assert steps(found)[2:] == [
+        ("port", True), ("port", False), ("node a", True), ("nodes", False)
+    ]  # fmt: skip
+    assert f"nothing listens at {closed}" in found[3].detail
+    assert "1 of 2 have connected" in found[-1].detail
+    assert all(finding.ok for finding in alone)
+    with pytest.raises(sglrl.UsageError, match="keys of the program"):
+        examine_hosts(address, None, 1.0, [there])

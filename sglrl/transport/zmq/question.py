@@ -37,7 +37,7 @@ def check_port(address: str, seconds: float) -> None:
             "drops packets to this port"
         ) from None
     except ConnectionRefusedError:
-        raise Closed(f"nothing listens at {address}: start the program there") from None
+        raise Closed(f"nothing listens at {address}: start it there first") from None
     except OSError as error:
         raise Closed(f"{address} cannot be reached: {error.strerror or error}") from None
 
