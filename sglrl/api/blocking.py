@@ -9,7 +9,7 @@ import functools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, NoReturn, Self, SupportsFloat, TypeVar
 
 import numpy as np
@@ -21,6 +21,7 @@ from ..errors import Closed, UsageError
 from ..inference.client import Client
 from ..inference.completion import Chunk, Completion, NextTokenLogprobs
 from ..inference.engine_controls import WorkerStats
+from ..inference.prompts import Message
 from ..remote.client import connect
 from ..rollouts.agent import Agent
 from ..rollouts.group import Group
@@ -301,6 +302,14 @@ class BlockingSession:
         """See ``Session.unobserve``."""
         self._session.unobserve()
 
+    def go_back(self, turns: int = 1) -> None:
+        """See ``Session.go_back``."""
+        self._session.go_back(turns)
+
+    def rewrite(self, messages: Sequence[Message]) -> None:
+        """See ``Session.rewrite``."""
+        self._session.rewrite(messages)
+
     def reward(self, value: SupportsFloat) -> None:
         """See ``Session.reward``."""
         self._session.reward(value)
@@ -308,6 +317,10 @@ class BlockingSession:
     def trajectory(self, reward: SupportsFloat | None = None) -> Trajectory:
         """See ``Session.trajectory``."""
         return self._session.trajectory(reward)
+
+    def trajectories(self, reward: SupportsFloat | None = None) -> list[Trajectory]:
+        """See ``Session.trajectories``."""
+        return self._session.trajectories(reward)
 
     @property
     def ids(self) -> NDArray[np.int32]:

@@ -433,9 +433,9 @@ class Client(WeightMethods, ControlMethods, ScoreMethods):
         Args:
             tools, template, chat_template_kwargs, continue_final_message: as for ``generate``.
             allow_rewrite: some templates change earlier turns when the conversation continues (for
-                example, they remove reasoning). A session only appends, so by default such a
-                template is refused. True: append the text that the template puts after the answer,
-                and keep the turns as sampled.
+                example, they remove reasoning). By default, the session then branches (see
+                ``Trajectory.branches``). True: append the text that the template puts after the
+                answer, and keep the turns as sampled.
             timeout: seconds for each turn. None: the client's timeout.
             priority: priority of each turn, as for ``generate``.
             metadata: values to store in the trajectory.

@@ -262,6 +262,11 @@ def _of_completions(made: Sequence[Completion]) -> dict[str, list[Any]]:
 
 
 def _of_trajectories(made: Sequence[Trajectory]) -> dict[str, list[Any]]:
+    if any(t.branches for t in made):
+        raise UsageError(
+            "an episode has branches, and TRL trains on one conversation for each prompt: open "
+            "the sessions with allow_rewrite=True if the chat template rewrites earlier turns"
+        )
     return {
         "prompt_ids": [t.prompt_ids.tolist() for t in made],
         "completion_ids": [t.response_ids.tolist() for t in made],

@@ -59,9 +59,9 @@ def turn_advantages(
 
     Args:
         rewards: float [b, t], in the layout of ``sglrl.rollouts.stack``, with either padding. The
-            trajectories of a group are adjacent.
+            trajectories of a group are adjacent. A branch is a row of its own.
         turn_ids: int64 [b, t], in the same layout.
-        group_sizes: number of trajectories of each group: ``len(group.trajectories)``.
+        group_sizes: number of rows of each group: ``len(group.trajectories)`` without branches.
         normalize, epsilon: as in ``group_advantages``.
 
     Returns:

@@ -57,4 +57,4 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     @property
     def tokens(self) -> int:
         """The number of tokens that the policy sampled."""
-        return int(sum(t.loss_mask.sum() for t in self.trajectories))
+        return sum(t.sampled_tokens for t in self.trajectories)

@@ -97,6 +97,7 @@ class RolloutMetrics(msgspec.Struct, frozen=True, kw_only=True):
             (``finish_reason`` "length").
         turn_seconds: duration of a turn.
         tool_seconds: time between two turns of a trajectory.
+        branches: of delivered trajectories in total, see ``Trajectory.branches``.
         seconds: since the run began.
         step: the differences of the totals between the two latest deliveries.
     """
@@ -124,6 +125,7 @@ class RolloutMetrics(msgspec.Struct, frozen=True, kw_only=True):
     truncated: float = math.nan
     turn_seconds: Distribution = Distribution()
     tool_seconds: Distribution = Distribution()
+    branches: int = 0
     step: StepMetrics = StepMetrics()
 
     @property
@@ -208,6 +210,7 @@ class MetricsRecorder:
         self._truncated = _Latest(_TRAJECTORIES)
         self._turn_seconds = _Latest(_TURNS)
         self._tool_seconds = _Latest(_TURNS)
+        self._branches = 0
         self._step = StepMetrics()
         self._delivered: dict[str, Any] = {}
         """The totals at the latest delivery."""
@@ -245,13 +248,15 @@ class MetricsRecorder:
         self._group_stds.add(math.sqrt(sum((r - mean) ** 2 for r in rewards) / len(rewards)))
         for trajectory in group.trajectories:
             self._all_rewards.add(trajectory.reward)
-            self._lengths.add(len(trajectory.response_ids))
-            turns = trajectory.turns
-            self._truncated.add(bool(turns) and turns[-1].finish_reason == "length")
-            for turn in turns:
-                self._turn_seconds.add(turn.seconds)
-            for turn in turns[1:]:
-                self._tool_seconds.add(turn.seconds_before)
+            self._branches += len(trajectory.branches)
+            for leaf in (*trajectory.branches, trajectory):
+                self._lengths.add(len(leaf.response_ids))
+                turns = leaf.turns
+                self._truncated.add(bool(turns) and turns[-1].finish_reason == "length")
+                for turn in turns:
+                    self._turn_seconds.add(turn.seconds)
+                for turn in turns[1:]:
+                    self._tool_seconds.add(turn.seconds_before)
 
     def count_delivery(self) -> None:
         """End a step: the consumer gets groups now."""
@@ -296,5 +301,6 @@ class MetricsRecorder:
             truncated=self._truncated.mean,
             turn_seconds=self._turn_seconds.distribution(),
             tool_seconds=self._tool_seconds.distribution(),
+            branches=self._branches,
             step=self._step,
         )

@@ -1,6 +1,7 @@
 """One conversation, token in and token out.
 
 * ``session``: ``Session`` samples turns;
+* ``history``: the turns that it has sampled, as a tree;
 * ``observations``: the tokens of observed text and messages;
 * ``session_spec``: how a session starts and samples;
 * ``renderer``: the tokens that a chat template adds after the model's own tokens;

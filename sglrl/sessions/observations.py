@@ -9,7 +9,7 @@ import numpy as np
 
 from ..inference.prompts import Message
 from ..inference.tokens import check_ids
-from .renderer import behind_answer
+from .renderer import continued
 from .session_spec import SessionSpec
 
 Observation: TypeAlias = str | bytes | list[Message]
@@ -22,7 +22,7 @@ class Dialogue(NamedTuple):
     Attributes:
         messages: all messages before this turn; None: the session has none.
         begun: text of this turn in the prompt of the session: ``continue_final_message``.
-        answer_at: byte of the response at which the rest of this turn begins.
+        answer_at: byte of all tokens at which the rest of this turn begins.
     """
 
     messages: list[Message] | None
@@ -33,45 +33,57 @@ class Dialogue(NamedTuple):
 def encode_observations(
     spec: SessionSpec,
     observed: Sequence[Observation],
-    response: bytes,
+    tokens: bytes,
     dialogue: Dialogue,
     end: int | None,
 ) -> tuple[bytes, Dialogue]:
     """Encode observations and append them to the conversation.
 
+    If the chat template rewrites earlier turns, the result is the whole conversation, encoded anew.
+
     Args:
-        response: the tokens after the prompt so far, int32 bytes.
+        tokens: all tokens so far, int32 bytes.
         end: the end token that the model sampled as its last token, if it did.
 
     Returns:
-        The response and the dialogue with the observations.
+        The tokens and the dialogue with the observations.
 
     Raises:
         InvalidRequest: the chat template rejects the messages, or a token id is wrong.
     """
     box = spec.requests.box
-    size = len(response)
+    size = len(tokens)
     for item in _joined(observed):
         if isinstance(item, bytes):
-            response += item
+            tokens += item
             continue
         if isinstance(item, str):
-            response += check_ids(box.encode_rendered([item])[0], spec.vocab_size)
+            tokens += check_ids(box.encode_rendered([item])[0], spec.vocab_size)
             continue
-        messages, begun, answer_at = dialogue
-        assert messages is not None
-        tokens = np.frombuffer(response[answer_at:], "<i4").tolist()
-        ended = end if len(response) == size else None
-        answer = begun + box.decode(tokens if ended is None else tokens[:-1], False)
-        text = behind_answer(spec.render, messages, answer, item, allow_rewrite=spec.allow_rewrite)
+        assert dialogue.messages is not None
+        ended = end if len(tokens) == size else None
+        answer = answer_of(spec, tokens, dialogue, ended is not None)
+        text, rewritten = continued(
+            spec.render, dialogue.messages, answer, item, allow_rewrite=spec.allow_rewrite
+        )
         ids = box.encode_rendered([text])[0]
-        if ended is not None and ids[:1] == [ended]:
+        if ended is not None and not rewritten and ids[:1] == [ended]:
             # The model sampled the same end token as the template writes, so add it only once.
             ids = ids[1:]
-        response += check_ids(ids, spec.vocab_size)
-        messages = [*messages, {"role": "assistant", "content": answer}, *item]
-        dialogue = Dialogue(messages, answer_at=len(response))
-    return response, dialogue
+        tokens = (b"" if rewritten else tokens) + check_ids(ids, spec.vocab_size)
+        messages = [*dialogue.messages, {"role": "assistant", "content": answer}, *item]
+        dialogue = Dialogue(messages, answer_at=len(tokens))
+    return tokens, dialogue
+
+
+def answer_of(spec: SessionSpec, tokens: bytes, dialogue: Dialogue, ended: bool) -> str:
+    """Return the text of the assistant's current turn.
+
+    Args:
+        ended: the last token ends the turn. It is not part of the text.
+    """
+    ids = np.frombuffer(tokens[dialogue.answer_at :], "<i4").tolist()
+    return dialogue.begun + spec.requests.decode(ids[:-1] if ended else ids, False)
 
 
 def _joined(observed: Sequence[Observation]) -> list[Observation]:

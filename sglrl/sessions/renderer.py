@@ -4,12 +4,14 @@ A template renders whole conversations. Rendering a conversation again gives tex
 that text may differ from the sampled tokens. A session therefore keeps its tokens and appends only
 the text that the template writes after the assistant's answer: the end of the turn, the new
 messages, and the beginning of the next turn. The result is the same conversation only if the
-template does not change the earlier text. This module checks that.
+template does not change the earlier text. This module checks that. If it does, the session
+branches: the prompt of its next turn is the whole conversation, rendered again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from ..errors import InvalidRequest
 from ..inference.prompts import Message
@@ -21,41 +23,46 @@ _MARK = "\u2063\u2062answer\u2062\u2063"
 """Marks the answer with invisible operators, which no conversation has and no template trims."""
 
 
-def behind_answer(
+class Continued(NamedTuple):
+    """How a conversation goes on after the assistant's answer.
+
+    Attributes:
+        text: what follows the answer; the whole conversation if it is rewritten.
+        rewritten: whether the template renders earlier text differently.
+    """
+
+    text: str
+    rewritten: bool
+
+
+def continued(
     render: Render,
     history: Sequence[Message],
     answer: str,
     new: Sequence[Message],
     *,
     allow_rewrite: bool,
-) -> str:
+) -> Continued:
     """Return the text between the assistant's ``answer`` and its next turn.
 
     Args:
         history: the messages before the answer.
         answer: the sampled text, without the stop token.
         new: the messages that follow the answer.
-        allow_rewrite: accept a template that renders ``history`` or ``answer`` differently when
-            ``new`` follows.
+        allow_rewrite: append what the template puts after the answer even if it renders ``history``
+            or ``answer`` differently when ``new`` follows.
 
     Raises:
-        InvalidRequest: the template rewrites earlier text, or omits the answer.
+        InvalidRequest: the template omits the answer, with ``allow_rewrite``.
     """
     if allow_rewrite:
         whole = render([*history, {"role": "assistant", "content": _MARK}, *new])
         at = whole.rfind(_MARK)
         if at < 0:
             raise InvalidRequest("the chat template leaves the assistant's answer out")
-        return whole[at + len(_MARK) :]
+        return Continued(whole[at + len(_MARK) :], False)
     before = render(history) + answer
     whole = render([*history, {"role": "assistant", "content": answer}, *new])
-    if not whole.startswith(before):
-        same = next((i for i, (a, b) in enumerate(zip(before, whole, strict=False)) if a != b), 0)
-        start = max(0, same - 20)
-        raise InvalidRequest(
-            "the chat template rewrites earlier turns when the conversation continues: "
-            f"{before[start : same + 40]!r} becomes {whole[start : same + 40]!r}. A session only "
-            "appends, so that every token stays as it was sampled. Observe text or ids, or open "
-            "the session with allow_rewrite=True to append what the template puts behind the answer"
-        )
-    return whole[len(before) :]
+    if whole.startswith(before):
+        return Continued(whole[len(before) :], False)
+    return Continued(whole, True)

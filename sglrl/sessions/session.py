@@ -11,20 +11,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol, Self, SupportsFloat, Unpack
 
 import numpy as np
-from msgspec.structs import force_setattr
 from numpy.typing import NDArray
 
 from ..actors.actor import deadline_from
 from ..core.calls import Call
 from ..core.prefixes import Route
+from ..core.turn_tree import ROOT
 from ..driver.driver import now
 from ..errors import Closed, InvalidRequest, UsageError
-from ..inference.completion import Beginning, Completion, Conversation
+from ..inference.completion import Completion
 from ..inference.options import SamplingOptions
 from ..inference.prompts import Message, check_conversation, load_tokenizer
 from ..inference.sampling import DEFAULT_MAX_NEW_TOKENS, Prepared, own_names
 from ..inference.tokens import TokenIds, check_ids
 from .gate import Gate
+from .history import History
 from .observations import Dialogue, Observation, encode_observations
 from .session_spec import SessionSpec
 from .trajectory import Trajectory
@@ -64,18 +65,11 @@ class Session:
         self._limit: TimeLimit | None = None
         """Time limit of the whole session. Time spent waiting at the gate does not count."""
         self._route = Route(b"")
-        self._conversation = Conversation()
-        self._tokens = b""
-        """All tokens up to the end of the last turn."""
-        self._prompt_bytes = 0
-        """Number of bytes of ``_tokens`` in the prompt. 0 before the prompt is known."""
-        self._turns: list[Completion] = []
-        self._starts: list[int] = []
-        """For each turn, the position in the response at which its tokens begin."""
-        self._rewards: list[float] = []
+        self._history = History(spec, Dialogue(spec.messages, spec.begun))
+        self._beginning: list[Message] | None = None
+        """The messages with which ``rewrite`` has begun a new conversation; None: the spec's."""
         self._rewarded = False
         self._oldest: int | None = None
-        self._dialogue = Dialogue(spec.messages, spec.begun)
         self._pending: list[Observation] = []
         """Observations after the last turn."""
         self._taken = 0
@@ -138,25 +132,29 @@ class Session:
         began = now()
         self._taken = len(self._pending)
         try:
-            before = self._tokens or await self._spec.ids()
-            self._prompt_bytes = self._prompt_bytes or len(before)
+            history = self._history
+            dialogue = history.dialogue
+            before = history.tokens
+            if not before:
+                before = await self._prompt_ids()
+                dialogue = dialogue._replace(answer_at=len(before))
             observed = self._pending[: self._taken]
             observed_ids = [item for item in observed if isinstance(item, bytes)]
-            dialogue = self._dialogue
             if len(observed_ids) == len(observed):
                 ids = b"".join([before, *observed_ids])
             else:
                 await load_tokenizer(self._spec.requests.box)
                 # Tokenize in a thread, so that the event loop is not blocked.
                 loop = asyncio.get_running_loop()
-                response, dialogue = await loop.run_in_executor(None, self._encode, observed)
-                ids = before[: self._prompt_bytes] + response
+                end = None if history.begins else history.end_token(history.last)
+                ids, dialogue = await loop.run_in_executor(
+                    None, encode_observations, self._spec, observed, before, dialogue, end
+                )
             completion = await self._sample(ids, prepared)
-            self._dialogue = dialogue
-            self._keep(ids, completion)
+            self._keep(ids, completion, dialogue)
             return completion
         except BaseException as error:
-            if not self._turns:
+            if not self._history.turns:
                 self._oldest = None
             if isinstance(error, Closed):
                 self._refused = not self._closed
@@ -176,10 +174,16 @@ class Session:
         if self._busy:
             raise UsageError("a turn of this session is being sampled; await it first")
         if self._seed is not None:
-            values = {"seed": self._seed + len(self._turns), **own_names(values)}
+            values = {"seed": self._seed + len(self._history.turns), **own_names(values)}
         prepared = self._spec.prepare(values) if values else self._spec.prepared
         self._busy = True
         return prepared
+
+    async def _prompt_ids(self) -> bytes:
+        """Return the tokens of the prompt of the current conversation."""
+        if self._beginning is None:
+            return await self._spec.ids()
+        return await self._spec.encode(self._beginning)
 
     async def _enter(self, gate: Gate) -> None:
         limit, clock = self._limit, asyncio.get_running_loop().time
@@ -209,9 +213,9 @@ class Session:
         limit = min(prepared.max_new_tokens or DEFAULT_MAX_NEW_TOKENS, spec.most_tokens - size)
         if limit < 1:
             raise InvalidRequest(
-                f"the context is full: the {'session' if self._turns else 'prompt'} has {size} "
-                f"tokens, with what was observed, and the longest possible is {spec.most_tokens} "
-                "with its response; see Session.room and Session.unobserve"
+                f"the context is full: the {'session' if self._history.turns else 'prompt'} has "
+                f"{size} tokens, with what was observed, and the longest possible is "
+                f"{spec.most_tokens} with its response; see Session.room and Session.unobserve"
             )
         deadline = None if spec.timeout is None else deadline_from(spec.timeout)
         completion = None
@@ -219,9 +223,11 @@ class Session:
             if self._closed:
                 raise Closed("the session was closed")
             version = spec.weights.version
-            if not self._turns and (completion is None or not len(completion.output_ids)):
+            if not self._history.turns and (completion is None or not len(completion.output_ids)):
                 # No token of the session will have an older version.
                 self._oldest = version
+            if not ids.startswith(self._route.tokens):
+                self._route = Route(b"")
             self._route.extend(ids, version)
             call, future = spec.requests.sample(
                 ids,
@@ -243,22 +249,17 @@ class Session:
                 raise
         return completion
 
-    def _keep(self, ids: bytes, completion: Completion) -> None:
+    def _keep(self, ids: bytes, completion: Completion, dialogue: Dialogue) -> None:
         """Record a finished turn. A failed turn records nothing."""
         chunks = completion._chunks
-        size = len(ids)
         del self._pending[: self._taken]
-        self._conversation.tokens = ids
-        force_setattr(completion, "_prompt", Beginning(self._conversation, size))
-        if not self._turns:
+        if not self._history.turns:
             first = next((chunk for chunk in chunks if chunk.ids), None)
             self._oldest = self._oldest if first is None else first.version
-        self._turns.append(completion)
-        self._starts.append((size - self._prompt_bytes) // 4)
-        self._rewards.append(0.0)
-        self._tokens = b"".join([ids, *[chunk.ids for chunk in chunks]])
+        self._history.keep(ids, completion, dialogue)
         if self._on_turn is not None:
-            self._on_turn(size, chunks[-1].cached_tokens, len(self._tokens) - size)
+            new = len(self._history.tokens) - len(ids)
+            self._on_turn(len(ids), chunks[-1].cached_tokens, new)
 
     # --- observations and rewards -----------------------------------------------------------------
 
@@ -302,15 +303,66 @@ class Session:
             return
         messages = check_conversation([given] if isinstance(given, Mapping) else list(given))
         new: list[Message] = [dict(message) for message in messages]
-        if self._dialogue.messages is None:
+        if self._history.dialogue.messages is None:
             raise UsageError("this session began without messages: observe text or token ids")
         last = self._pending[-1] if len(self._pending) > self._taken else None
         if isinstance(last, list):
             last += new
-        elif not self._turns:
-            raise UsageError("no turn was sampled yet: put these messages into the session's own")
+        elif self._history.begins:
+            raise UsageError(
+                "no turn was sampled yet, or since go_back: put these messages into the session's "
+                "own, or use rewrite"
+            )
         else:
             self._pending.append(new)
+
+    def go_back(self, turns: int = 1) -> None:
+        """Go on as if the last turns had not been sampled, with exactly the tokens before them.
+
+        They stay in the trajectory, as a branch. Observations since the last turn are discarded.
+
+        Args:
+            turns: how many turns of the current conversation.
+
+        Raises:
+            UsageError: the conversation has fewer turns, or a turn is being sampled.
+        """
+        self._check_idle("go_back")
+        path = self._history.path()
+        if isinstance(turns, bool) or not isinstance(turns, int) or not 0 < turns <= len(path):
+            raise UsageError(f"this conversation has {len(path)} turns: cannot go {turns!r} back")
+        self._pending.clear()
+        self._history.go_before(path[-turns])
+
+    def rewrite(self, messages: Sequence[Message]) -> None:
+        """Replace the conversation, for example by a shorter one. The next turn goes on from it.
+
+        If it begins with the messages of an earlier turn, the exact tokens of that turn are kept,
+        and only the rest is rendered. What was sampled so far stays in the trajectory, as a branch.
+        Observations since the last turn are discarded.
+
+        Raises:
+            InvalidRequest: a message lacks a field.
+            UsageError: the session began without messages, or a turn is being sampled.
+        """
+        self._check_idle("rewrite")
+        if self._spec.messages is None:
+            raise UsageError("this session began without messages")
+        new: list[Message] = [dict(m) for m in check_conversation(list(messages))]
+        self._pending.clear()
+        turn = self._history.find(new)
+        if turn == ROOT:
+            self._beginning = new
+            self._history.begin(Dialogue(new))
+            return
+        self._history.go_to(turn)
+        rest = new[len(self._history.messages(turn) or ()) :]
+        if rest:
+            self._pending.append(rest)
+
+    def _check_idle(self, name: str) -> None:
+        if self._busy:
+            raise UsageError(f"a turn of this session is being sampled; await it before {name}")
 
     def unobserve(self) -> None:
         """Discard the observations since the last turn.
@@ -326,44 +378,30 @@ class Session:
         Raises:
             UsageError: no turn was sampled, or the value is not finite.
         """
-        if not self._turns:
+        turn = self._history.last
+        if turn == ROOT:
             raise UsageError("no turn was sampled yet that could be rewarded")
         try:
-            total = self._rewards[-1] + float(value)
+            total = self._history.rewards[turn] + float(value)
         except (TypeError, ValueError, OverflowError, RuntimeError):
             # A tensor of several numbers raises RuntimeError.
             raise UsageError(f"a reward must be a number, got {value!r:.200}") from None
         if not abs(total) <= MOST_REWARD:
             raise UsageError(f"a reward must be finite, also in float32; got {value}")
-        self._rewards[-1] = total
+        self._history.rewards[turn] = total
         self._rewarded = True
-
-    def _encode(self, observed: Sequence[Observation]) -> tuple[bytes, Dialogue]:
-        """Encode observations after the last turn. Runs in a thread and changes no state."""
-        end = self._end_token()
-        return encode_observations(self._spec, observed, self._response, self._dialogue, end)
-
-    def _end_token(self) -> int | None:
-        """Return the end token at the end of the last turn, if the model sampled one."""
-        if not self._turns:
-            return None
-        last = self._turns[-1]
-        ids = last.output_ids
-        # Also test the model's end tokens: with ignore_eos or a stop string, stop_match is not one.
-        ends = {last.stop_match, *self._spec.requests.info.eos_token_ids}
-        return int(ids[-1]) if len(ids) and int(ids[-1]) in ends else None
 
     # --- state ------------------------------------------------------------------------------------
 
     @property
     def ids(self) -> NDArray[np.int32]:
         """All tokens up to the end of the last turn, int32. Empty before the first turn."""
-        return np.frombuffer(self._tokens, "<i4")
+        return np.frombuffer(self._history.tokens, "<i4")
 
     @property
     def turns(self) -> list[Completion]:
-        """The completions of all turns, in order."""
-        return self._turns[:]
+        """The completions of all turns, in the order in which they were sampled."""
+        return self._history.turns[:]
 
     @property
     def oldest_version(self) -> int | None:
@@ -391,22 +429,21 @@ class Session:
         number of tokens is not known yet.
         """
         observed = sum([len(item) for item in self._pending if isinstance(item, bytes)])
-        used = (len(self._tokens) + observed) // 4
+        used = (len(self._history.tokens) + observed) // 4
         return max(0, self._spec.most_tokens - used)
 
     @property
     def text(self) -> str:
         """The text of all tokens after the prompt, including special tokens."""
-        ids = np.frombuffer(self._response, "<i4").tolist()
+        history = self._history
+        ids = np.frombuffer(history.tokens[history.prompt_bytes :], "<i4").tolist()
         return self._spec.requests.decode(ids, False)
-
-    @property
-    def _response(self) -> bytes:
-        """The tokens after the prompt."""
-        return self._tokens[self._prompt_bytes :]
 
     def trajectory(self, reward: SupportsFloat | None = None) -> Trajectory:
         """Return the trajectory of the session, for a trainer.
+
+        If the session has branches, it is the conversation that was sampled last, and the others
+        are its ``branches``.
 
         Args:
             reward: added to the reward of the last turn.
@@ -416,30 +453,20 @@ class Session:
         """
         if reward is not None:
             self.reward(reward)
-        if not self._turns:
+        if not self._history.turns:
             raise UsageError("no turn was sampled, so there is no trajectory")
-        return Trajectory.from_turns(
-            self._tokens[: self._prompt_bytes],
-            self._response,
-            self._starts,
-            self._turns,
-            self._rewards,
+        return self._history.trajectory(
             total=now() - self._began,
             generating=self._generating,
             metadata=dict(self.metadata),
-            messages=self._all_messages(),
-        ).with_decode(self._spec.requests.decode)
+        )
 
-    def _all_messages(self) -> list[dict[str, Any]] | None:
-        """Return the conversation up to the last turn, or None without messages."""
-        messages, begun, answer_at = self._dialogue
-        if messages is None:
-            return None
-        ids = np.frombuffer(self._response[answer_at:], "<i4").tolist()
-        if self._end_token() is not None:
-            ids = ids[:-1]
-        answer = begun + self._spec.requests.decode(ids, False)
-        return [*map(dict, messages), {"role": "assistant", "content": answer}]
+    def trajectories(self, reward: SupportsFloat | None = None) -> list[Trajectory]:
+        """Return ``leaves`` of ``trajectory``: each conversation of the session.
+
+        Each sampled token is in the loss of one of them.
+        """
+        return list(self.trajectory(reward).leaves)
 
 
 def session_of_sample(

@@ -130,6 +130,11 @@ class SessionSpec:
                     (self._ids,) = prompts
         return self._ids
 
+    async def encode(self, messages: Sequence[Message]) -> bytes:
+        """Return the token ids of another conversation in place of the prompt, int32 bytes."""
+        _, (ids,) = await self.requests.encode_prompts(None, None, messages, self.template)
+        return ids
+
     def prepare(self, values: dict[str, Any]) -> Prepared:
         """Check the sampling values of one turn. They override those of the session."""
         return self.requests.samplings.prepare(self.sampling, {**self.values, **own_names(values)})

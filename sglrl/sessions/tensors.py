@@ -31,6 +31,9 @@ class TrajectoryArrays(Protocol):
     """The parts of ``Trajectory`` that become tensors."""
 
     @property
+    def leaves(self) -> Sequence[TrajectoryArrays]: ...
+
+    @property
     def prompt_ids(self) -> NDArray[np.int32]: ...
     @property
     def response_ids(self) -> NDArray[np.int32]: ...
@@ -54,7 +57,9 @@ def stack(
     padding_side: PaddingSide = "right",
     metadata: Sequence[str] = (),
 ) -> TensorDict:
-    """Stack n trajectories into a TensorDict on the CPU, with batch size [n].
+    """Stack trajectories into a TensorDict on the CPU, with batch size [n].
+
+    Each trajectory is one of the n rows. A trajectory with branches is several: its ``leaves``.
 
     Keys per token, over prompt and response, have the shape [n, t]. Nothing is shifted: the value
     at a position describes the token at this position. The logits of that token are those of the
@@ -73,9 +78,11 @@ def stack(
                                      without tokens: at the token before it)
     ================ ======= ======= ============================================================
 
-    Keys per trajectory have the shape [n]:
+    Keys per row have the shape [n]:
 
-    * reward: float32, the sum of rewards.
+    * reward: float32, the sum of rewards. All leaves of a trajectory have its reward.
+    * sample: int64, which of the given trajectories it is. Advantages of trajectories become those
+      of rows with ``advantages[batch["sample"]]``.
     * prompt_length, response_length, turn_count: int64.
     * truncated: bool, whether the last turn was cut off ("length" or "abort").
     * ("metadata", name) for each requested name: a tensor if all values are numbers, otherwise the
@@ -97,9 +104,11 @@ def stack(
             requested metadata name, or padding is requested in the jagged layout.
         ImportError: tensordict is not installed.
     """
-    batch = list(trajectories)
-    if not batch:
+    whole = list(trajectories)
+    if not whole:
         raise UsageError("there are no trajectories to stack")
+    rows = [(i, leaf) for i, trajectory in enumerate(whole) for leaf in trajectory.leaves]
+    batch = [leaf for _, leaf in rows]
     try:
         import torch
         from tensordict import TensorDict
@@ -143,7 +152,8 @@ def stack(
     else:
         raise UsageError(f'layout must be "padded" or "jagged", not {layout!r}')
     for key, numbers, dtype in (
-        ("reward", [t.reward for t in batch], torch.float32),
+        ("reward", [whole[i].reward for i, _ in rows], torch.float32),
+        ("sample", [i for i, _ in rows], torch.int64),
         ("prompt_length", [len(t.prompt_ids) for t in batch], torch.int64),
         ("response_length", [len(t.response_ids) for t in batch], torch.int64),
         ("turn_count", [len(t.turns) for t in batch], torch.int64),

@@ -55,6 +55,7 @@ class Record(msgspec.Struct, array_like=True, frozen=True):
     timing: TrajectoryTiming
     metadata: dict[Any, Any]
     messages: list[dict[str, Any]] | None = None
+    branches: tuple[Record, ...] = ()
 
 
 def record_of(trajectory: Trajectory) -> Record:
@@ -71,6 +72,7 @@ def record_of(trajectory: Trajectory) -> Record:
         trajectory.timing,
         trajectory.metadata,
         trajectory.messages,
+        tuple(map(record_of, trajectory.branches)),
     )
 
 
@@ -94,6 +96,9 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
         metadata: values of the agent. To save the trajectory, msgpack must be able to encode them.
         messages: the conversation, with the assistant's answers, if the session began with
             messages; otherwise None.
+        branches: the other conversations of the same run, in the order in which they ended, if the
+            agent went back or began anew, or if the chat template rewrote earlier turns. Each turn
+            is in one of them, or in this trajectory. ``leaves`` has them all.
     """
 
     prompt_ids: NDArray[np.int32]
@@ -105,6 +110,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
     timing: TrajectoryTiming = TrajectoryTiming()
     metadata: dict[str, Any] = {}
     messages: list[dict[str, Any]] | None = None
+    branches: tuple[Trajectory, ...] = ()
 
     def __post_init__(self) -> None:
         for name, dtype in _DTYPES.items():
@@ -140,6 +146,11 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
             raise UsageError(f"metadata must be a dict, not {type(self.metadata).__name__}")
         if self.messages is not None and not isinstance(self.messages, list):
             raise UsageError(f"messages must be a list, not {type(self.messages).__name__}")
+        force_setattr(self, "branches", tuple(self.branches))
+        if not all(isinstance(branch, Trajectory) for branch in self.branches):
+            raise UsageError("branches must be trajectories")
+        if any(branch.branches for branch in self.branches):
+            raise UsageError("a branch has no branches of its own")
 
     def _check_turns(self, size: int) -> None:
         outside = self.loss_mask.copy()
@@ -245,13 +256,13 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
         )
 
     @classmethod
-    def from_record(cls, record: Record, oldest: int) -> Trajectory:
+    def from_record(cls, record: Record, oldest: int | None = None) -> Trajectory:
         """Make a trajectory from the record of another process of this run.
 
         The constructor in that process has checked the values.
 
         Args:
-            oldest: ``oldest_version`` of the trajectory.
+            oldest: ``oldest_version`` of the trajectory, if it is known.
 
         Raises:
             ProtocolError: the lengths of the arrays do not match.
@@ -271,7 +282,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
             record.metadata,
             record.messages,
             oldest,
-        )
+        ).with_branches([cls.from_record(branch) for branch in record.branches])
 
     @classmethod
     def _unchecked(
@@ -285,7 +296,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
         timing: TrajectoryTiming,
         metadata: dict[str, Any],
         messages: list[dict[str, Any]] | None,
-        oldest: int,
+        oldest: int | None,
     ) -> Trajectory:
         # Copying a blank instance avoids the checks of the constructor.
         self = copy(_BLANK)
@@ -298,7 +309,15 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
         force_setattr(self, "timing", timing)
         force_setattr(self, "metadata", metadata)
         force_setattr(self, "messages", messages)
-        self.__dict__["oldest_version"] = oldest
+        if oldest is not None:
+            self.__dict__["oldest_version"] = oldest
+        return self
+
+    def with_branches(self, branches: Sequence[Trajectory]) -> Trajectory:
+        """Set the branches. Return the trajectory."""
+        if branches:
+            force_setattr(self, "branches", tuple(branches))
+            self.__dict__.pop("oldest_version", None)
         return self
 
     def __repr__(self) -> str:
@@ -308,7 +327,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
         return (
             f"<Trajectory {text}{len(self.prompt_ids)} prompt + {len(self.response_ids)} response "
             f"tokens, {int(self.loss_mask.sum())} of them sampled, {len(self.turns)} turns, "
-            f"reward={self.reward:g}>"
+            f"{f'{len(self.branches)} branches, ' if self.branches else ''}reward={self.reward:g}>"
         )
 
     def _repr_html_(self) -> str | None:
@@ -355,8 +374,22 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
 
     def with_decode(self, decode: Decode) -> Trajectory:
         """Set the decoder for ``text``. Return the trajectory."""
-        self.__dict__["decode_with"] = decode
+        for leaf in (self, *self.branches):
+            leaf.__dict__["decode_with"] = decode
         return self
+
+    @property
+    def leaves(self) -> tuple[Trajectory, ...]:
+        """The conversations of this run, without branches: ``branches``, then this one.
+
+        Each sampled token is in the loss of one of them.
+        """
+        if not self.branches:
+            return (self,)
+        last = copy(self)
+        force_setattr(last, "branches", ())
+        last.__dict__.pop("oldest_version", None)
+        return (*self.branches, last)
 
     @property
     def finish_reason(self) -> str:
@@ -370,19 +403,25 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
 
     @property
     def reward(self) -> float:
-        """The sum of the rewards of all turns."""
-        return sum([turn.reward for turn in self.turns], 0.0)
+        """The sum of the rewards of all turns, of the branches too."""
+        own = sum([turn.reward for turn in self.turns], 0.0)
+        return own + sum([branch.reward for branch in self.branches]) if self.branches else own
 
     @cached_property
     def oldest_version(self) -> int:
-        """The oldest policy version that sampled a token; -1 if none was sampled."""
-        sampled = self.versions[self.loss_mask]
+        """The oldest policy version that sampled a token, of the branches too; -1: none was."""
+        sampled = np.concatenate([leaf.versions[leaf.loss_mask] for leaf in (self, *self.branches)])
         return int(sampled.min()) if len(sampled) else -1
 
     @property
     def newest_version(self) -> int:
-        """The newest policy version that sampled a token; -1 if none was sampled."""
-        return int(self.versions.max(initial=-1))
+        """The newest policy version that sampled a token, of the branches too; -1: none was."""
+        return max(int(leaf.versions.max(initial=-1)) for leaf in (self, *self.branches))
+
+    @property
+    def sampled_tokens(self) -> int:
+        """The number of sampled tokens, of the branches too."""
+        return sum(int(leaf.loss_mask.sum()) for leaf in (self, *self.branches))
 
     @cached_property
     def input_ids(self) -> NDArray[np.int32]:
@@ -396,7 +435,12 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
 
         Without ``pad_to`` nothing is padded, and both layouts are the same. Options, keys and
         errors are those of ``stack``.
+
+        Raises:
+            UsageError: it has branches, which ``stack`` and ``leaves`` give as well.
         """
+        if self.branches:
+            raise UsageError("a trajectory with branches has several rows: use stack, or leaves")
         return stack([self], layout, **options)[0]
 
 

@@ -125,10 +125,18 @@ def to_jsonl(path: str | os.PathLike[str], trajectories: Iterable[Trajectory]) -
 def _json_line(trajectory: Trajectory, index: int) -> bytes:
     if not isinstance(trajectory, Trajectory):
         raise UsageError(f"item {index} is a {type(trajectory).__name__}, not a Trajectory")
+    try:
+        # msgspec writes NaN as null.
+        return msgspec.json.encode(_fields(trajectory), enc_hook=_plain) + b"\n"
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise UsageError(f"the metadata of trajectory {index} cannot be saved: {error}") from error
+
+
+def _fields(trajectory: Trajectory) -> dict[str, Any]:
     text = None
     with contextlib.suppress(UsageError):
         text = trajectory.text
-    found = {
+    return {
         "text": text,
         "messages": trajectory.messages,
         "reward": trajectory.reward,
@@ -138,12 +146,8 @@ def _json_line(trajectory: Trajectory, index: int) -> bytes:
         "turns": [msgspec.structs.asdict(turn) for turn in trajectory.turns],
         "timing": trajectory.timing._asdict(),
         "metadata": trajectory.metadata,
+        "branches": [_fields(branch) for branch in trajectory.branches],
     }
-    try:
-        # msgspec writes NaN as null.
-        return msgspec.json.encode(found, enc_hook=_plain) + b"\n"
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise UsageError(f"the metadata of trajectory {index} cannot be saved: {error}") from error
 
 
 def _next_record(
@@ -183,7 +187,10 @@ def _encode(trajectory: Trajectory, index: int) -> bytes:
 
 
 def _decode(data: bytes) -> Trajectory:
-    record = _decoder.decode(data)
+    return _trajectory(_decoder.decode(data))
+
+
+def _trajectory(record: Record) -> Trajectory:
     return Trajectory(
         prompt_ids=np.frombuffer(record.prompt_ids, "<i4"),
         response_ids=np.frombuffer(record.response_ids, "<i4"),
@@ -195,4 +202,5 @@ def _decode(data: bytes) -> Trajectory:
         timing=record.timing,
         metadata=record.metadata,
         messages=record.messages,
+        branches=tuple(map(_trajectory, record.branches)),
     )

@@ -113,19 +113,26 @@ REASONING = (
 """Omits the text before a "q" in earlier answers, as other templates omit reasoning."""
 
 
-async def test_a_template_that_rewrites_history_is_refused(
-    client: sglrl.Client, template: Any
-) -> None:
+async def test_a_template_that_rewrites_history(client: sglrl.Client, template: Any) -> None:
     template(REASONING)
     thinks: dict[str, Any] = {"regex": "think[a-z]{2}q[a-p]{4}", "max_new_tokens": 32}
-    async with client.session(messages=ASK, **thinks) as session:
-        turn = await session.generate()
-        assert turn.text.startswith("think")
-        session.observe({"role": "user", "content": "Go on."})
-        before = session.ids.tolist()
-        with pytest.raises(sglrl.InvalidRequest, match=r"rewrites earlier turns.*allow_rewrite"):
-            await session.generate()
-        assert session.ids.tolist() == before, "nothing was appended"
+    messages: list[dict[str, str]] = list(ASK)
+    async with client.session(messages=messages, **thinks) as session:
+        for reward in (1, 2, 3):
+            turn = await session.generate()
+            text = client.tokenizer.decode(turn.prompt_ids.tolist(), skip_special_tokens=False)
+            assert text == rendered(client, messages, add_generation_prompt=True)
+            assert turn.text.startswith("think")
+            session.reward(reward)
+            new = {"role": "user", "content": "Go on."}
+            session.observe(new)
+            messages += [{"role": "assistant", "content": turn.text}, new]
+        leaves = session.trajectories()
+        assert len(session.trajectory().branches) == 2
+    assert [leaf.reward for leaf in leaves] == [1, 2, 3]
+    for leaf, turn in zip(leaves, session.turns, strict=True):
+        assert leaf.prompt_ids.tolist() == turn.prompt_ids.tolist()
+        assert leaf.response_ids.tolist() == turn.output_ids.tolist()
     async with client.session(messages=ASK, allow_rewrite=True, **thinks) as session:
         first = await session.generate()
         session.observe({"role": "user", "content": "Go on."})
@@ -276,6 +283,25 @@ async def test_turns_of_one_version_replay_in_one_pass(lab: Lab) -> None:
         trajectory = session.trajectory(0.0)
     check_simple_replay(lab.current, trajectory)
     assert set(trajectory.versions[trajectory.loss_mask].tolist()) == {lab.client.weight_version}
+
+
+async def test_branches_replay(lab: Lab) -> None:
+    await lab.update(0)
+    async with lab.client.session(input_ids=PROMPTS[2], max_new_tokens=20) as session:
+        for observed in ([5, 6, 7], [400, 8]):
+            await session.generate()
+            session.observe(observed)
+        await session.generate()
+        session.go_back(2)
+        session.observe([9, 10])
+        await session.generate()
+        session.go_back()
+        await session.generate()
+        whole = session.trajectory()
+    assert len(whole.branches) == 2
+    for leaf in whole.leaves:
+        check_simple_replay(lab.current, leaf)
+    assert whole.sampled_tokens == sum(len(turn.output_ids) for turn in session.turns)
 
 
 async def test_a_session_through_weight_updates_replays_span_by_span(lab: Lab) -> None:

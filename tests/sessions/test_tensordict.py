@@ -40,6 +40,7 @@ DTYPES = {
 PADDING = (0, False, False, 0.0, -1, -1, 0.0)
 TOTALS = {
     "reward": torch.float32,
+    "sample": torch.int64,
     "prompt_length": torch.int64,
     "response_length": torch.int64,
     "turn_count": torch.int64,
@@ -88,6 +89,7 @@ def assert_totals(found: TensorDict, batch: Sequence[Trajectory]) -> None:
         with np.errstate(over="ignore"):
             # A sum of large rewards may exceed float32.
             assert found["reward"][n] == np.float32(one.reward)
+        assert found["sample"][n] == n
         assert found["prompt_length"][n] == len(one.prompt_ids)
         assert found["response_length"][n] == len(one.response_ids)
         assert found["turn_count"][n] == len(one.turns)

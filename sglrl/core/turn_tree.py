@@ -1,0 +1,103 @@
+"""The turns of one conversation, as a tree of tokens.
+
+A turn extends another one if its prompt begins with all tokens of that turn: its prompt and what it
+sampled. A conversation that only grows is a path. If an agent goes back, compacts the conversation,
+or asks something else, or if a chat template rewrites earlier turns, a turn extends an earlier turn
+or none, and the tree has several leaves.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+ROOT = -1
+"""The parent of turns that extend no other turn."""
+
+
+class Leaf(NamedTuple):
+    """A path of the tree.
+
+    Attributes:
+        path: the turns from a root to a leaf.
+        own: those of these turns that are in no later leaf. The tokens that a turn sampled are in
+            the loss of the only leaf that owns it.
+    """
+
+    path: tuple[int, ...]
+    own: tuple[int, ...]
+
+
+class TurnTree:
+    """Numbers turns from 0, in the order in which they are added. Tokens are int32 bytes."""
+
+    def __init__(self) -> None:
+        self._parents: list[int] = []
+        self._children: dict[int, list[int]] = {}
+        self._segments: list[tuple[bytes, bytes]] = []
+        """For each turn the tokens between its parent's and its own, and what it sampled."""
+
+    def __len__(self) -> int:
+        return len(self._parents)
+
+    def add(self, prompt: bytes, sampled: bytes) -> int:
+        """Add a turn. Return its number."""
+        parent, at = self.find(prompt)
+        turn = len(self._parents)
+        self._parents.append(parent)
+        self._children.setdefault(parent, []).append(turn)
+        self._segments.append((prompt[at:], sampled))
+        return turn
+
+    def find(self, tokens: bytes) -> tuple[int, int]:
+        """Return the turn that these tokens extend, and the number of its bytes.
+
+        Of several such turns, it is the one with the most tokens, and of those the last one.
+        """
+        best = (0, ROOT)
+        candidates = [(0, turn) for turn in self._children.get(ROOT, ())]
+        while candidates:
+            at, turn = candidates.pop()
+            between, sampled = self._segments[turn]
+            end = at + len(between)
+            if tokens.startswith(between, at) and tokens.startswith(sampled, end):
+                end += len(sampled)
+                best = max(best, (end, turn))
+                candidates += [(end, child) for child in self._children.get(turn, ())]
+        end, turn = best
+        return turn, end
+
+    def parent(self, turn: int) -> int:
+        """Return the turn that this turn extends, or ``ROOT``."""
+        return self._parents[turn]
+
+    def path(self, turn: int) -> tuple[int, ...]:
+        """Return the turns from a root to this turn."""
+        found = []
+        while turn != ROOT:
+            found.append(turn)
+            turn = self._parents[turn]
+        return tuple(found[::-1])
+
+    def tokens(self, turn: int) -> bytes:
+        """Return all tokens up to the end of a turn."""
+        return b"".join(part for step in self.path(turn) for part in self._segments[step])
+
+    def starts(self, turn: int) -> list[int]:
+        """Return the position, in tokens, at which each turn of the path begins to sample."""
+        found, at = [], 0
+        for step in self.path(turn):
+            between, sampled = self._segments[step]
+            found.append((at + len(between)) // 4)
+            at += len(between) + len(sampled)
+        return found
+
+    def leaves(self) -> list[Leaf]:
+        """Return the paths to the turns that no other turn extends, in the order of these turns."""
+        owned: set[int] = set()
+        found = []
+        for turn in reversed(range(len(self._parents))):
+            if turn not in self._children:
+                path = self.path(turn)
+                found.append(Leaf(path, tuple(step for step in path if step not in owned)))
+                owned.update(path)
+        return found[::-1]
