@@ -27,11 +27,11 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Return how many tests run at a time with ``-n logical`` or ``-n auto``.
 
-    "logical": as many as there are cores, for tests that compute. "auto": one more, for tests that
+    "logical": as many as there are cores, for tests that compute. "auto": two more, for tests that
     often wait for other processes. At most eight, because a test with engines needs up to 3 GB.
     """
     cores = len(os.sched_getaffinity(0))
-    return min(cores + (config.option.numprocesses == "auto"), 8)
+    return min(cores + 2 * (config.option.numprocesses == "auto"), 8)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -29,7 +29,7 @@ CASES: dict[str, tuple[tuple[Any, ...], int, str]] = {
         r"\[\d\.\d+(, \d\.\d+){3}\] <\|user\|>\d\+\d<\|end\|><\|assistant\|>.*",
     ),
     "trainer_process": ((2,), 2, r"weights \d: reward 0\.\d\d"),
-    "llm_judge": ((2,), 2, r"What is \d \+ \d\?( 0\.\d\d){4}"),
+    "llm_judge": ((2,), 2, r"What is \d \+ \d\?( [01]\.\d\d){4}"),
     "jsonl_evaluation": (("fake",), 8, r"\d\+\d= \d of 8 samples pass|pass@[1248]: [01]\.\d\d"),
     "trl_grpo": ((2,), 2, r"reward 0\.\d\d"),
     "torchrl_collector": ((2,), 2, r"step \d: reward 0\.\d\d"),
