@@ -420,6 +420,7 @@ class Client(WeightMethods, ControlMethods, ScoreMethods):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
         allow_rewrite: bool = False,
+        renderer: str | None = None,
         timeout: float | None = None,
         priority: int = 0,
         metadata: Mapping[str, Any] | None = None,
@@ -436,6 +437,9 @@ class Client(WeightMethods, ControlMethods, ScoreMethods):
                 example, they remove reasoning). By default, the session then branches (see
                 ``Trajectory.branches``). True: append the text that the template puts after the
                 answer, and keep the turns as sampled.
+            renderer: parses the turns (``Completion.message``) and extends the conversation, see
+                ``sessions.renderer``. None: the one that fits the chat template, if there is one.
+                A name such as "qwen3": this one. "template": none.
             timeout: seconds for each turn. None: the client's timeout.
             priority: priority of each turn, as for ``generate``.
             metadata: values to store in the trajectory.
@@ -458,6 +462,7 @@ class Client(WeightMethods, ControlMethods, ScoreMethods):
                 chat_template_kwargs=chat_template_kwargs,
                 continue_final_message=continue_final_message,
                 allow_rewrite=allow_rewrite,
+                renderer=renderer,
                 timeout=timeout,
                 priority=priority,
                 metadata=metadata,

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from ..errors import InvalidRequest
 from ..wire.engine import TokenChunk
 from .display import html, preview
+from .message import AssistantMessage, ToolCall
 from .sampling import SamplingParams
 
 Decode = Callable[[Sequence[int], bool], str]
@@ -287,6 +288,21 @@ class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False)
             self._decode,
             self._params,
         )
+
+    @property
+    def message(self) -> AssistantMessage:
+        """The output as a message of the assistant.
+
+        In a session with a renderer, it has reasoning and calls of tools, parsed from the tokens.
+        Otherwise all text is ``content``.
+        """
+        found: AssistantMessage | None = self.__dict__.get("message")
+        return AssistantMessage(content=self.text) if found is None else found
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """The calls of tools in ``message``, also those that are not valid."""
+        return self.message.tool_calls
 
     def __repr__(self) -> str:
         lost = f", resumed={self.resumed}" if self.resumed else ""

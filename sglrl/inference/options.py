@@ -55,6 +55,7 @@ class SessionOptions(_SamplingOptions, total=False):
     chat_template_kwargs: Mapping[str, Any] | None
     continue_final_message: bool
     allow_rewrite: bool
+    renderer: str | None
 
 
 class GenerateOptions(SamplingOptions, total=False):

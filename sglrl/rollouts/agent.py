@@ -10,7 +10,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from ..errors import DeadlineExceeded, SglrlError, UsageError
+from ..sessions.gate import Gate
 from ..sessions.session import Session
+from ..sessions.session_spec import SessionSpec
 from ..sessions.trajectory import Trajectory
 from .task_ending import Limit
 
@@ -124,3 +126,21 @@ def _trajectory(session: Session, result: Any) -> Trajectory:
             f"the agent must return its reward or a Trajectory, got {type(result).__name__}"
         )
     return session.trajectory(result)
+
+
+def session_of_sample(
+    spec: SessionSpec,
+    gate: Gate,
+    on_turn: Callable[[int, int, int], None],
+    seed: int | None,
+    item: int,
+    sample: int,
+) -> Session:
+    """Return the session of one sample of a run.
+
+    The numbers ``item`` and ``sample`` are added to the metadata, unless it has these names.
+    """
+    session = Session(spec, gate, on_turn, seed)
+    session.metadata.setdefault("item", item)
+    session.metadata.setdefault("sample", sample)
+    return session

@@ -10,9 +10,18 @@ from typing import TYPE_CHECKING
 
 from ..core.rollout_plan import Group, Sample
 from ..sessions.gate import Gate
-from ..sessions.session import Session, session_of_sample
+from ..sessions.session import Session
 from ..sessions.session_spec import SessionSpec
-from .agent import Agent, NotAsync, as_failure, is_late, made_ready, play, too_late
+from .agent import (
+    Agent,
+    NotAsync,
+    as_failure,
+    is_late,
+    made_ready,
+    play,
+    session_of_sample,
+    too_late,
+)
 from .agent_host import Done, End, Failed, GivenUp, Late, OnEnd
 from .config import RolloutConfig
 from .task_ending import Limit, TaskSet, title_of

@@ -20,11 +20,20 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from ..actors.actor import Actor, endpoint
 from ..errors import UsageError
 from ..sessions.gate import Gate
-from ..sessions.session import Session, session_of_sample
+from ..sessions.session import Session
 from ..sessions.session_spec import SessionSpec
 from ..sessions.trajectory import Trajectory, record_of
 from ..wire.codec import Body
-from .agent import Agent, NotAsync, as_failure, is_late, made_ready, play, too_late
+from .agent import (
+    Agent,
+    NotAsync,
+    as_failure,
+    is_late,
+    made_ready,
+    play,
+    session_of_sample,
+    too_late,
+)
 from .agent_messages import DONE, FAILED, LATE, STALE, Outcome, Settings, body_of, sampling_from
 from .dataset import session_arguments
 from .task_ending import GRACE_SECONDS, Grace, Limit, end_without, stack_of, title_of

@@ -9,6 +9,7 @@ from msgspec.structs import force_setattr
 
 from ..core.turn_tree import ROOT, Leaf, TurnTree
 from ..inference.completion import Beginning, Completion, Conversation
+from ..inference.message import AssistantMessage
 from ..inference.prompts import Message
 from .observations import Dialogue, answer_of
 from .session_spec import SessionSpec
@@ -38,6 +39,8 @@ class History:
         self._tree = TurnTree()
         self._dialogues: list[Dialogue] = []
         """For each turn, the conversation that it ends."""
+        self._said: list[AssistantMessage | None] = []
+        """For each turn, what the renderer has parsed, if there is one."""
         self._conversation = Conversation()
         self.begin(dialogue)
 
@@ -70,12 +73,19 @@ class History:
         """Return the turns of the current conversation."""
         return self._tree.path(self.last)
 
-    def keep(self, prompt: bytes, completion: Completion, dialogue: Dialogue) -> None:
+    def keep(
+        self,
+        prompt: bytes,
+        completion: Completion,
+        dialogue: Dialogue,
+        said: AssistantMessage | None,
+    ) -> None:
         """Add a turn, and go on after it.
 
         Args:
             prompt: all tokens before the sampled ones.
             dialogue: the conversation that it ends.
+            said: the parsed turn, if there is a renderer.
         """
         if not prompt.startswith(self._conversation.tokens):
             self._conversation = Conversation()
@@ -92,6 +102,7 @@ class History:
         self.dialogue = dialogue
         self.begins = False
         self._dialogues.append(dialogue)
+        self._said.append(said)
         self.turns.append(completion)
         self.rewards.append(0.0)
 
@@ -110,8 +121,12 @@ class History:
         if dialogue.messages is None:
             return None
         tokens, ended = self._tree.tokens(turn), self.end_token(turn) is not None
-        answer = answer_of(self._spec, tokens, dialogue, ended)
-        return [*map(dict, dialogue.messages), {"role": "assistant", "content": answer}]
+        answer = answer_of(self._spec, tokens, dialogue, ended, self._said[turn])
+        return [*map(dict, dialogue.messages), answer]
+
+    def said(self) -> AssistantMessage | None:
+        """Return the parsed turn after which the session goes on, if there is a renderer."""
+        return None if self.begins else self._said[self.last]
 
     def end_token(self, turn: int) -> int | None:
         """Return the end token at the end of a turn, if the model sampled one."""

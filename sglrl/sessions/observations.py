@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from ..inference.message import AssistantMessage
 from ..inference.prompts import Message
 from ..inference.tokens import check_ids
-from .renderer import continued
+from .continuation import continued
+from .renderer import Renderer
 from .session_spec import SessionSpec
 
 Observation: TypeAlias = str | bytes | list[Message]
@@ -36,6 +38,7 @@ def encode_observations(
     tokens: bytes,
     dialogue: Dialogue,
     end: int | None,
+    said: AssistantMessage | None,
 ) -> tuple[bytes, Dialogue]:
     """Encode observations and append them to the conversation.
 
@@ -44,6 +47,7 @@ def encode_observations(
     Args:
         tokens: all tokens so far, int32 bytes.
         end: the end token that the model sampled as its last token, if it did.
+        said: what the renderer has parsed from the assistant's turn, if there is a renderer.
 
     Returns:
         The tokens and the dialogue with the observations.
@@ -62,28 +66,85 @@ def encode_observations(
             continue
         assert dialogue.messages is not None
         ended = end if len(tokens) == size else None
-        answer = answer_of(spec, tokens, dialogue, ended is not None)
-        text, rewritten = continued(
-            spec.render, dialogue.messages, answer, item, allow_rewrite=spec.allow_rewrite
-        )
-        ids = box.encode_rendered([text])[0]
-        if ended is not None and not rewritten and ids[:1] == [ended]:
-            # The model sampled the same end token as the template writes, so add it only once.
-            ids = ids[1:]
-        tokens = (b"" if rewritten else tokens) + check_ids(ids, spec.vocab_size)
-        messages = [*dialogue.messages, {"role": "assistant", "content": answer}, *item]
-        dialogue = Dialogue(messages, answer_at=len(tokens))
+        if spec.renderer is None:
+            said = None
+        elif said is None or len(tokens) != size:
+            said = parsed(spec.renderer, tokens, dialogue, 0)
+        text = _text_of(spec, tokens, dialogue, ended is not None)
+        answer = _message_of(text, dialogue, said)
+        bridge = None
+        if spec.renderer is not None and said is not None:
+            bridge = _bridge(spec.renderer, tokens, dialogue.answer_at, said, item)
+        if bridge is not None:
+            tokens = check_ids(bridge, spec.vocab_size)
+        else:
+            added, rewritten = continued(
+                spec.render, dialogue.messages, text, answer, item, allow_rewrite=spec.allow_rewrite
+            )
+            ids = box.encode_rendered([added])[0]
+            if ended is not None and not rewritten and ids[:1] == [ended]:
+                # The model sampled the end token that the template writes, so add it only once.
+                ids = ids[1:]
+            tokens = (b"" if rewritten else tokens) + check_ids(ids, spec.vocab_size)
+        dialogue = Dialogue([*dialogue.messages, answer, *item], answer_at=len(tokens))
     return tokens, dialogue
 
 
-def answer_of(spec: SessionSpec, tokens: bytes, dialogue: Dialogue, ended: bool) -> str:
-    """Return the text of the assistant's current turn.
+def answer_of(
+    spec: SessionSpec, tokens: bytes, dialogue: Dialogue, ended: bool, said: AssistantMessage | None
+) -> dict[str, Any]:
+    """Return the assistant's current turn as a message.
 
     Args:
         ended: the last token ends the turn. It is not part of the text.
+        said: the parsed turn, if there is a renderer.
     """
+    text = "" if said is not None else _text_of(spec, tokens, dialogue, ended)
+    return _message_of(text, dialogue, said)
+
+
+def _message_of(text: str, dialogue: Dialogue, said: AssistantMessage | None) -> dict[str, Any]:
+    """Return the message of a turn with this text, or of the parsed turn."""
+    if said is None:
+        return {"role": "assistant", "content": text}
+    message = said.as_dict()
+    return {**message, "content": dialogue.begun + message["content"]}
+
+
+def _text_of(spec: SessionSpec, tokens: bytes, dialogue: Dialogue, ended: bool) -> str:
     ids = np.frombuffer(tokens[dialogue.answer_at :], "<i4").tolist()
     return dialogue.begun + spec.requests.decode(ids[:-1] if ended else ids, False)
+
+
+def parsed(renderer: Renderer, tokens: bytes, dialogue: Dialogue, turn: int) -> AssistantMessage:
+    """Return what the renderer parses from the assistant's current turn.
+
+    Args:
+        turn: its number, for the ids of calls.
+    """
+    ids = np.frombuffer(tokens, "<i4").tolist()
+    at = dialogue.answer_at // 4
+    return renderer.parse(ids[:at], ids[at:], turn)
+
+
+def _bridge(
+    renderer: Renderer,
+    tokens: bytes,
+    answer_at: int,
+    said: AssistantMessage,
+    new: Sequence[Message],
+) -> list[int] | None:
+    """Return the tokens of the next turn's prompt, or None if earlier tokens would change."""
+    names = {call.id: call.name for call in said.tool_calls}
+    # Some formats write the name of the tool before its result.
+    named = [
+        {"name": names[message["tool_call_id"]], **message}
+        if message.get("tool_call_id") in names
+        else message
+        for message in new
+    ]
+    ids = np.frombuffer(tokens, "<i4").tolist()
+    return renderer.bridge(ids[: answer_at // 4], ids[answer_at // 4 :], named)
 
 
 def _joined(observed: Sequence[Observation]) -> list[Observation]:

@@ -1,68 +1,287 @@
-"""Find the text that a chat template puts after the assistant's answer.
+"""Parse and extend conversations with the package ``renderers``.
 
-A template renders whole conversations. Rendering a conversation again gives text, and the tokens of
-that text may differ from the sampled tokens. A session therefore keeps its tokens and appends only
-the text that the template writes after the assistant's answer: the end of the turn, the new
-messages, and the beginning of the next turn. The result is the same conversation only if the
-template does not change the earlier text. This module checks that. If it does, the session
-branches: the prompt of its next turn is the whole conversation, rendered again.
+A renderer knows the format of a family of models. It parses reasoning and calls of tools from
+sampled tokens. It also writes the tokens between two turns without touching the earlier tokens
+(``bridge``). https://pypi.org/project/renderers
+
+The prompt of a session is always what the model's chat template makes of the messages. A renderer
+is used only if it makes the same tokens of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from typing import Any, Final
+from weakref import WeakKeyDictionary
 
+from ..config import install
 from ..errors import InvalidRequest
+from ..inference.message import AssistantMessage, ToolCall
 from ..inference.prompts import Message
+from ..inference.tokens import TokenizerBox
 
-Render = Callable[[Sequence[Message]], str]
-"""Applies the template to messages and returns the text up to the assistant's turn."""
+logger = logging.getLogger("sglrl.sessions")
 
-_MARK = "\u2063\u2062answer\u2062\u2063"
-"""Marks the answer with invisible operators, which no conversation has and no template trims."""
+TEMPLATE: Final = "template"
+"""The name that stands for no renderer."""
+_SIGNS: Final = ("tool_call", "reasoning", "think")
+"""A template without these words has nothing that a renderer would parse."""
+_TOOL: Final = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add two numbers.",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+            "required": ["a", "b"],
+        },
+    },
+}
+_CALL: Final = {
+    "id": "call_0",
+    "type": "function",
+    "function": {"name": "add", "arguments": {"a": 1, "b": 2}},
+}
+_PROBES: Final[tuple[list[dict[str, Any]], ...]] = (
+    [{"role": "user", "content": "What is 1 + 2?"}],
+    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 1 + 2?"}],
+    [
+        {"role": "user", "content": "What is 1 + 2?"},
+        {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [_CALL]},
+        {"role": "tool", "tool_call_id": "call_0", "name": "add", "content": "3"},
+    ],
+)
+"""Conversations of which the right renderer makes the same tokens as the template."""
+_ERRORS: Final = {
+    "invalid_json": "its arguments are not JSON",
+    "unclosed_block": "it has no end",
+    "missing_name": "it names no tool",
+    "malformed_structure": "it does not have the format of a call",
+    "unknown_tool": "there is no such tool",
+}
 
 
-class Continued(NamedTuple):
-    """How a conversation goes on after the assistant's answer.
-
-    Attributes:
-        text: what follows the answer; the whole conversation if it is rewritten.
-        rewritten: whether the template renders earlier text differently.
-    """
-
-    text: str
-    rewritten: bool
-
-
-def continued(
-    render: Render,
-    history: Sequence[Message],
-    answer: str,
-    new: Sequence[Message],
-    *,
-    allow_rewrite: bool,
-) -> Continued:
-    """Return the text between the assistant's ``answer`` and its next turn.
+class Renderer:
+    """A renderer of one model.
 
     Args:
-        history: the messages before the answer.
-        answer: the sampled text, without the stop token.
-        new: the messages that follow the answer.
-        allow_rewrite: append what the template puts after the answer even if it renders ``history``
-            or ``answer`` differently when ``new`` follows.
+        renderer: of the package ``renderers``.
+        tools: schemas of the tools.
+    """
+
+    def __init__(
+        self, name: str, renderer: Any, box: TokenizerBox, tools: list[Any] | None
+    ) -> None:
+        self.name = name
+        self._renderer = renderer
+        self._box = box
+        self._tools = tools
+
+    def with_tools(self, tools: list[Any] | None) -> Renderer:
+        """Return the same renderer for other tools."""
+        return Renderer(self.name, self._renderer, self._box, tools)
+
+    def difference(self, messages: Sequence[Message], expected: Sequence[int]) -> str:
+        """Return how its tokens of a prompt differ from those of the template, or ""."""
+        try:
+            found = self._renderer.render_ids(
+                list(messages), tools=self._tools, add_generation_prompt=True
+            )
+        except Exception as error:
+            return f"it rejects the messages: {error}"
+        for at, (own, other) in enumerate(zip_longest(found, expected)):
+            if own != other:
+                return f"token {at} is {own}, and the chat template has {other}"
+        return ""
+
+    def parse(self, prompt: list[int], sampled: list[int], number: int) -> AssistantMessage:
+        """Return what the assistant says.
+
+        Args:
+            prompt: the tokens before the assistant's turn.
+            number: of the turn. It is part of the ids of calls.
+        """
+        try:
+            found = self._renderer.parse_response(sampled, tools=self._tools, prompt_ids=prompt)
+        except Exception as error:
+            logger.warning("the renderer %r cannot parse a turn: %r", self.name, error)
+            return AssistantMessage(content=self._box.decode(sampled, True))
+        calls = [
+            _call(call, call.id or f"call_{number}_{index}")
+            for index, call in enumerate(found.tool_calls)
+        ]
+        return AssistantMessage(
+            content=found.content,
+            reasoning_content=found.reasoning_content,
+            tool_calls=tuple(calls),
+        )
+
+    def bridge(
+        self, prompt: list[int], sampled: list[int], new: Sequence[Message]
+    ) -> list[int] | None:
+        """Return the tokens of the prompt of the next turn. They begin with those given.
+
+        Args:
+            prompt, sampled: the tokens before and of the assistant's turn.
+            new: the messages after it.
+
+        Returns:
+            None if the template would change earlier tokens, for example remove reasoning.
+        """
+        try:
+            found = self._renderer.bridge_to_next_turn(
+                prompt, sampled, list(new), tools=self._tools
+            )
+        except Exception as error:
+            logger.warning("the renderer %r cannot extend a conversation: %r", self.name, error)
+            return None
+        if found is None:
+            return None
+        ids: list[int] = found.token_ids
+        before = [*prompt, *sampled]
+        return ids if ids[: len(before)] == before else None
+
+
+def _call(found: Any, id_: str) -> ToolCall:
+    status, arguments = str(found.status), found.arguments
+    error = "" if status == "ok" else _ERRORS.get(status, status)
+    if not error and isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            error = _ERRORS["invalid_json"]
+    if not error and not isinstance(arguments, Mapping):
+        error = "its arguments are not a JSON object"
+    return ToolCall(
+        id=id_,
+        name=found.name or "",
+        arguments=None if error else dict(arguments),
+        raw=found.raw,
+        error=error,
+    )
+
+
+_known: WeakKeyDictionary[TokenizerBox, dict[str, Renderer | None]] = WeakKeyDictionary()
+"""The renderers that were found, by name and arguments of the template."""
+
+
+def find_renderer(
+    name: str | None, box: TokenizerBox, template: Mapping[str, Any]
+) -> Renderer | None:
+    """Return the renderer of a model. Takes a second the first time.
+
+    Args:
+        name: as in ``renderers.base.RENDERER_REGISTRY``; "template": none; None: the one that makes
+            the same tokens as the model's chat template, if the template has a format for calls or
+            reasoning.
+        template: arguments of the chat template.
 
     Raises:
-        InvalidRequest: the template omits the answer, with ``allow_rewrite``.
+        InvalidRequest: there is no renderer of this name, it does not fit the tokenizer, or the
+            package is not installed.
     """
-    if allow_rewrite:
-        whole = render([*history, {"role": "assistant", "content": _MARK}, *new])
-        at = whole.rfind(_MARK)
-        if at < 0:
-            raise InvalidRequest("the chat template leaves the assistant's answer out")
-        return Continued(whole[at + len(_MARK) :], False)
-    before = render(history) + answer
-    whole = render([*history, {"role": "assistant", "content": answer}, *new])
-    if whole.startswith(before):
-        return Continued(whole[len(before) :], False)
-    return Continued(whole, True)
+    options = {k: v for k, v in template.items() if k not in ("tools", "continue_final_message")}
+    known = _known.setdefault(box, {})
+    key = repr((name, options))
+    if key not in known:
+        known[key] = _search(name, box, options)
+    found, tools = known[key], template.get("tools")
+    return found and found.with_tools(None if tools is None else schemas(tools))
+
+
+def _search(name: str | None, box: TokenizerBox, template: Mapping[str, Any]) -> Renderer | None:
+    if name == TEMPLATE:
+        return None
+    text = str(template.get("chat_template") or getattr(box.tokenizer, "chat_template", None) or "")
+    if name is None and not any(sign in text for sign in _SIGNS):
+        return None
+    try:
+        from renderers.base import MODEL_RENDERER_MAP
+    except ImportError:
+        if name is None:
+            return None
+        raise InvalidRequest(f"renderer= needs a package: {install('renderers')}") from None
+    names = list(dict.fromkeys(MODEL_RENDERER_MAP.values()))
+    if name is not None:
+        if name not in names:
+            known = ", ".join(sorted([*names, TEMPLATE]))
+            raise InvalidRequest(f"there is no renderer {name!r}; known: {known}")
+        return _made(name, box, template)
+    model = str(getattr(box.tokenizer, "name_or_path", ""))
+    own = MODEL_RENDERER_MAP.get(model)
+    for candidate in sorted(names, key=lambda name: name != own):
+        try:
+            found = _made(candidate, box, template)
+        except InvalidRequest:
+            continue
+        if all(_agrees(found, box, template, probe) for probe in _PROBES):
+            logger.info("%s has the renderer %r", model, candidate)
+            return found
+    return None
+
+
+def _made(name: str, box: TokenizerBox, template: Mapping[str, Any]) -> Renderer:
+    from renderers import base, configs
+
+    options = {k: v for k, v in template.items() if k != "chat_template"}
+    try:
+        config = configs.config_from_name(name)
+        config = base.merge_chat_template_kwargs(config, options)
+        made = base.create_renderer(box.tokenizer, config)
+    except Exception as error:
+        # The package raises many types, also AssertionError.
+        raise InvalidRequest(f"the renderer {name!r} does not fit this model: {error}") from None
+    return Renderer(name, made, box, None)
+
+
+def schemas(tools: Sequence[Any]) -> list[Any]:
+    """Return the schemas of tools, of which some may be functions, as chat templates do."""
+    if any(callable(tool) for tool in tools):
+        from transformers.utils import get_json_schema
+
+        return [get_json_schema(tool) if callable(tool) else tool for tool in tools]
+    return list(tools)
+
+
+def _agrees(
+    found: Renderer, box: TokenizerBox, template: Mapping[str, Any], messages: list[dict[str, Any]]
+) -> bool:
+    """Return whether a renderer and the template make the same tokens of a conversation."""
+    try:
+        text = render_conversation(box, messages, {**template, "tools": [_TOOL]})
+        (expected,) = box.encode_rendered([text])
+    except InvalidRequest:
+        return False
+    return not found.with_tools([_TOOL]).difference(messages, expected)
+
+
+def render_conversation(
+    box: TokenizerBox, messages: Sequence[Message], template: Mapping[str, Any]
+) -> str:
+    """Return what the chat template makes of a conversation, up to the assistant's turn.
+
+    The arguments of calls are objects. Some templates, such as DeepSeek's, accept only their JSON.
+
+    Raises:
+        InvalidRequest: the template rejects the messages.
+    """
+    try:
+        return box.render(messages, template)
+    except InvalidRequest:
+        if not any(message.get("tool_calls") for message in messages):
+            raise
+        return box.render([_with_json(message) for message in messages], template)
+
+
+def _with_json(message: Message) -> Message:
+    calls = []
+    for call in message.get("tool_calls") or ():
+        function = dict(call["function"])
+        if not isinstance(function.get("arguments"), str):
+            function["arguments"] = json.dumps(function.get("arguments"), ensure_ascii=False)
+        calls.append({**call, "function": function})
+    return {**message, "tool_calls": calls} if calls else message

@@ -26,7 +26,7 @@ from ..inference.sampling import DEFAULT_MAX_NEW_TOKENS, Prepared, own_names
 from ..inference.tokens import TokenIds, check_ids
 from .gate import Gate
 from .history import History
-from .observations import Dialogue, Observation, encode_observations
+from .observations import Dialogue, Observation, encode_observations, parsed
 from .session_spec import SessionSpec
 from .trajectory import Trajectory
 from .turn import MOST_REWARD
@@ -148,10 +148,17 @@ class Session:
                 loop = asyncio.get_running_loop()
                 end = None if history.begins else history.end_token(history.last)
                 ids, dialogue = await loop.run_in_executor(
-                    None, encode_observations, self._spec, observed, before, dialogue, end
+                    None,
+                    encode_observations,
+                    self._spec,
+                    observed,
+                    before,
+                    dialogue,
+                    end,
+                    history.said(),
                 )
             completion = await self._sample(ids, prepared)
-            self._keep(ids, completion, dialogue)
+            await self._keep(ids, completion, dialogue)
             return completion
         except BaseException as error:
             if not self._history.turns:
@@ -249,14 +256,21 @@ class Session:
                 raise
         return completion
 
-    def _keep(self, ids: bytes, completion: Completion, dialogue: Dialogue) -> None:
+    async def _keep(self, ids: bytes, completion: Completion, dialogue: Dialogue) -> None:
         """Record a finished turn. A failed turn records nothing."""
         chunks = completion._chunks
+        said = None
+        if (renderer := self._spec.renderer) is not None:
+            tokens = b"".join([ids, *[chunk.ids for chunk in chunks]])
+            number = len(self._history.turns)
+            loop = asyncio.get_running_loop()
+            said = await loop.run_in_executor(None, parsed, renderer, tokens, dialogue, number)
+            completion.__dict__["message"] = said
         del self._pending[: self._taken]
         if not self._history.turns:
             first = next((chunk for chunk in chunks if chunk.ids), None)
             self._oldest = self._oldest if first is None else first.version
-        self._history.keep(ids, completion, dialogue)
+        self._history.keep(ids, completion, dialogue, said)
         if self._on_turn is not None:
             new = len(self._history.tokens) - len(ids)
             self._on_turn(len(ids), chunks[-1].cached_tokens, new)
@@ -467,21 +481,3 @@ class Session:
         Each sampled token is in the loss of one of them.
         """
         return list(self.trajectory(reward).leaves)
-
-
-def session_of_sample(
-    spec: SessionSpec,
-    gate: Gate,
-    on_turn: Callable[[int, int, int], None],
-    seed: int | None,
-    item: int,
-    sample: int,
-) -> Session:
-    """Return the session of one sample of a run.
-
-    The numbers ``item`` and ``sample`` are added to the metadata, unless it has these names.
-    """
-    session = Session(spec, gate, on_turn, seed)
-    session.metadata.setdefault("item", item)
-    session.metadata.setdefault("sample", sample)
-    return session

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, Protocol
+
+import numpy as np
 
 from ..config import check_target, check_timeout
 from ..driver.port import PoolPort
@@ -14,6 +17,9 @@ from ..inference.requests import Requests
 from ..inference.sampling import Prepared, SamplingParams, own_names
 from ..inference.tokens import TokenIds, check_ids
 from ..wire.engine import EngineInfo
+from .renderer import Renderer, find_renderer, render_conversation
+
+logger = logging.getLogger("sglrl.sessions")
 
 
 class SessionClient(Protocol):
@@ -50,6 +56,7 @@ class SessionSpec:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
         allow_rewrite: bool = False,
+        renderer: str | None = None,
         timeout: float | None = None,
         priority: int = 0,
         metadata: Mapping[str, Any] | None = None,
@@ -59,11 +66,17 @@ class SessionSpec:
         given = (prompt is not None) + (messages is not None) + (input_ids is not None)
         if given != 1:
             raise InvalidRequest(f"give exactly one of prompt, input_ids, messages; got {given}")
+        if renderer is not None and (messages is None or allow_rewrite):
+            why = "with allow_rewrite, none is used" if allow_rewrite else "none are given"
+            raise InvalidRequest(f"renderer is for messages: {why}")
         limit = check_timeout(timeout)
         self.client = client
         self.requests = client._started()
         self.weights = client._pool.weights
         self.allow_rewrite = bool(allow_rewrite)
+        self.renderer: Renderer | None = None
+        """Parses and extends the conversation. Known after ``ids``."""
+        self._renderer = renderer
         self.timeout = client._timeout if limit is None else limit
         self.priority, *_ = check_target(priority, None, None)
         self.metadata = metadata or {}
@@ -127,8 +140,29 @@ class SessionSpec:
                     )
                     if several:
                         raise InvalidRequest("a session has one prompt, got a list")
+                    if self.messages is not None and not self.allow_rewrite:
+                        loop = asyncio.get_running_loop()
+                        await loop.run_in_executor(None, self._find_renderer, prompts[0])
                     (self._ids,) = prompts
         return self._ids
+
+    def _find_renderer(self, prompt: bytes) -> None:
+        """Find the renderer, and check that it makes these tokens of the messages.
+
+        Raises:
+            InvalidRequest: the user has named a renderer that does not.
+        """
+        found = find_renderer(self._renderer, self.requests.box, self.template)
+        if found is not None and not self.begun:
+            assert self.messages is not None
+            ids = np.frombuffer(prompt, "<i4").tolist()
+            difference = found.difference(self.messages, ids)
+            if difference and self._renderer is not None:
+                raise InvalidRequest(f"renderer={self._renderer!r} does not fit: {difference}")
+            if difference:
+                logger.info("the renderer %r is not used: %s", found.name, difference)
+                found = None
+        self.renderer = found
 
     async def encode(self, messages: Sequence[Message]) -> bytes:
         """Return the token ids of another conversation in place of the prompt, int32 bytes."""
@@ -140,4 +174,5 @@ class SessionSpec:
         return self.requests.samplings.prepare(self.sampling, {**self.values, **own_names(values)})
 
     def render(self, messages: Sequence[Message]) -> str:
-        return self.requests.box.render(messages, self.template)
+        """Return the text of a conversation, up to the assistant's turn."""
+        return render_conversation(self.requests.box, messages, self.template)

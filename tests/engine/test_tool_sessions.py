@@ -1,0 +1,215 @@
+"""Sessions with tools on the real engine, with Qwen3's chat template and a tiny vocabulary."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from sessions.families import FAMILIES, family_tokenizer
+
+import sglrl
+from sglrl.api.tiny_model import make_model
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+ASK = [{"role": "user", "content": "What is 2 + 3?"}]
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: the first number
+        b: the second number
+    """
+    return a + b
+
+
+CALL = r'<tool_call>\n\{"name": "add", "arguments": \{"a": [0-9], "b": [0-9]\}\}\n</tool_call>'
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def tools_client(models: Path) -> AsyncIterator[sglrl.Client]:
+    folder = make_model(models / "qwen3-tools")
+    family_tokenizer(folder, FAMILIES["qwen3"])
+    async with sglrl.launch(folder, device="cpu") as client:
+        yield client
+
+
+def written_as(client: sglrl.Client, pattern: str) -> dict[str, Any]:
+    """Return sampling options for text of a pattern, whose tags are single tokens."""
+    tags = ["<tool_call>", "</tool_call>", "<think>", "</think>", "<|im_end|>"]
+    bias = {client.tokenizer.convert_tokens_to_ids(tag): 100.0 for tag in tags}
+    return {"regex": pattern, "logit_bias": bias, "max_new_tokens": 200}
+
+
+def rendered(client: sglrl.Client, messages: list[dict[str, Any]]) -> str:
+    text: str = client.tokenizer.apply_chat_template(
+        messages, tools=[add], tokenize=False, add_generation_prompt=True
+    )
+    return text
+
+
+def text_of(client: sglrl.Client, turn: sglrl.Completion) -> str:
+    text: str = client.tokenizer.decode(turn.prompt_ids.tolist())
+    return text
+
+
+async def test_calls_and_results(tools_client: sglrl.Client) -> None:
+    client = tools_client
+    two = written_as(client, f"{CALL}\n{CALL}")
+    messages: list[dict[str, Any]] = list(ASK)
+    async with client.session(messages=ASK, tools=[add]) as session:
+        before: list[int] = []
+        for number in range(4):
+            turn = await session.generate(**two)
+            assert turn.prompt_ids[: len(before)].tolist() == before
+            assert text_of(client, turn) == rendered(client, messages)
+            assert turn.finish_reason == "stop"
+            message = turn.message
+            assert (message.role, message.content, message.reasoning_content) == (
+                "assistant", "", None
+            )  # fmt: skip
+            assert [call.id for call in turn.tool_calls] == [f"call_{number}_{i}" for i in (0, 1)]
+            results: list[dict[str, Any]] = []
+            for call in turn.tool_calls:
+                assert (call.name, call.error) == ("add", "")
+                assert call.arguments is not None
+                assert call.arguments.keys() == {"a", "b"}
+                result = str(add(**call.arguments))
+                results.append({"role": "tool", "tool_call_id": call.id, "content": result})
+            session.observe(results)
+            messages += [message.as_dict(), *results]
+            before = session.ids.tolist()
+        whole = session.trajectory()
+    assert whole.branches == ()
+    assert whole.messages == messages[:-2]
+    assert len(whole.turns) == 4
+
+
+async def test_a_new_question_after_reasoning_branches(tools_client: sglrl.Client) -> None:
+    """Qwen3's template removes the reasoning of earlier turns when the user asks again."""
+    client = tools_client
+    thinks = written_as(client, r"<think>\n[a-z]{9}\n</think>\n\n[a-z]{5}")
+    thinks_and_calls = written_as(client, rf"<think>\n[a-z]{{9}}\n</think>\n\n{CALL}")
+    async with client.session(messages=ASK, tools=[add]) as session:
+        first = await session.generate(**thinks_and_calls)
+        assert first.message.reasoning_content is not None
+        assert len(first.message.reasoning_content.strip()) == 9
+        (call,) = first.tool_calls
+        session.observe({"role": "tool", "tool_call_id": call.id, "content": "5"})
+        second = await session.generate(**thinks)
+        # The reasoning before a call stays.
+        assert second.prompt_ids[: len(first.prompt_ids)].tolist() == first.prompt_ids.tolist()
+        assert first.message.reasoning_content in text_of(client, second)
+        assert len(second.message.content.strip()) == 5
+        session.observe({"role": "user", "content": "And now?"})
+        third = await session.generate(**thinks)
+        conversation = session.trajectory().messages
+        leaves = session.trajectories()
+    assert conversation is not None
+    assert text_of(client, third) == rendered(client, conversation[:-1])
+    for turn in (first, second):
+        assert turn.message.reasoning_content is not None
+        assert turn.message.reasoning_content.strip() not in text_of(client, third)
+    sampled = [leaf.response_ids[leaf.loss_mask].tolist() for leaf in leaves]
+    assert sampled == [
+        [*first.output_ids.tolist(), *second.output_ids.tolist()],
+        third.output_ids.tolist(),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "error"),
+    [
+        (r'<tool_call>\n\{"name": "add", "arguments": [a-z]{3}\}\n</tool_call>', "not JSON"),
+        (r'<tool_call>\n\{"arguments": \{\}\}\n</tool_call>', "names no tool"),
+        (r'<tool_call>\n\{"name": "add"', "not JSON"),
+        (r'<tool_call>\n\{"name": "add", "arguments": "[a-z]{3}"\}\n</tool_call>', "not"),
+    ],
+)
+async def test_a_malformed_call_is_data(
+    tools_client: sglrl.Client, pattern: str, error: str
+) -> None:
+    client = tools_client
+    async with client.session(messages=ASK, tools=[add]) as session:
+        turn = await session.generate(**written_as(client, f"[a-z]{{3}}\n{pattern}\n{CALL}"))
+        wrong, *others = turn.tool_calls
+        assert error in wrong.error
+        assert wrong.arguments is None
+        assert wrong.raw
+        if others:
+            assert [call.error for call in others] == [""]
+        session.observe({"role": "tool", "content": "That is no call."})
+        before = session.ids.tolist()
+        following = await session.generate(max_new_tokens=2)
+        assert following.prompt_ids[: len(before)].tolist() == before
+
+
+async def test_which_renderer(tools_client: sglrl.Client) -> None:
+    client = tools_client
+    call = written_as(client, CALL)
+    for renderer, calls in ((None, 1), ("qwen3", 1), ("template", 0)):
+        async with client.session(messages=ASK, tools=[add], renderer=renderer) as session:
+            turn = await session.generate(**call)
+            assert len(turn.tool_calls) == calls
+            if not calls:
+                assert "<tool_call>" in turn.message.content
+                session.observe({"role": "user", "content": "And?"})
+                before = session.ids.tolist()
+                turn = await session.generate(max_new_tokens=1)
+                assert turn.prompt_ids[: len(before)].tolist() == before
+    for name, why in (
+        ("qwen4", "there is no renderer 'qwen4'; known: deepseek-r1, "),
+        ("glm-4.5", "the renderer 'glm-4.5' does not fit this model"),
+        ("qwen3.5", "renderer='qwen3.5' does not fit: token"),
+    ):
+        with pytest.raises(sglrl.InvalidRequest, match=why):
+            await client.session(messages=ASK, tools=[add], renderer=name).generate()
+    for arguments, why in (
+        ({"prompt": "x"}, "none are given"),
+        ({"messages": ASK, "allow_rewrite": True}, "with allow_rewrite, none is used"),
+    ):
+        with pytest.raises(sglrl.InvalidRequest, match=why):
+            client.session(renderer="qwen3", **arguments)  # type: ignore[arg-type]
+
+
+async def test_thinking_disabled(tools_client: sglrl.Client) -> None:
+    """Qwen3's own template rewrites the turns of such a conversation; the renderer does not."""
+    client = tools_client
+    async with client.session(
+        messages=ASK, template={"enable_thinking": False}, renderer="qwen3"
+    ) as session:
+        for _ in range(3):
+            turn = await session.generate(regex="[a-z]{5}", max_new_tokens=20)
+            assert len(turn.message.content) == 5
+            session.observe({"role": "user", "content": "And now?"})
+        assert len(session.trajectories()) == 1
+
+
+async def test_a_rollout_with_tools(tools_client: sglrl.Client) -> None:
+    client = tools_client
+    call = written_as(client, CALL)
+
+    async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:
+        total = 0
+        for _ in range(3):
+            turn = await session.generate(**call)
+            results = [
+                {"role": "tool", "tool_call_id": c.id, "content": str(add(**(c.arguments or {})))}
+                for c in turn.tool_calls
+            ]
+            total += len(results)
+            session.observe(results)
+        return total
+
+    async with sglrl.rollout(
+        client, agent, [{"messages": ASK}] * 4, group_size=2, tools=[add]
+    ) as run:
+        groups = [group async for group in run]
+    assert [group.rewards.tolist() for group in groups] == [[3, 3]] * 4
+    await asyncio.sleep(0)
