@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         RolloutFailed,
         SettingsMismatch,
         SglrlError,
+        ToolError,
         UnknownEndpoint,
         UpdateInProgress,
         UsageError,
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
         VersionSpan,
     )
     from .inference.engine_controls import WorkerStats
+    from .inference.message import AssistantMessage, ToolCall
     from .inference.sampling import SamplingParams
     from .inference.stream import Stream
     from .remote.client import connect
@@ -74,6 +76,7 @@ if TYPE_CHECKING:
 _HOME = {
     "Actor": "actors.actor",
     "ActorHandle": "actors.spawning",
+    "AssistantMessage": "inference.message",
     "BlockingClient": "api.blocking",
     "BlockingRollout": "api.blocking",
     "BlockingSession": "api.blocking",
@@ -110,6 +113,8 @@ _HOME = {
     "SglrlError": "errors",
     "Stream": "inference.stream",
     "Timing": "inference.completion",
+    "ToolCall": "inference.message",
+    "ToolError": "errors",
     "TopLogprobs": "inference.completion",
     "Trajectory": "sessions.trajectory",
     "TrajectoryTiming": "sessions.turn",
@@ -136,6 +141,7 @@ _HOME = {
 __all__ = [
     "Actor",
     "ActorHandle",
+    "AssistantMessage",
     "BlockingClient",
     "BlockingRollout",
     "BlockingSession",
@@ -172,6 +178,8 @@ __all__ = [
     "SglrlError",
     "Stream",
     "Timing",
+    "ToolCall",
+    "ToolError",
     "TopLogprobs",
     "Trajectory",
     "TrajectoryTiming",

@@ -15,6 +15,7 @@
     ├── DeadlineExceeded (TimeoutError)
     ├── RemoteError                    an exception inside the actor, with its traceback
     ├── RolloutFailed                  too many recent samples of a rollout failed
+    ├── ToolError                      a tool that the model called gave no result
     ├── EngineError                    the engine aborted a well-formed request
     ├── WeightUpdateError              an update was aborted; every worker has its old weights
     │   ├── SettingsMismatch           sender and worker could not form a group: a setting differs
@@ -49,6 +50,7 @@ __all__ = [
     "RolloutFailed",
     "SettingsMismatch",
     "SglrlError",
+    "ToolError",
     "UnknownEndpoint",
     "UpdateInProgress",
     "UsageError",
@@ -175,6 +177,23 @@ class RolloutFailed(SglrlError):
 
     The message contains the rate and the most frequent error. ``__cause__`` is the latest error.
     """
+
+
+class ToolError(SglrlError):
+    """A tool that the model called gave no result. ``__cause__`` is the tool's own exception.
+
+    Attributes:
+        tool: name of the tool in the call.
+        call_id: id of the call.
+    """
+
+    tool: str
+    call_id: str
+
+    def __init__(self, message: str, *, tool: str = "", call_id: str = "") -> None:
+        super().__init__(message)
+        self.tool = tool
+        self.call_id = call_id
 
 
 class EngineError(SglrlError):

@@ -9,7 +9,7 @@ import functools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Self, SupportsFloat, TypeVar
 
 import numpy as np
@@ -28,6 +28,7 @@ from ..rollouts.group import Group
 from ..rollouts.metrics import RolloutMetrics
 from ..rollouts.run import Rollout, rollout
 from ..sessions.session import Session
+from ..sessions.tools import Tool
 from ..sessions.trajectory import Trajectory
 from ..system_limits import start_thread
 from ..weights.local_sender import TensorMetadata
@@ -293,6 +294,10 @@ class BlockingSession:
     def generate(self, **values: Any) -> Completion:
         """See ``Session.generate``."""
         return self._client._wait(self._session.generate(**values))
+
+    def run_tools(self, tools: Mapping[str, Tool] | Sequence[Tool], **values: Any) -> Completion:
+        """See ``Session.run_tools``."""
+        return self._client._wait(self._session.run_tools(tools, **values))
 
     def observe(self, what: Any) -> None:
         """See ``Session.observe``."""

@@ -28,6 +28,7 @@ from .gate import Gate
 from .history import History
 from .observations import Dialogue, Observation, encode_observations, parsed
 from .session_spec import SessionSpec
+from .tools import OnError, Tool, run_tools
 from .trajectory import Trajectory
 from .turn import MOST_REWARD
 
@@ -274,6 +275,20 @@ class Session:
         if self._on_turn is not None:
             new = len(self._history.tokens) - len(ids)
             self._on_turn(len(ids), chunks[-1].cached_tokens, new)
+
+    async def run_tools(
+        self,
+        tools: Mapping[str, Tool] | Sequence[Tool],
+        *,
+        max_turns: int = 10,
+        timeout: float | None = 60.0,
+        on_error: OnError = "observe",
+        max_result: int = 32_768,
+        **values: Unpack[SamplingOptions],
+    ) -> Completion:
+        """Sample turns and run the tools that they call. See ``sessions.tools.run_tools``."""
+        limits = {"max_turns": max_turns, "timeout": timeout, "max_result": max_result}
+        return await run_tools(self, tools, on_error=on_error, **limits, **values)  # type: ignore[arg-type]
 
     # --- observations and rewards -----------------------------------------------------------------
 

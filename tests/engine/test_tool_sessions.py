@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
+import re
+import runpy
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
+from readme import DOCS
 from sessions.families import FAMILIES, family_tokenizer
 
 import sglrl
 from sglrl.api.tiny_model import make_model
-
-pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 ASK = [{"role": "user", "content": "What is 2 + 3?"}]
 
@@ -59,6 +59,7 @@ def text_of(client: sglrl.Client, turn: sglrl.Completion) -> str:
     return text
 
 
+@pytest.mark.asyncio(loop_scope="session")
 async def test_calls_and_results(tools_client: sglrl.Client) -> None:
     client = tools_client
     two = written_as(client, f"{CALL}\n{CALL}")
@@ -91,6 +92,7 @@ async def test_calls_and_results(tools_client: sglrl.Client) -> None:
     assert len(whole.turns) == 4
 
 
+@pytest.mark.asyncio(loop_scope="session")
 async def test_a_new_question_after_reasoning_branches(tools_client: sglrl.Client) -> None:
     """Qwen3's template removes the reasoning of earlier turns when the user asks again."""
     client = tools_client
@@ -132,6 +134,7 @@ async def test_a_new_question_after_reasoning_branches(tools_client: sglrl.Clien
         (r'<tool_call>\n\{"name": "add", "arguments": "[a-z]{3}"\}\n</tool_call>', "not"),
     ],
 )
+@pytest.mark.asyncio(loop_scope="session")
 async def test_a_malformed_call_is_data(
     tools_client: sglrl.Client, pattern: str, error: str
 ) -> None:
@@ -150,6 +153,7 @@ async def test_a_malformed_call_is_data(
         assert following.prompt_ids[: len(before)].tolist() == before
 
 
+@pytest.mark.asyncio(loop_scope="session")
 async def test_which_renderer(tools_client: sglrl.Client) -> None:
     client = tools_client
     call = written_as(client, CALL)
@@ -178,6 +182,7 @@ async def test_which_renderer(tools_client: sglrl.Client) -> None:
             client.session(renderer="qwen3", **arguments)  # type: ignore[arg-type]
 
 
+@pytest.mark.asyncio(loop_scope="session")
 async def test_thinking_disabled(tools_client: sglrl.Client) -> None:
     """Qwen3's own template rewrites the turns of such a conversation; the renderer does not."""
     client = tools_client
@@ -191,6 +196,25 @@ async def test_thinking_disabled(tools_client: sglrl.Client) -> None:
         assert len(session.trajectories()) == 1
 
 
+def test_the_page_runs(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_model(models / "qwen3-page")
+    family_tokenizer(folder, FAMILIES["qwen3"])
+    code, *_ = re.findall(r"```python\n(.*?)```", (DOCS / "tools.md").read_text(), re.DOTALL)
+    for before, after in {
+        '"Qwen/Qwen3-0.6B"': repr(str(folder)),
+        "launch(MODEL)": 'launch(MODEL, device="cpu")',
+        "max_new_tokens=512": "max_new_tokens=8",
+    }.items():
+        assert code.count(before) == 1
+        code = code.replace(before, after)
+    script = folder / "page.py"
+    script.write_text(code)
+    runpy.run_path(str(script))
+    # The random model calls no tool.
+    assert capsys.readouterr().out.startswith("[0. 0. 0. 0.] ")
+
+
+@pytest.mark.asyncio(loop_scope="session")
 async def test_a_rollout_with_tools(tools_client: sglrl.Client) -> None:
     client = tools_client
     call = written_as(client, CALL)
@@ -212,4 +236,3 @@ async def test_a_rollout_with_tools(tools_client: sglrl.Client) -> None:
     ) as run:
         groups = [group async for group in run]
     assert [group.rewards.tolist() for group in groups] == [[3, 3]] * 4
-    await asyncio.sleep(0)

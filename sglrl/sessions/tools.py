@@ -1,0 +1,223 @@
+"""Run the tools that an assistant calls: ``Session.run_tools``."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from ..config import check_timeout
+from ..errors import ToolError, UsageError
+from ..inference.completion import Completion
+from ..inference.message import ToolCall
+from ..system_limits import start_thread
+
+Tool = Callable[..., Any]
+"""Called with the arguments of a call, by name. It returns the result, or an awaitable of it."""
+OnError = Literal["observe", "raise"]
+
+
+class Conversation(Protocol):
+    """The parts of ``Session`` that the loop uses."""
+
+    metadata: dict[str, Any]
+
+    @property
+    def room(self) -> int: ...
+
+    async def generate(self, **values: Any) -> Completion: ...
+
+    def observe(self, what: Any) -> None: ...
+
+
+async def run_tools(
+    session: Conversation,
+    tools: Mapping[str, Tool] | Sequence[Tool],
+    *,
+    max_turns: int,
+    timeout: float | None,
+    on_error: OnError,
+    max_result: int,
+    **values: Any,
+) -> Completion:
+    """Sample turns and run the tools that they call, until a turn calls none.
+
+    The calls of a turn run at the same time. Their results are observed as messages of the role
+    "tool": text as it is, everything else as JSON. A call gives no result if it is not valid, if
+    there is no such tool, if the tool raises, or if it takes too long. The observation then says
+    why, after "error: ". ``session.metadata["tool_errors"]`` has all of them.
+
+    Args:
+        tools: coroutine functions, endpoints of actors, or functions, which run in threads; by the
+            name in their schema, or as a list of functions with these names. They get the arguments
+            of a call by name.
+        max_turns: the last turn that may be sampled. Its calls are not run.
+        timeout: seconds for each call. A tool that does not end when it is cancelled is left alone.
+        on_error: "raise": raise the first ``ToolError`` of a turn instead of observing its results.
+        max_result: characters of a result that are observed.
+        **values: sampling options of the turns.
+
+    Returns:
+        The last turn: the first one without calls, or that of ``max_turns``, or the one after whose
+        results the context is full.
+
+    Raises:
+        ToolError: see ``on_error``.
+        UsageError: an argument is wrong.
+        Others: as ``Session.generate``.
+    """
+    found = _by_name(tools)
+    limit = check_timeout(timeout)
+    if on_error not in ("observe", "raise"):
+        raise UsageError(f'on_error must be "observe" or "raise", got {on_error!r}')
+    for name, number in (("max_turns", max_turns), ("max_result", max_result)):
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise UsageError(f"{name} must be an integer of at least 1, got {number!r}")
+    for number in range(1, max_turns + 1):
+        turn = await session.generate(**values)
+        calls = turn.tool_calls
+        if not calls or number == max_turns:
+            break
+        outcomes = await _run_all([_run(found, call, limit) for call in calls])
+        errors = [outcome for outcome in outcomes if isinstance(outcome, ToolError)]
+        for error in errors:
+            session.metadata.setdefault("tool_errors", []).append(
+                {"call": error.call_id, "tool": error.tool, "error": error.message}
+            )
+        if errors and on_error == "raise":
+            raise errors[0]
+        session.observe(
+            [
+                {
+                    "role": "tool",
+                    "tool_call_id": call.id,
+                    "name": call.name,
+                    "content": _text(outcome, max_result),
+                }
+                for call, outcome in zip(calls, outcomes, strict=True)
+            ]
+        )
+        if not session.room:
+            break
+    return turn
+
+
+def _by_name(tools: Mapping[str, Tool] | Sequence[Tool]) -> dict[str, Tool]:
+    if isinstance(tools, Mapping):
+        found = dict(tools)
+    else:
+        found = {getattr(tool, "__name__", repr(tool)): tool for tool in tools}
+        if len(found) < len(tools):
+            raise UsageError("two of the tools have the same name")
+    wrong = [name for name, tool in found.items() if not callable(tool)]
+    if wrong:
+        raise UsageError(f"the tool {wrong[0]!r} cannot be called")
+    return found
+
+
+async def _run_all(runs: Sequence[Any]) -> list[Any]:
+    """Run all calls at the same time. If this is cancelled, so are they."""
+    tasks = [asyncio.ensure_future(run) for run in runs]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _run(tools: Mapping[str, Tool], call: ToolCall, timeout: float | None) -> Any:
+    """Return the result of a call, or why there is none."""
+    if call.error:
+        return ToolError(f"this is no valid call: {call.error}", tool=call.name, call_id=call.id)
+    tool = tools.get(call.name)
+    if tool is None:
+        known = ", ".join(sorted(tools)) or "none"
+        return ToolError(
+            f"there is no tool {call.name!r}; there are: {known}", tool=call.name, call_id=call.id
+        )
+    task = asyncio.ensure_future(_result(tool, call.arguments or {}))
+    try:
+        await asyncio.wait({task}, timeout=timeout)
+    except asyncio.CancelledError:
+        task.cancel()
+        raise
+    if not task.done():
+        # A tool that ignores its cancellation is not waited for.
+        task.cancel()
+        task.add_done_callback(_retrieve)
+        return ToolError(f"no result within {timeout:g} s", tool=call.name, call_id=call.id)
+    if task.cancelled():
+        return ToolError("the tool was cancelled", tool=call.name, call_id=call.id)
+    error = task.exception()
+    if error is None:
+        return task.result()
+    if not isinstance(error, Exception):
+        raise error
+    failure = ToolError(f"{type(error).__name__}: {error}", tool=call.name, call_id=call.id)
+    failure.__cause__ = error
+    return failure
+
+
+async def _result(tool: Tool, arguments: dict[str, Any]) -> Any:
+    called = tool if inspect.isroutine(tool) else getattr(tool, "__call__", tool)  # noqa: B004
+    if inspect.iscoroutinefunction(tool) or inspect.iscoroutinefunction(called):
+        return await tool(**arguments)
+    made = await _in_thread(functools.partial(tool, **arguments))
+    return await made if inspect.isawaitable(made) else made
+
+
+async def _in_thread(call: Callable[[], Any]) -> Any:
+    """Call a function that may block, or never return, in a thread that no exit waits for."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Any] = loop.create_future()
+
+    def finish(result: Any, error: Exception | None) -> None:
+        if not done.done():
+            if error is None:
+                done.set_result(result)
+            else:
+                done.set_exception(error)
+
+    def run() -> None:
+        result: Any = None
+        error: Exception | None = None
+        try:
+            result = call()
+        except StopIteration as stop:
+            # A future cannot hold it.
+            error = RuntimeError(repr(stop))
+        except Exception as failure:
+            error = failure
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(finish, result, error)
+
+    start_thread(threading.Thread(target=run, name="sglrl-tool", daemon=True))
+    return await done
+
+
+def _retrieve(task: asyncio.Task[Any]) -> None:
+    """Take the exception of a task that nobody waits for, so that asyncio logs nothing."""
+    if not task.cancelled():
+        task.exception()
+
+
+def _text(outcome: Any, most: int) -> str:
+    """Return a result as the content of a message, with at most ``most`` characters of it."""
+    if isinstance(outcome, ToolError):
+        text = f"error: {outcome.message}"
+    elif isinstance(outcome, str):
+        text = outcome
+    else:
+        try:
+            text = msgspec.json.encode(outcome, enc_hook=str).decode()
+        except (TypeError, ValueError, OverflowError, RecursionError):
+            text = str(outcome)
+    if len(text) > most:
+        return f"{text[:most]}... (cut: {len(text):,} characters)"
+    return text
