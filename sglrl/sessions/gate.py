@@ -3,6 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Protocol
+
+
+class TimeLimit(Protocol):
+    """The time limit of a task, as ``asyncio.timeout``. Its clock stops while a run is paused."""
+
+    def when(self) -> float | None: ...
+
+    def reschedule(self, when: float | None) -> None: ...
 
 
 class Gate:

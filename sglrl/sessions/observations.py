@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from ..errors import InvalidRequest
 from ..inference.message import AssistantMessage
-from ..inference.prompts import Message
+from ..inference.prompts import Message, check_conversation
 from ..inference.tokens import check_ids
 from .continuation import continued
 from .renderer import Renderer
@@ -30,6 +31,29 @@ class Dialogue(NamedTuple):
     messages: list[Message] | None
     begun: str = ""
     answer_at: int = 0
+
+
+def as_observation(given: Any, vocab_size: int) -> Observation:
+    """Return what ``Session.observe`` was given as an observation. It may be empty.
+
+    Raises:
+        InvalidRequest: it is neither text nor token ids nor messages, or a part of it is wrong.
+    """
+    if isinstance(given, str):
+        return given
+    if type(given) is list and given and type(given[0]) is int:
+        # Test for a list of ints first, because isinstance(..., Mapping) is slow.
+        return check_ids(given, vocab_size)
+    several = isinstance(given, (list, tuple)) and given and isinstance(given[0], Mapping)
+    if isinstance(given, Mapping) or several:
+        messages = check_conversation([given] if isinstance(given, Mapping) else list(given))
+        return [dict(message) for message in messages]
+    if not hasattr(given, "__len__"):
+        raise InvalidRequest(
+            f"an observation is text, token ids or messages, got {type(given).__name__}"
+        )
+    # An empty list is allowed: the output of a tool may be empty.
+    return check_ids(given, vocab_size) if len(given) else b""
 
 
 def encode_observations(

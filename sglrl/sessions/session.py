@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, Protocol, Self, SupportsFloat, Unpack
+from functools import partial
+from typing import Any, NoReturn, Self, SupportsFloat, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,22 +24,20 @@ from ..inference.completion import Completion
 from ..inference.options import SamplingOptions
 from ..inference.prompts import Message, check_conversation, load_tokenizer
 from ..inference.sampling import DEFAULT_MAX_NEW_TOKENS, Prepared, own_names
-from ..inference.tokens import TokenIds, check_ids
-from .gate import Gate
+from ..inference.tokens import TokenIds
+from .gate import Gate, TimeLimit
 from .history import History
-from .observations import Dialogue, Observation, encode_observations, parsed
+from .observations import (
+    Dialogue,
+    Observation,
+    as_observation,
+    encode_observations,
+    parsed,
+)
 from .session_spec import SessionSpec
 from .tools import OnError, Tool, run_tools
 from .trajectory import Trajectory
 from .turn import MOST_REWARD
-
-
-class TimeLimit(Protocol):
-    """The time limit of a task, as ``asyncio.timeout``. Its clock stops while a run is paused."""
-
-    def when(self) -> float | None: ...
-
-    def reschedule(self, when: float | None) -> None: ...
 
 
 class Session:
@@ -148,16 +147,8 @@ class Session:
                 # Tokenize in a thread, so that the event loop is not blocked.
                 loop = asyncio.get_running_loop()
                 end = None if history.begins else history.end_token(history.last)
-                ids, dialogue = await loop.run_in_executor(
-                    None,
-                    encode_observations,
-                    self._spec,
-                    observed,
-                    before,
-                    dialogue,
-                    end,
-                    history.said(),
-                )
+                encode = partial(encode_observations, self._spec, observed, before, dialogue, end)
+                ids, dialogue = await loop.run_in_executor(None, encode, history.said())
             completion = await self._sample(ids, prepared)
             await self._keep(ids, completion, dialogue)
             return completion
@@ -286,7 +277,32 @@ class Session:
         max_result: int = 32_768,
         **values: Unpack[SamplingOptions],
     ) -> Completion:
-        """Sample turns and run the tools that they call. See ``sessions.tools.run_tools``."""
+        """Sample turns and run the tools that they call, until a turn calls none.
+
+        The calls of a turn run at the same time. Their results are observed as messages of the role
+        "tool": text as it is, everything else as JSON. A call gives no result if it is not valid,
+        if there is no such tool, if the tool raises, or if it takes too long. The observation then
+        says why, after "error: ". ``session.metadata["tool_errors"]`` has all of them.
+
+        Args:
+            tools: coroutine functions, endpoints of actors, or functions, which run in threads; by
+                the name in their schema, or as a list of functions with these names. They get the
+                arguments of a call by name.
+            max_turns: the last turn that may be sampled. Its calls are not run.
+            timeout: seconds for each call. A tool that does not end when it is cancelled is left
+                alone.
+            on_error: "raise": raise the first ``ToolError`` of a turn instead of observing its
+                results.
+            max_result: characters of a result that are observed.
+            **values: as for ``generate``.
+
+        Returns:
+            The last turn: the first one without calls, or that of ``max_turns``, or the one after
+            whose results the context is full.
+
+        Raises:
+            ToolError: see ``on_error``. Others as ``generate``.
+        """
         limits = {"max_turns": max_turns, "timeout": timeout, "max_result": max_result}
         return await run_tools(self, tools, on_error=on_error, **limits, **values)  # type: ignore[arg-type]
 
@@ -311,27 +327,11 @@ class Session:
                 the messages, ``generate`` raises.
             UsageError: messages were given before the first turn, or in a session without messages.
         """
-        given: Any = what
-        if isinstance(given, str):
-            if given:
-                self._pending.append(given)
+        new = as_observation(what, self._spec.vocab_size)
+        if not isinstance(new, list):
+            if new:
+                self._pending.append(new)
             return
-        if type(given) is list and given and type(given[0]) is int:
-            # Test for a list of ints first, because isinstance(..., Mapping) is slow.
-            self._pending.append(check_ids(given, self._spec.vocab_size))
-            return
-        several = isinstance(given, (list, tuple)) and given and isinstance(given[0], Mapping)
-        if not isinstance(given, Mapping) and not several:
-            if not hasattr(given, "__len__"):
-                raise InvalidRequest(
-                    f"an observation is text, token ids or messages, got {type(given).__name__}"
-                )
-            if len(given):
-                # An empty list is allowed and ignored: the output of a tool may be empty.
-                self._pending.append(check_ids(given, self._spec.vocab_size))
-            return
-        messages = check_conversation([given] if isinstance(given, Mapping) else list(given))
-        new: list[Message] = [dict(message) for message in messages]
         if self._history.dialogue.messages is None:
             raise UsageError("this session began without messages: observe text or token ids")
         last = self._pending[-1] if len(self._pending) > self._taken else None

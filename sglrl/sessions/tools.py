@@ -48,29 +48,7 @@ async def run_tools(
 ) -> Completion:
     """Sample turns and run the tools that they call, until a turn calls none.
 
-    The calls of a turn run at the same time. Their results are observed as messages of the role
-    "tool": text as it is, everything else as JSON. A call gives no result if it is not valid, if
-    there is no such tool, if the tool raises, or if it takes too long. The observation then says
-    why, after "error: ". ``session.metadata["tool_errors"]`` has all of them.
-
-    Args:
-        tools: coroutine functions, endpoints of actors, or functions, which run in threads; by the
-            name in their schema, or as a list of functions with these names. They get the arguments
-            of a call by name.
-        max_turns: the last turn that may be sampled. Its calls are not run.
-        timeout: seconds for each call. A tool that does not end when it is cancelled is left alone.
-        on_error: "raise": raise the first ``ToolError`` of a turn instead of observing its results.
-        max_result: characters of a result that are observed.
-        **values: sampling options of the turns.
-
-    Returns:
-        The last turn: the first one without calls, or that of ``max_turns``, or the one after whose
-        results the context is full.
-
-    Raises:
-        ToolError: see ``on_error``.
-        UsageError: an argument is wrong.
-        Others: as ``Session.generate``.
+    See ``Session.run_tools``.
     """
     found = _by_name(tools)
     limit = check_timeout(timeout)
