@@ -29,6 +29,7 @@ from .control_methods import ControlMethods
 from .engine_controls import Pausing
 from .options import GenerateOptions, MessageOptions, SamplingOptions
 from .prompts import Message, check_given_ids, template_arguments
+from .renderer import CompletionParser, completion_parser
 from .requests import Requests
 from .sampling import SamplingParams
 from .score_methods import ScoreMethods
@@ -266,6 +267,7 @@ class Client(WeightMethods, ControlMethods, ScoreMethods):
         template: Mapping[str, Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
+        renderer: str | None = None,
         n: int = 1,
         logprobs: bool = False,
         top_logprobs: int = 0,
@@ -289,10 +291,11 @@ class Client(WeightMethods, ControlMethods, ScoreMethods):
                 separator. Any other part (an image, audio, ...) raises ``InvalidRequest``.
             tools: descriptions of tools, for the chat template: JSON schemas as in OpenAI's API, or
                 Python functions with type hints and docstrings.
-            template: further arguments for the chat template (``enable_thinking``, ...).
-            chat_template_kwargs: another name for ``template``, as in vLLM and SGLang.
+            template, chat_template_kwargs: arguments for the template (``enable_thinking``, ...).
             continue_final_message: continue the last message, which must be the assistant's,
                 instead of beginning a new one. The completion holds only the new tokens.
+            renderer: parses ``Completion.message``, as in ``session``. None: one that fits, if
+                there are ``tools``.
             n: samples per prompt. They share the prompt's prefix cache on one worker. Either all
                 samples of all prompts are submitted at once, or none. The limit is the number of
                 calls in the workers' windows plus ``max_queue``, the calls that may wait at the
@@ -334,12 +337,15 @@ class Client(WeightMethods, ControlMethods, ScoreMethods):
             # Check before the prompts are encoded, because encoding may take long.
             requests.check_count(n, 1, worker)
         prompts: Sequence[bytes]
-        renders = tools or template or chat_template_kwargs or continue_final_message
+        parser: CompletionParser | None = None
+        renders = tools or template or chat_template_kwargs or continue_final_message or renderer
         if prompt is not None or messages is not None or input_ids is None or renders:
             options = template_arguments(
                 messages, tools, template, chat_template_kwargs, continue_final_message
             )
             several, prompts = await requests.encode_prompts(prompt, input_ids, messages, options)
+            if tools or renderer is not None:
+                parser = await completion_parser(renderer, requests.box, options, messages, prompts)
         elif type(input_ids) is list and input_ids and type(input_ids[0]) is int:
             several, prompts = False, (check_ids(input_ids, requests.vocab_size),)
         else:
@@ -361,11 +367,15 @@ class Client(WeightMethods, ControlMethods, ScoreMethods):
                 # After a malformed answer the worker may still send more, so cancel the call.
                 requests.driver.cancel(call)
                 raise
+            if parser is not None:
+                await parser.parse([completion])
             return [completion] if several else completion
         calls, futures = requests.samples(
             prompts, n, prepared, logprobs, top_logprobs, session, deadline, priority, worker
         )
         made = await submit_all(requests.driver, calls, futures)
+        if parser is not None:
+            await parser.parse(made)
         groups = made if n == 1 else [made[i : i + n] for i in range(0, len(made), n)]
         return groups if several else groups[0]
 
@@ -437,9 +447,8 @@ class Client(WeightMethods, ControlMethods, ScoreMethods):
                 example, they remove reasoning). By default, the session then branches (see
                 ``Trajectory.branches``). True: append the text that the template puts after the
                 answer, and keep the turns as sampled.
-            renderer: parses the turns (``Completion.message``) and extends the conversation, see
-                ``sessions.renderer``. None: the one that fits the chat template, if there is one.
-                A name such as "qwen3": this one. "template": none.
+            renderer: parses the turns (``Completion.message``) and extends the conversation. None:
+                the one that fits the chat template. A name: this one, as "qwen3"; "template": none.
             timeout: seconds for each turn. None: the client's timeout.
             priority: priority of each turn, as for ``generate``.
             metadata: values to store in the trajectory.

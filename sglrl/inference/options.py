@@ -77,3 +77,4 @@ class MessageOptions(GenerateOptions, total=False):
     template: Mapping[str, Any] | None
     chat_template_kwargs: Mapping[str, Any] | None
     continue_final_message: bool
+    renderer: str | None

@@ -4,7 +4,6 @@
 * ``history``: the turns that it has sampled, as a tree;
 * ``observations``: the tokens of observed text and messages;
 * ``session_spec``: how a session starts and samples;
-* ``renderer``: parses turns and extends conversations in a model's format;
 * ``continuation``: the text that a chat template adds after the model's own tokens;
 * ``tools``: runs the tools that the model calls;
 * ``trajectory``, ``turn``: the result, as arrays;

@@ -10,9 +10,9 @@ import numpy as np
 from ..errors import InvalidRequest
 from ..inference.message import AssistantMessage
 from ..inference.prompts import Message, check_conversation
+from ..inference.renderer import Renderer
 from ..inference.tokens import check_ids
 from .continuation import continued
-from .renderer import Renderer
 from .session_spec import SessionSpec
 
 Observation: TypeAlias = str | bytes | list[Message]

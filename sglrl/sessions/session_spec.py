@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
@@ -13,13 +12,16 @@ from ..config import check_target, check_timeout
 from ..driver.port import PoolPort
 from ..errors import InvalidRequest
 from ..inference.prompts import Message, check_messages, template_arguments
+from ..inference.renderer import (
+    Renderer,
+    find_renderer,
+    fitting_renderer,
+    render_conversation,
+)
 from ..inference.requests import Requests
 from ..inference.sampling import Prepared, SamplingParams, own_names
 from ..inference.tokens import TokenIds, check_ids
 from ..wire.engine import EngineInfo
-from .renderer import Renderer, find_renderer, render_conversation
-
-logger = logging.getLogger("sglrl.sessions")
 
 
 class SessionClient(Protocol):
@@ -152,17 +154,12 @@ class SessionSpec:
         Raises:
             InvalidRequest: the user has named a renderer that does not.
         """
-        found = find_renderer(self._renderer, self.requests.box, self.template)
-        if found is not None and not self.begun:
-            assert self.messages is not None
-            ids = np.frombuffer(prompt, "<i4").tolist()
-            difference = found.difference(self.messages, ids)
-            if difference and self._renderer is not None:
-                raise InvalidRequest(f"renderer={self._renderer!r} does not fit: {difference}")
-            if difference:
-                logger.info("the renderer %r is not used: %s", found.name, difference)
-                found = None
-        self.renderer = found
+        assert self.messages is not None
+        box, ids = self.requests.box, np.frombuffer(prompt, "<i4").tolist()
+        if self.begun:
+            self.renderer = find_renderer(self._renderer, box, self.template)
+        else:
+            self.renderer = fitting_renderer(self._renderer, box, self.template, self.messages, ids)
 
     async def encode(self, messages: Sequence[Message]) -> bytes:
         """Return the token ids of another conversation in place of the prompt, int32 bytes."""

@@ -196,6 +196,29 @@ async def test_thinking_disabled(tools_client: sglrl.Client) -> None:
         assert len(session.trajectories()) == 1
 
 
+@pytest.mark.asyncio(loop_scope="session")
+async def test_messages_of_single_calls(tools_client: sglrl.Client) -> None:
+    client = tools_client
+    call = written_as(client, CALL)
+    one = await client.generate(messages=ASK, tools=[add], **call)
+    (found,) = one.tool_calls
+    assert (found.id, found.name, found.error) == ("call_0_0", "add", "")
+    both = await client.generate(messages=[ASK, ASK], tools=[add], n=2, **call)
+    ids = [c.tool_calls[0].id for group in both for c in group]
+    assert ids == ["call_0_0", "call_1_0", "call_2_0", "call_3_0"]
+    thinks = written_as(client, r"<think>\n[a-z]{9}\n</think>\n\n[a-z]{5}")
+    named = await client.generate(messages=ASK, renderer="qwen3", **thinks)
+    assert named.message.reasoning_content is not None
+    plain = await client.generate(messages=ASK, **thinks)
+    assert plain.message.reasoning_content is None
+    for arguments, why in (
+        ({"prompt": "x", "renderer": "qwen3"}, "renderer is for messages, and none are given"),
+        ({"messages": ASK, "renderer": "qwen3.5"}, "renderer='qwen3.5' does not fit: token"),
+    ):
+        with pytest.raises(sglrl.InvalidRequest, match=why):
+            await client.generate(**arguments)
+
+
 def test_the_page_runs(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make_model(models / "qwen3-page")
     family_tokenizer(folder, FAMILIES["qwen3"])

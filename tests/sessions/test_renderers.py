@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from sglrl.inference.renderer import Renderer, find_renderer
 from sglrl.inference.tokens import TokenizerBox
-from sglrl.sessions.renderer import Renderer, find_renderer
 
 from .families import FAMILIES, Family, family_tokenizer
 

@@ -4,12 +4,13 @@ A renderer knows the format of a family of models. It parses reasoning and calls
 sampled tokens. It also writes the tokens between two turns without touching the earlier tokens
 (``bridge``). https://pypi.org/project/renderers
 
-The prompt of a session is always what the model's chat template makes of the messages. A renderer
-is used only if it makes the same tokens of them.
+A prompt is always what the model's chat template makes of the messages. A renderer is used only if
+it makes the same tokens of them.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -17,13 +18,16 @@ from itertools import zip_longest
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
+import numpy as np
+
 from ..config import install
 from ..errors import InvalidRequest
-from ..inference.message import AssistantMessage, ToolCall
-from ..inference.prompts import Message
-from ..inference.tokens import TokenizerBox
+from .completion import Completion
+from .message import AssistantMessage, ToolCall
+from .prompts import Message, check_messages
+from .tokens import TokenizerBox
 
-logger = logging.getLogger("sglrl.sessions")
+logger = logging.getLogger("sglrl.renderer")
 
 TEMPLATE: Final = "template"
 """The name that stands for no renderer."""
@@ -191,6 +195,84 @@ def find_renderer(
         known[key] = _search(name, box, options)
     found, tools = known[key], template.get("tools")
     return found and found.with_tools(None if tools is None else schemas(tools))
+
+
+def fitting_renderer(
+    name: str | None,
+    box: TokenizerBox,
+    template: Mapping[str, Any],
+    messages: Sequence[Message],
+    prompt: Sequence[int],
+) -> Renderer | None:
+    """Return the renderer of a model if it makes the tokens of this prompt.
+
+    Args:
+        name, template: as for ``find_renderer``.
+        prompt: what the chat template makes of the messages.
+
+    Raises:
+        InvalidRequest: as ``find_renderer``, or the renderer that ``name`` names does not fit.
+    """
+    found = find_renderer(name, box, template)
+    difference = "" if found is None else found.difference(messages, prompt)
+    if found is None or not difference:
+        return found
+    if name is not None:
+        raise InvalidRequest(f"renderer={name!r} does not fit: {difference}")
+    logger.info("the renderer %r is not used: %s", found.name, difference)
+    return None
+
+
+class CompletionParser:
+    """Parses the completions of some prompts (``Completion.message``).
+
+    Args:
+        renderers: of each prompt.
+    """
+
+    def __init__(self, renderers: Sequence[Renderer | None]) -> None:
+        self._renderers = renderers
+
+    async def parse(self, completions: Sequence[Completion]) -> None:
+        """Parse the completions, equally many for each prompt, in a thread."""
+        await asyncio.get_running_loop().run_in_executor(None, self._parse, completions)
+
+    def _parse(self, completions: Sequence[Completion]) -> None:
+        each = len(completions) // len(self._renderers)
+        for index, completion in enumerate(completions):
+            renderer = self._renderers[index // each]
+            if renderer is not None:
+                ids = completion.prompt_ids.tolist(), completion.output_ids.tolist()
+                completion.__dict__["message"] = renderer.parse(*ids, index)
+
+
+async def completion_parser(
+    name: str | None,
+    box: TokenizerBox,
+    template: Mapping[str, Any],
+    messages: Any,
+    prompts: Sequence[bytes],
+) -> CompletionParser:
+    """Return the parser of completions.
+
+    Args:
+        messages: one conversation, or a list, as for ``Client.generate``.
+        prompts: the encoded conversations, int32 bytes.
+
+    Raises:
+        InvalidRequest: there are no messages, or as ``fitting_renderer``.
+    """
+    if messages is None:
+        raise InvalidRequest("renderer is for messages, and none are given")
+    _, conversations = check_messages(messages)
+
+    def find() -> list[Renderer | None]:
+        return [
+            fitting_renderer(name, box, template, conversation, np.frombuffer(ids, "<i4").tolist())
+            for conversation, ids in zip(conversations, prompts, strict=True)
+        ]
+
+    return CompletionParser(await asyncio.get_running_loop().run_in_executor(None, find))
 
 
 def _search(name: str | None, box: TokenizerBox, template: Mapping[str, Any]) -> Renderer | None:
