@@ -35,21 +35,30 @@ class TurnTree:
         self._children: dict[int, list[int]] = {}
         self._segments: list[tuple[bytes, bytes]] = []
         """For each turn the tokens between its parent's and its own, and what it sampled."""
+        self._ends: dict[int, int] = {ROOT: 0}
+        """For each turn the number of bytes up to its end."""
 
     def __len__(self) -> int:
         return len(self._parents)
 
-    def add(self, prompt: bytes, sampled: bytes) -> int:
-        """Add a turn. Return its number."""
-        parent, at = self.find(prompt)
+    def add(self, prompt: bytes, sampled: bytes, parent: int | None = None) -> int:
+        """Add a turn. Return its number.
+
+        Args:
+            parent: the turn that it extends. None: see ``find``.
+        """
+        if parent is None:
+            parent = self.find(prompt)
+        at = self._ends[parent]
         turn = len(self._parents)
+        self._ends[turn] = len(prompt) + len(sampled)
         self._parents.append(parent)
         self._children.setdefault(parent, []).append(turn)
         self._segments.append((prompt[at:], sampled))
         return turn
 
-    def find(self, tokens: bytes) -> tuple[int, int]:
-        """Return the turn that these tokens extend, and the number of its bytes.
+    def find(self, tokens: bytes) -> int:
+        """Return the turn that these tokens extend, or ``ROOT``.
 
         Of several such turns, it is the one with the most tokens, and of those the last one.
         """
@@ -63,8 +72,7 @@ class TurnTree:
                 end += len(sampled)
                 best = max(best, (end, turn))
                 candidates += [(end, child) for child in self._children.get(turn, ())]
-        end, turn = best
-        return turn, end
+        return best[1]
 
     def parent(self, turn: int) -> int:
         """Return the turn that this turn extends, or ``ROOT``."""

@@ -92,7 +92,8 @@ class History:
         self._conversation.tokens = prompt
         force_setattr(completion, "_prompt", Beginning(self._conversation, len(prompt)))
         sampled = b"".join([chunk.ids for chunk in completion._chunks])
-        turn = self._tree.add(prompt, sampled)
+        grows = self.last != ROOT and prompt.startswith(self.tokens)
+        turn = self._tree.add(prompt, sampled, self.last if grows else None)
         if self._tree.parent(turn) == ROOT:
             self.prompt_bytes = len(prompt)
         elif self._tree.parent(turn) != self.last:

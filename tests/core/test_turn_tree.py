@@ -100,7 +100,9 @@ def test_a_conversation_that_grows_is_one_leaf() -> None:
     tree = TurnTree()
     tokens: list[int] = [1]
     for turn in range(50):
-        assert tree.add(as_bytes(tokens), as_bytes([turn, 7])) == turn
+        parent = turn - 1 if turn % 2 else None
+        assert tree.add(as_bytes(tokens), as_bytes([turn, 7]), parent) == turn
+        assert tree.parent(turn) == turn - 1
         tokens += [turn, 7, 8]
     (leaf,) = tree.leaves()
     assert leaf.path == leaf.own == tuple(range(50))
