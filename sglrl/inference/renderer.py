@@ -59,7 +59,7 @@ _PROBES: Final[tuple[list[dict[str, Any]], ...]] = (
         {"role": "tool", "tool_call_id": "call_0", "name": "add", "content": "3"},
     ],
 )
-"""Conversations of which the right renderer makes the same tokens as the template."""
+"""The right renderer turns these conversations into the same tokens as the chat template."""
 _ERRORS: Final = {
     "invalid_json": "its arguments are not JSON",
     "unclosed_block": "it has no end",
@@ -252,8 +252,8 @@ async def completion_parser(
     template: Mapping[str, Any],
     messages: Any,
     prompts: Sequence[bytes],
-) -> CompletionParser:
-    """Return the parser of completions.
+) -> CompletionParser | None:
+    """Return the parser of completions, or None if no renderer fits any of the prompts.
 
     Args:
         messages: one conversation, or a list, as for ``Client.generate``.
@@ -272,7 +272,8 @@ async def completion_parser(
             for conversation, ids in zip(conversations, prompts, strict=True)
         ]
 
-    return CompletionParser(await asyncio.get_running_loop().run_in_executor(None, find))
+    renderers = await asyncio.get_running_loop().run_in_executor(None, find)
+    return CompletionParser(renderers) if any(renderers) else None
 
 
 def _search(name: str | None, box: TokenizerBox, template: Mapping[str, Any]) -> Renderer | None:
@@ -321,7 +322,7 @@ def _made(name: str, box: TokenizerBox, template: Mapping[str, Any]) -> Renderer
 
 
 def schemas(tools: Sequence[Any]) -> list[Any]:
-    """Return the schemas of tools, of which some may be functions, as chat templates do."""
+    """Return the schema of each tool. That of a function is made of its hints and docstring."""
     if any(callable(tool) for tool in tools):
         from transformers.utils import get_json_schema
 

@@ -109,10 +109,15 @@ class History:
 
     def find(self, messages: Sequence[Message]) -> int:
         """Return the turn whose conversation is the longest beginning of messages, or ``ROOT``."""
+        given = list(messages)
         best, length = ROOT, 0
-        for turn in range(len(self.turns)):
-            known = self.messages(turn)
-            if known is not None and length < len(known) and known == list(messages[: len(known)]):
+        for turn, dialogue in enumerate(self._dialogues):
+            before = dialogue.messages
+            if before is None or len(before) < length or before != given[: len(before)]:
+                # Decoding the answer takes longer than this comparison.
+                continue
+            known = self.messages(turn) or []
+            if length < len(known) and known == given[: len(known)]:
                 best, length = turn, len(known)
         return best
 

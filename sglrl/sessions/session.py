@@ -288,7 +288,7 @@ class Session:
             tools: coroutine functions, endpoints of actors, or functions, which run in threads; by
                 the name in their schema, or as a list of functions with these names. They get the
                 arguments of a call by name.
-            max_turns: the last turn that may be sampled. Its calls are not run.
+            max_turns: the number of turns that may be sampled.
             timeout: seconds for each call. A tool that does not end when it is cancelled is left
                 alone.
             on_error: "raise": raise the first ``ToolError`` of a turn instead of observing its
@@ -297,8 +297,8 @@ class Session:
             **values: as for ``generate``.
 
         Returns:
-            The last turn: the first one without calls, or that of ``max_turns``, or the one after
-            whose results the context is full.
+            The last turn: the first one without calls, or that of ``max_turns``, or one that fills
+            the context. The calls of the last turn are not run.
 
         Raises:
             ToolError: see ``on_error``. Others as ``generate``.

@@ -60,7 +60,7 @@ async def run_tools(
     for number in range(1, max_turns + 1):
         turn = await session.generate(**values)
         calls = turn.tool_calls
-        if not calls or number == max_turns:
+        if not calls or number == max_turns or not session.room:
             break
         outcomes = await _run_all([_run(found, call, limit) for call in calls])
         errors = [outcome for outcome in outcomes if isinstance(outcome, ToolError)]
@@ -81,8 +81,6 @@ async def run_tools(
                 for call, outcome in zip(calls, outcomes, strict=True)
             ]
         )
-        if not session.room:
-            break
     return turn
 
 

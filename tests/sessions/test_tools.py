@@ -219,6 +219,18 @@ async def test_a_cancelled_loop_cancels_its_tools(scripted: Any) -> None:
         await cancelled.wait()
 
 
+async def test_a_turn_that_fills_the_context_is_the_last(scripted: Any) -> None:
+    ran: list[bool] = []
+    session = scripted([call("note")])
+    tools = {"note": lambda: ran.append(True)}
+    turn = await session.run_tools(tools, max_new_tokens=session.room)
+    assert session.room == 0
+    assert turn.tool_calls
+    assert turn.finish_reason == "length"
+    assert ran == []
+    assert session.turns == [turn]
+
+
 async def test_a_full_context_ends_the_loop(scripted: Any) -> None:
     session = scripted(*[[call("big")]] * 9)
     room = session.room
