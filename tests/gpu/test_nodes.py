@@ -35,15 +35,28 @@ SECONDS = 120.0
 # Capturing CUDA graphs takes a second for each batch size.
 OPTIONS = {**ARGUMENTS, "cuda_graph_max_bs": 4}
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices")
+needs_four = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs 4 CUDA devices")
 
 
-def policies(*folders: Path) -> list[tuple[Reference, dict[str, torch.Tensor]]]:
+def policies(
+    *folders: Path, device: str = "cuda:1"
+) -> list[tuple[Reference, dict[str, torch.Tensor]]]:
     """Return each model as the reference, and its weights on the GPU that sends."""
     made = []
     for folder in folders:
         reference = Reference(folder)
-        made.append((reference, {n: p.to("cuda:1") for n, p in reference.model.named_parameters()}))
+        made.append((reference, {n: p.to(device) for n, p in reference.model.named_parameters()}))
     return made
+
+
+def from_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the ranks take this process for one on another machine."""
+    mine = bucket_sender.settings
+
+    def of_another_machine(*arguments: Any) -> RankSettings:
+        return msgspec.structs.replace(mine(*arguments), uuid="of another machine")
+
+    monkeypatch.setattr(bucket_sender, "settings", of_another_machine)
 
 
 @contextmanager
@@ -64,12 +77,7 @@ async def test_a_relay(
 ) -> None:
     """Rank 0 on GPU 0 receives from this process on GPU 1, and passes on to the rank on GPU 1."""
     (old, old_weights), (new, new_weights) = policies(gpu_model, other_gpu_model)
-    mine = bucket_sender.settings
-
-    def of_another_machine(*arguments: Any) -> RankSettings:
-        return msgspec.structs.replace(mine(*arguments), uuid="of another machine")
-
-    monkeypatch.setattr(bucket_sender, "settings", of_another_machine)
+    from_another_machine(monkeypatch)
     async with sglrl.Hosts("tcp://127.0.0.1:*", insecure=True) as hosts:
         with node(hosts, "a", "0-1"):
             async with sglrl.launch(
@@ -162,6 +170,35 @@ async def test_two_hosts(gpu_model: Path, other_gpu_model: Path) -> None:
                     await client.wait_until_full(SECONDS)
                     assert hosts_of(client) == ["a", "b"]
                     await check(client, old)
+
+
+@needs_four
+async def test_two_hosts_and_the_sender_on_a_third(
+    gpu_model: Path, other_gpu_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two workers on a host, one of them its relay, one on another, and four GPUs in all."""
+    (old, old_weights), (new, new_weights) = policies(gpu_model, other_gpu_model, device="cuda:3")
+    from_another_machine(monkeypatch)
+    async with sglrl.Hosts("tcp://127.0.0.1:*", insecure=True, at_least=2) as hosts:
+        with node(hosts, "a", "0-1"), node(hosts, "b", "2"):
+            async with sglrl.launch(
+                gpu_model, hosts=hosts, replicas=3, weight_device="cuda:3", **OPTIONS
+            ) as client:
+                assert sorted(worker.host for worker in client.workers) == ["a", "a", "b"]
+                for policy, weights, mode in (
+                    (new, new_weights, "full"),
+                    (old, old_weights, "bucketed"),
+                    (new, new_weights, "auto"),
+                ):
+                    report = await client.update_weights(weights, mode=mode)
+                    print(report)
+                    assert report.workers == [0, 1, 2]
+                    await check(client, policy)
+                os.kill(client.workers[0].pid, signal.SIGKILL)
+                await client.generate(input_ids=PROMPT, max_new_tokens=200, ignore_eos=True)
+                await client.wait_until_full(SECONDS)
+                assert [worker.weight_version for worker in client.workers] == [3, 3, 3]
+                await check(client, new)
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
