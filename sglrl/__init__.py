@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from .rollouts.group import Group
     from .rollouts.metrics import RolloutMetrics
     from .rollouts.run import Rollout, rollout
+    from .sessions.rewards import Reward
     from .sessions.session import Session
     from .sessions.trajectory import Trajectory
     from .sessions.turn import TrajectoryTiming, Turn
@@ -102,6 +103,7 @@ _HOME = {
     "ProtocolError": "errors",
     "QueueInfo": "driver.worker_info",
     "RemoteError": "errors",
+    "Reward": "sessions.rewards",
     "Rollout": "rollouts.run",
     "RolloutFailed": "errors",
     "RolloutMetrics": "rollouts.metrics",
@@ -167,6 +169,7 @@ __all__ = [
     "ProtocolError",
     "QueueInfo",
     "RemoteError",
+    "Reward",
     "Rollout",
     "RolloutFailed",
     "RolloutMetrics",

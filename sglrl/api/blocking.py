@@ -10,7 +10,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, Self, SupportsFloat, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,12 +21,14 @@ from ..errors import Closed, UsageError
 from ..inference.client import Client
 from ..inference.completion import Chunk, Completion, NextTokenLogprobs
 from ..inference.engine_controls import WorkerStats
+from ..inference.message import ToolCall
 from ..inference.prompts import Message
 from ..remote.client import connect
 from ..rollouts.agent import Agent
 from ..rollouts.group import Group
 from ..rollouts.metrics import RolloutMetrics
 from ..rollouts.run import Rollout, rollout
+from ..sessions.rewards import RewardValue
 from ..sessions.session import Session
 from ..sessions.tools import Tool
 from ..sessions.trajectory import Trajectory
@@ -315,15 +317,17 @@ class BlockingSession:
         """See ``Session.rewrite``."""
         self._session.rewrite(messages)
 
-    def reward(self, value: SupportsFloat) -> None:
+    def reward(
+        self, value: RewardValue, name: str = "", *, call: ToolCall | str | None = None
+    ) -> None:
         """See ``Session.reward``."""
-        self._session.reward(value)
+        self._session.reward(value, name, call=call)
 
-    def trajectory(self, reward: SupportsFloat | None = None) -> Trajectory:
+    def trajectory(self, reward: RewardValue | None = None) -> Trajectory:
         """See ``Session.trajectory``."""
         return self._session.trajectory(reward)
 
-    def trajectories(self, reward: SupportsFloat | None = None) -> list[Trajectory]:
+    def trajectories(self, reward: RewardValue | None = None) -> list[Trajectory]:
         """See ``Session.trajectories``."""
         return self._session.trajectories(reward)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, Self, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, Unpack, overload
 
 from ..config import check_target
 from ..core.prefixes import Route
@@ -23,40 +23,23 @@ from ..errors import InvalidRequest, UsageError
 from ..weights.port import WeightSender
 from ..wire.engine import EngineInfo
 from ..wire.processes import ClientKeys
-from .client_base import not_started
+from .client_base import RemoteServer, not_started
 from .completion import Completion
+from .completion_parser import CompletionParser, completion_parser
 from .control_methods import ControlMethods
 from .engine_controls import Pausing
 from .options import GenerateOptions, MessageOptions, SamplingOptions
 from .prompts import Message, check_given_ids, template_arguments
-from .renderer import CompletionParser, completion_parser
 from .requests import Requests
 from .sampling import SamplingParams
 from .score_methods import ScoreMethods
 from .stream import Stream
 from .tokens import TokenIds, TokenizerBox, check_ids
+from .tool_choice import ToolChoice
 from .weight_methods import WeightMethods
 
 if TYPE_CHECKING:
     from ..sessions.session import Session
-
-
-class RemoteServer(Protocol):
-    """Serves clients in other processes."""
-
-    address: str
-    """The address to pass to ``sglrl.connect``. It contains a secret."""
-
-    @property
-    def way_in(self) -> tuple[str, ClientKeys | None, bool, float | None]:
-        """The arguments of ``sglrl.connect`` for processes of this machine.
-
-        Returns:
-            ``(address, keys, insecure, heartbeat_timeout)``.
-        """
-        ...
-
-    async def close(self) -> None: ...
 
 
 class Client(WeightMethods, ControlMethods, ScoreMethods):
@@ -65,8 +48,7 @@ class Client(WeightMethods, ControlMethods, ScoreMethods):
     ``async with sglrl.launch(...) as client`` closes the client at the end of the block. After
     ``client = await sglrl.launch(...)``, for example in a notebook, call ``await client.close()``.
 
-    Any number of tasks of one event loop may call its methods
-    at the same time.
+    Any number of tasks of one event loop may call its methods at the same time.
     """
 
     def __init__(
@@ -268,6 +250,7 @@ class Client(WeightMethods, ControlMethods, ScoreMethods):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
         renderer: str | None = None,
+        tool_choice: ToolChoice = "auto",
         n: int = 1,
         logprobs: bool = False,
         top_logprobs: int = 0,
@@ -296,6 +279,7 @@ class Client(WeightMethods, ControlMethods, ScoreMethods):
                 instead of beginning a new one. The completion holds only the new tokens.
             renderer: parses ``Completion.message``, as in ``session``. None: one that fits, if
                 there are ``tools``.
+            tool_choice: as in ``session``.
             n: samples per prompt. They share the prompt's prefix cache on one worker. Either all
                 samples of all prompts are submitted at once, or none. The limit is the number of
                 calls in the workers' windows plus ``max_queue``, the calls that may wait at the
@@ -338,14 +322,18 @@ class Client(WeightMethods, ControlMethods, ScoreMethods):
             requests.check_count(n, 1, worker)
         prompts: Sequence[bytes]
         parser: CompletionParser | None = None
-        renders = tools or template or chat_template_kwargs or continue_final_message or renderer
+        calls_tools = tools or renderer is not None or tool_choice != "auto"
+        renders = calls_tools or template or chat_template_kwargs or continue_final_message
         if prompt is not None or messages is not None or input_ids is None or renders:
             options = template_arguments(
                 messages, tools, template, chat_template_kwargs, continue_final_message
             )
             several, prompts = await requests.encode_prompts(prompt, input_ids, messages, options)
-            if tools or renderer is not None:
-                parser = await completion_parser(renderer, requests.box, options, messages, prompts)
+            if calls_tools:
+                parser = await completion_parser(
+                    renderer, tool_choice, requests.box, options, messages, prompts
+                )
+                prepared = await parser.prepare(requests.samplings, prepared)
         elif type(input_ids) is list and input_ids and type(input_ids[0]) is int:
             several, prompts = False, (check_ids(input_ids, requests.vocab_size),)
         else:
@@ -431,9 +419,11 @@ class Client(WeightMethods, ControlMethods, ScoreMethods):
         continue_final_message: bool = False,
         allow_rewrite: bool = False,
         renderer: str | None = None,
+        tool_choice: ToolChoice = "auto",
         timeout: float | None = None,
         priority: int = 0,
         metadata: Mapping[str, Any] | None = None,
+        reward_weights: Mapping[str, float] | None = None,
         sampling: SamplingParams | None = None,
         **values: Unpack[SamplingOptions],
     ) -> Session:
@@ -449,9 +439,12 @@ class Client(WeightMethods, ControlMethods, ScoreMethods):
                 answer, and keep the turns as sampled.
             renderer: parses the turns (``Completion.message``) and extends the conversation. None:
                 the one that fits the chat template. A name: this one, as "qwen3"; "template": none.
+            tool_choice: of the turns. "required": a grammar makes each call tools, one or several.
+                The name of a tool: one call of it. "auto": the model decides.
             timeout: seconds for each turn. None: the client's timeout.
             priority: priority of each turn, as for ``generate``.
             metadata: values to store in the trajectory.
+            reward_weights: by name of a reward (``Session.reward``). Others have the weight 1.
             sampling, **values: default sampling parameters of the turns. A turn can override them.
 
         Raises:
@@ -472,9 +465,11 @@ class Client(WeightMethods, ControlMethods, ScoreMethods):
                 continue_final_message=continue_final_message,
                 allow_rewrite=allow_rewrite,
                 renderer=renderer,
+                tool_choice=tool_choice,
                 timeout=timeout,
                 priority=priority,
                 metadata=metadata,
+                reward_weights=reward_weights,
                 sampling=sampling,
                 **values,
             )
@@ -489,12 +484,3 @@ class Client(WeightMethods, ControlMethods, ScoreMethods):
             raise not_started()
         self._running()
         return self._server.way_in
-
-    @property
-    def _is_connected(self) -> bool:
-        return self._driver is not None and not self._driver.fabric.closed
-
-    @property
-    def _is_alive(self) -> bool:
-        """Whether the client is open and a worker serves or will serve."""
-        return self._is_connected and any(w.state != "retired" for w in self.workers)

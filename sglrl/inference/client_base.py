@@ -2,10 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from ..driver.driver import Driver
 from ..driver.port import PoolPort
 from ..errors import Closed
+from ..wire.processes import ClientKeys
 from .requests import Requests
+
+
+class RemoteServer(Protocol):
+    """Serves clients in other processes."""
+
+    address: str
+    """The address to pass to ``sglrl.connect``. It contains a secret."""
+
+    @property
+    def way_in(self) -> tuple[str, ClientKeys | None, bool, float | None]:
+        """The arguments of ``sglrl.connect`` for processes of this machine.
+
+        Returns:
+            ``(address, keys, insecure, heartbeat_timeout)``.
+        """
+        ...
+
+    async def close(self) -> None: ...
 
 
 class ClientBase:
@@ -15,6 +36,15 @@ class ClientBase:
         self._pool = pool
         self._driver: Driver | None = None
         self._requests: Requests | None = None
+
+    @property
+    def _is_connected(self) -> bool:
+        return self._driver is not None and not self._driver.fabric.closed
+
+    @property
+    def _is_alive(self) -> bool:
+        """Whether the client is open and a worker serves or will serve."""
+        return self._is_connected and any(w.state != "retired" for w in self._pool.workers)
 
     def _running(self, *, urgent: bool = False) -> Driver:
         """Return the driver.

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 from .sampling import SamplingParams
+from .tool_choice import ToolChoice
 
 
 class _SamplingOptions(TypedDict, total=False):
@@ -56,6 +57,8 @@ class SessionOptions(_SamplingOptions, total=False):
     continue_final_message: bool
     allow_rewrite: bool
     renderer: str | None
+    tool_choice: ToolChoice
+    reward_weights: Mapping[str, float] | None
 
 
 class GenerateOptions(SamplingOptions, total=False):
@@ -78,3 +81,4 @@ class MessageOptions(GenerateOptions, total=False):
     chat_template_kwargs: Mapping[str, Any] | None
     continue_final_message: bool
     renderer: str | None
+    tool_choice: ToolChoice

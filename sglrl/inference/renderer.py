@@ -10,21 +10,17 @@ it makes the same tokens of them.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from itertools import zip_longest
+from itertools import takewhile, zip_longest
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
-import numpy as np
-
 from ..config import install
 from ..errors import InvalidRequest
-from .completion import Completion
 from .message import AssistantMessage, ToolCall
-from .prompts import Message, check_messages
+from .prompts import Message
 from .tokens import TokenizerBox
 
 logger = logging.getLogger("sglrl.renderer")
@@ -73,7 +69,8 @@ class Renderer:
     """A renderer of one model.
 
     Args:
-        renderer: of the package ``renderers``.
+        name: as in the package ``renderers``.
+        renderer: of this package.
         tools: schemas of the tools.
     """
 
@@ -83,7 +80,7 @@ class Renderer:
         self.name = name
         self._renderer = renderer
         self._box = box
-        self._tools = tools
+        self.tools = tools
 
     def with_tools(self, tools: list[Any] | None) -> Renderer:
         """Return the same renderer for other tools."""
@@ -93,7 +90,7 @@ class Renderer:
         """Return how its tokens of a prompt differ from those of the template, or ""."""
         try:
             found = self._renderer.render_ids(
-                list(messages), tools=self._tools, add_generation_prompt=True
+                list(messages), tools=self.tools, add_generation_prompt=True
             )
         except Exception as error:
             return f"it rejects the messages: {error}"
@@ -101,6 +98,44 @@ class Renderer:
             if own != other:
                 return f"token {at} is {own}, and the chat template has {other}"
         return ""
+
+    @property
+    def added_tokens(self) -> dict[str, int]:
+        """The tokens that are no text of the model's vocabulary, such as ``<tool_call>``."""
+        found: dict[str, int] = self._box.tokenizer.get_added_vocab()
+        return found
+
+    @property
+    def end_tokens(self) -> list[int]:
+        """The tokens that end a turn."""
+        found: list[int] = self._renderer.get_stop_token_ids()
+        return found
+
+    def example(self, calls: int) -> str | None:
+        """Return the text of a turn that thinks "Hm." and calls ``add(a=1, b=2)``.
+
+        It ends before the token that ends the turn.
+
+        Args:
+            calls: how often it calls.
+
+        Returns:
+            Without the thought if the model does not think. None if the format has no such turn.
+        """
+        ask, answer = _PROBES[2][:1], _PROBES[2][1]
+        ends = set(self.end_tokens)
+        several = [{**_CALL, "id": f"call_{number}"} for number in range(calls)]
+        try:
+            begin = self._renderer.render_ids(ask, tools=[_TOOL], add_generation_prompt=True)
+            for thought in ({}, {"reasoning_content": None}):
+                turn = {**answer, **thought, "tool_calls": several}
+                ids = self._renderer.render_ids([*ask, turn], tools=[_TOOL])
+                if ids[: len(begin)] == begin:
+                    said = takewhile(lambda token: token not in ends, ids[len(begin) :])
+                    return self._box.decode(list(said), False)
+        except Exception as error:
+            logger.info("the renderer %r cannot write %d calls: %s", self.name, calls, error)
+        return None
 
     def parse(self, prompt: list[int], sampled: list[int], number: int) -> AssistantMessage:
         """Return what the assistant says.
@@ -110,7 +145,7 @@ class Renderer:
             number: of the turn. It is part of the ids of calls.
         """
         try:
-            found = self._renderer.parse_response(sampled, tools=self._tools, prompt_ids=prompt)
+            found = self._renderer.parse_response(sampled, tools=self.tools, prompt_ids=prompt)
         except Exception as error:
             logger.warning("the renderer %r cannot parse a turn: %r", self.name, error)
             return AssistantMessage(content=self._box.decode(sampled, True))
@@ -137,9 +172,7 @@ class Renderer:
             None if the template would change earlier tokens, for example remove reasoning.
         """
         try:
-            found = self._renderer.bridge_to_next_turn(
-                prompt, sampled, list(new), tools=self._tools
-            )
+            found = self._renderer.bridge_to_next_turn(prompt, sampled, list(new), tools=self.tools)
         except Exception as error:
             logger.warning("the renderer %r cannot extend a conversation: %r", self.name, error)
             return None
@@ -221,59 +254,6 @@ def fitting_renderer(
         raise InvalidRequest(f"renderer={name!r} does not fit: {difference}")
     logger.info("the renderer %r is not used: %s", found.name, difference)
     return None
-
-
-class CompletionParser:
-    """Parses the completions of some prompts (``Completion.message``).
-
-    Args:
-        renderers: of each prompt.
-    """
-
-    def __init__(self, renderers: Sequence[Renderer | None]) -> None:
-        self._renderers = renderers
-
-    async def parse(self, completions: Sequence[Completion]) -> None:
-        """Parse the completions, equally many for each prompt, in a thread."""
-        await asyncio.get_running_loop().run_in_executor(None, self._parse, completions)
-
-    def _parse(self, completions: Sequence[Completion]) -> None:
-        each = len(completions) // len(self._renderers)
-        for index, completion in enumerate(completions):
-            renderer = self._renderers[index // each]
-            if renderer is not None:
-                ids = completion.prompt_ids.tolist(), completion.output_ids.tolist()
-                completion.__dict__["message"] = renderer.parse(*ids, index)
-
-
-async def completion_parser(
-    name: str | None,
-    box: TokenizerBox,
-    template: Mapping[str, Any],
-    messages: Any,
-    prompts: Sequence[bytes],
-) -> CompletionParser | None:
-    """Return the parser of completions, or None if no renderer fits any of the prompts.
-
-    Args:
-        messages: one conversation, or a list, as for ``Client.generate``.
-        prompts: the encoded conversations, int32 bytes.
-
-    Raises:
-        InvalidRequest: there are no messages, or as ``fitting_renderer``.
-    """
-    if messages is None:
-        raise InvalidRequest("renderer is for messages, and none are given")
-    _, conversations = check_messages(messages)
-
-    def find() -> list[Renderer | None]:
-        return [
-            fitting_renderer(name, box, template, conversation, np.frombuffer(ids, "<i4").tolist())
-            for conversation, ids in zip(conversations, prompts, strict=True)
-        ]
-
-    renderers = await asyncio.get_running_loop().run_in_executor(None, find)
-    return CompletionParser(renderers) if any(renderers) else None
 
 
 def _search(name: str | None, box: TokenizerBox, template: Mapping[str, Any]) -> Renderer | None:

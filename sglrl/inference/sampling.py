@@ -181,11 +181,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 raise InvalidRequest(f"{name} must be a string, got {type(value).__name__}")
             if value is not None:
                 check_grammar(name, value)
-        if len(self._grammars) > 1:
-            raise InvalidRequest(f"give only one of {' and '.join(self._grammars)}")
+        if len(self.grammars) > 1:
+            raise InvalidRequest(f"give only one of {' and '.join(self.grammars)}")
 
     @property
-    def _grammars(self) -> list[str]:
+    def grammars(self) -> list[str]:
         """The names of the given grammars. An empty schema (a dict) counts: it allows any JSON."""
         return [name for name in GRAMMARS if getattr(self, name) not in (None, "")]
 
@@ -213,7 +213,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             presence_penalty=float(self.presence_penalty),
             repetition_penalty=float(self.repetition_penalty),
             # With ignore_eos, SGLang would notice the end of a grammar one token too late.
-            ignore_eos=self.ignore_eos and not self._grammars,
+            ignore_eos=self.ignore_eos and not self.grammars,
             seed=seed,
             json_schema=_sent(self.json_schema),
             regex=_sent(self.regex),

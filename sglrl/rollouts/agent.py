@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -121,9 +121,11 @@ def _trajectory(session: Session, result: Any) -> Trajectory:
         if not session.rewarded:
             raise UsageError("the agent returned None; return its reward, or call session.reward")
         return session.trajectory()
-    if isinstance(result, (str, bytes)) or not hasattr(result, "__float__"):
+    named = isinstance(result, Mapping)
+    if not named and (isinstance(result, (str, bytes)) or not hasattr(result, "__float__")):
         raise UsageError(
-            f"the agent must return its reward or a Trajectory, got {type(result).__name__}"
+            f"the agent must return its reward, named rewards or a Trajectory, got "
+            f"{type(result).__name__}"
         )
     return session.trajectory(result)
 

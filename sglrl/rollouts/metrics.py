@@ -91,6 +91,8 @@ class RolloutMetrics(msgspec.Struct, frozen=True, kw_only=True):
         reward_std: standard deviation of the rewards of delivered trajectories.
         group_reward_std: mean over the groups of the standard deviation within the group. Near 0,
             the groups have little to learn from.
+        named_rewards: mean of each of ``Trajectory.named_rewards``, over the latest delivered
+            trajectories that have it.
         mean_staleness: of the delivered groups, in policy versions.
         response_tokens: length of a response, with observations.
         truncated: share of the trajectories whose last turn ended at its token limit
@@ -126,6 +128,7 @@ class RolloutMetrics(msgspec.Struct, frozen=True, kw_only=True):
     turn_seconds: Distribution = Distribution()
     tool_seconds: Distribution = Distribution()
     branches: int = 0
+    named_rewards: dict[str, float] = msgspec.field(default_factory=dict)
     step: StepMetrics = StepMetrics()
 
     @property
@@ -135,7 +138,8 @@ class RolloutMetrics(msgspec.Struct, frozen=True, kw_only=True):
     def flat(self, prefix: str = "rollout/") -> dict[str, float]:
         """Return all metrics as numbers, for loggers such as W&B and TensorBoard.
 
-        The keys are the same in every call. Parts are joined with "/", as in
+        The keys are the same in every call, but for named rewards, which appear with the first
+        trajectory that has them. Parts are joined with "/", as in
         "rollout/turn_seconds/p90". Values without data are NaN.
         """
         lost = {reason: self.samples_lost.get(reason, 0) for reason in _LOSSES}
@@ -205,6 +209,7 @@ class MetricsRecorder:
         self._staleness = 0
         """Sum of the staleness of the delivered groups."""
         self._all_rewards = _Latest(_TRAJECTORIES)
+        self._named_rewards: dict[str, _Latest] = {}
         self._group_stds = _Latest(_TRAJECTORIES)
         self._lengths = _Latest(_TRAJECTORIES)
         self._truncated = _Latest(_TRAJECTORIES)
@@ -248,6 +253,8 @@ class MetricsRecorder:
         self._group_stds.add(math.sqrt(sum((r - mean) ** 2 for r in rewards) / len(rewards)))
         for trajectory in group.trajectories:
             self._all_rewards.add(trajectory.reward)
+            for name, value in trajectory.named_rewards.items():
+                self._named_rewards.setdefault(name, _Latest(_TRAJECTORIES)).add(value)
             self._branches += len(trajectory.branches)
             for leaf in (*trajectory.branches, trajectory):
                 self._lengths.add(len(leaf.response_ids))
@@ -302,5 +309,6 @@ class MetricsRecorder:
             turn_seconds=self._turn_seconds.distribution(),
             tool_seconds=self._tool_seconds.distribution(),
             branches=self._branches,
+            named_rewards={name: values.mean for name, values in self._named_rewards.items()},
             step=self._step,
         )

@@ -77,10 +77,10 @@ def rollout(
     bench.rollout``: 142 to 98 us a turn).
 
     Args:
-        agent: ``await agent(session, item)`` returns the reward or a ``Trajectory``. It may return
-            None if it has called ``session.reward``. If the agent is a class, the run makes an
-            instance, and enters it if it is a context manager. With ``processes``, each process
-            does this.
+        agent: ``await agent(session, item)`` returns the reward, a dict of named rewards, or a
+            ``Trajectory``. It may return None if it has called ``session.reward``. If the agent is
+            a class, the run makes an instance, and enters it if it is a context manager. With
+            ``processes``, each process does this.
         dataset: items; each item becomes one group. A text is a prompt, and a list of messages is a
             conversation. In a mapping, "prompt", "messages" or "input_ids" is used. For other
             items, or more arguments, pass ``open_session``.
@@ -124,7 +124,8 @@ def rollout(
             wrote. Items that this run had finished are skipped.
         seed: makes every sample's draws repeatable. Each sample has its own seeds.
         sampling, **values: sampling parameters of turns, unless the agent passes others. Also
-            ``tools``, ``template``, ``continue_final_message`` and ``allow_rewrite`` of
+            ``tools``, ``tool_choice``, ``renderer``, ``reward_weights``, ``template``,
+            ``chat_template_kwargs``, ``continue_final_message`` and ``allow_rewrite`` of
             ``Client.session``, unless ``open_session`` or the item has others.
 
     With ``processes``:

@@ -5,6 +5,7 @@
 * ``observations``: the tokens of observed text and messages;
 * ``session_spec``: how a session starts and samples;
 * ``continuation``: the text that a chat template adds after the model's own tokens;
+* ``rewards``: what the turns have earned;
 * ``tools``: runs the tools that the model calls;
 * ``trajectory``, ``turn``: the result, as arrays;
 * ``tensors``, ``trajectory_files``: the result as tensors, and on disk;

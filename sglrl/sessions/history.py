@@ -8,10 +8,12 @@ from typing import Any
 from msgspec.structs import force_setattr
 
 from ..core.turn_tree import ROOT, Leaf, TurnTree
+from ..errors import UsageError
 from ..inference.completion import Beginning, Completion, Conversation
 from ..inference.message import AssistantMessage
 from ..inference.prompts import Message
 from .observations import Dialogue, answer_of
+from .rewards import Rewards, RewardValue
 from .session_spec import SessionSpec
 from .trajectory import Trajectory
 
@@ -24,7 +26,7 @@ class History:
 
     Attributes:
         turns: the completions, in the order in which they were sampled.
-        rewards: the reward of each turn.
+        rewards: the rewards of each turn.
         last: the turn after which the session goes on; ``ROOT``: none.
         tokens: all tokens up to the end of that turn, int32 bytes.
         prompt_bytes: how many bytes of ``tokens`` come before the first turn of its conversation.
@@ -35,7 +37,7 @@ class History:
     def __init__(self, spec: SessionSpec, dialogue: Dialogue) -> None:
         self._spec = spec
         self.turns: list[Completion] = []
-        self.rewards: list[float] = []
+        self.rewards = Rewards(spec.reward_weights)
         self._tree = TurnTree()
         self._dialogues: list[Dialogue] = []
         """For each turn, the conversation that it ends."""
@@ -105,7 +107,7 @@ class History:
         self._dialogues.append(dialogue)
         self._said.append(said)
         self.turns.append(completion)
-        self.rewards.append(0.0)
+        self.rewards.add_turn()
 
     def find(self, messages: Sequence[Message]) -> int:
         """Return the turn whose conversation is the longest beginning of messages, or ``ROOT``."""
@@ -129,6 +131,21 @@ class History:
         tokens, ended = self._tree.tokens(turn), self.end_token(turn) is not None
         answer = answer_of(self._spec, tokens, dialogue, ended, self._said[turn])
         return [*map(dict, dialogue.messages), answer]
+
+    def reward(self, value: RewardValue, name: str, call: str, whole: bool) -> None:
+        """Add a reward to the turn of a call, or else to the last turn. See ``Session.reward``."""
+        if call:
+            for turn in reversed(range(len(self.turns))):
+                said = self._said[turn]
+                if said is not None and call in [made.id for made in said.tool_calls]:
+                    break
+            else:
+                raise UsageError(f"no turn of this session has a call with the id {call!r:.200}")
+        elif self.last == ROOT:
+            raise UsageError("no turn was sampled yet that could be rewarded")
+        else:
+            turn = self.last
+        self.rewards.add(turn, value, name, call, whole)
 
     def said(self) -> AssistantMessage | None:
         """Return the parsed turn after which the session goes on, if there is a renderer."""
@@ -164,7 +181,7 @@ class History:
             tokens[4 * prompt :],
             [starts[turn] - prompt for turn in leaf.own],
             [self.turns[turn] for turn in leaf.own],
-            [self.rewards[turn] for turn in leaf.own],
+            [(self.rewards.totals[turn], self.rewards.named[turn]) for turn in leaf.own],
             messages=self.messages(last),
             **values,
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NoReturn, Self, SupportsFloat, Unpack
+from typing import Any, NoReturn, Self, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,10 +21,12 @@ from ..core.turn_tree import ROOT
 from ..driver.driver import now
 from ..errors import Closed, InvalidRequest, UsageError
 from ..inference.completion import Completion
+from ..inference.message import ToolCall
 from ..inference.options import SamplingOptions
 from ..inference.prompts import Message, check_conversation, load_tokenizer
 from ..inference.sampling import DEFAULT_MAX_NEW_TOKENS, Prepared, own_names
 from ..inference.tokens import TokenIds
+from ..inference.tool_choice import ToolChoice
 from .gate import Gate, TimeLimit
 from .history import History
 from .observations import (
@@ -34,10 +36,10 @@ from .observations import (
     encode_observations,
     parsed,
 )
+from .rewards import RewardValue
 from .session_spec import SessionSpec
 from .tools import OnError, Tool, run_tools
 from .trajectory import Trajectory
-from .turn import MOST_REWARD
 
 
 class Session:
@@ -68,7 +70,6 @@ class Session:
         self._history = History(spec, Dialogue(spec.messages, spec.begun))
         self._beginning: list[Message] | None = None
         """The messages with which ``rewrite`` has begun a new conversation; None: the spec's."""
-        self._rewarded = False
         self._oldest: int | None = None
         self._pending: list[Observation] = []
         """Observations after the last turn."""
@@ -105,7 +106,9 @@ class Session:
 
     # --- turns ------------------------------------------------------------------------------------
 
-    async def generate(self, **values: Unpack[SamplingOptions]) -> Completion:
+    async def generate(
+        self, *, tool_choice: ToolChoice | None = None, **values: Unpack[SamplingOptions]
+    ) -> Completion:
         """Sample the next turn, with logprobs.
 
         A weight update with ``inflight="abort"`` interrupts a turn. The turn then continues with
@@ -113,6 +116,7 @@ class Session:
         that ``Client.abort`` or ``Client.pause`` interrupts continues in the same way.
 
         Args:
+            tool_choice: as in ``Client.session``, for this turn. None: that of the session.
             **values: the fields of ``SamplingParams``. They override those of the session.
                 ``max_new_tokens`` is reduced to the room that is left in the context.
 
@@ -136,7 +140,7 @@ class Session:
             dialogue = history.dialogue
             before = history.tokens
             if not before:
-                before = await self._prompt_ids()
+                before = await self._spec.ids(self._beginning)
                 dialogue = dialogue._replace(answer_at=len(before))
             observed = self._pending[: self._taken]
             observed_ids = [item for item in observed if isinstance(item, bytes)]
@@ -149,6 +153,7 @@ class Session:
                 end = None if history.begins else history.end_token(history.last)
                 encode = partial(encode_observations, self._spec, observed, before, dialogue, end)
                 ids, dialogue = await loop.run_in_executor(None, encode, history.said())
+            prepared = await self._spec.with_tool_choice(prepared, tool_choice)
             completion = await self._sample(ids, prepared)
             await self._keep(ids, completion, dialogue)
             return completion
@@ -177,12 +182,6 @@ class Session:
         prepared = self._spec.prepare(values) if values else self._spec.prepared
         self._busy = True
         return prepared
-
-    async def _prompt_ids(self) -> bytes:
-        """Return the tokens of the prompt of the current conversation."""
-        if self._beginning is None:
-            return await self._spec.ids()
-        return await self._spec.encode(self._beginning)
 
     async def _enter(self, gate: Gate) -> None:
         limit, clock = self._limit, asyncio.get_running_loop().time
@@ -294,7 +293,7 @@ class Session:
             on_error: "raise": raise the first ``ToolError`` of a turn instead of observing its
                 results.
             max_result: characters of a result that are observed.
-            **values: as for ``generate``.
+            **values: as for ``generate``, for each turn.
 
         Returns:
             The last turn: the first one without calls, or that of ``max_turns``, or one that fills
@@ -401,24 +400,24 @@ class Session:
         """
         del self._pending[self._taken :]
 
-    def reward(self, value: SupportsFloat) -> None:
-        """Add to the reward of the last turn.
+    def reward(
+        self, value: RewardValue, name: str = "", *, call: ToolCall | str | None = None
+    ) -> None:
+        """Add to the reward of the last turn, or of the turn with a call.
+
+        The rewards of a turn are added up, each times its weight (``reward_weights``), and those
+        with a name are also kept: ``Turn.rewards``, ``Trajectory.named_rewards``.
+
+        Args:
+            value: a number, or a dict of names and numbers.
+            name: of the reward.
+            call: the call of a tool that is rewarded, or its id.
 
         Raises:
-            UsageError: no turn was sampled, or the value is not finite.
+            UsageError: no turn was sampled, or none has this call, or a value is not finite.
         """
-        turn = self._history.last
-        if turn == ROOT:
-            raise UsageError("no turn was sampled yet that could be rewarded")
-        try:
-            total = self._history.rewards[turn] + float(value)
-        except (TypeError, ValueError, OverflowError, RuntimeError):
-            # A tensor of several numbers raises RuntimeError.
-            raise UsageError(f"a reward must be a number, got {value!r:.200}") from None
-        if not abs(total) <= MOST_REWARD:
-            raise UsageError(f"a reward must be finite, also in float32; got {value}")
-        self._history.rewards[turn] = total
-        self._rewarded = True
+        id_ = call.id if isinstance(call, ToolCall) else call or ""
+        self._history.reward(value, name, id_, False)
 
     # --- state ------------------------------------------------------------------------------------
 
@@ -442,8 +441,8 @@ class Session:
 
     @property
     def rewarded(self) -> bool:
-        """Whether ``reward`` was called."""
-        return self._rewarded
+        """Whether there was a reward."""
+        return self._history.rewards.given
 
     @property
     def refused(self) -> bool:
@@ -468,20 +467,21 @@ class Session:
         ids = np.frombuffer(history.tokens[history.prompt_bytes :], "<i4").tolist()
         return self._spec.requests.decode(ids, False)
 
-    def trajectory(self, reward: SupportsFloat | None = None) -> Trajectory:
+    def trajectory(self, reward: RewardValue | None = None) -> Trajectory:
         """Return the trajectory of the session, for a trainer.
 
         If the session has branches, it is the conversation that was sampled last, and the others
         are its ``branches``.
 
         Args:
-            reward: added to the reward of the last turn.
+            reward: of the whole trajectory: a number, or a dict of names and numbers. It is added
+                to the reward of the last turn.
 
         Raises:
             UsageError: no turn was sampled.
         """
         if reward is not None:
-            self.reward(reward)
+            self._history.reward(reward, "", "", True)
         if not self._history.turns:
             raise UsageError("no turn was sampled, so there is no trajectory")
         return self._history.trajectory(
@@ -490,7 +490,7 @@ class Session:
             metadata=dict(self.metadata),
         )
 
-    def trajectories(self, reward: SupportsFloat | None = None) -> list[Trajectory]:
+    def trajectories(self, reward: RewardValue | None = None) -> list[Trajectory]:
         """Return ``leaves`` of ``trajectory``: each conversation of the session.
 
         Each sampled token is in the loss of one of them.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, SupportsFloat
 
 import numpy as np
 
@@ -21,7 +21,9 @@ from ..inference.renderer import (
 from ..inference.requests import Requests
 from ..inference.sampling import Prepared, SamplingParams, own_names
 from ..inference.tokens import TokenIds, check_ids
+from ..inference.tool_choice import ToolChoice, chosen_tool, require_call
 from ..wire.engine import EngineInfo
+from .rewards import checked_weights
 
 
 class SessionClient(Protocol):
@@ -59,9 +61,11 @@ class SessionSpec:
         continue_final_message: bool = False,
         allow_rewrite: bool = False,
         renderer: str | None = None,
+        tool_choice: ToolChoice = "auto",
         timeout: float | None = None,
         priority: int = 0,
         metadata: Mapping[str, Any] | None = None,
+        reward_weights: Mapping[str, SupportsFloat] | None = None,
         sampling: SamplingParams | None = None,
         **values: Any,
     ) -> None:
@@ -71,6 +75,8 @@ class SessionSpec:
         if renderer is not None and (messages is None or allow_rewrite):
             why = "with allow_rewrite, none is used" if allow_rewrite else "none are given"
             raise InvalidRequest(f"renderer is for messages: {why}")
+        chosen_tool(tool_choice, tools)
+        self.tool_choice = tool_choice
         limit = check_timeout(timeout)
         self.client = client
         self.requests = client._started()
@@ -79,9 +85,11 @@ class SessionSpec:
         self.renderer: Renderer | None = None
         """Parses and extends the conversation. Known after ``ids``."""
         self._renderer = renderer
+        self._searched = False
         self.timeout = client._timeout if limit is None else limit
         self.priority, *_ = check_target(priority, None, None)
         self.metadata = metadata or {}
+        self.reward_weights = checked_weights(reward_weights)
         self.sampling = sampling
         self.values = own_names(values)
         self.prepared = self.requests.samplings.prepare(sampling, self.values)
@@ -130,8 +138,16 @@ class SessionSpec:
         """
         return cls(client, **{**values, "sampling": sampling, **own_names(found)})
 
-    async def ids(self) -> bytes:
-        """Return the token ids of the prompt, int32 bytes. Encode them on the first call."""
+    async def ids(self, messages: Sequence[Message] | None = None) -> bytes:
+        """Return the token ids of the prompt, int32 bytes. Encode them on the first call.
+
+        Args:
+            messages: another conversation in place of the prompt.
+        """
+        if messages is not None:
+            _, (ids,) = await self.requests.encode_prompts(None, None, messages, self.template)
+            await self._find_renderer(messages, ids)
+            return ids
         if self._ids is None:
             if self._lock is None:
                 self._lock = asyncio.Lock()
@@ -142,33 +158,43 @@ class SessionSpec:
                     )
                     if several:
                         raise InvalidRequest("a session has one prompt, got a list")
-                    if self.messages is not None and not self.allow_rewrite:
-                        loop = asyncio.get_running_loop()
-                        await loop.run_in_executor(None, self._find_renderer, prompts[0])
+                    await self._find_renderer(None if self.begun else self.messages, prompts[0])
                     (self._ids,) = prompts
         return self._ids
 
-    def _find_renderer(self, prompt: bytes) -> None:
-        """Find the renderer, and check that it makes these tokens of the messages.
+    async def _find_renderer(self, messages: Sequence[Message] | None, prompt: bytes) -> None:
+        """Find the renderer the first time, and check that it makes these tokens of the messages.
+
+        Args:
+            messages: None: do not check.
 
         Raises:
             InvalidRequest: the user has named a renderer that does not.
         """
-        assert self.messages is not None
+        if self._searched or self.messages is None or self.allow_rewrite:
+            return
         box, ids = self.requests.box, np.frombuffer(prompt, "<i4").tolist()
-        if self.begun:
-            self.renderer = find_renderer(self._renderer, box, self.template)
-        else:
-            self.renderer = fitting_renderer(self._renderer, box, self.template, self.messages, ids)
 
-    async def encode(self, messages: Sequence[Message]) -> bytes:
-        """Return the token ids of another conversation in place of the prompt, int32 bytes."""
-        _, (ids,) = await self.requests.encode_prompts(None, None, messages, self.template)
-        return ids
+        def find() -> Renderer | None:
+            if messages is None:
+                return find_renderer(self._renderer, box, self.template)
+            return fitting_renderer(self._renderer, box, self.template, messages, ids)
+
+        self.renderer = await asyncio.get_running_loop().run_in_executor(None, find)
+        self._searched = True
 
     def prepare(self, values: dict[str, Any]) -> Prepared:
         """Check the sampling values of one turn. They override those of the session."""
         return self.requests.samplings.prepare(self.sampling, {**self.values, **own_names(values)})
+
+    async def with_tool_choice(self, prepared: Prepared, choice: ToolChoice | None) -> Prepared:
+        """Add the grammar of ``tool_choice`` to the values of a turn, after ``ids``.
+
+        Args:
+            choice: of this turn. None: that of the session.
+        """
+        choice = self.tool_choice if choice is None else choice
+        return await require_call(self.requests.samplings, prepared, choice, [self.renderer])
 
     def render(self, messages: Sequence[Message]) -> str:
         """Return the text of a conversation, up to the assistant's turn."""

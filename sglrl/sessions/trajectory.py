@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from ..errors import ProtocolError, UsageError
 from ..inference.completion import Completion, Decode
 from ..inference.display import html, preview
+from .rewards import Reward, number
 from .tensors import Layout, stack
-from .turn import TrajectoryTiming, Turn, checked_turn, number
+from .turn import TrajectoryTiming, Turn, checked_turn
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -175,7 +176,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
         response: bytes,
         starts: Sequence[int],
         turns: Sequence[Completion],
-        rewards: Sequence[float],
+        rewards: Sequence[tuple[float, tuple[Reward, ...]]],
         *,
         total: float,
         generating: float,
@@ -188,7 +189,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
             prompt, response: int32, little endian.
             starts: for each turn, the position in the response at which its tokens begin.
             turns: the completion of each turn.
-            rewards: the reward of each turn.
+            rewards: the reward of each turn, and its named rewards.
             total, generating: as in ``TrajectoryTiming``. The session began ``total`` seconds ago.
         """
         size, prompt_tokens = len(response) // 4, len(prompt) // 4
@@ -201,7 +202,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
         word = _NO_VERSION
         at = 0
         ended = turns[0]._submitted if turns else 0.0
-        for start, completion, reward in zip(starts, turns, rewards, strict=True):
+        for start, completion, (reward, named) in zip(starts, turns, rewards, strict=True):
             gap = start - at
             if gap:
                 mask.append(bytes(gap))
@@ -234,6 +235,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
                     resumed=completion.resumed,
                     seconds=completion._finished - completion._submitted,
                     seconds_before=completion._submitted - ended,
+                    rewards=named,
                 )
             )
             ended = completion._finished
@@ -406,6 +408,15 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
         """The sum of the rewards of all turns, of the branches too."""
         own = sum([turn.reward for turn in self.turns], 0.0)
         return own + sum([branch.reward for branch in self.branches]) if self.branches else own
+
+    @property
+    def named_rewards(self) -> dict[str, float]:
+        """The sum of the rewards of each name, before they were weighted, of the branches too."""
+        found: dict[str, float] = {}
+        for leaf in (*self.branches, self):
+            for reward in [reward for turn in leaf.turns for reward in turn.rewards]:
+                found[reward.name] = found.get(reward.name, 0.0) + reward.value
+        return found
 
     @cached_property
     def oldest_version(self) -> int:

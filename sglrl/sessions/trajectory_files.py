@@ -26,6 +26,7 @@ import numpy as np
 from ..errors import UsageError
 from .atomic_file import new_content
 from .trajectory import Record, Trajectory, record_of
+from .turn import Turn
 
 _MAGIC: Final = b"sglrltrj"
 _VERSION: Final = 1
@@ -143,11 +144,16 @@ def _fields(trajectory: Trajectory) -> dict[str, Any]:
         "finish_reason": trajectory.finish_reason,
         "oldest_version": trajectory.oldest_version,
         **{name: getattr(trajectory, name).tolist() for name in _ARRAYS},
-        "turns": [msgspec.structs.asdict(turn) for turn in trajectory.turns],
+        "turns": [_turn_fields(turn) for turn in trajectory.turns],
         "timing": trajectory.timing._asdict(),
         "metadata": trajectory.metadata,
         "branches": [_fields(branch) for branch in trajectory.branches],
     }
+
+
+def _turn_fields(turn: Turn) -> dict[str, Any]:
+    rewards = [msgspec.structs.asdict(reward) for reward in turn.rewards]
+    return {**msgspec.structs.asdict(turn), "rewards": rewards}
 
 
 def _next_record(

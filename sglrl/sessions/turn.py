@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import operator
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
 from ..errors import UsageError
-
-MOST_REWARD: Final = float(np.finfo(np.float32).max)
+from .rewards import Reward, number
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
@@ -19,7 +18,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False)
     Attributes:
         start, stop: the turn's tokens are ``response_ids[start:stop]``. The range is empty if the
             turn was aborted at once.
-        reward: the reward of this turn.
+        reward: the reward of this turn: a weighted sum of its rewards, with and without names.
         finish_reason: "stop", "length" or "abort", as in ``Completion``.
         worker: index of the worker that finished the turn. -1: no worker.
         cached_tokens: tokens of the turn's prompt that came from the prefix cache.
@@ -28,6 +27,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False)
         seconds: seconds from submission to the end.
         seconds_before: seconds from the end of the previous turn to the submission of this one,
             which a tool or the environment used. 0 for the first turn.
+        rewards: the named rewards that ``reward`` contains.
     """
 
     start: int
@@ -40,6 +40,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False)
     resumed: int = 0
     seconds: float = 0.0
     seconds_before: float = 0.0
+    rewards: tuple[Reward, ...] = ()
 
 
 class TrajectoryTiming(NamedTuple):
@@ -74,6 +75,10 @@ def checked_turn(index: int, turn: Any) -> Turn:
             if not isinstance(value, str):
                 raise UsageError(f"{where}.{name} must be a text, got {value!r}")
             values[name] = value
+        elif name == "rewards":
+            values[name] = tuple(value)
+            if not all(isinstance(reward, Reward) for reward in values[name]):
+                raise UsageError(f"{where}.{name} must be rewards, got {value!r:.200}")
         else:
             try:
                 values[name] = operator.index(value)
@@ -82,20 +87,3 @@ def checked_turn(index: int, turn: Any) -> Turn:
             if isinstance(value, (bool, np.bool_)):
                 raise UsageError(f"{where}.{name} must be an integer, got {value!r}")
     return Turn(**values)
-
-
-def number(name: str, value: Any) -> float:
-    """Return the value as a float.
-
-    Raises:
-        UsageError: the value is not a number, or not finite in float32, the dtype of batches.
-    """
-    if isinstance(value, (bool, np.bool_, str, bytes)) or not hasattr(value, "__float__"):
-        raise UsageError(f"{name} must be a number, got {value!r}")
-    try:
-        found = float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        raise UsageError(f"{name} must be a number, got {value!r}") from None
-    if not abs(found) <= MOST_REWARD:
-        raise UsageError(f"{name} must be finite, also in float32; got {found}")
-    return found

@@ -219,6 +219,100 @@ async def test_messages_of_single_calls(tools_client: sglrl.Client) -> None:
             await client.generate(**arguments)
 
 
+def digit_tool(name: str) -> dict[str, Any]:
+    """Return the schema of a tool whose arguments are short."""
+    digit = {"type": "integer", "minimum": 0, "maximum": 9}
+    parameters = {"type": "object", "properties": {"a": digit, "b": digit}, "required": ["a", "b"]}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": "", "parameters": parameters},
+    }
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_turns_that_must_call(tools_client: sglrl.Client) -> None:
+    """The model is random: without a grammar it never calls."""
+    client = tools_client
+    tools = [digit_tool("add"), digit_tool("multiply")]
+    options: dict[str, Any] = {"max_new_tokens": 400, "seed": 3}
+    # The model ends its thoughts, and its turn, as soon as the grammar allows it.
+    ends = [client.tokenizer.convert_tokens_to_ids(token) for token in ("</think>", "<|im_end|>")]
+    options["logit_bias"] = dict.fromkeys(ends, 50.0)
+    called = []
+    for number in range(8):
+        for thinks in (True, False):
+            async with client.session(
+                messages=ASK, tools=tools, template={"enable_thinking": thinks}, **options
+            ) as session:
+                turn = await session.generate(tool_choice="required", seed=number)
+                (call,) = turn.tool_calls
+                assert call.error == ""
+                assert call.arguments is not None
+                assert call.arguments.keys() == {"a", "b"}
+                assert all(0 <= value <= 9 for value in call.arguments.values())
+                assert turn.text.startswith("<think>\n" if thinks else "<tool_call>\n")
+                assert turn.finish_reason == "stop"
+                called.append(call.name)
+                session.observe({"role": "tool", "tool_call_id": call.id, "content": "5"})
+                openai = {"type": "function", "function": {"name": "multiply"}}
+                turn = await session.generate(tool_choice=openai)
+                assert [call.name for call in turn.tool_calls] == ["multiply"]
+                session.observe({"role": "tool", "content": "5"})
+                assert (await session.generate(tool_choice="auto")).tool_calls == ()
+    assert set(called) == {"add", "multiply"}
+    # Several calls: the end of a turn is unlikely.
+    options["logit_bias"] = {ends[0]: 50.0, ends[1]: -5.0}
+    several = await client.generate(
+        messages=[ASK, ASK], tools=tools, tool_choice="required", **options
+    )
+    for made in several:
+        *calls, last = made.tool_calls
+        assert len(calls) > 2
+        assert [call.error for call in calls] == [""] * len(calls)
+        assert made.finish_reason == "stop" or last.error
+    made = await client.generate(messages=ASK, tools=tools, tool_choice="add", **options)
+    (one,) = made.tool_calls
+    assert one.name == "add"
+    async with client.session(
+        messages=ASK, tools=tools, tool_choice="add", template={"enable_thinking": False}, **options
+    ) as session:
+        turn = await session.run_tools({"add": add}, max_turns=3)
+        assert [[call.name for call in turn.tool_calls] for turn in session.turns] == [["add"]] * 3
+        rewritten = [*ASK, {"role": "assistant", "content": "Hm."}, *ASK]
+        session.rewrite(rewritten)
+        assert [call.name for call in (await session.generate()).tool_calls] == ["add"]
+    async with client.session(messages=ASK, tools=tools, **options) as session:
+        session.rewrite(rewritten)
+        assert len((await session.generate(tool_choice="add")).tool_calls) == 1
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_wrong_choices(tools_client: sglrl.Client) -> None:
+    client = tools_client
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"tool_choice": "sub"}, "must be one of 'auto', 'required', 'add', got 'sub'"),
+        ({"tool_choice": "none"}, "must be one of 'auto'"),
+        ({"tool_choice": {"type": "function"}}, "must be one of 'auto'"),
+        ({"tool_choice": 3}, "must be one of 'auto'"),
+        ({"tool_choice": "required", "tools": None}, r"needs tools=\[...\]"),
+        ({"tool_choice": "add", "json_schema": {}}, "a grammar too: omit json_schema"),
+        ({"tool_choice": "add", "renderer": "template"}, "needs a renderer that fits"),
+    ]
+    for given, why in wrong:
+        arguments = {"messages": ASK, "tools": [add], "max_new_tokens": 2, **given}
+        with pytest.raises(sglrl.InvalidRequest, match=why):
+            await client.generate(**arguments)
+        with pytest.raises(sglrl.InvalidRequest, match=why):
+            await client.session(**arguments).generate()
+    async with client.session(messages=ASK, tools=[add], max_new_tokens=2) as session:
+        with pytest.raises(sglrl.InvalidRequest, match="must be one of"):
+            await session.generate(tool_choice="sub")
+        # The session can go on.
+        await session.generate(tool_choice="required")
+    with pytest.raises(sglrl.InvalidRequest, match="tool_choice is for messages, and none are"):
+        await client.generate(input_ids=[3], tool_choice="required")
+
+
 def test_the_page_runs(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make_model(models / "qwen3-page")
     family_tokenizer(folder, FAMILIES["qwen3"])

@@ -65,7 +65,7 @@ def scripted(client: sglrl.Client, monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(session_module, "parsed", Script(turns))
         session = client.session(messages=ASK, max_new_tokens=2)
         session._spec.renderer = NoBridge()  # type: ignore[assignment]
-        monkeypatch.setattr(session._spec, "_find_renderer", lambda prompt: None)
+        session._spec._searched = True
         return session
 
     return make

@@ -1,0 +1,114 @@
+"""The rewards of a session: of its turns, of calls of tools, and of the whole trajectory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, SupportsFloat, TypeAlias
+
+import msgspec
+import numpy as np
+
+from ..errors import UsageError
+
+MOST_REWARD: Final = float(np.finfo(np.float32).max)
+RewardValue: TypeAlias = SupportsFloat | Mapping[str, SupportsFloat]
+"""A reward, or several by name."""
+
+
+class Reward(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One named reward.
+
+    Attributes:
+        name: what is rewarded, for example "format".
+        value: the reward before it was weighted.
+        weight: ``weight * value`` is part of ``Turn.reward``.
+        call: id of the call of a tool that it is for, or "".
+        whole: it is for the whole trajectory, not only for its last turn.
+    """
+
+    name: str
+    value: float
+    weight: float = 1.0
+    call: str = ""
+    whole: bool = False
+
+
+class Rewards:
+    """The rewards of each turn of a session.
+
+    Args:
+        weights: by name. Other names have the weight 1.
+
+    Attributes:
+        totals: of each turn, the weighted sum of its rewards.
+        named: of each turn, its named rewards.
+        given: whether there was any reward, also one of 0.
+    """
+
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        self._weights = weights
+        self.totals: list[float] = []
+        self.named: list[tuple[Reward, ...]] = []
+        self.given = False
+
+    def add_turn(self) -> None:
+        self.totals.append(0.0)
+        self.named.append(())
+
+    def add(self, turn: int, value: RewardValue, name: str, call: str, whole: bool) -> None:
+        """Add rewards to those of a turn. If one is wrong, add none.
+
+        Raises:
+            UsageError: a value is not a number, or a sum is not finite in float32.
+        """
+        total = self.totals[turn]
+        if isinstance(value, Mapping):
+            if name:
+                raise UsageError("a dict of rewards has its own names: omit name")
+            given = dict(value)
+        else:
+            given = {name: value}
+        named: list[Reward] = []
+        for key, one in given.items():
+            if not isinstance(key, str):
+                raise UsageError(f"the name of a reward must be a text, got {key!r:.200}")
+            amount = number("a reward", one)
+            weight = self._weights.get(key, 1.0) if key else 1.0
+            total += weight * amount
+            if not abs(total) <= MOST_REWARD:
+                raise UsageError(f"a reward must be finite, also in float32; got {one}")
+            if key:
+                named.append(Reward(key, amount, weight, call, whole))
+        self.totals[turn] = total
+        self.named[turn] += tuple(named)
+        self.given = True
+
+
+def checked_weights(weights: Mapping[str, SupportsFloat] | None) -> dict[str, float]:
+    """Return the weights of rewards as floats.
+
+    Raises:
+        UsageError: they are not finite numbers by name.
+    """
+    if weights is None:
+        return {}
+    if not isinstance(weights, Mapping) or not all(isinstance(name, str) for name in weights):
+        raise UsageError(f"reward_weights must be a dict of name and weight, got {weights!r:.200}")
+    return {name: number(f"the weight of {name!r}", weight) for name, weight in weights.items()}
+
+
+def number(name: str, value: Any) -> float:
+    """Return the value as a float.
+
+    Raises:
+        UsageError: the value is not a number, or not finite in float32, the dtype of batches.
+    """
+    if isinstance(value, (bool, np.bool_, str, bytes)) or not hasattr(value, "__float__"):
+        raise UsageError(f"{name} must be a number, got {value!r}")
+    try:
+        found = float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        raise UsageError(f"{name} must be a number, got {value!r}") from None
+    if not abs(found) <= MOST_REWARD:
+        raise UsageError(f"{name} must be finite, also in float32; got {found}")
+    return found
