@@ -246,10 +246,13 @@ def launch(
     if keys is not None:
         read_driver_keys(keys)
 
+    # Each host makes the model "tiny" in its own cache.
+    there = model if machines is not None and path != model == "tiny" else path
+
     def birth(group: list[str] | None) -> Birth:
         return _birth(
             engine,
-            path,
+            there,
             engine_args,
             tp_size,
             group,

@@ -230,8 +230,11 @@ class WeightUpdate:
             return
         if self.state not in (ABORT, COMMIT):
             late = ", ".join(map(_name, sorted(self.waiting)))
+            hint = ""
+            if self.state == JOIN and self.waiting != {SENDER}:
+                hint = "; can the workers connect to the sender's host=?"
             error = WeightUpdateError(
-                f"no answer to {self.state!r} within the time-out from {late}"
+                f"no answer to {self.state!r} within the time-out from {late}{hint}"
             )
             self.errors.append((min(self.waiting), error))
             self._enter(ABORT, now)

@@ -303,7 +303,9 @@ class Driver:
         member = self._links.find(identity)
         if member is None:
             listeners = self._listeners if frames else ()
-            if not any(listener.on_peer(identity, frames) for listener in listeners):
+            known = any(listener.on_peer(identity, frames) for listener in listeners)
+            # A worker that was still starting when the pool was closed is expected here.
+            if not known and not self.fabric.closed:
                 # Do not log the identity: it is a secret.
                 self._drop("a message of a stranger, or of a peer that was not asked for it")
             return

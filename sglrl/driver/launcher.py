@@ -44,6 +44,11 @@ class Launcher(Protocol):
         ...
 
     @property
+    def driver_ip(self) -> str:
+        """The IP address of this machine at which the workers reach it; "": not known."""
+        ...
+
+    @property
     def stage(self) -> str:
         """What ``prepare`` waits for, in words. Empty if it takes no time."""
         ...
@@ -147,6 +152,10 @@ class LocalLauncher:
     @property
     def elsewhere(self) -> bool:
         return False
+
+    @property
+    def driver_ip(self) -> str:
+        return ""
 
     @property
     def stage(self) -> str:

@@ -191,11 +191,12 @@ class Pool:
         self.outer_address = router.outer_address
         if self._launcher.elsewhere:
             self.weights.workers_return = True
-            self.weights.host = host_of(router.outer_address)
         driver.start()
         if self._launcher.stage:
             self._progress.show(self._launcher.stage)
         await self._launcher.prepare(dict(enumerate(self._first)))
+        if self._launcher.elsewhere:
+            self.weights.host = self._launcher.driver_ip or host_of(router.outer_address)
         await self._all_ready([supervisor.add(birth) for birth in self._first])
 
     async def _all_ready(self, workers: Sequence[Worker]) -> None:

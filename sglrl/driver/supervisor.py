@@ -216,9 +216,11 @@ class Supervisor(DriverListener):
             or (f"killed by signal {-status}" if status < 0 else f"exited with status {status}")
         )
         if not worker.ready.done():
+            host = self._launcher.host(index)
+            where = f" on host {host}" if self._launcher.elsewhere and host else ""
             worker.fail(
                 WorkerStartError(
-                    f"worker {index} ended before it was ready: {reason}",
+                    f"worker {index}{where} ended before it was ready: {reason}",
                     worker=index,
                     output=tail(worker.log),
                     log=self.logs.keep(worker.log),

@@ -18,7 +18,7 @@ from ..core.node_session import CHECK_SECONDS, MESSAGE_BYTES, MessageMissing
 from ..core.placement import Place, Placement
 from ..driver.environment import environment, limits
 from ..errors import ProtocolError, UsageError
-from ..transport.addresses import check_address, check_tcp
+from ..transport.addresses import check_address, check_tcp, host_of, is_loopback, is_own
 from ..transport.curve_keys import read_driver_keys, read_keys_to_node
 from ..transport.zmq import ZmqRouter
 from ..version import __version__
@@ -159,6 +159,16 @@ class Hosts:
         )
 
     @property
+    def own_ip(self) -> str:
+        """The IP address of this machine to which nodes connect, or "" if none is known.
+
+        A machine may have several networks, and its nodes are in one of them.
+        """
+        reached = {link.hello.program for link in self._links.values()} - {""}
+        others_last = sorted(reached, key=lambda ip: (is_loopback(f"tcp://{ip}:0"), ip))
+        return next((ip for ip in others_last if is_own(ip)), "")
+
+    @property
     def hosts(self) -> list[HostInfo]:
         """The hosts, in the order of their arrival."""
         return [
@@ -286,7 +296,12 @@ class Hosts:
                 f"{text}; the others of {', '.join(self._nodes)} do not answer, or have other keys"
             )
         options = " --keys FILE" if self.keys else " --insecure" if self.insecure else ""
-        return f"{text}; start 'sglrl node {self.address}{options}' on the others"
+        text = f"{text}; start 'sglrl node {self.address}{options}' on the others"
+        if is_loopback(self._address):
+            return f"{text}, which must be this machine: no other reaches this address"
+        if self._address != self.address and host_of(self._address) != host_of(self.address):
+            return f"{text}, or with another address of this machine that they reach"
+        return text
 
     def too_few(self, workers: int, gpus: int) -> str:
         """Return what the hosts offer, in words, when these workers do not fit on them."""

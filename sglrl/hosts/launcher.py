@@ -59,6 +59,10 @@ class HostLauncher:
         return True
 
     @property
+    def driver_ip(self) -> str:
+        return self._hosts.own_ip
+
+    @property
     def stage(self) -> str:
         return "waiting for hosts"
 

@@ -62,7 +62,7 @@ class ListeningNode:
             insecure=keys is None,
             heartbeat_timeout=settings.heartbeat_timeout,
         )
-        self.address = self._router.outer_address
+        self.address = address
 
     async def run(self) -> None:
         """Serve until ``stop``."""

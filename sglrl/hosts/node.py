@@ -16,6 +16,7 @@ import msgspec
 from ..core.node_session import CHECK_SECONDS, MESSAGE_BYTES, MessageMissing, Session
 from ..driver.environment import environment
 from ..errors import Closed, ProtocolError, SglrlError
+from ..transport.addresses import ip_of
 from ..transport.zmq import ZmqDealer, ask
 from ..wire.calls import PROTOCOL_VERSION
 from ..wire.codec import Buffer, decode_of_connection, decode_to_node, encode
@@ -170,6 +171,7 @@ class Node:
             boot=_boot(),
             session="" if session is None else session.id,
             received=0 if session is None else session.received,
+            program=ip_of(settings.address),
         )
         self._send([encode(hello)])
         if self._impatient is None:
@@ -189,10 +191,12 @@ class Node:
             self._end()
             return
         logger.warning(
-            "no answer from %s for %g s: no program listens there, a firewall is between, or it "
-            "does not accept this key; still trying",
+            "no answer from %s for %g s: its name is unknown, no program listens there, a firewall "
+            "is between, or it does not accept this key; 'sglrl doctor --hosts %s' says which; "
+            "still trying",
             self._settings.address,
             _PATIENCE,
+            self._settings.address,
         )
 
     def _on_break(self, dealer: ZmqDealer) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Final
 import msgspec
 
 from ..driver.fork_server import ForkConnection, ForkServer, fork_server
-from ..errors import WorkerStartError
+from ..errors import SglrlError, WorkerStartError
 from ..system_limits import no_file
 from ..wire.codec import encode
 from ..wire.nodes import FromNode, FromPool, Output, PoolOpened
@@ -22,6 +23,8 @@ from ..wire.processes import Dump, EngineSpec, Exited, Fork, Forked, Kill
 
 _START_SECONDS: Final = 600.0
 """Seconds for the fork server to import its modules."""
+_TINY_SECONDS: Final = 120.0
+"""Seconds for a host to make the model "tiny"."""
 _STACKS_SECONDS: Final = 0.5
 """Seconds for a worker to write its stacks."""
 _MOST_OUTPUT: Final = 32_768
@@ -108,6 +111,12 @@ class NodePool:
         assert self._connection is not None
         body = request.spec.body
         if isinstance(body, EngineSpec):
+            if body.model == "tiny" and body.engine != "fake":
+                try:
+                    body = msgspec.structs.replace(body, model=await _tiny_model())
+                except SglrlError as error:
+                    self._refuse(request.key, error.message)
+                    return
             if _is_missing(body):
                 self._refuse(
                     request.key,
@@ -163,6 +172,36 @@ class NodePool:
             self._connection.close()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+
+async def _tiny_model() -> str:
+    """Return the folder of the model "tiny". Another process makes it the first time.
+
+    Raises:
+        WorkerStartError: this host cannot make it.
+    """
+    made = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        "from sglrl.api.tiny_model import tiny_model; print(tiny_model())",
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        async with asyncio.timeout(_TINY_SECONDS):
+            output, errors = await made.communicate()
+    except TimeoutError:
+        raise WorkerStartError(
+            f"this host did not make the model 'tiny' within {_TINY_SECONDS:g} s"
+        ) from None
+    finally:
+        if made.returncode is None:
+            made.kill()
+    if made.returncode:
+        *_, last = ["no reason given", *errors.decode(errors="replace").strip().splitlines()]
+        raise WorkerStartError(f"this host could not make the model 'tiny': {last}")
+    return output.decode().strip().splitlines()[-1]
 
 
 def _is_missing(body: EngineSpec) -> bool:

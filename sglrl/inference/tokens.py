@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ..config import install, is_text
+from ..config import is_text
 from ..errors import InvalidRequest
 from ..system_limits import start_thread
 
@@ -223,7 +223,7 @@ class TokenizerBox:
             from transformers import AutoTokenizer
         except ImportError:
             raise InvalidRequest(
-                f"text needs the transformers package ({install('sglang')}); without it use "
+                "text needs the transformers package (pip install transformers); without it use "
                 "input_ids"
             ) from None
         try:

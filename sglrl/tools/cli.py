@@ -320,6 +320,8 @@ def keys(
     if add is None:
         lines += [
             f"{DRIVER}.secret stays here. In the program that has the workers:",
+            f'  launch(..., hosts=sglrl.Hosts("tcp://0.0.0.0:7000", keys={str(folder)!r}))',
+            "or, for clients and senders of weights only:",
             f'  launch(..., address="tcp://0.0.0.0:*", keys={str(folder)!r})',
         ]
     lines += [

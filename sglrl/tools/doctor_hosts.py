@@ -92,6 +92,12 @@ async def _of_program(
     except SglrlError as error:
         return [Finding("address", False, error.message)]
     findings.append(Finding("address", True, f"listens at {hosts.address}"))
+    try:
+        async with asyncio.timeout(seconds):
+            while True:
+                await hosts.change()
+    except TimeoutError:
+        pass
     for node in nodes:
         try:
             await asyncio.to_thread(check_port, node, _SECONDS)
@@ -99,12 +105,6 @@ async def _of_program(
             findings.append(Finding("port", False, error.message))
         else:
             findings.append(Finding("port", True, f"{node} is open"))
-    try:
-        async with asyncio.timeout(seconds):
-            while True:
-                await hosts.change()
-    except TimeoutError:
-        pass
     for host in hosts.hosts:
         detail = f"{len(host.gpus)} GPUs, {host.cores} cores, Python {host.python}"
         if host.limits:

@@ -64,7 +64,7 @@ def node(
     from ..driver.environment import environment
     from ..hosts.listening import ListeningNode
     from ..hosts.node import Node, NodeSettings
-    from ..transport.addresses import check_address, check_tcp
+    from ..transport.addresses import check_tcp, is_loopback
     from ..transport.curve_keys import keys_of_listening_node, read_client_keys
 
     if address is None and listen is None:
@@ -75,7 +75,12 @@ def node(
         )
     where = address or listen or ""
     check_tcp(where, "this node" if listen else "a program", listens=bool(listen))
-    check_address(where, keys=keys is not None, insecure=insecure)
+    if keys is None and not insecure and not is_loopback(where):
+        raise UsageError(
+            "connections beyond this machine need keys: make a pair on the program's machine with "
+            "'sglrl keys DIR --add NAME', copy driver.public and NAME.secret here, and pass --keys "
+            "(--insecure accepts any program, unencrypted)"
+        )
     settings = NodeSettings(
         address=address or "",
         keys=None

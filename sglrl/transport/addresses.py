@@ -57,6 +57,24 @@ def host_of(address: str) -> str:
     return address.removeprefix("tcp://").rsplit(":", 1)[0].strip("[]")
 
 
+def ip_of(address: str) -> str:
+    """Return the IPv4 address of ``tcp://HOST:PORT``, or "" without one. Sends nothing there."""
+    with contextlib.suppress(OSError), sockets.socket(sockets.AF_INET, sockets.SOCK_DGRAM) as s:
+        s.connect((host_of(address), int(address.rpartition(":")[2])))
+        found: str = s.getpeername()[0]
+        return found
+    return ""
+
+
+def is_own(ip: str) -> bool:
+    """Return whether an IP address is one of this machine, so that a socket can listen on it."""
+    try:
+        sockets.create_server((ip, 0)).close()
+    except OSError:
+        return False
+    return True
+
+
 def is_loopback(address: str) -> bool:
     """Return True if a TCP address can be reached only from this machine."""
     host = host_of(address)

@@ -179,7 +179,11 @@ def _read_key(path: Path) -> str:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
             text = file.read(1024).decode(errors="replace").strip()
     except FileNotFoundError:
-        raise InvalidKeys(f"{path} is missing; 'sglrl keys' makes it") from None
+        if path.name == "driver.public":
+            where = "copy it from the folder in which 'sglrl keys' has made it"
+        else:
+            where = "'sglrl keys' makes it"
+        raise InvalidKeys(f"{path} is missing; {where}") from None
     except OSError as error:
         raise InvalidKeys(f"{path} cannot be read: {error.strerror}") from None
     if secret and mode & 0o077:

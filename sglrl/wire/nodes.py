@@ -23,6 +23,7 @@ class NodeHello(msgspec.Struct, array_like=True, frozen=True, tag=80):
     session: the session that the node would like to continue; empty: none.
     received: the number of the last message that it has received in this session.
     question: the sender is no node, and only wants to know the answer.
+    program: the IP address at which the node reaches the driver; empty: unknown.
     """
 
     protocol: int
@@ -35,6 +36,7 @@ class NodeHello(msgspec.Struct, array_like=True, frozen=True, tag=80):
     session: str = ""
     received: int = 0
     question: bool = False
+    program: str = ""
 
 
 class Admit(msgspec.Struct, array_like=True, frozen=True, tag=81):

@@ -6,12 +6,14 @@ import os
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 from namespaces import another_host
 
 import sglrl
 
 from .policies import PROMPTS, Lab, Policies, on_phase
+from .reference import Reference
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
 
@@ -24,8 +26,12 @@ async def test_workers_on_another_host(
 ) -> None:
     policies = Policies(models / "nodes")
     with another_host() as (here, there):
-        async with sglrl.Hosts(f"tcp://{here.address}:*", insecure=True) as hosts:
-            there.run(NODE, "sglrl", "node", hosts.address, "--name", "there", "--insecure")
+        # This machine may have other addresses, which the node cannot reach.
+        async with sglrl.Hosts("tcp://0.0.0.0:*", insecure=True) as hosts:
+            address = f"tcp://{here.address}:{hosts.address.rpartition(':')[2]}"
+            with monkeypatch.context() as environment:
+                environment.setenv("SGLRL_CACHE", str(tmp_path))
+                there.run(NODE, "sglrl", "node", address, "--name", "there", "--insecure")
             with pytest.raises(sglrl.WorkerStartError, match="this host has no folder /"):
                 # The driver has this folder, and the node starts in a system without it.
                 gone = policies[1].folder.rename(tmp_path / "gone")
@@ -70,6 +76,12 @@ async def test_workers_on_another_host(
                     assert report.workers == [1 - victim]
                     await client.wait_until_full()
                     await lab.check(PROMPTS[:2], 4)
+            # The node makes this model in its own cache.
+            async with sglrl.launch("tiny", hosts=hosts, device="cpu") as client:
+                made = await client.generate("2 + 2 =", max_new_tokens=8, logprobs=True)
+                assert client.info.model == str(tmp_path / Path(client.model).name)
+            expected = Reference(Path(client.model)).logprobs_of(made.prompt_ids, made.output_ids)
+            np.testing.assert_allclose(made.logprobs, expected, atol=1e-4, rtol=0)
 
 
 async def test_a_host_that_is_away_in_each_phase_of_an_update(
