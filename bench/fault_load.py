@@ -183,6 +183,16 @@ class Load:
                 if reading is not None:
                     reading.strikes.append(strike)
 
+    def may_strike(self, worker: int) -> bool:
+        """Return whether no call that the worker holds would be given up if the worker died.
+
+        A call that has lost ``max_attempts`` workers in a row is given up, because it may be what
+        kills them. On a busy machine, a call can be struck that often before its first token.
+        """
+        fabric = self.client._pool.driver.fabric
+        most = fabric.config.max_attempts - 1
+        return all(call.losses < most for call in fabric.members[worker].calls.values())
+
     async def _call(self, caller: int) -> None:
         turn = caller
         while not self._stopping:

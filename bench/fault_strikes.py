@@ -107,12 +107,19 @@ class Striker:
         ]
 
     async def _target(self, drawn: int) -> tuple[sglrl.WorkerInfo, int]:
-        """Return a ready worker without a current fault, and a pidfd of its process."""
+        """Return a ready worker without a current fault, and a pidfd of its process.
+
+        It holds no call that a fault would end: see ``Load.may_strike``.
+        """
         async with asyncio.timeout(_PATIENCE):
             while True:
                 ready = [w for w in self.client.workers if w.state == "ready"]
                 free = [w for w in ready if w.id not in self._disturbed]
-                targets = [w for w in free if self.among is None or w.id in self.among]
+                targets = [
+                    w
+                    for w in free
+                    if (self.among is None or w.id in self.among) and self.load.may_strike(w.id)
+                ]
                 if targets and len(free) > self.spare:
                     found = targets[drawn % len(targets)]
                     with contextlib.suppress(ProcessLookupError):
