@@ -30,10 +30,12 @@ from .report import (
     table,
     write_json,
 )
+from .tool_parts import WAYS
 
 _PARTS = "bench.rollout_parts"
 _PREFIX = "bench.prefix_parts"
 _DEPTH = "bench.depth_parts"
+_TOOLS = "bench.tool_parts"
 _LIMIT = 600.0
 _TURNS = 5
 _OURS = "sglrl.rollout"
@@ -45,6 +47,7 @@ _ADAPTS = "as it adapts"
 _PLACES = "engines with {} places"
 _SLOWER = "engines that every request slows down"
 _TOOL_SECONDS = (0.01, 0.05)
+_WITH_TOOLS = "with and without tools"
 
 
 def main(
@@ -150,6 +153,8 @@ def _fake(
         "tool": (0.02, 0.1),
         "replicas": replicas,
     }
+    tools = load | {"agents": max(64, agents // 20)}
+    plan.append((_WITH_TOOLS, _TOOLS, "agents", tools))
     engines = {
         _PLACES.format(busy["places"]): {"max_running_requests": busy["places"]},
         _SLOWER: {"request_seconds": 0.0005},
@@ -173,6 +178,8 @@ def _fake(
 
     console.print(describe(info))
     _print_cost(results, failed, (_OURS, away, _BARE, _HTTP), agents)
+    if _WITH_TOOLS in results:
+        _print_tools(results[_WITH_TOOLS], tools)
     if _BESIDE in results:
         _print_beside(results[_BESIDE]["ways"], beside)
     if "busy" in results:
@@ -188,7 +195,7 @@ def _fake(
         "bench": "rollout",
         "case": "fake",
         "machine": info,
-        "options": {"cost": load, "busy": busy, "depth": depth},
+        "options": {"cost": load, "tools": tools, "busy": busy, "depth": depth},
         "results": results,
         "failed": failed,
     }
@@ -224,6 +231,17 @@ def _print_cost(
     )
     for name, reason in failed.items():
         console.print(f"{name}: not measured: {reason}", markup=False)
+
+
+def _print_tools(ways: dict[str, Any], options: dict[str, Any]) -> None:
+    table(
+        f"{options['agents']:,} agents of {_TURNS} turns at a time, with a tool between two turns",
+        ("its results are", "turns/s", "CPU us/turn", "loop us/turn"),
+        [
+            (WAYS[way], *(number(cost[key]) for key in ("rate", "cpu_us", "loop_us")))
+            for way, cost in ways.items()
+        ],
+    )
 
 
 def _print_beside(ways: Sequence[dict[str, Any]], options: dict[str, Any]) -> None:

@@ -62,7 +62,7 @@ class Cost(NamedTuple):
         return self.turns / self.seconds
 
 
-async def _cost(turns: int, work: Coroutine[Any, Any, None]) -> Cost:
+async def cost_of(turns: int, work: Coroutine[Any, Any, None]) -> Cost:
     settle_collector()
     begun = time.perf_counter(), time.thread_time(), time.process_time()
     await work
@@ -75,7 +75,7 @@ async def _cost(turns: int, work: Coroutine[Any, Any, None]) -> Cost:
     return Cost(turns, seconds, loop / turns * 1e6, cpu / turns * 1e6)
 
 
-def _summary(costs: Sequence[Cost]) -> dict[str, float]:
+def summary(costs: Sequence[Cost]) -> dict[str, float]:
     """Return medians over the repetitions."""
     rates = [cost.rate for cost in costs]
     return {
@@ -159,7 +159,7 @@ async def _agents_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]
                 max_new_tokens=TOKENS,
                 processes=processes,
             ) as run:
-                return await _cost(agents * turns, all_of(run, agents))
+                return await cost_of(agents * turns, all_of(run, agents))
 
         await measured(min(count, 500))
         gc.collect()
@@ -168,7 +168,7 @@ async def _agents_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]
             for repetition in range(options["repeats"]):
                 note(f"repetition {repetition + 1} of {options['repeats']}")
                 costs.append(await measured(count))
-        found = _summary(costs) | {"bytes_per_agent": (memory.peak - memory.before) / count}
+        found = summary(costs) | {"bytes_per_agent": (memory.peak - memory.before) / count}
         if processes is not None:
             found["processes"] = processes
         return found
@@ -299,8 +299,8 @@ async def _http_main(url: str, options: Mapping[str, Any], note: Note) -> dict[s
         gc.collect()
         note(f"{count:,} agents")
         async with _PeakMemory() as memory:
-            cost = await _cost(count * turns, run(count))
-        return _summary([cost]) | {"bytes_per_agent": (memory.peak - memory.before) / count}
+            cost = await cost_of(count * turns, run(count))
+        return summary([cost]) | {"bytes_per_agent": (memory.peak - memory.before) / count}
 
 
 # --- engines kept busy ------------------------------------------------------------------------

@@ -42,6 +42,7 @@ def test_the_rollout_bench_measures_all_but_its_peer(tmp_path: Path) -> None:
     ways = document["results"]["busy"]["ways"]
     assert len(ways) == 3
     assert all(0 < way["busy"] < 2 for way in ways.values())
+    assert document["results"]["with and without tools"].keys() == {"ids", "template", "renderer"}
     assert [target["measured"] for target in document["asked"]] != [None, None]
 
 
