@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+import json
 import re
 import runpy
 from collections.abc import AsyncIterator
@@ -15,6 +18,8 @@ from sessions.families import FAMILIES, family_tokenizer
 
 import sglrl
 from sglrl.api.tiny_model import make_model
+
+from .reference import Reference
 
 ASK = [{"role": "user", "content": "What is 2 + 3?"}]
 
@@ -353,3 +358,55 @@ async def test_a_rollout_with_tools(tools_client: sglrl.Client) -> None:
     ) as run:
         groups = [group async for group in run]
     assert [group.rewards.tolist() for group in groups] == [[3, 3]] * 4
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_updates_and_aborts_within_turns_that_call(models: Path) -> None:
+    """Ids, spans of versions and parsed calls stay exact, and the thought of the turn as well."""
+    folder = make_model(models / "qwen3-updates")
+    family_tokenizer(folder, FAMILIES["qwen3"])
+    policies = [
+        Reference(make_model(models / f"qwen3-policy-{seed}", seed=seed)) for seed in (1, 2)
+    ]
+    async with sglrl.launch(folder, device="cpu", replicas=2) as client:
+        thinks = written_as(client, rf"<think>\n[a-z]{{40,90}}\n</think>\n\n{CALL}")
+        sessions: list[sglrl.Session] = []
+
+        async def agent(number: int) -> None:
+            async with client.session(messages=ASK, tools=[add], seed=number) as session:
+                sessions.append(session)
+                await session.run_tools([add], max_turns=4, **thinks)
+
+        playing = asyncio.gather(*(agent(number) for number in range(12)))
+        inflight = itertools.cycle(["continue", "abort"])
+        while not playing.done():
+            await client.update_weights(
+                policies[client.weight_version % 2].model, inflight=next(inflight)
+            )
+            await client.abort()
+        await playing
+        spans = 0
+        for session in sessions:
+            before: list[int] = []
+            for turn in session.turns:
+                prompt, sampled = turn.prompt_ids.tolist(), turn.output_ids.tolist()
+                assert prompt[: len(before)] == before
+                before = prompt + sampled
+                text = client.tokenizer.decode(sampled)
+                said = re.fullmatch(rf"<think>\n([a-z]+)\n</think>\n\n({CALL})<\|im_end\|>", text)
+                assert said is not None
+                assert (turn.message.reasoning_content or "").strip() == said[1]
+                (call,) = turn.tool_calls
+                assert call.arguments == json.loads(said[2][12:-13])["arguments"]
+                edges = [span.start for span in turn.versions] + [len(sampled)]
+                assert edges[0] == 0
+                assert edges == sorted(set(edges))
+                assert [span.stop for span in turn.versions] == edges[1:]
+                versions = [span.version for span in turn.versions]
+                assert versions == sorted(set(versions))
+                spans += len(versions) > 1
+            messages = session.trajectory().messages
+            assert messages is not None
+            assert text_of(client, session.turns[-1]) == rendered(client, messages[:-1])
+            assert session.trajectory().branches == ()
+        assert spans
