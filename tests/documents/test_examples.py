@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 import wandb
+from sessions.families import FAMILIES, family_tokenizer
 from transformers import AutoModelForCausalLM
 
-from sglrl.api.tiny_model import tiny_model
+from sglrl.api.tiny_model import make_model, tiny_model
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -39,7 +40,7 @@ CASES: dict[str, tuple[tuple[Any, ...], int, str]] = {
 
 def test_each_example_is_run_and_fits_a_screen_or_two() -> None:
     found = {path.stem: path for path in EXAMPLES.glob("*.py")}
-    assert found.keys() == {*CASES, "wandb_resume"}
+    assert found.keys() == {*CASES, "tool_calls", "wandb_resume"}
     for path in found.values():
         assert len(path.read_text().splitlines()) < 80
 
@@ -66,6 +67,22 @@ def test_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert re.fullmatch(pattern, line), line
     if name == "tool_agent":
         assert any("<|tool|>" in line for line in lines)
+
+
+@pytest.mark.timeout(400)
+def test_the_example_with_calls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_model(tmp_path / "model")
+    family_tokenizer(folder, FAMILIES["qwen3"])
+    run("tool_calls", str(folder))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    for line in lines:
+        # The model is random. After the call that the grammar enforces, it may say anything.
+        assert re.fullmatch(
+            r"\[[-\d. ]+\] {'well-formed': -?[\d.]+, 'correct': [01]\.0, 'turns': \d+\.0} "
+            r"\[{'name': 'eggs_in_a_box', 'arguments': {}}.*\]",
+            line,
+        ), line
 
 
 @pytest.mark.timeout(400)
