@@ -23,6 +23,7 @@ from sglrl.errors import UsageError
 from sglrl.inference.completion import Completion
 from sglrl.inference.sampling import SamplingParams
 from sglrl.sessions import trajectory_files
+from sglrl.sessions.rewards import Reward
 from sglrl.sessions.trajectory import Trajectory
 from sglrl.sessions.trajectory_files import load, save
 from sglrl.sessions.turn import TrajectoryTiming, Turn
@@ -260,7 +261,7 @@ def test_from_turns() -> None:
         response,
         [0, 5],
         [first, second],
-        [0.5, 1.0],
+        [(0.5, (Reward("format", 1.0, 0.5),)), (1.0, ())],
         total=5.0,
         generating=4.0,
         metadata={"a": 1},
@@ -282,6 +283,7 @@ def test_from_turns() -> None:
                 prompt_tokens=2,
                 resumed=1,
                 seconds=2.5,
+                rewards=(Reward("format", 1.0, 0.5),),
             ),
             Turn(
                 start=5,
@@ -315,7 +317,7 @@ def test_from_a_turn_aborted_at_once_and_one_without_logprobs() -> None:
         i4([9, 5]),
         [0, 1],
         [nothing, silent],
-        [0.0, 2.0],
+        [(0.0, ()), (2.0, ())],
         total=1.0,
         generating=1.0,
         metadata={},

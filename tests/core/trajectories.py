@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
+from sglrl.sessions.rewards import Reward
 from sglrl.sessions.trajectory import Trajectory
 from sglrl.sessions.turn import TrajectoryTiming, Turn
 
@@ -20,6 +21,14 @@ plain = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab", max_size=2), inner),
     max_leaves=5,
 )  # fmt: skip
+rewards = st.builds(
+    Reward,
+    name=st.text("ab", min_size=1, max_size=2),
+    value=float32,
+    weight=float32,
+    call=st.sampled_from(["", "call_0_1"]),
+    whole=st.booleans(),
+)
 turn_values = st.fixed_dictionaries(
     {
         "reward": float32,
@@ -30,6 +39,7 @@ turn_values = st.fixed_dictionaries(
         "resumed": st.integers(0, 3),
         "seconds": seconds,
         "seconds_before": seconds,
+        "rewards": st.lists(rewards, max_size=2).map(tuple),
     }
 )
 
