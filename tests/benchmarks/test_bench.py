@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from bench.genlm_parts import measure
 
 ROOT = Path(__file__).parents[2]
@@ -36,6 +38,7 @@ def test_the_fabric_bench_measures_all_but_its_peers(tmp_path: Path) -> None:
     assert len(document["results"]) == 9
 
 
+@pytest.mark.timeout(300)
 def test_the_rollout_bench_measures_all_but_its_peer(tmp_path: Path) -> None:
     options = ["--no-peers", "--quick", "--agents", "64", "--replicas", "1"]
     document = run_bench("rollout", *options, file=tmp_path / "rollout.json")

@@ -205,7 +205,7 @@ async def test_observations_during_encoding_come_after_the_turn(
     session = client.session(input_ids=[1, 2], max_new_tokens=2)
     begun, encoded = asyncio.Event(), asyncio.Event()
 
-    async def slow_ids() -> bytes:
+    async def slow_ids(messages: object) -> bytes:
         begun.set()
         await encoded.wait()
         return np.array([1, 2], "<i4").tobytes()
