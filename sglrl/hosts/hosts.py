@@ -165,8 +165,8 @@ class Hosts:
         A machine may have several networks, and its nodes are in one of them.
         """
         reached = {link.hello.program for link in self._links.values()} - {""}
-        others_last = sorted(reached, key=lambda ip: (is_loopback(f"tcp://{ip}:0"), ip))
-        return next((ip for ip in others_last if is_own(ip)), "")
+        loopback_last = sorted(reached, key=lambda ip: (is_loopback(f"tcp://{ip}:0"), ip))
+        return next((ip for ip in loopback_last if is_own(ip)), "")
 
     @property
     def hosts(self) -> list[HostInfo]:

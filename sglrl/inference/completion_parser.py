@@ -34,6 +34,8 @@ class CompletionParser:
 
     async def parse(self, completions: Sequence[Completion]) -> None:
         """Parse the completions, equally many for each prompt, in a thread."""
+        if not any(self._renderers):
+            return
         await asyncio.get_running_loop().run_in_executor(None, self._parse, completions)
 
     def _parse(self, completions: Sequence[Completion]) -> None:
