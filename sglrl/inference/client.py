@@ -438,7 +438,8 @@ class Client(WeightMethods, ControlMethods, ScoreMethods):
                 ``Trajectory.branches``). True: append the text that the template puts after the
                 answer, and keep the turns as sampled.
             renderer: parses the turns (``Completion.message``) and extends the conversation. None:
-                the one that fits the chat template. A name: this one, as "qwen3"; "template": none.
+                the one that fits the chat template. A name: this one, as "qwen3", or a class of
+                your own, as "module:Class"; "template": none.
             tool_choice: of the turns. "required": a grammar makes each call tools, one or several.
                 The name of a tool: one call of it. "auto": the model decides.
             timeout: seconds for each turn. None: the client's timeout.

@@ -212,9 +212,10 @@ def find_renderer(
     """Return the renderer of a model. Takes a second the first time.
 
     Args:
-        name: as in ``renderers.base.RENDERER_REGISTRY``; "template": none; None: the one that makes
-            the same tokens as the model's chat template, if the template has a format for calls or
-            reasoning.
+        name: as in ``renderers.base.RENDERER_REGISTRY``; "module:Class" or "file.py:Class": a
+            renderer of the user's own (``renderers.custom``); "template": none; None: the one that
+            makes the same tokens as the model's chat template, if the template has a format for
+            calls or reasoning.
         template: arguments of the chat template.
 
     Raises:
@@ -270,9 +271,11 @@ def _search(name: str | None, box: TokenizerBox, template: Mapping[str, Any]) ->
         raise InvalidRequest(f"renderer= needs a package: {install('renderers')}") from None
     names = list(dict.fromkeys(MODEL_RENDERER_MAP.values()))
     if name is not None:
-        if name not in names:
+        if name not in names and ":" not in name:
             known = ", ".join(sorted([*names, TEMPLATE]))
-            raise InvalidRequest(f"there is no renderer {name!r}; known: {known}")
+            raise InvalidRequest(
+                f"there is no renderer {name!r}; known: {known}; and your own, as 'module:Class'"
+            )
         return _made(name, box, template)
     model = str(getattr(box.tokenizer, "name_or_path", ""))
     own = MODEL_RENDERER_MAP.get(model)
@@ -292,7 +295,10 @@ def _made(name: str, box: TokenizerBox, template: Mapping[str, Any]) -> Renderer
 
     options = {k: v for k, v in template.items() if k != "chat_template"}
     try:
-        config = configs.config_from_name(name)
+        if ":" in name:
+            config = configs.CustomRendererConfig(import_path=name)
+        else:
+            config = configs.config_from_name(name)
         config = base.merge_chat_template_kwargs(config, options)
         made = base.create_renderer(box.tokenizer, config)
     except Exception as error:

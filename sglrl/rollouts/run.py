@@ -126,7 +126,7 @@ def rollout(
         sampling, **values: sampling parameters of turns, unless the agent passes others. Also
             ``tools``, ``tool_choice``, ``renderer``, ``reward_weights``, ``template``,
             ``chat_template_kwargs``, ``continue_final_message`` and ``allow_rewrite`` of
-            ``Client.session``, unless ``open_session`` or the item has others.
+            ``Client.session``, unless ``open_session`` returns others.
 
     With ``processes``:
 

@@ -17,6 +17,7 @@ from ..inference.renderer import (
     find_renderer,
     fitting_renderer,
     render_conversation,
+    schemas,
 )
 from ..inference.requests import Requests
 from ..inference.sampling import Prepared, SamplingParams, own_names
@@ -176,6 +177,9 @@ class SessionSpec:
         box, ids = self.requests.box, np.frombuffer(prompt, "<i4").tolist()
 
         def find() -> Renderer | None:
+            if (tools := self.template.get("tools")) is not None:
+                # Otherwise the template makes the schema of a function for each turn.
+                self.template["tools"] = schemas(tools)
             if messages is None:
                 return find_renderer(self._renderer, box, self.template)
             return fitting_renderer(self._renderer, box, self.template, messages, ids)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from sglrl.errors import InvalidRequest
 from sglrl.inference.renderer import Renderer, find_renderer
 from sglrl.inference.tokens import TokenizerBox
 
@@ -164,3 +165,65 @@ def test_the_next_turn(
                 reasoning = reasoning.removeprefix("thought\n")
                 assert reasoning == said.get("reasoning_content", "")
     assert bridged
+
+
+# --- a renderer of the user's own -----------------------------------------------------------------
+
+OWN = """
+from renderers.base import ParsedResponse, ParsedToolCall
+from renderers.configs import DefaultRendererConfig
+from renderers.default import DefaultRenderer
+
+class Numbers(DefaultRenderer):
+    config_class = DefaultRendererConfig
+
+    def parse_response(self, token_ids, *, tools=None, prompt_ids=None):
+        name = tools[0]["function"]["name"]
+        call = ParsedToolCall(raw="!", name=name, arguments={"n": token_ids})
+        return ParsedResponse(content=str(len(prompt_ids)), tool_calls=[call])
+
+class NoConfig:
+    pass
+"""
+
+
+@pytest.fixture
+def qwen(tmp_path: Path) -> TokenizerBox:
+    family_tokenizer(tmp_path, FAMILIES["qwen3"])
+    return TokenizerBox(str(tmp_path))
+
+
+def test_your_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, qwen: TokenizerBox) -> None:
+    file = tmp_path / "own_renderer.py"
+    file.write_text(OWN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for place in ("own_renderer", str(file)):
+        found = find_renderer(f"{place}:Numbers", qwen, {"tools": TOOLS})
+        assert found is not None
+        ask = [{"role": "user", "content": "Hi"}]
+        (prompt,) = qwen.encode_rendered([qwen.render(ask, {"tools": TOOLS})])
+        assert found.difference(ask, prompt) == ""
+        said = found.parse(prompt, [7, 8], 2)
+        assert said.content == str(len(prompt))
+        assert [(c.id, c.name, c.arguments) for c in said.tool_calls] == [
+            ("call_2_0", "add", {"n": [7, 8]})
+        ]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nowhere:Numbers", "No module named 'nowhere'"),
+        ("{file}:Letters", "has no attribute 'Letters'"),
+        ("{file}x:Numbers", "does not exist"),
+        ("{file}:NoConfig", "must set config_class"),
+        ("numbers", "and your own, as 'module:Class'"),
+    ],
+)
+def test_your_own_cannot_be_loaded(
+    tmp_path: Path, qwen: TokenizerBox, name: str, message: str
+) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(OWN)
+    with pytest.raises(InvalidRequest, match=re.escape(message)):
+        find_renderer(name.format(file=file), qwen, {})
