@@ -18,7 +18,7 @@ from urllib.parse import quote
 from ..config import cache_dir
 from ..errors import UsageError
 
-RECIPE = 1
+RECIPE = 2
 """Version of the model recipe. Increase it with every change to the model or the tokenizer, so that
 old cache entries are not used."""
 
@@ -31,9 +31,12 @@ CHAT_TEMPLATE = (
 )
 CHARACTER_SPECIAL_TOKENS = ("<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|tool|>")
 CHARACTER_CHAT_TEMPLATE = (
-    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>"
-    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}"
+    "{% for call in message['tool_calls'] %}"
+    "{% for value in call['function']['arguments'].values() %}{{ value }}{% endfor %}{% endfor %}"
+    "<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+"""A call of a tool is written as the values of its arguments."""
 _CORPUS = [
     "You are a careful assistant. Think step by step and answer with a number.",
     "What is the sum of two numbers? The answer is the result of adding them together.",

@@ -16,7 +16,11 @@ from rich.console import Console
 
 from sglrl.__main__ import main
 from sglrl.api.tiny_model import CHARACTER_SPECIAL_TOKENS, make_model
+from sglrl.inference.completion import Completion
+from sglrl.inference.renderer import Renderer, find_renderer
+from sglrl.inference.tokens import TokenizerBox
 from sglrl.rollouts import Trajectory, Turn
+from sglrl.sessions.tools import run_tools
 from sglrl.tools.demo.replay import replay
 from sglrl.tools.demo.report import (
     GOAL,
@@ -30,7 +34,17 @@ from sglrl.tools.demo.report import (
     table_of,
     task_result,
 )
-from sglrl.tools.demo.tasks import CHARACTERS, TASKS, items, share
+from sglrl.tools.demo.tasks import (
+    CHARACTERS,
+    NAMES,
+    RENDERER,
+    TASKS,
+    Agent,
+    items,
+    look_up,
+    session_arguments,
+    share,
+)
 from sglrl.tools.logprob_check import LogprobCheck
 
 
@@ -67,6 +81,104 @@ def test_a_new_policy_has_one_token_a_character_and_no_favourite(tmp_path: Path)
     logits = model(torch.tensor([ids])).logits[0]
     chances = torch.softmax(logits, -1)
     assert chances.max() < 2 / len(tokenizer)
+
+
+# --- the tool -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def box(tmp_path_factory: pytest.TempPathFactory) -> TokenizerBox:
+    folder = tmp_path_factory.mktemp("characters") / "m"
+    return TokenizerBox(str(make_model(folder, characters=CHARACTERS)))
+
+
+@pytest.fixture(scope="module")
+def letters(box: TokenizerBox) -> Renderer:
+    found = find_renderer(RENDERER, box, {"tools": [look_up]})
+    assert found is not None
+    return found
+
+
+def test_only_the_lookup_has_a_tool() -> None:
+    repeat, lookup = (session_arguments(item) for item in islice(items(TASKS, 0), 2))
+    assert set(repeat) == {"messages"}
+    assert lookup["tools"] == [look_up]
+    assert lookup["renderer"] == RENDERER
+
+
+def test_a_turn_of_one_letter_is_a_call(box: TokenizerBox, letters: Renderer) -> None:
+    def parsed(text: str) -> tuple[str, list[Any]]:
+        said = letters.parse([], box.encode_rendered([text])[0], 0)
+        return said.content, [(call.name, call.arguments) for call in said.tool_calls]
+
+    assert parsed("c") == ("", [("look_up", {"name": "c"})])
+    for text in ("7", "42", "cc", "4c", ""):
+        assert parsed(text) == (text, [])
+    # With other tokens it is none: the template would not write the same tokens for the call.
+    assert parsed("<|end|>c") == ("c", [])
+    call = {"function": {"name": "look_up", "arguments": {"name": "c"}}}
+    messages = [
+        {"role": "user", "content": "c"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "42"},
+    ]
+    assert (
+        box.render(messages, {})
+        == "<|user|>c<|end|><|assistant|>c<|end|><|tool|>42<|end|><|assistant|>"
+    )
+
+
+class ScriptedSession:
+    """A session whose policy says the given texts."""
+
+    room = 100
+
+    def __init__(self, box: TokenizerBox, letters: Renderer, *texts: str) -> None:
+        self.metadata: dict[str, Any] = {}
+        self.observed: list[Any] = []
+        self.total = 0.0
+        self._box, self._letters, self._texts = box, letters, list(texts)
+
+    async def generate(self, **values: Any) -> Any:
+        text = self._texts.pop(0)
+        said = self._letters.parse([], self._box.encode_rendered([text])[0], 0)
+        return SimpleNamespace(text=said.content, tool_calls=said.tool_calls)
+
+    async def run_tools(self, tools: Any, **values: Any) -> Completion:
+        return await run_tools(self, tools, timeout=5, max_result=100, **values)
+
+    def observe(self, what: Any) -> None:
+        self.observed += [message["content"] for message in what]
+
+    def reward(self, value: float) -> None:
+        self.total += value
+
+
+class InstantShelf:
+    async def look_up(self, shelf: int, name: str) -> str:
+        return f"{shelf}{NAMES.index(name)}"
+
+
+@pytest.mark.parametrize(
+    ("texts", "reward", "observed"),
+    [
+        (["c", "42"], 1.0, ["42"]),
+        (["c", "47"], 0.75, ["42"]),
+        (["c", "c"], 0.5, ["42"]),
+        (["d"], 0.0, []),
+        (["42"], 0.0, []),
+    ],
+)
+async def test_the_reward_of_a_lookup(
+    box: TokenizerBox, letters: Renderer, texts: list[str], reward: float, observed: list[str]
+) -> None:
+    session = ScriptedSession(box, letters, *texts)
+    agent = Agent(InstantShelf(), [])  # type: ignore[arg-type]
+    item = {"task": "lookup", "messages": [{"role": "user", "content": "c"}], "shelf": 4}
+    returned = await agent(session, item)  # type: ignore[arg-type]
+    assert session.total + returned == reward
+    assert session.observed == observed
+    assert ("tool_errors" in session.metadata) == (texts == ["d"])
 
 
 # --- the learning goal ----------------------------------------------------------------------------

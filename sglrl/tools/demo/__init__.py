@@ -6,6 +6,7 @@ model during training.
 Read ``run`` first, and there ``learn``: a program that trains with sglrl looks like this.
 
 * ``tasks``: the tasks, the agent that runs them, and its tool;
+* ``letters``: the format of calls of the tool;
 * ``trainer``: GRPO, with the functions of ``sglrl.rl``;
 * ``run``: runs rollouts, training and weight updates, and compares with synchronous steps;
 * ``replay``: checks trajectories token by token with Hugging Face transformers;

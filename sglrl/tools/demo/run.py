@@ -24,7 +24,7 @@ from ..display import is_live, quiet_transformers, stage, start_up
 from ..logprob_check import LogprobCheck, tolerance_for
 from .replay import replay
 from .report import WINDOW, Comparison, Report, Step, judge, mean_rewards, task_result
-from .tasks import CHARACTERS, TASKS, Agent, Shelf, items
+from .tasks import CHARACTERS, NAMES, TASKS, Agent, Shelf, items, session_arguments
 
 GROUP_SIZE = 16
 GROUPS_PER_TASK = 16
@@ -109,7 +109,8 @@ class _Demo:
                 )
                 shelf = await stack.enter_async_context(spawn(Shelf, window=1024))
             self.client: Client = client
-            self.agent = Agent(shelf)
+            names = client.tokenizer.convert_tokens_to_ids(list(NAMES))
+            self.agent = Agent(shelf, names)
             self.trainer = Trainer(folder, settings.seed)
             ready = time.perf_counter()
             with stage(self.console, "training", settings.steps) as advance:
@@ -154,6 +155,7 @@ class _Demo:
             group_size=GROUP_SIZE,
             batch_size=self.settings.batch_size,
             max_staleness=max_staleness,
+            open_session=session_arguments,
             seed=self.settings.seed,
             progress=False,
         )

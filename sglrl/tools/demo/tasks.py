@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
 from ...actors.actor import Actor, endpoint
 from ...actors.spawning import ActorHandle
+from ...errors import ToolError
 from ...sessions.session import Session
 
 DIGITS = "0123456789"
@@ -18,6 +19,7 @@ CHARACTERS = DIGITS + NAMES
 """The policy's vocabulary, without the tokens of the chat template."""
 TASKS = ("repeat", "lookup")
 TOOL_SECONDS = 0.2, 0.8
+RENDERER = f"{__package__}.letters:LetterRenderer"
 
 
 class Shelf(Actor):
@@ -48,26 +50,63 @@ def items(tasks: Sequence[str], seed: int) -> Iterator[dict[str, Any]]:
         }
 
 
+def session_arguments(item: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of ``Client.session`` for an item."""
+    tools = {"tools": [look_up], "renderer": RENDERER} if item["task"] == "lookup" else {}
+    return {"messages": item["messages"], **tools}
+
+
+async def look_up(name: str) -> str:
+    """Return what is on the shelf.
+
+    Args:
+        name: a letter
+    """
+    raise NotImplementedError(f"{name}: this only describes the tool, each item has its own")
+
+
 class Agent:
-    """Runs either task. The maximum reward is 1."""
+    """Runs either task. The maximum reward is 1.
 
-    def __init__(self, shelf: ActorHandle) -> None:
+    Args:
+        names: the token ids of ``NAMES``. Each of them is a call, so it ends a turn.
+    """
+
+    def __init__(self, shelf: ActorHandle, names: list[int]) -> None:
         self._shelf = shelf
+        self._names = names
 
-    async def __call__(self, session: Session, item: dict[str, Any]) -> float | None:
+    async def __call__(self, session: Session, item: dict[str, Any]) -> float:
         session.metadata["task"] = item["task"]
-        question = item["messages"][0]["content"]
-        if item["task"] == "repeat":
-            turn = await session.generate(max_new_tokens=len(question))
-            return share(turn.text, question)
-        call = await session.generate(max_new_tokens=1)
-        if call.text != question:
+        run = self._repeat if item["task"] == "repeat" else self._look_up
+        return await run(session, item["messages"][0]["content"], item["shelf"])
+
+    async def _repeat(self, session: Session, question: str, shelf: int) -> float:
+        turn = await session.generate(max_new_tokens=len(question))
+        return share(turn.text, question)
+
+    async def _look_up(self, session: Session, question: str, shelf: int) -> float:
+        answer = ""
+
+        async def look_up(name: str) -> str:
+            nonlocal answer
+            if name != question:
+                raise LookupError(f"there is no shelf {name!r}")
+            session.reward(0.5)
+            answer = str(await self._shelf.look_up(shelf, name))
+            return answer
+
+        try:
+            turn = await session.run_tools(
+                [look_up],
+                max_turns=2,
+                max_new_tokens=2,
+                stop_token_ids=self._names,
+                on_error="raise",
+            )
+        except ToolError:
             return 0.0
-        session.reward(0.5)
-        answer = await self._shelf.look_up(item["shelf"], call.text)
-        session.observe({"role": "tool", "content": answer})
-        turn = await session.generate(max_new_tokens=len(answer))
-        return 0.5 * share(turn.text, answer)
+        return 0.5 * share(turn.text, answer) if answer else 0.0
 
 
 def share(text: str, wanted: str) -> float:
