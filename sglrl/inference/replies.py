@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -34,6 +34,8 @@ from .sampling import Prepared
 
 _decode_chunk = msgspec.msgpack.Decoder(TokenChunk).decode
 _DONE: Final = ItemKind.DONE
+OnChunk = Callable[[TokenChunk], None]
+"""Called on the event loop with new tokens. It must not raise."""
 
 
 def resume(call: Call, chunks: Sequence[TokenChunk]) -> int:
@@ -76,6 +78,7 @@ class GenerationReply:
         "decode",
         "future",
         "logprobs",
+        "on_chunk",
         "prepared",
         "prompt",
         "resumed_at",
@@ -90,9 +93,11 @@ class GenerationReply:
         prepared: Prepared,
         logprobs: bool,
         top: int,
+        on_chunk: OnChunk | None = None,
     ) -> None:
         self.decode = decode
         self.future = future
+        self.on_chunk = on_chunk
         self.prompt = prompt
         self.prepared = prepared
         self.logprobs = logprobs
@@ -112,6 +117,8 @@ class GenerationReply:
         if self.chunks is None:
             self.chunks = []
         self.chunks.append(chunk)
+        if self.on_chunk is not None:
+            self.on_chunk(chunk)
 
     def checked(self, item: Item) -> TokenChunk:
         """Decode a chunk and check its contents.
@@ -147,6 +154,8 @@ class GenerationReply:
                 future.set_exception(error)
                 return
             chunks = (last,) if self.chunks is None else (*self.chunks, last)
+            if self.on_chunk is not None:
+                self.on_chunk(last)
             future.set_result(self.completion(call, chunks))
         else:
             future.set_exception(error_of(outcome) if isinstance(outcome, Item) else outcome)

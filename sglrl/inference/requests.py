@@ -18,7 +18,7 @@ from ..wire.codec import encode
 from ..wire.engine import EngineInfo, GenerateArgs, NextTokenArgs, ScoreArgs
 from .completion import Completion, Decode, NextTokenLogprobs
 from .prompts import encode_prompts
-from .replies import ChunkReply, GenerationReply, NextTokenReply, ScoreReply
+from .replies import ChunkReply, GenerationReply, NextTokenReply, OnChunk, ScoreReply
 from .sampling import DEFAULT_MAX_NEW_TOKENS, Prepared, SamplingCache, most_top_logprobs
 from .tokens import TokenizerBox
 
@@ -133,6 +133,7 @@ class Requests:
         priority: int,
         worker: int | None = None,
         begun: Completion | None = None,
+        on_chunk: OnChunk | None = None,
     ) -> tuple[Call, asyncio.Future[Completion]]:
         """Submit a call for one continuation.
 
@@ -142,14 +143,16 @@ class Requests:
         Args:
             begun: an unfinished completion to continue. Limits, stop strings, penalties and seeds
                 then count from its first token.
+            on_chunk: called with each chunk as it arrives. None: the worker sends few.
         """
         wire = prepared.wire(max_new_tokens, prepared.seed)
         resume = b"" if begun is None else begun.output_ids.tobytes()
-        args = GenerateArgs(ids, wire, logprobs, top, False, priority, resume)
+        streams = on_chunk is not None
+        args = GenerateArgs(ids, wire, logprobs, top, streams, priority, resume)
         if len(ids) + len(wire) + len(resume) > self._max_ids:
             self._check_size(args)
         future: asyncio.Future[Completion] = self.driver.loop.create_future()
-        reply = GenerationReply(self.decode, future, ids, prepared, logprobs, top)
+        reply = GenerationReply(self.decode, future, ids, prepared, logprobs, top, on_chunk)
         if begun is not None:
             reply.chunks, reply.resumed_at = list(begun._chunks), begun.resumed_at
             reply.begun = begun
@@ -163,7 +166,7 @@ class Requests:
             worker,
             route,
             True,
-            False,
+            streams,
             True,
         )
         self.driver.submit(call)

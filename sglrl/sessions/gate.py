@@ -27,6 +27,25 @@ class Gate:
         """
         self._empty: asyncio.Future[None] | None = None
 
+    async def wait(self, limit: TimeLimit | None, closed: asyncio.Future[None]) -> None:
+        """Wait until the gate is open, or ``closed`` is done.
+
+        Args:
+            limit: of the task. The time in here does not count.
+        """
+        clock = asyncio.get_running_loop().time
+        until = None if limit is None else limit.when()
+        left = None if until is None else until - clock()
+        stopped = limit if left is not None and left > 0 else None
+        if stopped is not None:
+            stopped.reschedule(None)
+        try:
+            while (opening := self.opening) is not None and not closed.done():
+                await asyncio.wait((opening, closed), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if stopped is not None and left is not None and not closed.done():
+                stopped.reschedule(clock() + left)
+
     def leave(self) -> None:
         self.inside -= 1
         if not self.inside and self._empty is not None:

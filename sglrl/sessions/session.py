@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, NoReturn, Self, Unpack
 
 import numpy as np
@@ -24,18 +23,13 @@ from ..inference.completion import Completion
 from ..inference.message import ToolCall
 from ..inference.options import SamplingOptions
 from ..inference.prompts import Message, check_conversation, load_tokenizer
+from ..inference.replies import OnChunk
 from ..inference.sampling import DEFAULT_MAX_NEW_TOKENS, Prepared, own_names
 from ..inference.tokens import TokenIds
 from ..inference.tool_choice import ToolChoice
 from .gate import Gate, TimeLimit
 from .history import History
-from .observations import (
-    Dialogue,
-    Observation,
-    as_observation,
-    encode_observations,
-    parsed,
-)
+from .observations import Dialogue, Observation, as_observation, encode_observations, parsed
 from .rewards import RewardValue
 from .session_spec import SessionSpec
 from .tools import OnError, Tool, run_tools
@@ -107,7 +101,12 @@ class Session:
     # --- turns ------------------------------------------------------------------------------------
 
     async def generate(
-        self, *, tool_choice: ToolChoice | None = None, **values: Unpack[SamplingOptions]
+        self,
+        *,
+        tool_choice: ToolChoice | None = None,
+        top_logprobs: int = 0,
+        on_chunk: OnChunk | None = None,
+        **values: Unpack[SamplingOptions],
     ) -> Completion:
         """Sample the next turn, with logprobs.
 
@@ -117,6 +116,8 @@ class Session:
 
         Args:
             tool_choice: as in ``Client.session``, for this turn. None: that of the session.
+            top_logprobs: also return this many most likely tokens at each position.
+            on_chunk: called with new tokens as they arrive.
             **values: the fields of ``SamplingParams``. They override those of the session.
                 ``max_new_tokens`` is reduced to the room that is left in the context.
 
@@ -127,6 +128,7 @@ class Session:
             Overloaded, DeadlineExceeded, WorkerLost, EngineError: as for ``Client.generate``. The
                 session is then unchanged, and the turn may be tried again.
         """
+        self._spec.requests.check_top(top_logprobs)
         prepared = self._begin(dict(values))
         gate = self._gate
         if gate is not None:
@@ -149,12 +151,11 @@ class Session:
             else:
                 await load_tokenizer(self._spec.requests.box)
                 # Tokenize in a thread, so that the event loop is not blocked.
-                loop = asyncio.get_running_loop()
                 end = None if history.begins else history.end_token(history.last)
-                encode = partial(encode_observations, self._spec, observed, before, dialogue, end)
-                ids, dialogue = await loop.run_in_executor(None, encode, history.said())
+                arguments = self._spec, observed, before, dialogue, end, history.said()
+                ids, dialogue = await asyncio.to_thread(encode_observations, *arguments)
             prepared = await self._spec.with_tool_choice(prepared, tool_choice)
-            completion = await self._sample(ids, prepared)
+            completion = await self._sample(ids, prepared, top_logprobs, on_chunk)
             await self._keep(ids, completion, dialogue)
             return completion
         except BaseException as error:
@@ -184,16 +185,9 @@ class Session:
         return prepared
 
     async def _enter(self, gate: Gate) -> None:
-        limit, clock = self._limit, asyncio.get_running_loop().time
-        until = None if limit is None else limit.when()
-        left = None if until is None else until - clock()
-        stopped = limit if left is not None and left > 0 else None
+        self._at_gate = asyncio.get_running_loop().create_future()
         try:
-            if stopped is not None:
-                stopped.reschedule(None)
-            while (opening := gate.opening) is not None and not self._closed:
-                self._at_gate = asyncio.get_running_loop().create_future()
-                await asyncio.wait((opening, self._at_gate), return_when=asyncio.FIRST_COMPLETED)
+            await gate.wait(self._limit, self._at_gate)
             if self._closed:
                 raise Closed("the session was closed")
         except BaseException:
@@ -201,10 +195,10 @@ class Session:
             raise
         finally:
             self._at_gate = None
-            if stopped is not None and left is not None and not self._closed:
-                stopped.reschedule(clock() + left)
 
-    async def _sample(self, ids: bytes, prepared: Prepared) -> Completion:
+    async def _sample(
+        self, ids: bytes, prepared: Prepared, top_logprobs: int, on_chunk: OnChunk | None
+    ) -> Completion:
         """Sample a turn after the prompt ``ids``. Continue a turn that was returned unfinished."""
         spec = self._spec
         size = len(ids) // 4
@@ -232,12 +226,13 @@ class Session:
                 prepared,
                 limit,
                 True,
-                0,
+                top_logprobs,
                 self._route,
                 deadline,
                 spec.priority,
                 None,
                 completion,
+                on_chunk,
             )
             self._call = call
             try:
@@ -254,8 +249,7 @@ class Session:
         if (renderer := self._spec.renderer) is not None:
             tokens = b"".join([ids, *[chunk.ids for chunk in chunks]])
             number = len(self._history.turns)
-            loop = asyncio.get_running_loop()
-            said = await loop.run_in_executor(None, parsed, renderer, tokens, dialogue, number)
+            said = await asyncio.to_thread(parsed, renderer, tokens, dialogue, number)
             completion.__dict__["message"] = said
         del self._pending[: self._taken]
         if not self._history.turns:
@@ -425,6 +419,12 @@ class Session:
     def ids(self) -> NDArray[np.int32]:
         """All tokens up to the end of the last turn, int32. Empty before the first turn."""
         return np.frombuffer(self._history.tokens, "<i4")
+
+    @property
+    def messages(self) -> list[dict[str, Any]] | None:
+        """The conversation up to the end of the last turn. None in a session without messages."""
+        history = self._history
+        return None if history.last == ROOT else history.messages(history.last)
 
     @property
     def turns(self) -> list[Completion]:

@@ -16,6 +16,7 @@ import pytest_asyncio
 
 import sglrl
 from sglrl.api.tiny_model import CHAT_TEMPLATE
+from sglrl.wire.engine import TokenChunk
 
 from .policies import PROMPTS, Lab, Policies, until_running
 from .reference import Reference
@@ -352,3 +353,57 @@ async def test_a_turn_continues_with_new_weights_after_an_update(
     np.testing.assert_allclose(
         trajectory.logprobs, lab.expected(completion, again=True), atol=lab.tolerance, rtol=0
     )
+
+
+async def test_chunks_arrive_while_a_turn_is_sampled(client: sglrl.Client) -> None:
+    """They arrive before the turn ends, and joined they are the turn. Silent turns have few."""
+    async with client.session(input_ids=[5, 6, 7], ignore_eos=True, temperature=0.0) as session:
+        arrived: list[TokenChunk] = []
+        first = asyncio.Event()
+
+        def on_chunk(chunk: TokenChunk) -> None:
+            arrived.append(chunk)
+            first.set()
+
+        turn = asyncio.ensure_future(session.generate(max_new_tokens=64, on_chunk=on_chunk))
+        await asyncio.wait_for(first.wait(), 60)
+        assert not turn.done()
+        streamed = await turn
+    assert len(arrived) > 8
+    assert b"".join(chunk.ids for chunk in arrived) == streamed.output_ids.tobytes()
+    assert b"".join(chunk.logprobs for chunk in arrived) == streamed.logprobs.tobytes()
+    async with client.session(input_ids=[5, 6, 7], ignore_eos=True, temperature=0.0) as session:
+        assert (await session.generate(max_new_tokens=64)).output_ids.tolist() == (
+            streamed.output_ids.tolist()
+        )
+
+
+async def test_top_logprobs_of_a_turn(client: sglrl.Client) -> None:
+    values: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 8}
+    async with client.session(input_ids=[5, 6, 7]) as session:
+        turn = await session.generate(top_logprobs=3, **values)
+        assert (await session.generate(**values)).top_logprobs is None
+        with pytest.raises(sglrl.InvalidRequest, match="top_logprobs must be in"):
+            await session.generate(top_logprobs=-1)
+    single = await client.generate(input_ids=[5, 6, 7], top_logprobs=3, **values)
+    assert turn.top_logprobs is not None
+    assert single.top_logprobs is not None
+    assert turn.top_logprobs.ids.tolist() == single.top_logprobs.ids.tolist()
+    np.testing.assert_allclose(turn.top_logprobs.logprobs, single.top_logprobs.logprobs, atol=1e-5)
+    assert turn.logprobs is not None
+    np.testing.assert_allclose(turn.top_logprobs.logprobs[:, 0], turn.logprobs, atol=1e-5)
+
+
+async def test_messages_of_a_session(client: sglrl.Client) -> None:
+    ask = [{"role": "user", "content": "Hi"}]
+    async with client.session(messages=ask, max_new_tokens=4) as session:
+        assert session.messages is None
+        await session.generate()
+        assert session.messages == session.trajectory().messages
+        session.observe({"role": "user", "content": "And?"})
+        await session.generate()
+        assert session.messages is not None
+        assert [message["role"] for message in session.messages] == ["user", "assistant"] * 2
+    async with client.session(input_ids=[5]) as session:
+        await session.generate(max_new_tokens=1)
+        assert session.messages is None
