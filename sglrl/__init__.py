@@ -48,6 +48,7 @@ if TYPE_CHECKING:
         WorkerLost,
         WorkerStartError,
     )
+    from .gateway.serving import Gateway, GatewaySession, serve
     from .hosts.hosts import HostInfo, Hosts
     from .inference.client import Client
     from .inference.completion import (
@@ -89,6 +90,8 @@ _HOME = {
     "EngineError": "errors",
     "EngineInfo": "wire.engine",
     "EngineStats": "wire.engine",
+    "Gateway": "gateway.serving",
+    "GatewaySession": "gateway.serving",
     "Group": "rollouts.group",
     "HostInfo": "hosts.hosts",
     "Hosts": "hosts.hosts",
@@ -137,6 +140,7 @@ _HOME = {
     "launch": "api.launching",
     "rollout": "rollouts.run",
     "run": "api.running",
+    "serve": "gateway.serving",
     "spawn": "actors.spawning",
 }
 
@@ -155,6 +159,8 @@ __all__ = [
     "EngineError",
     "EngineInfo",
     "EngineStats",
+    "Gateway",
+    "GatewaySession",
     "Group",
     "HostInfo",
     "Hosts",
@@ -203,6 +209,7 @@ __all__ = [
     "launch",
     "rollout",
     "run",
+    "serve",
     "spawn",
 ]
 

@@ -1,4 +1,4 @@
-"""The ``sglrl`` command: demo, check, generate, eval, node, doctor, keys.
+"""The ``sglrl`` command: demo, check, generate, eval, serve, node, doctor, keys.
 
 Exit codes: 0 success, 1 a check or the engine failed, 2 wrong usage, 130 Ctrl-C.
 """
@@ -22,6 +22,7 @@ from .display import print_json, quiet_warnings
 from .eval.command import evaluate
 from .node import node
 from .options import Device, Engine, Json, Model, Replicas, TpSize, check_target
+from .serve import serve
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -246,6 +247,7 @@ def generate(
 
 _command(evaluate, "eval")
 _command(node)
+_command(serve)
 
 
 @_command

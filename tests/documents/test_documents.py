@@ -97,6 +97,15 @@ def test_the_actors_page_runs(tmp_path: Path) -> None:
     assert process.stdout == "1.0 0.0\n2\n4\n2\n"
 
 
+def test_the_gateway_page_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In this process, whose fork server imports SGLang once for all these tests."""
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/gateway.md").read_text(), re.DOTALL)
+    script = tmp_path / "example.py"
+    script.write_text(code)
+    runpy.run_path(str(script))
+    assert re.search(r"<Trajectory .* 2 turns, reward=[01]>", capsys.readouterr().out)
+
+
 def texts_of(folder: str) -> list[str]:
     """Return the texts in the Python code of a folder, with {} for each value in an f-string."""
     found = []

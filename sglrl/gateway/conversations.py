@@ -1,0 +1,284 @@
+"""The calls of one agent, as a tree of turns.
+
+An agent sends its whole conversation with every call. A conversation that begins with an earlier
+turn goes on with exactly the tokens of that turn. Any other begins a new branch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
+from hashlib import blake2b
+from typing import Any
+
+from ..errors import Closed, UsageError
+from ..inference.client import Client
+from ..inference.completion import Completion
+from ..inference.prompts import check_conversation
+from ..sessions.rewards import RewardValue
+from ..sessions.session import Session
+from ..sessions.session_spec import SessionSpec
+from ..sessions.trajectory import Trajectory
+from ..wire.engine import TokenChunk
+from .chat import ChatRequest, Message, message_of
+
+_REMEMBERED = 64
+"""Answers of a session that a client may ask for again."""
+OnTokens = Callable[[SessionSpec, TokenChunk], None]
+"""Called with new tokens of a turn of a session with this spec."""
+
+
+class Turn:
+    """The choices of one request. Wait for them inside ``with turn:``.
+
+    Args:
+        keeps: sample to the end if nobody waits any more, because the client has disconnected.
+    """
+
+    def __init__(self, sampling: Coroutine[Any, Any, list[Completion]], keeps: bool) -> None:
+        self.task = asyncio.ensure_future(sampling)
+        self._keeps = keeps
+        self._waiting = 0
+
+    @property
+    def failed(self) -> bool:
+        task = self.task
+        return task.done() and (task.cancelled() or task.exception() is not None)
+
+    async def result(self) -> list[Completion]:
+        """Wait for the choices.
+
+        Raises:
+            Closed: the session has ended.
+        """
+        await asyncio.wait({self.task})
+        if self.task.cancelled():
+            raise Closed("the session has ended")
+        return self.task.result()
+
+    def __enter__(self) -> None:
+        self._waiting += 1
+
+    def __exit__(self, *exc: object) -> None:
+        self._waiting -= 1
+        if not self._waiting and not self._keeps:
+            self.task.cancel()
+
+
+class _Thread:
+    """A session whose turns are sampled one after another. Others run at the same time."""
+
+    def __init__(self, spec: SessionSpec) -> None:
+        self.spec = spec
+        self.session = Session(spec)
+        self.lock = asyncio.Lock()
+
+
+class _Known:
+    """The conversation up to the end of a turn, with the exact answers."""
+
+    __slots__ = ("messages", "thread")
+
+    def __init__(self, thread: _Thread, messages: list[Message]) -> None:
+        self.thread = thread
+        self.messages = messages
+
+
+class Conversations:
+    """All calls of one agent.
+
+    Args:
+        client: of the pool.
+        metadata: of the trajectory.
+        reward_weights: as for ``Client.session``.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        metadata: Mapping[str, Any] | None = None,
+        reward_weights: Mapping[str, float] | None = None,
+    ) -> None:
+        self._client = client
+        self._metadata = dict(metadata or {})
+        self._reward_weights = reward_weights
+        self._threads: list[_Thread] = []
+        self._known: dict[bytes, _Known] = {}
+        """By digest of the conversation, as the client sees it."""
+        self._answers: dict[bytes, Turn] = {}
+        """By digest of the request, the last ones."""
+        self._last: _Thread | None = None
+        self._closed = False
+
+    # --- turns ------------------------------------------------------------------------------------
+
+    def sample(
+        self, request: ChatRequest, body: bytes, repeated: bool, keeps: bool, on_tokens: OnTokens
+    ) -> Turn:
+        """Sample the choices of a request.
+
+        Args:
+            body: digest of the request.
+            repeated: the client says that it has sent the request before. It gets the same turn.
+            keeps: see ``Turn``.
+            on_tokens: called with new tokens, if there is one choice.
+
+        Raises:
+            Closed: the session has ended.
+        """
+        if self._closed:
+            raise Closed("this session has ended")
+        found = self._answers.pop(body, None)
+        if not repeated or found is None or found.failed:
+            found = Turn(self._sample(request, on_tokens), keeps)
+        self._answers[body] = found
+        if len(self._answers) > _REMEMBERED:
+            del self._answers[next(iter(self._answers))]
+        return found
+
+    async def _sample(self, request: ChatRequest, on_tokens: OnTokens) -> list[Completion]:
+        sampling = {**request.sampling(), **request.options()}
+        seed = sampling.pop("seed", None)
+        seen = [dict(message) for message in check_conversation(request.messages)]
+        digests = digests_of(seen, request.template())
+        at = next((at for at in reversed(range(len(seen))) if digests[at] in self._known), None)
+        if at is None:
+            exact, thread = seen, None
+        else:
+            known = self._known[digests[at]]
+            exact, thread = [*known.messages, *seen[at + 1 :]], known.thread
+        if thread is None:
+            thread = _Thread(self._spec(request, exact))
+            self._threads.append(thread)
+        made = []
+        async with thread.lock:
+            for number in range(request.choices):
+                thread.session.rewrite(exact)
+                if seed is not None:
+                    sampling["seed"] = seed + number
+                if request.streams:
+                    sampling["on_chunk"] = partial(on_tokens, thread.spec)
+                completion = await thread.session.generate(**sampling)
+                made.append(completion)
+                shown = [*seen, message_of(completion)]
+                whole = thread.session.messages
+                assert whole is not None
+                self._known[digests_of(shown, request.template())[-1]] = _Known(thread, whole)
+                self._last = thread
+        return made
+
+    def _spec(self, request: ChatRequest, messages: Sequence[Message]) -> SessionSpec:
+        return SessionSpec(
+            self._client,
+            messages=messages,
+            **request.template(),
+            priority=request.priority or 0,
+            metadata=self._metadata,
+            reward_weights=self._reward_weights,
+        )
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def reward(self, value: RewardValue, name: str = "", call: str | None = None) -> None:
+        """Add to the reward of the last turn, or of the turn with a call. See ``Session.reward``.
+
+        Raises:
+            UsageError: no turn was sampled, or none has this call, or a value is not finite.
+        """
+        if call is not None:
+            for thread in reversed(self._threads):
+                for turn in thread.session.turns:
+                    if any(made.id == call for made in turn.tool_calls):
+                        thread.session.reward(value, name, call=call)
+                        return
+        if self._last is None:
+            raise UsageError("no turn was sampled yet that could be rewarded")
+        self._last.session.reward(value, name, call=call)
+
+    def trajectory(self) -> Trajectory | None:
+        """Return the trajectory of all turns, or None if there are none.
+
+        It is the conversation that was sampled last, and the others are its branches.
+        """
+        found = [
+            leaf
+            for thread in self._threads
+            if thread is not self._last and thread.session.turns
+            for leaf in thread.session.trajectory().leaves
+        ]
+        if self._last is None:
+            return None
+        *own, last = self._last.session.trajectory().leaves
+        return last.with_branches([*found, *own])
+
+    async def close(self) -> None:
+        """End all running turns."""
+        self._closed = True
+        tasks = [turn.task for turn in self._answers.values() if not turn.task.done()]
+        for thread in self._threads:
+            thread.session.close()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def digests_of(messages: Sequence[Message], template: Mapping[str, Any]) -> list[bytes]:
+    """Return a digest of each beginning of a conversation.
+
+    It depends on what clients of OpenAI's API send back unchanged: not on reasoning, nor on the
+    form of the arguments of calls, nor on whether an empty content is "" or null.
+    """
+    state = blake2b(json.dumps(template, sort_keys=True).encode(), digest_size=16)
+    found = []
+    for message in messages:
+        state.update(json.dumps(_seen(message), sort_keys=True).encode())
+        found.append(state.digest())
+    return found
+
+
+def _seen(message: Message) -> dict[str, Any]:
+    if message.get("role") != "assistant":
+        return message
+    calls = [
+        (call.get("id"), function.get("name"), _parsed(function.get("arguments")))
+        for call in message.get("tool_calls") or ()
+        if isinstance(call, Mapping) and isinstance(function := call.get("function"), Mapping)
+    ]
+    return {"role": "assistant", "content": message.get("content") or "", "calls": calls}
+
+
+def _parsed(arguments: Any) -> Any:
+    try:
+        return json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        return arguments
+
+
+def sample_alone(client: Client, request: ChatRequest, on_tokens: OnTokens) -> Turn:
+    """Sample the choices of a request that belongs to no session."""
+    return Turn(_sample_alone(client, request, on_tokens), False)
+
+
+async def _sample_alone(
+    client: Client, request: ChatRequest, on_tokens: OnTokens
+) -> list[Completion]:
+    sampling = {**request.sampling(), **request.options()}
+    seed = sampling.pop("seed", None)
+    spec = SessionSpec(
+        client, messages=request.messages, **request.template(), priority=request.priority or 0
+    )
+    if request.streams:
+        sampling["on_chunk"] = partial(on_tokens, spec)
+    tasks = []
+    for number in range(request.choices):
+        if seed is not None:
+            sampling["seed"] = seed + number
+        tasks.append(asyncio.ensure_future(Session(spec).generate(**sampling)))
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        # If one fails, or this is cancelled, the others end.
+        for task in tasks:
+            task.cancel()

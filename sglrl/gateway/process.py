@@ -1,0 +1,104 @@
+"""The process of a gateway: a server, and a client of the pool."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from typing import Any
+
+import msgspec
+
+from ..actors.actor import Actor, endpoint
+from ..errors import UsageError
+from ..inference.client import Client
+from ..inference.prompts import load_tokenizer
+from ..remote.client import client_of
+from ..remote.pool import CONNECT_SECONDS, RemotePool
+from ..sessions.trajectory import Record, record_of
+from ..wire.processes import ClientKeys
+from .app import Endpoints
+from .registry import Registry
+from .server import serving
+from .settings import Settings
+
+
+class Target(msgspec.Struct, frozen=True, kw_only=True):
+    """The pool that a gateway serves. The fields are as in ``sglrl.connect``."""
+
+    address: str
+    keys: ClientKeys | None
+    insecure: bool
+    heartbeat_timeout: float | None
+    model: str
+    timeout: float | None
+    max_message_bytes: int
+
+    def __repr__(self) -> str:
+        # The address and the keys hold secrets.
+        return f"<Target, a pool with {self.model}>"
+
+
+class Opened(msgspec.Struct, frozen=True):
+    """A session that was opened."""
+
+    id: str
+    key: str
+
+
+class GatewayProcess(Actor):
+    """The actor that ``serve`` spawns."""
+
+    def __init__(self, settings: Settings, target: Target) -> None:
+        self._settings = settings
+        self._target = target
+        self._stack = AsyncExitStack()
+        self._registry: Registry
+
+    async def open(self) -> None:
+        settings, target = self._settings, self._target
+        pool = RemotePool(
+            target.address,
+            keys=target.keys,
+            insecure=target.insecure,
+            connect_timeout=CONNECT_SECONDS,
+            max_message_bytes=target.max_message_bytes,
+            heartbeat_timeout=target.heartbeat_timeout,
+        )
+        made = client_of(pool, target.address, model=target.model, timeout=target.timeout)
+        client: Client = await self._stack.enter_async_context(made)
+        # This takes seconds. Without it the first request would.
+        await load_tokenizer(client._started().box)
+        self._registry = Registry(
+            client, expire_after=settings.expire_after, most=settings.max_sessions
+        )
+        self._stack.push_async_callback(self._registry.close)
+        endpoints = Endpoints(client, self._registry, settings)
+        await self._stack.enter_async_context(serving(endpoints.app, settings))
+
+    async def close(self) -> None:
+        await self._stack.aclose()
+
+    @endpoint
+    async def open_session(
+        self, metadata: dict[str, Any], reward_weights: dict[str, float] | None
+    ) -> Opened:
+        session = self._registry.open(metadata, reward_weights)
+        return Opened(session.id, session.key)
+
+    @endpoint
+    async def reward(
+        self, session: str, value: float | dict[str, float], name: str, call: str | None
+    ) -> None:
+        found = self._registry.by_id(session)
+        if found is None:
+            raise UsageError("the session has ended")
+        found.conversations.reward(value, name, call)
+
+    @endpoint
+    async def end_session(self, session: str) -> Record | None:
+        """End a session. Return its trajectory, or None if no turn was sampled."""
+        found = self._registry.by_id(session)
+        if found is None:
+            raise UsageError("the session has ended")
+        await self._registry.end(found)
+        made = found.conversations.trajectory()
+        return None if made is None else record_of(made)

@@ -1,0 +1,121 @@
+"""The open sessions of a gateway, their keys and their ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import UsageError
+from ..inference.client import Client
+from .conversations import Conversations
+
+logger = logging.getLogger("sglrl.gateway")
+
+KEY_PREFIX = "sk-sglrl-"
+"""Begins the keys of sessions, so that the key of a session that has ended is recognized."""
+
+
+class OpenSession:
+    """A session that agents use.
+
+    Attributes:
+        id: part of its URL.
+        key: selects it, as the API key of a request.
+        used: time of its last request, on the loop's clock.
+        requests: number of requests that are running.
+    """
+
+    __slots__ = ("conversations", "id", "key", "requests", "used")
+
+    def __init__(self, conversations: Conversations, used: float) -> None:
+        self.id = secrets.token_urlsafe(12)
+        self.key = KEY_PREFIX + secrets.token_urlsafe(24)
+        self.conversations = conversations
+        self.used = used
+        self.requests = 0
+
+
+class Registry:
+    """All open sessions.
+
+    Args:
+        client: of the pool.
+        expire_after: seconds without a request after which a session ends.
+        most: number of sessions that may be open.
+    """
+
+    def __init__(self, client: Client, *, expire_after: float, most: int) -> None:
+        self._client = client
+        self._expire_after = expire_after
+        self._most = most
+        self._by_id: dict[str, OpenSession] = {}
+        self._by_key: dict[str, OpenSession] = {}
+        self._expiring: asyncio.TimerHandle | None = None
+        self._ending: set[asyncio.Task[None]] = set()
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def open(
+        self,
+        metadata: Mapping[str, Any] | None = None,
+        reward_weights: Mapping[str, float] | None = None,
+    ) -> OpenSession:
+        """Open a session.
+
+        Raises:
+            UsageError: too many are open.
+        """
+        if len(self._by_id) >= self._most:
+            raise UsageError(f"{self._most} sessions are open; end some, or raise max_sessions")
+        conversations = Conversations(self._client, metadata, reward_weights)
+        made = OpenSession(conversations, self._now())
+        self._by_id[made.id] = self._by_key[made.key] = made
+        self._expire()
+        return made
+
+    def by_id(self, id_: str) -> OpenSession | None:
+        return self._by_id.get(id_)
+
+    def by_key(self, key: str) -> OpenSession | None:
+        return self._by_key.get(key)
+
+    async def end(self, session: OpenSession) -> None:
+        """End a session and its running turns. Its trajectory is complete afterwards."""
+        self._by_id.pop(session.id, None)
+        self._by_key.pop(session.key, None)
+        await session.conversations.close()
+
+    async def close(self) -> None:
+        """End all sessions."""
+        if self._expiring is not None:
+            self._expiring.cancel()
+        for session in list(self._by_id.values()):
+            await self.end(session)
+        await asyncio.gather(*self._ending)
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def _expire(self) -> None:
+        """End sessions that nobody uses, now and whenever the next one is due."""
+        if self._expiring is not None:
+            self._expiring.cancel()
+            self._expiring = None
+        now, due = self._now(), []
+        for session in list(self._by_id.values()):
+            left = session.used + self._expire_after - now
+            if left > 0 or session.requests:
+                due.append(max(left, 1.0))
+                continue
+            logger.warning(
+                "session %s had no request for %g s: ended", session.id, self._expire_after
+            )
+            task = asyncio.ensure_future(self.end(session))
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
+        if due:
+            self._expiring = asyncio.get_running_loop().call_later(min(due), self._expire)

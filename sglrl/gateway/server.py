@@ -1,0 +1,50 @@
+"""Run an ASGI application with uvicorn on the running event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import uvicorn
+
+from .listening import bound
+from .settings import Settings
+
+_SHUTDOWN_SECONDS = 5
+
+
+class _Server(uvicorn.Server):  # type: ignore[misc]
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        # Signals belong to the process that runs this.
+        yield
+
+
+@contextlib.asynccontextmanager
+async def serving(app: Any, settings: Settings) -> AsyncIterator[None]:
+    """Serve an application while the block runs.
+
+    Raises:
+        UsageError: the address cannot be used.
+    """
+    listener = bound(settings.host, settings.port)
+    config = uvicorn.Config(
+        app,
+        loop="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        limit_concurrency=settings.max_connections,
+        timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
+    )
+    server = _Server(config)
+    task = asyncio.ensure_future(server.serve([listener]))
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        await task
+        listener.close()

@@ -1,0 +1,205 @@
+"""``serve``: run an HTTP gateway to a pool in a process of its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Any, Self
+
+import msgspec
+
+from ..actors.spawning import ActorHandle, birth_of
+from ..config import FabricConfig, PoolConfig, install
+from ..driver.launcher import LocalLauncher
+from ..driver.pool import Pool
+from ..errors import RemoteError, UsageError
+from ..inference.client import Client
+from ..sessions.rewards import RewardValue
+from ..sessions.trajectory import Trajectory
+from .listening import bound
+from .settings import Settings
+
+_START_SECONDS = 120.0
+_WINDOW = 256
+
+
+class GatewaySession:
+    """One run of an agent: an async context manager, from ``Gateway.session``.
+
+    All that the agent needs is ``base_url`` and ``api_key``. Either of them selects the session, so
+    an agent that lets users set only one of them works too.
+
+    Attributes:
+        base_url: of OpenAI's API: ``http://.../sessions/<id>/v1``.
+        api_key: for the agent's client.
+        trajectory: all turns, after the block. None: no turn was sampled.
+    """
+
+    base_url: str
+    api_key: str
+    trajectory: Trajectory | None
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        metadata: Mapping[str, Any],
+        reward_weights: Mapping[str, float] | None,
+    ) -> None:
+        self._gateway = gateway
+        self._metadata = dict(metadata)
+        self._weights = None if reward_weights is None else dict(reward_weights)
+        self._id = ""
+
+    async def __aenter__(self) -> Self:
+        opened = await self._gateway._process.open_session(self._metadata, self._weights)
+        self._id = opened.id
+        self.base_url = f"{self._gateway.url}/sessions/{opened.id}/v1"
+        self.api_key = opened.key
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        record = await self._gateway._process.end_session(self._id)
+        if record is None:
+            self.trajectory = None
+        else:
+            decode = self._gateway._client._started().decode
+            self.trajectory = Trajectory.from_record(record).with_decode(decode)
+
+    async def reward(self, value: RewardValue, name: str = "", *, call: str | None = None) -> None:
+        """Add to the reward of the last turn, or of the turn with a call. See ``Session.reward``.
+
+        Raises:
+            UsageError: no turn was sampled, or none has this call, or a value is not finite.
+        """
+        try:
+            await self._gateway._process.reward(self._id, value, name, call)
+        except RemoteError as error:
+            raise UsageError(str(error)) from error
+
+
+class Gateway:
+    """A running gateway: an async context manager, from ``serve``.
+
+    Attributes:
+        url: ``http://host:port``, without the ``/v1`` of OpenAI's API.
+    """
+
+    def __init__(self, client: Client, settings: Settings) -> None:
+        self._client = client
+        self._settings = settings
+        self._reserved: Any = None
+        self._process: ActorHandle
+        self.url = ""
+
+    async def __aenter__(self) -> Self:
+        from .process import GatewayProcess, Target
+
+        client, settings = self._client, self._settings
+        address, keys, insecure, heartbeat_timeout = client._way_in
+        # A process that is replaced gets the same port.
+        self._reserved = bound(settings.host, settings.port)
+        port = self._reserved.getsockname()[1]
+        target = Target(
+            address=address,
+            keys=keys,
+            insecure=insecure,
+            heartbeat_timeout=heartbeat_timeout,
+            model=client.model,
+            timeout=client._timeout,
+            max_message_bytes=client._running().max_message_bytes,
+        )
+        arguments = msgspec.structs.replace(settings, port=port), target
+        birth = birth_of(GatewayProcess, arguments, replicas=1, window=_WINDOW)
+        pool = Pool(
+            [birth],
+            more=lambda n, present: [birth] * n,
+            name="the gateway",
+            # The fork server imports the tokenizer's library, once for all gateways.
+            launcher=LocalLauncher("tokenizer", None, _START_SECONDS),
+            fabric=FabricConfig(),
+            config=PoolConfig(start_timeout=_START_SECONDS),
+        )
+        self._process = ActorHandle(GatewayProcess, pool)
+        try:
+            await self._process.__aenter__()
+        except BaseException:
+            self._reserved.close()
+            raise
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        self.url = f"http://{host}:{port}"
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._reserved.close()
+        await self._process.close()
+
+    def session(
+        self,
+        metadata: Mapping[str, Any] | None = None,
+        *,
+        reward_weights: Mapping[str, float] | None = None,
+    ) -> GatewaySession:
+        """Return a session for one run of an agent: ``async with gateway.session() as session``.
+
+        Args:
+            metadata: values to store in the trajectory.
+            reward_weights: by name of a reward (``GatewaySession.reward``). Others have the weight
+                1.
+        """
+        return GatewaySession(self, metadata or {}, reward_weights)
+
+
+def serve(
+    client: Client,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    name: str | tuple[str, ...] = (),
+    api_key: str = "",
+    keep_disconnected: bool = True,
+    expire_after: float = 3600.0,
+    max_sessions: int = 100_000,
+    max_body_bytes: int = 16 << 20,
+) -> Gateway:
+    """Return an HTTP gateway to a pool: ``async with sglrl.serve(client) as gateway``.
+
+    Clients of OpenAI's chat completions use ``gateway.url + "/v1"``. The gateway runs in a process
+    of its own, so HTTP, JSON, rendering and parsing do not delay this process.
+
+    Args:
+        client: of the pool. It must be open while the gateway runs.
+        host: address to listen at.
+        port: 0: any free port.
+        name: names of the model for clients; (): its name on the hub, or that of its folder.
+        api_key: clients must send it, unless they send the key of a session. "": any key will do.
+            Addresses that other machines can reach need one.
+        keep_disconnected: sample the turn of a client that disconnects to its end, and keep it in
+            the session's trajectory. If the client sends the request again, it gets this turn.
+            False: abort it.
+        expire_after: seconds without a request after which a session ends.
+        max_sessions: number of sessions that may be open.
+        max_body_bytes: largest body of a request.
+
+    Raises:
+        UsageError: an argument is wrong, or a package is missing. On entering: the address cannot
+            be used.
+    """
+    for module in ("starlette", "uvicorn"):
+        if find_spec(module) is None:
+            raise UsageError(f"the gateway needs {module}: {install('gateway')}")
+    names = (name,) if isinstance(name, str) else tuple(name)
+    model = client.model
+    return Gateway(
+        client,
+        Settings(
+            names=names or (os.path.basename(model) if os.path.isabs(model) else model,),
+            host=host,
+            port=port,
+            api_key=api_key,
+            keep_disconnected=keep_disconnected,
+            expire_after=expire_after,
+            max_sessions=max_sessions,
+            max_body_bytes=max_body_bytes,
+        ),
+    )

@@ -1,0 +1,48 @@
+"""What a gateway listens to, and its limits."""
+
+from __future__ import annotations
+
+from ipaddress import ip_address
+
+import msgspec
+
+from ..errors import UsageError
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """The settings of a gateway. The constructor checks them. See ``serve``."""
+
+    names: tuple[str, ...]
+    host: str = "127.0.0.1"
+    port: int = 0
+    api_key: str = ""
+    keep_disconnected: bool = True
+    expire_after: float = 3600.0
+    max_sessions: int = 100_000
+    max_body_bytes: int = 16 << 20
+    body_seconds: float = 30.0
+    max_connections: int = 10_000
+
+    def __post_init__(self) -> None:
+        if not self.names or not all(self.names):
+            raise UsageError("the model needs a name, for clients")
+        if not 0 <= self.port <= 65_535:
+            raise UsageError(f"port must be in 0..65535, got {self.port}")
+        for name in ("expire_after", "max_sessions", "max_body_bytes", "body_seconds"):
+            if getattr(self, name) <= 0:
+                raise UsageError(f"{name} must be more than 0, got {getattr(self, name)!r}")
+        if not self.api_key and not is_loopback(self.host):
+            raise UsageError(
+                f"host={self.host!r} can be reached from other machines, so the gateway needs a "
+                "key: api_key="
+            )
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can reach an address."""
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,79 @@
+"""The command ``sglrl serve``."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from .display import quiet_transformers
+from .options import Device, Engine, Model, Replicas, TpSize
+
+
+def serve(
+    model: Model,
+    replicas: Replicas = 1,
+    device: Device = "auto",
+    tp_size: TpSize = 1,
+    engine: Engine = "sglang",
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65_535, help="0: any free one.")] = 8000,
+    name: Annotated[
+        list[str] | None,
+        typer.Option(help="Of the model, for clients; may be repeated.", show_default="MODEL"),
+    ] = None,
+    api_key: Annotated[
+        str,
+        typer.Option(
+            envvar="SGLRL_API_KEY",
+            show_default="any",
+            help="Clients must send it. Other machines can connect only with one.",
+        ),
+    ] = "",
+    keep: Annotated[
+        bool, typer.Option(help="Sample the turns of clients that disconnect to their end.")
+    ] = True,
+    expire_after: Annotated[
+        float, typer.Option(min=1.0, help="Seconds without a request until a session ends.")
+    ] = 3600.0,
+) -> None:
+    """Serve a model to clients of OpenAI's API, until SIGTERM or Ctrl-C.
+
+    POST /sessions opens a session, whose calls become one trajectory.
+    """
+    import uvloop
+
+    from ..api.launching import launch
+    from ..gateway.serving import serve as gateway_of
+
+    quiet_transformers()
+    console = Console(stderr=True)
+
+    async def run() -> None:
+        loop, stop = asyncio.get_running_loop(), asyncio.Event()
+        client = launch(model, replicas=replicas, device=device, tp_size=tp_size, engine=engine)
+        gateway = gateway_of(
+            client,
+            host=host,
+            port=port,
+            name=tuple(name or [_name_of(model)]),
+            api_key=api_key,
+            keep_disconnected=keep,
+            expire_after=expire_after,
+        )
+        async with client, gateway:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.add_signal_handler(number, stop.set)
+            console.print(f"serving {model} at {gateway.url}/v1", highlight=False)
+            await stop.wait()
+            console.print("ending", highlight=False)
+
+    uvloop.run(run())
+
+
+def _name_of(model: str) -> str:
+    return os.path.basename(os.path.abspath(model)) if os.path.isdir(model) else model

@@ -1,0 +1,149 @@
+"""OpenAI's chat completions without a server: requests, and what a client sends back."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglrl.errors import InvalidRequest
+from sglrl.gateway.chat import MOST_TOKENS, ChatRequest, parse
+from sglrl.gateway.conversations import digests_of
+
+ASK = {"role": "user", "content": "Hi"}
+
+
+def parsed(**fields: Any) -> ChatRequest:
+    return parse(json.dumps({"messages": [ASK], **fields}).encode())
+
+
+def test_names_of_openai_become_ours() -> None:
+    request = parsed(
+        max_completion_tokens=7, stop=["x"], logit_bias={"5": -2}, n=3, min_tokens=2, user="me",
+        store=True, response_format={"type": "json_object"}, top_k=5, seed=None,
+    )  # fmt: skip
+    assert request.sampling() == {
+        "max_new_tokens": 7,
+        "stop": ["x"],
+        "logit_bias": {"5": -2.0},
+        "min_new_tokens": 2,
+        "json_schema": {"type": "object"},
+        "top_k": 5,
+    }
+    assert request.choices == 3
+    assert parsed().sampling() == {"max_new_tokens": MOST_TOKENS}
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    assert parsed(response_format=form).sampling()["json_schema"] == schema
+
+
+def test_tools_are_hidden_if_none_may_be_called() -> None:
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    assert parsed(tools=tools).template()["tools"] == tools
+    assert parsed(tools=tools, tool_choice="none").template()["tools"] is None
+    assert parsed(tools=tools, tool_choice="none").options()["tool_choice"] == "auto"
+    assert parsed(tools=[]).template()["tools"] is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"messages": None}, "Expected `array`"),
+        ({"max_tokens": "7"}, "Expected `int | null`, got `str` - at `max_tokens`"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "differ: give one of them"),
+        ({"n": 0}, "n must be in 1..128, got 0"),
+        ({"n": 10**9}, "n must be in 1..128"),
+        ({"top_logprobs": 3}, "top_logprobs needs logprobs=true"),
+        ({"audio": {"voice": "x"}}, "the field 'audio' is not supported"),
+        ({"functions": [{}]}, "'functions' is not supported; use tools"),
+        ({"response_format": {"type": "xml"}}, "Invalid enum value 'xml'"),
+        ({"response_format": {"type": "json_schema"}}, "json_schema is missing"),
+        ({"tools": [{}], "parallel_tool_calls": False}, "parallel_tool_calls=false"),
+    ],
+)
+def test_a_field_is_honoured_or_rejected(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest) as error:
+        parsed(**fields)
+    assert message in str(error.value)
+
+
+def test_fields_that_ask_for_nothing_are_accepted() -> None:
+    parsed(audio=None, functions=[], modalities=None, parallel_tool_calls=False, logprobs=False)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.sampled_from([*ChatRequest.__struct_fields__, "other"]), JSON))
+def test_any_fields_are_parsed_or_rejected(fields: dict[str, Any]) -> None:
+    with contextlib.suppress(InvalidRequest):
+        parsed(**fields)
+
+
+@given(st.binary(max_size=64) | st.sampled_from([b"[" * 100_000, b'{"a":' * 100_000, b"\xff{}"]))
+def test_any_bytes_are_parsed_or_rejected(body: bytes) -> None:
+    with contextlib.suppress(InvalidRequest):
+        parse(body)
+
+
+# --- recognizing a conversation -------------------------------------------------------------------
+
+
+def call(arguments: Any, name: str = "add", id_: str = "call_0_0") -> dict[str, Any]:
+    return {"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+OURS = {
+    "role": "assistant",
+    "content": "",
+    "reasoning_content": "Hm.",
+    "tool_calls": [call('{"a": 1, "b": [2]}')],
+}
+
+
+@pytest.mark.parametrize(
+    "theirs",
+    [
+        {"role": "assistant", "content": None, "tool_calls": [call('{"b":[2],"a":1}')]},
+        {"role": "assistant", "tool_calls": [call({"a": 1, "b": [2]})]},
+        {**OURS, "reasoning_content": None, "refusal": None, "audio": None},
+    ],
+)
+def test_the_same_answer_in_another_form(theirs: dict[str, Any]) -> None:
+    assert digests_of([ASK, theirs], {}) == digests_of([ASK, OURS], {})
+
+
+@pytest.mark.parametrize(
+    "theirs",
+    [
+        {**OURS, "content": "!"},
+        {**OURS, "tool_calls": []},
+        {**OURS, "tool_calls": [call('{"a": 1, "b": [3]}')]},
+        {**OURS, "tool_calls": [call('{"a": 1, "b": [2]}', "sub")]},
+        {**OURS, "tool_calls": [call('{"a": 1, "b": [2]}', id_="call_0_1")]},
+        {**OURS, "role": "user"},
+    ],
+)
+def test_another_answer(theirs: dict[str, Any]) -> None:
+    assert digests_of([ASK, theirs], {})[0] == digests_of([ASK, OURS], {})[0]
+    assert digests_of([ASK, theirs], {})[1] != digests_of([ASK, OURS], {})[1]
+
+
+def test_other_tools_make_another_conversation() -> None:
+    assert digests_of([ASK], {"tools": None}) != digests_of([ASK], {"tools": [{}]})
+
+
+@given(st.lists(st.text(max_size=3), min_size=2, max_size=5))
+def test_two_messages_are_not_one(texts: list[str]) -> None:
+    several = [{"role": "user", "content": text} for text in texts]
+    one = [{"role": "user", "content": "".join(texts)}]
+    assert digests_of(several, {})[-1] != digests_of(one, {})[-1]

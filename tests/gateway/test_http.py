@@ -1,0 +1,137 @@
+"""The gateway's limits, keys and ends, over real sockets, with the fake engine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+from engine.policies import until_idle
+
+import sglrl
+from sglrl.gateway.serving import Gateway, serve
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+ASK = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+SLOW = {**ASK, "max_tokens": 500}
+"""Takes a second."""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pool() -> AsyncIterator[sglrl.Client]:
+    async with sglrl.launch("tiny", engine="fake", step_seconds=0.002, tokens_per_step=1) as client:
+        yield client
+
+
+def http_of(gateway: Gateway) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=gateway.url, timeout=60)
+
+
+async def test_a_session_that_nobody_uses_expires(pool: sglrl.Client) -> None:
+    async with serve(pool, name="tiny", expire_after=0.5) as gateway, http_of(gateway) as http:
+        made = (await http.post("/sessions")).json()
+        url = f"/sessions/{made['id']}/v1/models"
+        assert (await http.get(url)).status_code == 200
+        async with asyncio.timeout(60):
+            # Each request of another session is none of this one.
+            while (await http.post(f"/sessions/{made['id']}x/reward")).status_code == 404:
+                await asyncio.sleep(0.6)
+                if (await http.get(url)).status_code == 404:
+                    break
+
+
+async def test_limits(pool: sglrl.Client) -> None:
+    limits: Any = {"max_sessions": 2, "max_body_bytes": 2000}
+    async with serve(pool, name="tiny", **limits) as gateway, http_of(gateway) as http:
+        long = {**ASK, "user": "x" * 2000}
+        large = await http.post("/v1/chat/completions", json=long)
+        assert large.status_code == 413
+        assert large.json()["error"]["message"] == "the body has more than 2,000 bytes"
+        for _ in range(2):
+            assert (await http.post("/sessions")).status_code == 201
+        full = await http.post("/sessions")
+        assert full.status_code == 400
+        assert "2 sessions are open" in full.json()["error"]["message"]
+        for body in ("[", "[1]", '{"metadata": 1}', '{"other": 1}'):
+            assert (await http.post("/sessions", content=body)).status_code == 400
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+async def test_a_client_that_disconnects(pool: sglrl.Client, keeps: bool) -> None:
+    async with (
+        serve(pool, name="tiny", keep_disconnected=keeps) as gateway,
+        gateway.session() as session,
+        http_of(gateway) as http,
+    ):
+        url = f"{session.base_url}/chat/completions"
+        with pytest.raises(httpx.ReadTimeout):
+            await http.post(url, json=SLOW, timeout=0.2)
+        async with http.stream("POST", url, json={**SLOW, "stream": True}) as answer:
+            async for _ in answer.aiter_lines():
+                break
+        await until_idle(pool)
+        assert (await http.post(url, json=ASK)).status_code == 200
+    assert session.trajectory is not None
+    sizes = [int(leaf.loss_mask.sum()) for leaf in session.trajectory.leaves]
+    assert sizes[-1] == 4
+    assert len(sizes) == (3 if keeps else 1), sizes
+
+
+async def test_wrong_arguments(pool: sglrl.Client) -> None:
+    with pytest.raises(sglrl.UsageError, match="so the gateway needs a key: api_key="):
+        serve(pool, host="0.0.0.0")
+    with pytest.raises(sglrl.UsageError, match=r"port must be in 0\.\.65535"):
+        serve(pool, port=70_000)
+    with pytest.raises(sglrl.UsageError, match="expire_after must be more than 0"):
+        serve(pool, expire_after=0)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(sglrl.UsageError, match=f"cannot listen at 127.0.0.1:{port}: Address"):
+            async with serve(pool, port=port):
+                pass
+
+
+async def test_a_gateway_that_dies_is_replaced(pool: sglrl.Client) -> None:
+    async with serve(pool, name="tiny") as gateway, http_of(gateway) as http:
+        before = (await http.post("/sessions")).json()
+        (worker,) = gateway._process.workers
+        os.kill(worker.pid, signal.SIGKILL)
+        async with asyncio.timeout(60):
+            while True:
+                try:
+                    answer = await http.post("/v1/chat/completions", json=ASK)
+                    break
+                except httpx.TransportError:
+                    await asyncio.sleep(0.1)
+        assert answer.status_code == 200
+        gone = await http.get(f"/sessions/{before['id']}/v1/models")
+        assert gone.status_code == 404
+
+
+async def test_the_command() -> None:
+    """``sglrl serve`` says where it listens, and ends at SIGTERM."""
+    command = [sys.executable, "-m", "sglrl", "serve", "tiny", "--engine", "fake", "--port", "0"]
+    made = await asyncio.create_subprocess_exec(*command, stderr=subprocess.PIPE)
+    assert made.stderr is not None
+    async with asyncio.timeout(100):
+        while not (found := re.search(r"http://\S+", (await made.stderr.readline()).decode())):
+            assert made.returncode is None
+        async with httpx.AsyncClient(timeout=60) as http:
+            models = (await http.get(f"{found.group()}/models")).json()["data"]
+            assert [model["id"] for model in models] == ["tiny"]
+            answer = await http.post(f"{found.group()}/chat/completions", json=ASK)
+            assert answer.json()["usage"]["completion_tokens"] == 4
+        made.send_signal(signal.SIGTERM)
+        rest = (await made.stderr.read()).decode()
+        assert await made.wait() == 0
+    assert rest.strip() == "ending"
