@@ -13,16 +13,17 @@ from functools import partial
 from hashlib import blake2b
 from typing import Any
 
+from ..core.turn_tree import ROOT
 from ..errors import Closed, UsageError
 from ..inference.client import Client
 from ..inference.completion import Completion
-from ..inference.prompts import check_conversation
+from ..inference.prompts import Message, check_conversation
 from ..sessions.rewards import RewardValue
 from ..sessions.session import Session
 from ..sessions.session_spec import SessionSpec
 from ..sessions.trajectory import Trajectory
 from ..wire.engine import TokenChunk
-from .chat import ChatRequest, Message, message_of
+from .chat import ChatRequest, message_of
 
 _REMEMBERED = 64
 """Answers of a session that a client may ask for again."""
@@ -76,16 +77,6 @@ class _Thread:
         self.lock = asyncio.Lock()
 
 
-class _Known:
-    """The conversation up to the end of a turn, with the exact answers."""
-
-    __slots__ = ("messages", "thread")
-
-    def __init__(self, thread: _Thread, messages: list[Message]) -> None:
-        self.thread = thread
-        self.messages = messages
-
-
 class Conversations:
     """All calls of one agent.
 
@@ -105,8 +96,8 @@ class Conversations:
         self._metadata = dict(metadata or {})
         self._reward_weights = reward_weights
         self._threads: list[_Thread] = []
-        self._known: dict[bytes, _Known] = {}
-        """By digest of the conversation, as the client sees it."""
+        self._ends: dict[bytes, tuple[_Thread, int]] = {}
+        """Turns, by digest of the conversation that they end, as the client sees it."""
         self._answers: dict[bytes, Turn] = {}
         """By digest of the request, the last ones."""
         self._last: _Thread | None = None
@@ -141,31 +132,27 @@ class Conversations:
     async def _sample(self, request: ChatRequest, on_tokens: OnTokens) -> list[Completion]:
         sampling = {**request.sampling(), **request.options()}
         seed = sampling.pop("seed", None)
-        seen = [dict(message) for message in check_conversation(request.messages)]
-        digests = digests_of(seen, request.template())
-        at = next((at for at in reversed(range(len(seen))) if digests[at] in self._known), None)
-        if at is None:
-            exact, thread = seen, None
-        else:
-            known = self._known[digests[at]]
-            exact, thread = [*known.messages, *seen[at + 1 :]], known.thread
-        if thread is None:
-            thread = _Thread(self._spec(request, exact))
-            self._threads.append(thread)
+        seen = check_conversation(request.messages)
+        template = request.template()
+        digests = digests_of(seen, template)
+        # At least the last message comes after the turn.
+        known = next((self._ends[d] for d in reversed(digests[:-1]) if d in self._ends), None)
+        if known is None:
+            known = _Thread(self._spec(request, seen)), ROOT
+            self._threads.append(known[0])
+        thread, after = known
         made = []
         async with thread.lock:
             for number in range(request.choices):
-                thread.session.rewrite(exact)
+                thread.session.rewrite(seen, after=after)
                 if seed is not None:
                     sampling["seed"] = seed + number
                 if request.streams:
                     sampling["on_chunk"] = partial(on_tokens, thread.spec)
                 completion = await thread.session.generate(**sampling)
                 made.append(completion)
-                shown = [*seen, message_of(completion)]
-                whole = thread.session.messages
-                assert whole is not None
-                self._known[digests_of(shown, request.template())[-1]] = _Known(thread, whole)
+                shown = digests_of([*seen, message_of(completion)], template)[-1]
+                self._ends[shown] = thread, len(thread.session.turns) - 1
                 self._last = thread
         return made
 
@@ -238,7 +225,7 @@ def digests_of(messages: Sequence[Message], template: Mapping[str, Any]) -> list
     return found
 
 
-def _seen(message: Message) -> dict[str, Any]:
+def _seen(message: Message) -> Message:
     if message.get("role") != "assistant":
         return message
     calls = [

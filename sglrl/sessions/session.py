@@ -356,12 +356,16 @@ class Session:
         self._pending.clear()
         self._history.go_before(path[-turns])
 
-    def rewrite(self, messages: Sequence[Message]) -> None:
+    def rewrite(self, messages: Sequence[Message], *, after: int | None = None) -> None:
         """Replace the conversation, for example by a shorter one. The next turn goes on from it.
 
         If it begins with the messages of an earlier turn, the exact tokens of that turn are kept,
         and only the rest is rendered. What was sampled so far stays in the trajectory, as a branch.
         Observations since the last turn are discarded.
+
+        Args:
+            after: the turn with whose messages they begin, an index of ``turns``. The answers may
+                then be in another form. None: find it.
 
         Raises:
             InvalidRequest: a message lacks a field.
@@ -372,7 +376,7 @@ class Session:
             raise UsageError("this session began without messages")
         new: list[Message] = [dict(m) for m in check_conversation(list(messages))]
         self._pending.clear()
-        turn = self._history.find(new)
+        turn = self._history.find(new) if after is None else after
         if turn == ROOT:
             self._beginning = new
             self._history.begin(Dialogue(new))
@@ -419,12 +423,6 @@ class Session:
     def ids(self) -> NDArray[np.int32]:
         """All tokens up to the end of the last turn, int32. Empty before the first turn."""
         return np.frombuffer(self._history.tokens, "<i4")
-
-    @property
-    def messages(self) -> list[dict[str, Any]] | None:
-        """The conversation up to the end of the last turn. None in a session without messages."""
-        history = self._history
-        return None if history.last == ROOT else history.messages(history.last)
 
     @property
     def turns(self) -> list[Completion]:

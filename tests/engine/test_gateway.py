@@ -199,6 +199,8 @@ async def test_other_conversations_are_branches(
         await ask([*ASK, second, {"role": "user", "content": "And?"}])
         # A sub-agent, and three at the same time.
         await asyncio.gather(*[ask([{"role": "user", "content": f"Task {i}"}]) for i in range(3)])
+        # A conversation that ends with an answer has a turn after it, like any other.
+        await ask([*ASK, second])
         compacted = [{"role": "user", "content": "It was about 2 + 3."}]
         await ask(compacted)
     trajectory = session.trajectory
@@ -206,8 +208,8 @@ async def test_other_conversations_are_branches(
     assert check(policy, banned, trajectory) == sum(
         turn.stop - turn.start for leaf in trajectory.leaves for turn in leaf.turns
     )
-    assert sum(len(leaf.turns) for leaf in trajectory.leaves) == 7
-    assert len(trajectory.leaves) == 6
+    assert sum(len(leaf.turns) for leaf in trajectory.leaves) == 8
+    assert len(trajectory.leaves) == 7
     assert trajectory.messages is not None
     assert trajectory.messages[0] == compacted[0]
 

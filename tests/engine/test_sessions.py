@@ -394,16 +394,18 @@ async def test_top_logprobs_of_a_turn(client: sglrl.Client) -> None:
     np.testing.assert_allclose(turn.top_logprobs.logprobs[:, 0], turn.logprobs, atol=1e-5)
 
 
-async def test_messages_of_a_session(client: sglrl.Client) -> None:
+async def test_a_turn_to_go_on_after(client: sglrl.Client) -> None:
+    """Its messages may be in another form: the tokens are those of the turn."""
     ask = [{"role": "user", "content": "Hi"}]
-    async with client.session(messages=ask, max_new_tokens=4) as session:
-        assert session.messages is None
+    async with client.session(messages=ask, max_new_tokens=6) as session:
+        first = await session.generate()
         await session.generate()
-        assert session.messages == session.trajectory().messages
-        session.observe({"role": "user", "content": "And?"})
-        await session.generate()
-        assert session.messages is not None
-        assert [message["role"] for message in session.messages] == ["user", "assistant"] * 2
-    async with client.session(input_ids=[5]) as session:
-        await session.generate(max_new_tokens=1)
-        assert session.messages is None
+        session.rewrite([*ask, {"role": "assistant", "content": "(as before)"}, *ask], after=0)
+        third = await session.generate()
+        whole = session.trajectory()
+    before = [*first.prompt_ids.tolist(), *first.output_ids.tolist()]
+    assert third.prompt_ids.tolist()[: len(before)] == before
+    assert whole.branches[0].messages is not None
+    assert whole.messages is not None
+    assert len(whole.messages) == 4
+    assert "(as before)" not in str(whole.messages)
