@@ -33,12 +33,13 @@ from ..errors import (
     WorkerLost,
 )
 from ..inference.client import Client
-from ..inference.completion import Completion, StreamText
+from ..inference.completion import Completion
 from ..sessions.session_spec import SessionSpec
 from ..sessions.trajectory import Trajectory
 from ..wire.engine import TokenChunk
 from .chat import Answer, ChatRequest, parse
 from .conversations import Turn, sample_alone
+from .deltas import Deltas, Part
 from .registry import KEY_PREFIX, OpenSession, Registry
 from .settings import Settings
 
@@ -202,11 +203,11 @@ class Endpoints:
             with stack:
                 for index in range(answer.request.choices):
                     yield _event(answer.begin(index))
-                async for part in text:
-                    yield _event(answer.text(0, part))
+                async for part, added in text:
+                    yield _event(answer.text(0, part, added))
                 completions = await turn.result()
                 for index, completion in enumerate(completions):
-                    for chunk in answer.end(index, completion, "" if index else text.sent):
+                    for chunk in answer.end(index, completion, {} if index else text.sent):
                         yield _event(chunk)
                 if answer.request.usage_at_end:
                     yield _event(answer.usage(completions))
@@ -335,28 +336,26 @@ class _Using:
 
 
 class _Text:
-    """The text of a turn as it arrives, for a stream.
-
-    With a renderer there is none: what is text, reasoning or a call is known at the end.
-    """
+    """The text of a turn as it arrives, for a stream."""
 
     def __init__(self, request: ChatRequest) -> None:
         self._sampling = request.sampling()
-        self._parts: list[str] = []
+        self._parts: list[tuple[Part, str]] = []
         self._arrived = asyncio.Event()
         self._ended = False
-        self._texts: StreamText | None = None
-        self.sent = ""
+        self._deltas: Deltas | None = None
+
+    @property
+    def sent(self) -> dict[Part, str]:
+        """The text of each part of the message so far."""
+        return {} if self._deltas is None else self._deltas.sent
 
     def add(self, spec: SessionSpec, chunk: TokenChunk) -> None:
         """Add new tokens."""
-        if spec.renderer is not None:
-            return
-        if self._texts is None:
-            params = spec.prepare(self._sampling).params
-            self._texts = StreamText(spec.requests.decode, params)
-        if part := self._texts.add(chunk)():
-            self._parts.append(part)
+        if self._deltas is None:
+            self._deltas = Deltas(spec, spec.prepare(self._sampling).params)
+        if parts := self._deltas.add(chunk):
+            self._parts += parts
             self._arrived.set()
 
     def end(self, task: asyncio.Task[Any]) -> None:
@@ -367,17 +366,16 @@ class _Text:
         """Wait for the first text, or the end."""
         await self._arrived.wait()
 
-    async def __aiter__(self) -> AsyncIterator[str]:
+    async def __aiter__(self) -> AsyncIterator[tuple[Part, str]]:
         while True:
             await self._arrived.wait()
-            text, self._parts = "".join(self._parts), []
+            parts, self._parts = self._parts, []
             if not self._ended:
                 self._arrived.clear()
-            if text:
-                self.sent += text
-                yield text
-            elif self._ended:
+            elif not parts:
                 return
+            for part in parts:
+                yield part
 
 
 def _key_of(request: Request) -> str:

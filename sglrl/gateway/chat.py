@@ -6,6 +6,7 @@ https://platform.openai.com/docs/api-reference/chat
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
@@ -14,6 +15,7 @@ import msgspec
 from ..errors import InvalidRequest
 from ..inference.completion import Completion
 
+logger = logging.getLogger("sglrl.gateway")
 Message = dict[str, Any]
 
 _IGNORED: Final = (
@@ -342,21 +344,29 @@ class Answer(msgspec.Struct, frozen=True):
         """Return the first chunk of a choice."""
         return self._chunk(index, {"role": "assistant", "content": ""})
 
-    def text(self, index: int, text: str) -> dict[str, Any]:
-        """Return a chunk with text."""
-        return self._chunk(index, {"content": text})
+    def text(self, index: int, part: str, text: str) -> dict[str, Any]:
+        """Return a chunk with text of a part of the message."""
+        return self._chunk(index, {part: text})
 
-    def end(self, index: int, completion: Completion, sent: str) -> list[dict[str, Any]]:
+    def end(
+        self, index: int, completion: Completion, sent: Mapping[Any, str]
+    ) -> list[dict[str, Any]]:
         """Return the last chunks of a choice.
 
         Args:
-            sent: the text that was sent before.
+            sent: the text of each part of the message that was sent before.
         """
         message = message_of(completion, self.call_ids)
-        delta = {key: message[key] for key in ("reasoning_content",) if key in message}
-        rest = (message["content"] or "")[len(sent) :]
-        if rest:
-            delta["content"] = rest
+        delta: dict[str, Any] = {}
+        for part in ("reasoning_content", "content"):
+            whole, before = message.get(part) or "", sent.get(part, "")
+            if not whole.startswith(before):
+                # Some parsers keep white space at the beginning, which was not sent.
+                whole = whole.lstrip()
+            if not whole.startswith(before):
+                logger.error("a stream sent %r of %r", before, whole)
+            elif len(whole) > len(before):
+                delta[part] = whole[len(before) :]
         if "tool_calls" in message:
             calls = enumerate(message["tool_calls"])
             delta["tool_calls"] = [{"index": at, **call} for at, call in calls]

@@ -215,7 +215,8 @@ def digests_of(messages: Sequence[Message], template: Mapping[str, Any]) -> list
     """Return a digest of each beginning of a conversation.
 
     It depends on what clients of OpenAI's API send back unchanged: not on reasoning, nor on the
-    form of the arguments of calls, nor on whether an empty content is "" or null.
+    form of the arguments of calls, nor on white space around the content, nor on whether an empty
+    content is "" or null.
     """
     state = blake2b(json.dumps(template, sort_keys=True).encode(), digest_size=16)
     found = []
@@ -233,7 +234,7 @@ def _seen(message: Message) -> Message:
         for call in message.get("tool_calls") or ()
         if isinstance(call, Mapping) and isinstance(function := call.get("function"), Mapping)
     ]
-    return {"role": "assistant", "content": message.get("content") or "", "calls": calls}
+    return {"role": "assistant", "content": (message.get("content") or "").strip(), "calls": calls}
 
 
 def _parsed(arguments: Any) -> Any:

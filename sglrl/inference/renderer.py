@@ -111,6 +111,22 @@ class Renderer:
         found: list[int] = self._renderer.get_stop_token_ids()
         return found
 
+    def begins_reasoning(self, opening: str, closing: str) -> bool:
+        """Return whether a prompt ends with the beginning of the assistant's reasoning.
+
+        Args:
+            opening, closing: the special tokens around reasoning.
+        """
+        tokens = self.added_tokens
+        try:
+            ids = self._renderer.render_ids(_PROBES[0], add_generation_prompt=True)[::-1]
+        except Exception as error:
+            logger.info("the renderer %r cannot write a prompt: %s", self.name, error)
+            return False
+        opened = ids.index(tokens[opening]) if tokens.get(opening) in ids else len(ids)
+        closed = ids.index(tokens[closing]) if tokens.get(closing) in ids else len(ids)
+        return opened < closed
+
     def example(self, calls: int) -> str | None:
         """Return the text of a turn that thinks "Hm." and calls ``add(a=1, b=2)``.
 

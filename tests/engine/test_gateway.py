@@ -243,7 +243,7 @@ async def test_a_stream(gateway: Gateway, policy: Reference, words: Any, banned:
 
 
 async def test_text_arrives_before_the_end(client: sglrl.Client) -> None:
-    """The model of this pool has no format for calls, so text is passed on at once."""
+    """A model without a format for calls."""
     async with serve(client, name="policy") as gateway:
         agent = openai.AsyncOpenAI(base_url=gateway.url + "/v1", api_key="x")
         values: Any = {"model": "policy", "messages": ASK, "temperature": 0, "max_tokens": 40}
@@ -259,6 +259,33 @@ async def test_text_arrives_before_the_end(client: sglrl.Client) -> None:
         assert whole.choices[0].message.content is not None
         assert text == whole.choices[0].message.content.partition(parts[5] or "")[0]
         await agent.close()
+
+
+async def test_reasoning_arrives_before_the_calls(gateway: Gateway, pool: sglrl.Client) -> None:
+    tags = ("</think>", "<think>", "<tool_call>", "</tool_call>", "<|im_end|>")
+    bias = {str(pool.tokenizer.convert_tokens_to_ids(tag)): 100 for tag in tags}
+    pattern = rf"<think>\n[a-z]{{60}}\n</think>\n\n[a-z]{{60}}\n{CALL}"
+    async with gateway.session() as session, agent_of(session) as agent:
+        values: Any = {"model": "any", "messages": ASK, "tools": TOOLS, "logit_bias": bias}
+        values |= {"extra_body": {"regex": pattern}, "seed": 3}
+        chunks = [
+            chunk.choices[0].delta.model_dump(exclude_none=True)
+            async for chunk in await agent.chat.completions.create(stream=True, **values)
+        ]
+        joined = {
+            part: "".join(chunk.get(part, "") for chunk in chunks)
+            for part in ("reasoning_content", "content")
+        }
+        answer = await agent.chat.completions.create(**values)
+    said = answer.choices[0].message.model_dump()
+    assert joined["reasoning_content"] == said["reasoning_content"].strip()
+    assert joined["content"] == said["content"].strip()
+    kinds = [next(iter(chunk)) for chunk in chunks if "role" not in chunk and chunk]
+    assert kinds == sorted(kinds, key=["reasoning_content", "content", "tool_calls"].index)
+    assert kinds.count("reasoning_content") > 3
+    assert kinds.count("content") > 3
+    (calls,) = [chunk["tool_calls"] for chunk in chunks if "tool_calls" in chunk]
+    assert calls[0]["function"] == said["tool_calls"][0]["function"]
 
 
 async def test_a_repeated_request_is_the_same_turn(gateway: Gateway) -> None:

@@ -115,7 +115,7 @@ OURS = {
     [
         {"role": "assistant", "content": None, "tool_calls": [call('{"b":[2],"a":1}')]},
         {"role": "assistant", "tool_calls": [call({"a": 1, "b": [2]})]},
-        {**OURS, "reasoning_content": None, "refusal": None, "audio": None},
+        {**OURS, "reasoning_content": None, "refusal": None, "audio": None, "content": "\n"},
     ],
 )
 def test_the_same_answer_in_another_form(theirs: dict[str, Any]) -> None:

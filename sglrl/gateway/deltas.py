@@ -1,0 +1,100 @@
+"""Split a turn into reasoning and content while it is sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from ..inference.completion import StreamText
+from ..inference.renderer import Renderer
+from ..inference.sampling import SamplingParams
+from ..sessions.session_spec import SessionSpec
+from ..wire.engine import TokenChunk
+
+Part = Literal["reasoning_content", "content"]
+_OPENING, _CLOSING = "<think>", "</think>"
+
+
+class Deltas:
+    """The text of a turn as it arrives: only what no later token can change.
+
+    A part of the message is passed on without white space at its ends: most parsers remove it.
+    Nothing is passed on after a special token, except those around reasoning: it may begin a call.
+    Formats whose calls begin with ordinary text, such as Llama 3's, get no text before the end of
+    the turn if there are tools.
+
+    Attributes:
+        sent: the text of each part so far.
+    """
+
+    def __init__(self, spec: SessionSpec, params: SamplingParams) -> None:
+        self._decode = spec.requests.decode
+        self._params = params
+        self.sent: dict[Part, str] = {}
+        self._special: Mapping[str, int] = {}
+        self._ends: frozenset[int] = frozenset()
+        self._part: Part | None = "content"
+        renderer = spec.renderer
+        if renderer is not None:
+            self._special = renderer.added_tokens
+            self._ends = frozenset(self._special.values())
+            if renderer.tools and not marks_calls(renderer):
+                self._part = None
+            elif renderer.begins_reasoning(_OPENING, _CLOSING):
+                self._part = "reasoning_content"
+        self._strips = renderer is not None
+        self._texts = StreamText(self._decode, params)
+        self._space = ""
+
+    def add(self, chunk: TokenChunk) -> list[tuple[Part, str]]:
+        """Add new tokens. Return the text that they add to each part of the message."""
+        found: list[tuple[Part, str]] = []
+        ids = np.frombuffer(chunk.ids, "<i4")
+        begin = 0
+        for at, token in enumerate(ids.tolist()):
+            if token in self._ends:
+                found += self._text(chunk, begin, at)
+                begin = at + 1
+                self._switch(token)
+        # The end of a turn is known with the whole turn.
+        found += [] if chunk.finish else self._text(chunk, begin, len(ids))
+        return found
+
+    def _text(self, chunk: TokenChunk, begin: int, stop: int) -> list[tuple[Part, str]]:
+        part = self._part
+        if part is None or begin == stop:
+            return []
+        ids = chunk.ids[4 * begin : 4 * stop]
+        tokens = msgspec.structs.replace(chunk, ids=ids, finish="", stop_match=None)
+        text = self._texts.add(tokens)()
+        if self._strips:
+            text = self._space + text
+            if part not in self.sent:
+                text = text.lstrip()
+            kept = text.rstrip()
+            self._space = text[len(kept) :]
+            text = kept
+        if not text:
+            return []
+        self.sent[part] = self.sent.get(part, "") + text
+        return [(part, text)]
+
+    def _switch(self, token: int) -> None:
+        """Begin another part at a special token."""
+        before, self._part = self._part, None
+        if token == self._special.get(_OPENING) and before == "content" and not self.sent:
+            self._part = "reasoning_content"
+        elif token == self._special.get(_CLOSING) and before == "reasoning_content":
+            self._part = "content"
+        self._texts = StreamText(self._decode, self._params)
+        self._space = ""
+
+
+def marks_calls(renderer: Renderer) -> bool:
+    """Return whether each call begins with a special token."""
+    example = renderer.example(1) or ""
+    written = example.partition(_CLOSING)[2] if _CLOSING in example else example
+    return any(written.lstrip().startswith(token) for token in renderer.added_tokens)
