@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import random
 import re
 import signal
 import socket
@@ -18,6 +20,7 @@ import pytest_asyncio
 from engine.policies import until_idle
 
 import sglrl
+from sglrl.gateway.chat import ChatRequest
 from sglrl.gateway.serving import Gateway, serve
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -85,6 +88,51 @@ async def test_a_client_that_disconnects(pool: sglrl.Client, keeps: bool) -> Non
     sizes = [int(leaf.loss_mask.sum()) for leaf in session.trajectory.leaves]
     assert sizes[-1] == 4
     assert len(sizes) == (3 if keeps else 1), sizes
+
+
+def hostile(chance: random.Random) -> tuple[str, bytes, dict[str, str]]:
+    """Return the path, body and headers of a request that is probably wrong."""
+    odd: list[Any] = [
+        None, True, False, 0, -1, 3, 10**30, 1.5, -1e308, "", "x", "\ud800", "\x00", [], {}, [[]],
+        {"role": "user"}, [{"role": 3, "content": [{}]}], {"type": "json_schema"}, {"a": {"b": []}},
+        [{"role": "assistant", "content": None, "tool_calls": [{"function": 3}]}], ["\ud800"],
+        [{"type": "function", "function": {"name": "f", "parameters": 5}}], "required", "auto",
+        {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}}, "a" * 5000,
+    ]  # fmt: skip
+    fields: dict[str, Any] = {"messages": ASK["messages"], "model": "tiny", "max_tokens": 2}
+    for name in chance.sample(ChatRequest.__struct_fields__, chance.randint(1, 3)):
+        fields[name] = chance.choice(odd)
+    body = json.dumps(fields).encode()
+    if chance.random() < 0.2:
+        at = chance.randrange(len(body))
+        body = (
+            body[:at] + chance.randbytes(chance.randint(0, 3)) + body[at + chance.randint(0, 9) :]
+        )
+    if chance.random() < 0.05:
+        body = b"[" * 50_000
+    path = chance.choice(["/v1/chat/completions"] * 8 + ["/sessions", "/sessions/x/reward", "/x"])
+    keys = ["", "Bearer", "Bearer \xff", "Basic x", "Bearer sk-sglrl-none", "Bearer x"]
+    return path, body, {"authorization": chance.choice(keys)}
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_hostile_requests(pool: sglrl.Client, seed: int) -> None:
+    """Each gets an answer that says what is wrong, and none is an internal error."""
+    chance = random.Random(seed)
+    seen = set()
+    async with serve(pool, name="tiny") as gateway, http_of(gateway) as http:
+        for _ in range(300):
+            path, body, headers = hostile(chance)
+            sent = {key: value.encode("latin-1") for key, value in headers.items()}
+            answer = await http.post(path, content=body, headers=sent)
+            seen.add(answer.status_code)
+            assert answer.status_code in (200, 201, 400, 401, 404), (path, body, answer.text)
+            if answer.status_code >= 400:
+                error = answer.json()["error"]
+                assert error["message"], error
+                assert error["type"] in ("invalid_request_error", "authentication_error")
+        assert (await http.post("/v1/chat/completions", json=ASK)).status_code == 200
+    assert {200, 400, 401} <= seen
 
 
 async def test_wrong_arguments(pool: sglrl.Client) -> None:
