@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -16,6 +17,16 @@ _SHUTDOWN_SECONDS = 5
 
 
 class _Server(uvicorn.Server):  # type: ignore[misc]
+    """Attributes: listening: set when clients can connect."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listening.set()
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         # Signals belong to the process that runs this.
@@ -39,12 +50,19 @@ async def serving(app: Any, settings: Settings) -> AsyncIterator[None]:
         server_header=False,
         limit_concurrency=settings.max_connections,
         timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
+        ssl_certfile=settings.tls_cert or None,
+        ssl_keyfile=settings.tls_key or None,
     )
     server = _Server(config)
     task = asyncio.ensure_future(server.serve([listener]))
+    listening = asyncio.ensure_future(server.listening.wait())
     try:
+        await asyncio.wait((task, listening), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            await task
         yield
     finally:
+        listening.cancel()
         server.should_exit = True
         await task
         listener.close()

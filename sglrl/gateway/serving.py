@@ -82,7 +82,7 @@ class Gateway:
     """A running gateway: an async context manager, from ``serve``.
 
     Attributes:
-        url: ``http://host:port``, without the ``/v1`` of OpenAI's API.
+        url: ``http://host:port``, or https, without the ``/v1`` of OpenAI's API.
     """
 
     def __init__(self, client: Client, settings: Settings) -> None:
@@ -127,7 +127,7 @@ class Gateway:
             self._reserved.close()
             raise
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
-        self.url = f"http://{host}:{port}"
+        self.url = f"{'https' if settings.tls_cert else 'http'}://{host}:{port}"
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -157,6 +157,8 @@ def serve(
     port: int = 0,
     name: str | tuple[str, ...] = (),
     api_key: str = "",
+    tls_cert: str | os.PathLike[str] = "",
+    tls_key: str | os.PathLike[str] = "",
     keep_disconnected: bool = True,
     expire_after: float = 3600.0,
     max_sessions: int = 100_000,
@@ -174,6 +176,7 @@ def serve(
         name: names of the model for clients; (): its name on the hub, or that of its folder.
         api_key: clients must send it, unless they send the key of a session. "": any key will do.
             Addresses that other machines can reach need one.
+        tls_cert, tls_key: files of a certificate and its key, PEM, for https.
         keep_disconnected: sample the turn of a client that disconnects to its end, and keep it in
             the session's trajectory. If the client sends the request again, it gets this turn.
             False: abort it.
@@ -197,9 +200,17 @@ def serve(
             host=host,
             port=port,
             api_key=api_key,
+            tls_cert=_absolute(tls_cert),
+            tls_key=_absolute(tls_key),
             keep_disconnected=keep_disconnected,
             expire_after=expire_after,
             max_sessions=max_sessions,
             max_body_bytes=max_body_bytes,
         ),
     )
+
+
+def _absolute(file: str | os.PathLike[str]) -> str:
+    """Return the path for another process, which may have another folder."""
+    path = os.fspath(file)
+    return os.path.abspath(path) if path else ""

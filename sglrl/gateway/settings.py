@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from ipaddress import ip_address
 
 import msgspec
@@ -16,6 +17,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: int = 0
     api_key: str = ""
+    tls_cert: str = ""
+    tls_key: str = ""
     keep_disconnected: bool = True
     expire_after: float = 3600.0
     max_sessions: int = 100_000
@@ -31,6 +34,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("expire_after", "max_sessions", "max_body_bytes", "body_seconds"):
             if getattr(self, name) <= 0:
                 raise UsageError(f"{name} must be more than 0, got {getattr(self, name)!r}")
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise UsageError("tls_cert and tls_key belong together: give both, or neither")
+        for name in ("tls_cert", "tls_key"):
+            file = getattr(self, name)
+            if file and not os.access(file, os.R_OK):
+                raise UsageError(f"{name}={file!r} cannot be read")
         if not self.api_key and not is_loopback(self.host):
             raise UsageError(
                 f"host={self.host!r} can be reached from other machines, so the gateway needs a "

@@ -34,6 +34,12 @@ def serve(
             help="Clients must send it. Other machines can connect only with one.",
         ),
     ] = "",
+    tls_cert: Annotated[
+        str, typer.Option(metavar="FILE", show_default="http", help="Certificate, PEM, for https.")
+    ] = "",
+    tls_key: Annotated[
+        str, typer.Option(metavar="FILE", show_default="http", help="Key of the certificate, PEM.")
+    ] = "",
     keep: Annotated[
         bool, typer.Option(help="Sample the turns of clients that disconnect to their end.")
     ] = True,
@@ -62,6 +68,8 @@ def serve(
             port=port,
             name=tuple(name or [_name_of(model)]),
             api_key=api_key,
+            tls_cert=tls_cert,
+            tls_key=tls_key,
             keep_disconnected=keep,
             expire_after=expire_after,
         )

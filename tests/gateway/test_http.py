@@ -9,14 +9,17 @@ import random
 import re
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import pytest_asyncio
+import trustme
 from engine.policies import until_idle
 
 import sglrl
@@ -147,6 +150,29 @@ async def test_wrong_arguments(pool: sglrl.Client) -> None:
         with pytest.raises(sglrl.UsageError, match=f"cannot listen at 127.0.0.1:{port}: Address"):
             async with serve(pool, port=port):
                 pass
+
+
+async def test_tls(pool: sglrl.Client, tmp_path: Path) -> None:
+    authority = trustme.CA()
+    made = authority.issue_cert("127.0.0.1")
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    made.cert_chain_pems[0].write_to_path(cert)
+    made.private_key_pem.write_to_path(key)
+    trusting = ssl.create_default_context()
+    authority.configure_trust(trusting)
+    async with serve(pool, name="tiny", tls_cert=cert, tls_key=key) as gateway:
+        assert gateway.url.startswith("https://127.0.0.1:")
+        async with httpx.AsyncClient(base_url=gateway.url, verify=trusting) as http:
+            session = (await http.post("/sessions")).json()
+            assert session["base_url"].startswith(gateway.url)
+            assert (await http.post("/v1/chat/completions", json=ASK)).status_code == 200
+        async with httpx.AsyncClient(base_url=gateway.url) as http:
+            with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+                await http.get("/health")
+    with pytest.raises(sglrl.UsageError, match="give both, or neither"):
+        serve(pool, tls_cert=cert)
+    with pytest.raises(sglrl.UsageError, match="cannot be read"):
+        serve(pool, tls_cert=cert, tls_key=tmp_path / "none")
 
 
 async def test_a_gateway_that_dies_is_replaced(pool: sglrl.Client) -> None:
