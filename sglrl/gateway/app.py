@@ -88,7 +88,8 @@ def error_of(error: Exception) -> HttpError:
     for type_, status, kind in _STATUS:
         if isinstance(error, type_):
             code = "context_length_exceeded" if "context" in str(error) and status == 400 else None
-            return HttpError(status, str(error), kind, code)
+            # The end of some messages names methods of Python.
+            return HttpError(status, str(error).partition("; see Session.")[0], kind, code)
     logger.error("a request failed", exc_info=error)
     return HttpError(500, "internal error; the log of the gateway has its stack", "server_error")
 
@@ -109,14 +110,20 @@ class Endpoints:
     Args:
         client: of the pool.
         registry: the open sessions.
+        shows_tools: the model's chat template writes tools into prompts.
     """
 
-    def __init__(self, client: Client, registry: Registry, settings: Settings) -> None:
+    def __init__(
+        self, client: Client, registry: Registry, settings: Settings, shows_tools: bool = True
+    ) -> None:
         self.client = client
         self.registry = registry
         self.settings = settings
+        self.shows_tools = shows_tools
+        self._turns: set[Turn] = set()
         api = [
             Route("/v1/models", self._route(self.models), methods=["GET"]),
+            Route("/v1/models/{model:path}", self._route(self.model), methods=["GET"]),
             Route("/v1/chat/completions", self._route(self.chat), methods=["POST"]),
         ]
         self.app = Starlette(
@@ -143,6 +150,11 @@ class Endpoints:
 
         return run
 
+    def close(self) -> None:
+        """End all running turns: their clients get an error."""
+        for turn in self._turns:
+            turn.task.cancel()
+
     # --- endpoints --------------------------------------------------------------------------------
 
     async def health(self, request: Request) -> Response:
@@ -150,23 +162,28 @@ class Endpoints:
 
     async def models(self, request: Request) -> Response:
         self._session_of(request)
-        models = [
-            {"id": name, "object": "model", "created": 0, "owned_by": "sglrl"}
-            for name in self.settings.names
-        ]
-        return _json({"object": "list", "data": models})
+        return _json({"object": "list", "data": [_model(name) for name in self.settings.names]})
+
+    async def model(self, request: Request) -> Response:
+        self._session_of(request)
+        return _json(_model(self._known(request.path_params["model"])))
+
+    def _known(self, model: str) -> str:
+        """Return the name of a model. Raise ``HttpError`` if it is none."""
+        if model in self.settings.names:
+            return model
+        known = ", ".join(self.settings.names)
+        what = f"there is no model {model!r}" if model else "the field 'model' is missing"
+        raise HttpError(404, f"{what}; there is: {known}", code="model_not_found")
 
     async def chat(self, request: Request) -> Response:
         session = self._session_of(request)
         body = await self._body(request)
         parsed = parse(body)
-        if session is None and parsed.model not in self.settings.names:
-            known = ", ".join(self.settings.names)
-            raise HttpError(
-                404,
-                f"there is no model {parsed.model!r}; there is: {known}",
-                code="model_not_found",
-            )
+        if session is None:
+            self._known(parsed.model)
+        if parsed.template()["tools"] and not self.shows_tools:
+            raise InvalidRequest("the chat template of this model shows no tools: omit tools")
         answer = Answer(
             f"chatcmpl-{secrets.token_hex(12)}",
             int(time.time()),
@@ -183,11 +200,15 @@ class Endpoints:
             keeps = self.settings.keep_disconnected
             turn = session.conversations.sample(parsed, digest, again, keeps, text.add)
         turn.task.add_done_callback(text.end)
+        self._turns.add(turn)
+        turn.task.add_done_callback(lambda task: self._turns.discard(turn))
         with ExitStack() as stack:
             stack.enter_context(turn)
             stack.enter_context(_Using(session))
             if not parsed.stream:
-                return _json(answer.whole(await _unless_disconnected(request, turn)))
+                completions = await _unless_disconnected(request, turn)
+                turn.delivered = True
+                return _json(answer.whole(completions))
             # Until there is text, an error has a status of its own.
             await text.begun()
             if turn.failed:
@@ -211,6 +232,7 @@ class Endpoints:
                         yield _event(chunk)
                 if answer.request.usage_at_end:
                     yield _event(answer.usage(completions))
+                turn.delivered = True
         except Exception as error:
             failed = error_of(error)
             yield _event({"error": {"message": str(failed), "type": failed.kind}})
@@ -302,10 +324,16 @@ def _row_of(trajectory: Trajectory) -> dict[str, Any]:
     arrays = ("prompt_ids", "response_ids", "loss_mask", "logprobs", "versions")
     return {
         **{name: getattr(trajectory, name).tolist() for name in arrays},
+        "turns": msgspec.to_builtins(trajectory.turns),
         "reward": trajectory.reward,
+        "named_rewards": trajectory.named_rewards,
         "metadata": trajectory.metadata,
         "messages": trajectory.messages,
     }
+
+
+def _model(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "sglrl"}
 
 
 class _NewSession(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -23,6 +23,8 @@ _IGNORED: Final = (
     "store", "user",
 )  # fmt: skip
 """Fields that do not change the answer."""
+_NOTHING: Final[dict[str, Any]] = {"modalities": (None, ["text"])}
+"""Values of fields that are not supported which ask for nothing. Of others: false, or empty."""
 _INSTEAD: Final = {
     "function_call": "tool_choice",
     "functions": "tools",
@@ -199,7 +201,7 @@ def parse(body: bytes) -> ChatRequest:
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"the body is not a JSON object: {error}") from None
     for name in fields.keys() - {*_IGNORED, *ChatRequest.__struct_fields__}:
-        if fields[name] not in (None, False, [], {}, ""):
+        if fields[name] not in _NOTHING.get(name, (None, [], {}, "")) and fields[name] is not False:
             instead = f"; use {_INSTEAD[name]}" if name in _INSTEAD else ""
             raise InvalidRequest(f"the field {name!r} is not supported{instead}")
     try:
@@ -285,7 +287,9 @@ def _logprobs_of(completion: Completion, start: int, stop: int) -> dict[str, Any
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         text = completion._decode([token], False)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        # A part of a character has no text of its own.
+        known = list(text.encode()) if "\ufffd" not in text else None
+        return {"token": text, "logprob": logprob, "bytes": known}
 
     found = []
     for at in range(start, stop):
@@ -375,6 +379,7 @@ class Answer(msgspec.Struct, frozen=True):
             extra["logprobs"] = _logprobs_of(completion, 0, len(completion.output_ids))
         if self.request.return_token_ids:
             extra["token_ids"] = completion.output_ids.tolist()
+            extra["prompt_token_ids"] = completion.prompt_ids.tolist()
         found = [self._chunk(index, delta)] if delta else []
         return [*found, self._chunk(index, {}, finish_of(completion, message), extra)]
 

@@ -36,10 +36,14 @@ class Turn:
 
     Args:
         keeps: sample to the end if nobody waits any more, because the client has disconnected.
+
+    Attributes:
+        delivered: a client has got the choices.
     """
 
     def __init__(self, sampling: Coroutine[Any, Any, list[Completion]], keeps: bool) -> None:
         self.task = asyncio.ensure_future(sampling)
+        self.delivered = False
         self._keeps = keeps
         self._waiting = 0
 
@@ -47,6 +51,11 @@ class Turn:
     def failed(self) -> bool:
         task = self.task
         return task.done() and (task.cancelled() or task.exception() is not None)
+
+    @property
+    def orphaned(self) -> bool:
+        """Whether the client has disconnected before it got the choices."""
+        return not (self._waiting or self.delivered or self.failed)
 
     async def result(self) -> list[Completion]:
         """Wait for the choices.
@@ -98,7 +107,7 @@ class Conversations:
         self._threads: list[_Thread] = []
         self._ends: dict[bytes, tuple[_Thread, int]] = {}
         """Turns, by digest of the conversation that they end, as the client sees it."""
-        self._answers: dict[bytes, Turn] = {}
+        self._answers: dict[bytes, list[Turn]] = {}
         """By digest of the request, the last ones."""
         self._last: _Thread | None = None
         self._closed = False
@@ -112,7 +121,8 @@ class Conversations:
 
         Args:
             body: digest of the request.
-            repeated: the client says that it has sent the request before. It gets the same turn.
+            repeated: the client says that it has sent the request before. It gets that turn: one
+                whose client has disconnected, or else the last one.
             keeps: see ``Turn``.
             on_tokens: called with new tokens, if there is one choice.
 
@@ -121,13 +131,14 @@ class Conversations:
         """
         if self._closed:
             raise Closed("this session has ended")
-        found = self._answers.pop(body, None)
-        if not repeated or found is None or found.failed:
-            found = Turn(self._sample(request, on_tokens), keeps)
-        self._answers[body] = found
+        turns = [turn for turn in self._answers.pop(body, ()) if not turn.failed]
+        self._answers[body] = turns
         if len(self._answers) > _REMEMBERED:
             del self._answers[next(iter(self._answers))]
-        return found
+        if repeated and turns:
+            return next((turn for turn in turns if turn.orphaned), turns[-1])
+        turns.append(Turn(self._sample(request, on_tokens), keeps))
+        return turns[-1]
 
     async def _sample(self, request: ChatRequest, on_tokens: OnTokens) -> list[Completion]:
         sampling = {**request.sampling(), **request.options()}
@@ -203,7 +214,8 @@ class Conversations:
     async def close(self) -> None:
         """End all running turns."""
         self._closed = True
-        tasks = [turn.task for turn in self._answers.values() if not turn.task.done()]
+        turns = [turn for several in self._answers.values() for turn in several]
+        tasks = [turn.task for turn in turns if not turn.task.done()]
         for thread in self._threads:
             thread.session.close()
         for task in tasks:

@@ -7,15 +7,30 @@ import socket
 from ..errors import UsageError
 
 
+def reserved(host: str, port: int) -> socket.socket:
+    """Return a socket that keeps an address for ``bound``. It does not listen.
+
+    Raises:
+        UsageError: the address cannot be used, or a program listens there.
+    """
+    # Without SO_REUSEPORT this fails where another gateway listens.
+    with _bound(host, port, socket.SO_REUSEADDR) as probe:
+        port = probe.getsockname()[1]
+    return bound(host, port)
+
+
 def bound(host: str, port: int) -> socket.socket:
     """Return a socket that is bound to an address, and does not listen.
 
-    Several processes may bind the same port. While a socket of this user has it, no other user's
-    program gets it.
+    Several processes of a user may bind the same port. While one has it, no other user gets it.
 
     Raises:
         UsageError: the address cannot be used.
     """
+    return _bound(host, port, socket.SO_REUSEADDR, socket.SO_REUSEPORT)
+
+
+def _bound(host: str, port: int, *options: int) -> socket.socket:
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -24,7 +39,8 @@ def bound(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise UsageError(f"cannot listen at {host}: {error.strerror}") from None
     try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        for option in options:
+            made.setsockopt(socket.SOL_SOCKET, option, 1)
         made.bind(address)
     except OSError as error:
         made.close()

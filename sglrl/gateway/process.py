@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -11,6 +12,7 @@ from ..actors.actor import Actor, endpoint
 from ..errors import UsageError
 from ..inference.client import Client
 from ..inference.prompts import load_tokenizer
+from ..inference.renderer import template_shows_tools
 from ..remote.client import client_of
 from ..remote.pool import CONNECT_SECONDS, RemotePool
 from ..sessions.trajectory import Record, record_of
@@ -66,13 +68,17 @@ class GatewayProcess(Actor):
         made = client_of(pool, target.address, model=target.model, timeout=target.timeout)
         client: Client = await self._stack.enter_async_context(made)
         # This takes seconds. Without it the first request would.
-        await load_tokenizer(client._started().box)
+        box = client._started().box
+        await load_tokenizer(box)
+        shows_tools = await asyncio.to_thread(template_shows_tools, box)
         self._registry = Registry(
             client, expire_after=settings.expire_after, most=settings.max_sessions
         )
-        self._stack.push_async_callback(self._registry.close)
-        endpoints = Endpoints(client, self._registry, settings)
+        endpoints = Endpoints(client, self._registry, settings, shows_tools)
         await self._stack.enter_async_context(serving(endpoints.app, settings))
+        # First the running turns end, so that their clients get an answer.
+        self._stack.push_async_callback(self._registry.close)
+        self._stack.callback(endpoints.close)
 
     async def close(self) -> None:
         await self._stack.aclose()

@@ -13,7 +13,7 @@ import uvicorn
 from .listening import bound
 from .settings import Settings
 
-_SHUTDOWN_SECONDS = 5
+_SHUTDOWN_SECONDS = 2
 
 
 class _Server(uvicorn.Server):  # type: ignore[misc]

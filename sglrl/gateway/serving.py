@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -13,12 +14,14 @@ from ..actors.spawning import ActorHandle, birth_of
 from ..config import FabricConfig, PoolConfig, install
 from ..driver.launcher import LocalLauncher
 from ..driver.pool import Pool
-from ..errors import RemoteError, UsageError
+from ..errors import Closed, RemoteError, SglrlError, UsageError
 from ..inference.client import Client
 from ..sessions.rewards import RewardValue
 from ..sessions.trajectory import Trajectory
-from .listening import bound
+from .listening import reserved
 from .settings import Settings
+
+logger = logging.getLogger("sglrl.gateway")
 
 _START_SECONDS = 120.0
 _WINDOW = 256
@@ -33,12 +36,12 @@ class GatewaySession:
     Attributes:
         base_url: of OpenAI's API: ``http://.../sessions/<id>/v1``.
         api_key: for the agent's client.
-        trajectory: all turns, after the block. None: no turn was sampled.
+        trajectory: all turns, after the block. None: no turn was sampled. Turns that are still
+            running at the end of the block are aborted.
     """
 
     base_url: str
     api_key: str
-    trajectory: Trajectory | None
 
     def __init__(
         self,
@@ -50,6 +53,7 @@ class GatewaySession:
         self._metadata = dict(metadata)
         self._weights = None if reward_weights is None else dict(reward_weights)
         self._id = ""
+        self.trajectory: Trajectory | None = None
 
     async def __aenter__(self) -> Self:
         opened = await self._gateway._process.open_session(self._metadata, self._weights)
@@ -58,11 +62,15 @@ class GatewaySession:
         self.api_key = opened.key
         return self
 
-    async def __aexit__(self, *exc: object) -> None:
-        record = await self._gateway._process.end_session(self._id)
-        if record is None:
-            self.trajectory = None
-        else:
+    async def __aexit__(self, kind: object, *exc: object) -> None:
+        try:
+            record = await self._gateway._process.end_session(self._id)
+        except SglrlError as error:
+            if kind is None:
+                raise Closed(f"the session was lost: {error}") from error
+            logger.warning("the session of an agent that raised was lost: %s", error)
+            return
+        if record is not None:
             decode = self._gateway._client._started().decode
             self.trajectory = Trajectory.from_record(record).with_decode(decode)
 
@@ -98,7 +106,7 @@ class Gateway:
         client, settings = self._client, self._settings
         address, keys, insecure, heartbeat_timeout = client._way_in
         # A process that is replaced gets the same port.
-        self._reserved = bound(settings.host, settings.port)
+        self._reserved = reserved(settings.host, settings.port)
         port = self._reserved.getsockname()[1]
         target = Target(
             address=address,
@@ -187,6 +195,7 @@ def serve(
     Raises:
         UsageError: an argument is wrong, or a package is missing. On entering: the address cannot
             be used.
+        Closed: on leaving a session: it has expired, or the gateway's process has died.
     """
     for module in ("starlette", "uvicorn"):
         if find_spec(module) is None:

@@ -323,6 +323,18 @@ def _made(name: str, box: TokenizerBox, template: Mapping[str, Any]) -> Renderer
     return Renderer(name, made, box, None)
 
 
+def template_shows_tools(box: TokenizerBox) -> bool:
+    """Return whether the chat template writes tools into prompts."""
+    try:
+        without = render_conversation(box, _PROBES[0], {})
+    except InvalidRequest:
+        return False
+    try:
+        return render_conversation(box, _PROBES[0], {"tools": [_TOOL]}) != without
+    except InvalidRequest:
+        return True
+
+
 def schemas(tools: Sequence[Any]) -> list[Any]:
     """Return the schema of each tool. That of a function is made of its hints and docstring."""
     if any(callable(tool) for tool in tools):

@@ -93,8 +93,8 @@ async def require_call(
     found = [renderer for renderer in renderers if renderer is not None]
     if not found or len(found) < len(renderers):
         raise InvalidRequest(
-            "tool_choice needs a renderer that fits the model; the logger sglrl.renderer says why "
-            "none does"
+            "tool_choice needs a model whose format for calls of tools is known: no renderer fits, "
+            "and the logger sglrl.renderer says why"
         )
     loop = asyncio.get_running_loop()
     tag = await loop.run_in_executor(None, call_grammar, found[0], choice)

@@ -59,8 +59,14 @@ def serve(
     quiet_transformers()
     console = Console(stderr=True)
 
-    async def run() -> None:
-        loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    async def run() -> int:
+        loop = asyncio.get_running_loop()
+        stopped: asyncio.Future[int] = loop.create_future()
+
+        def stop(number: int) -> None:
+            if not stopped.done():
+                stopped.set_result(number)
+
         client = launch(model, replicas=replicas, device=device, tp_size=tp_size, engine=engine)
         gateway = gateway_of(
             client,
@@ -75,12 +81,14 @@ def serve(
         )
         async with client, gateway:
             for number in (signal.SIGINT, signal.SIGTERM):
-                loop.add_signal_handler(number, stop.set)
+                loop.add_signal_handler(number, stop, number)
             console.print(f"serving {model} at {gateway.url}/v1", highlight=False)
-            await stop.wait()
+            received = await stopped
             console.print("ending", highlight=False)
+        return received
 
-    uvloop.run(run())
+    if uvloop.run(run()) == signal.SIGINT:
+        raise KeyboardInterrupt
 
 
 def _name_of(model: str) -> str:

@@ -301,7 +301,7 @@ async def test_wrong_choices(tools_client: sglrl.Client) -> None:
         ({"tool_choice": 3}, "must be one of 'auto'"),
         ({"tool_choice": "required", "tools": None}, r"needs tools=\[...\]"),
         ({"tool_choice": "add", "json_schema": {}}, "a grammar too: omit json_schema"),
-        ({"tool_choice": "add", "renderer": "template"}, "needs a renderer that fits"),
+        ({"tool_choice": "add", "renderer": "template"}, "no renderer fits"),
     ]
     for given, why in wrong:
         arguments = {"messages": ASK, "tools": [add], "max_new_tokens": 2, **given}

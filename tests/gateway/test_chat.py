@@ -74,6 +74,10 @@ def test_a_field_is_honoured_or_rejected(fields: dict[str, Any], message: str) -
 
 def test_fields_that_ask_for_nothing_are_accepted() -> None:
     parsed(audio=None, functions=[], modalities=None, parallel_tool_calls=False, logprobs=False)
+    parsed(modalities=["text"], voice=False)
+    for fields in ({"modalities": ["audio"]}, {"voice": 0}, {"functions": [{}]}):
+        with pytest.raises(InvalidRequest, match="is not supported"):
+            parsed(**fields)
 
 
 JSON = st.recursive(

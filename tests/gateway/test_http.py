@@ -39,6 +39,10 @@ async def pool() -> AsyncIterator[sglrl.Client]:
         yield client
 
 
+def http_of_nothing() -> httpx.AsyncClient:
+    return httpx.AsyncClient(timeout=60)
+
+
 def http_of(gateway: Gateway) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=gateway.url, timeout=60)
 
@@ -138,6 +142,81 @@ async def test_hostile_requests(pool: sglrl.Client, seed: int) -> None:
     assert {200, 400, 401} <= seen
 
 
+async def test_the_end_of_a_session_aborts_its_turns(pool: sglrl.Client) -> None:
+    async with (
+        serve(pool, name="tiny") as gateway,
+        gateway.session() as session,
+        http_of(gateway) as http,
+    ):
+        url = f"{session.base_url}/chat/completions"
+        assert (await http.post(url, json=ASK)).status_code == 200
+        slow = asyncio.ensure_future(http.post(url, json=SLOW))
+        alone = asyncio.ensure_future(http.post("/v1/chat/completions", json=SLOW))
+        async with asyncio.timeout(60):
+            while sum(worker.load for worker in pool.workers) < 2:
+                assert (await http.get("/health")).status_code == 200
+        assert (await http.delete(f"/sessions/{session._id}")).status_code == 200
+        ended = await slow
+        assert (ended.status_code, "has ended" in ended.text) == (503, True)
+        assert (await alone).status_code == 200
+        # Another program has ended the session. An agent's own error is not replaced.
+        with pytest.raises(ZeroDivisionError):
+            async with gateway.session() as other:
+                await http.delete(f"/sessions/{other._id}")
+                raise ZeroDivisionError
+        assert other.trajectory is None
+        with pytest.raises(sglrl.Closed, match="the session was lost"):
+            async with gateway.session() as other:
+                await http.delete(f"/sessions/{other._id}")
+        again = await gateway._process.open_session({}, None)
+        session._id = again.id
+
+
+async def test_equal_requests_that_are_repeated(pool: sglrl.Client) -> None:
+    """Two agents ask the same, both give up and ask again: each gets a turn of its own."""
+    again = {"x-stainless-retry-count": "1"}
+    async with (
+        serve(pool, name="tiny") as gateway,
+        gateway.session() as session,
+        http_of(gateway) as http,
+    ):
+        url = f"{session.base_url}/chat/completions"
+        body = {**SLOW, "return_token_ids": True}
+        for _ in range(2):
+            with pytest.raises(httpx.ReadTimeout):
+                await http.post(url, json=body, timeout=0.1)
+        made = await asyncio.gather(*[http.post(url, json=body, headers=again) for _ in range(2)])
+        assert [answer.status_code for answer in made] == [200, 200]
+        ids = [answer.json()["id"] for answer in made]
+        assert len(set(ids)) == 2
+        last = await http.post(url, json=body, headers=again)
+        assert last.status_code == 200
+    assert session.trajectory is not None
+    assert sum(len(leaf.turns) for leaf in session.trajectory.leaves) == 2
+
+
+async def test_the_end_of_the_gateway(pool: sglrl.Client) -> None:
+    """Clients get an answer, and nothing has to be killed."""
+    async with http_of_nothing() as http:
+        async with serve(pool, name="tiny") as gateway:
+            url = f"{gateway.url}/v1/chat/completions"
+            slow = asyncio.ensure_future(http.post(url, json=SLOW))
+            async with asyncio.timeout(60):
+                while not any(worker.load for worker in pool.workers):
+                    assert (await http.get(f"{gateway.url}/health")).status_code == 200
+        assert (await slow).status_code == 503
+
+
+async def test_tools_that_the_template_does_not_show(pool: sglrl.Client) -> None:
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    async with serve(pool, name="tiny") as gateway, http_of(gateway) as http:
+        for more, status in (({}, 400), ({"tool_choice": "none"}, 200)):
+            answer = await http.post("/v1/chat/completions", json={**ASK, "tools": tools, **more})
+            assert answer.status_code == status
+        assert (await http.get("/v1/models/tiny")).json()["id"] == "tiny"
+        assert (await http.get("/v1/models/gpt")).status_code == 404
+
+
 async def test_wrong_arguments(pool: sglrl.Client) -> None:
     with pytest.raises(sglrl.UsageError, match="so the gateway needs a key: api_key="):
         serve(pool, host="0.0.0.0")
@@ -150,6 +229,14 @@ async def test_wrong_arguments(pool: sglrl.Client) -> None:
         with pytest.raises(sglrl.UsageError, match=f"cannot listen at 127.0.0.1:{port}: Address"):
             async with serve(pool, port=port):
                 pass
+    async with serve(pool) as gateway:
+        port = int(gateway.url.rpartition(":")[2])
+        with pytest.raises(sglrl.UsageError, match=f"cannot listen at 127.0.0.1:{port}: Address"):
+            async with serve(pool, port=port):
+                pass
+    # The port is free again at once.
+    async with serve(pool, port=port) as gateway, http_of(gateway) as http:
+        assert (await http.get("/health")).status_code == 200
 
 
 async def test_tls(pool: sglrl.Client, tmp_path: Path) -> None:
