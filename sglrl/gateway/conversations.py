@@ -65,7 +65,7 @@ class Turn:
         """
         await asyncio.wait({self.task})
         if self.task.cancelled():
-            raise Closed("the session has ended")
+            raise Closed("the session has ended, or the gateway is ending")
         return self.task.result()
 
     def __enter__(self) -> None:
