@@ -43,6 +43,8 @@ class Turn:
 
     def __init__(self, sampling: Coroutine[Any, Any, list[Completion]], keeps: bool) -> None:
         self.task = asyncio.ensure_future(sampling)
+        # Nobody may be left to get its error.
+        self.task.add_done_callback(lambda task: task.cancelled() or task.exception())
         self.delivered = False
         self._keeps = keeps
         self._waiting = 0

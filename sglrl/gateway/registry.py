@@ -16,6 +16,8 @@ logger = logging.getLogger("sglrl.gateway")
 
 KEY_PREFIX = "sk-sglrl-"
 """Begins the keys of sessions, so that the key of a session that has ended is recognized."""
+_LEAST_SECONDS = 1.0
+"""Time between two looks for sessions that nobody uses."""
 
 
 class OpenSession:
@@ -74,7 +76,8 @@ class Registry:
         conversations = Conversations(self._client, metadata, reward_weights)
         made = OpenSession(conversations, self._now())
         self._by_id[made.id] = self._by_key[made.key] = made
-        self._expire()
+        if self._expiring is None:
+            self._look_again(self._expire_after)
         return made
 
     def by_id(self, id_: str) -> OpenSession | None:
@@ -100,16 +103,17 @@ class Registry:
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
 
+    def _look_again(self, seconds: float) -> None:
+        self._expiring = asyncio.get_running_loop().call_later(seconds, self._expire)
+
     def _expire(self) -> None:
-        """End sessions that nobody uses, now and whenever the next one is due."""
-        if self._expiring is not None:
-            self._expiring.cancel()
-            self._expiring = None
+        """End sessions that nobody uses. Look again when the next one is due."""
+        self._expiring = None
         now, due = self._now(), []
         for session in list(self._by_id.values()):
             left = session.used + self._expire_after - now
             if left > 0 or session.requests:
-                due.append(max(left, 1.0))
+                due.append(max(left, _LEAST_SECONDS))
                 continue
             logger.warning(
                 "session %s had no request for %g s: ended", session.id, self._expire_after
@@ -118,4 +122,4 @@ class Registry:
             self._ending.add(task)
             task.add_done_callback(self._ending.discard)
         if due:
-            self._expiring = asyncio.get_running_loop().call_later(min(due), self._expire)
+            self._look_again(min(due))
