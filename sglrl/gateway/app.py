@@ -87,7 +87,8 @@ def error_of(error: Exception) -> HttpError:
         return error
     for type_, status, kind in _STATUS:
         if isinstance(error, type_):
-            code = "context_length_exceeded" if "context" in str(error) and status == 400 else None
+            full = str(error).startswith("the context is full")
+            code = "context_length_exceeded" if full else None
             # The end of some messages names methods of Python.
             return HttpError(status, str(error).partition("; see Session.")[0], kind, code)
     logger.error("a request failed", exc_info=error)
@@ -367,7 +368,7 @@ class _Text:
     """The text of a turn as it arrives, for a stream."""
 
     def __init__(self, request: ChatRequest) -> None:
-        self._sampling = request.sampling()
+        self._request = request
         self._parts: list[tuple[Part, str]] = []
         self._arrived = asyncio.Event()
         self._ended = False
@@ -381,7 +382,7 @@ class _Text:
     def add(self, spec: SessionSpec, chunk: TokenChunk) -> None:
         """Add new tokens."""
         if self._deltas is None:
-            self._deltas = Deltas(spec, spec.prepare(self._sampling).params)
+            self._deltas = Deltas(spec, spec.prepare(self._request.sampling()).params)
         if parts := self._deltas.add(chunk):
             self._parts += parts
             self._arrived.set()

@@ -59,8 +59,9 @@ class Deltas:
                 found += self._text(chunk, begin, at)
                 begin = at + 1
                 self._switch(token)
-        # The end of a turn is known with the whole turn.
-        found += [] if chunk.finish else self._text(chunk, begin, len(ids))
+        if chunk.finish in ("", "abort"):
+            # Aborted turns go on. The end of others is sent with the whole turn.
+            found += self._text(chunk, begin, len(ids))
         return found
 
     def _text(self, chunk: TokenChunk, begin: int, stop: int) -> list[tuple[Part, str]]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from ipaddress import ip_address
 
 import msgspec
 
 from ..errors import UsageError
+from ..transport.addresses import is_loopback
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,18 +40,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             file = getattr(self, name)
             if file and not os.access(file, os.R_OK):
                 raise UsageError(f"{name}={file!r} cannot be read")
-        if not self.api_key and not is_loopback(self.host):
+        if not self.api_key and not is_loopback(f"tcp://{self.host}:0"):
             raise UsageError(
                 f"host={self.host!r} can be reached from other machines, so the gateway needs a "
                 "key: api_key="
             )
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach an address."""
-    if host == "localhost":
-        return True
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return False
