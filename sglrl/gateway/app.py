@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import logging
 import secrets
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from hashlib import blake2b
 from typing import Any, TypeVar
 
@@ -22,87 +21,35 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Mount, Route
 
-from ..errors import (
-    Closed,
-    DeadlineExceeded,
-    EngineError,
-    InvalidRequest,
-    MessageTooLarge,
-    Overloaded,
-    UsageError,
-    WorkerLost,
-)
+from ..errors import InvalidRequest
 from ..inference.client import Client
 from ..inference.completion import Completion
-from ..sessions.session_spec import SessionSpec
 from ..sessions.trajectory import Trajectory
-from ..wire.engine import TokenChunk
-from .chat import Answer, ChatRequest, parse
+from .chat import CHAT
 from .conversations import Turn, sample_alone
-from .deltas import Deltas, Part
+from .dialect import Answer, Dialect, encode, openai_error
+from .errors import RETRY_SECONDS, HttpError, error_of
 from .registry import KEY_PREFIX, OpenSession, Registry
 from .settings import Settings
+from .streamed_text import StreamedText
 
 _T = TypeVar("_T")
-logger = logging.getLogger("sglrl.gateway")
 
-_encode = msgspec.json.Encoder(enc_hook=str).encode
-_RETRY_SECONDS = 1
-_STATUS: Sequence[tuple[type[Exception], int, str]] = (
-    (MessageTooLarge, 413, "invalid_request_error"),
-    (UsageError, 400, "invalid_request_error"),
-    (Overloaded, 429, "rate_limit_error"),
-    (DeadlineExceeded, 504, "server_error"),
-    (EngineError, 500, "server_error"),
-    (WorkerLost, 503, "server_error"),
-    (Closed, 503, "server_error"),
-)
+DIALECTS: Sequence[Dialect] = (CHAT,)
 
 
-class HttpError(Exception):
-    """An error that the client gets.
+def error_response(error: HttpError, body: Any = openai_error) -> Response:
+    """Return the answer with an error.
 
     Args:
-        status: of HTTP.
-        kind: OpenAI's ``error.type``.
-        code: OpenAI's ``error.code``.
+        body: makes it, from the error.
     """
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        kind: str = "invalid_request_error",
-        code: str | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.kind = kind
-        self.code = code
-
-
-def error_of(error: Exception) -> HttpError:
-    """Return what a client gets for an error of ours."""
-    if isinstance(error, HttpError):
-        return error
-    for type_, status, kind in _STATUS:
-        if isinstance(error, type_):
-            full = str(error).startswith("the context is full")
-            code = "context_length_exceeded" if full else None
-            # The end of some messages names methods of Python.
-            return HttpError(status, str(error).partition("; see Session.")[0], kind, code)
-    logger.error("a request failed", exc_info=error)
-    return HttpError(500, "internal error; the log of the gateway has its stack", "server_error")
-
-
-def error_response(error: HttpError) -> Response:
-    body = {"message": str(error), "type": error.kind, "param": None, "code": error.code}
-    headers = {"retry-after": str(_RETRY_SECONDS)} if error.status == 429 else {}
-    return _json({"error": body}, error.status, headers)
+    headers = {"retry-after": str(RETRY_SECONDS)} if error.status == 429 else {}
+    return _json(body(error), error.status, headers)
 
 
 def _json(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(_encode(content), status, headers, "application/json")
+    return Response(encode(content), status, headers, "application/json")
 
 
 class Endpoints:
@@ -125,8 +72,10 @@ class Endpoints:
         api = [
             Route("/v1/models", self._route(self.models), methods=["GET"]),
             Route("/v1/models/{model:path}", self._route(self.model), methods=["GET"]),
-            Route("/v1/chat/completions", self._route(self.chat), methods=["POST"]),
         ]
+        for dialect in DIALECTS:
+            handler = self._route(partial(self.turn, dialect), dialect.error)
+            api.append(Route(dialect.path, handler, methods=["POST"]))
         self.app = Starlette(
             routes=[
                 Route("/health", self.health, methods=["GET"]),
@@ -139,7 +88,7 @@ class Endpoints:
             exception_handlers={404: _not_found, 405: _not_found},
         )
 
-    def _route(self, handler: Any) -> Any:
+    def _route(self, handler: Any, error_body: Any = openai_error) -> Any:
         async def run(request: Request) -> Response:
             try:
                 made: Response = await handler(request)
@@ -147,7 +96,7 @@ class Endpoints:
             except ClientDisconnect:
                 return Response(status_code=499)
             except Exception as error:
-                return error_response(error_of(error))
+                return error_response(error_of(error), error_body)
 
         return run
 
@@ -177,36 +126,33 @@ class Endpoints:
         what = f"there is no model {model!r}" if model else "the field 'model' is missing"
         raise HttpError(404, f"{what}; there is: {known}", code="model_not_found")
 
-    async def chat(self, request: Request) -> Response:
+    async def turn(self, dialect: Dialect, request: Request) -> Response:
+        """Sample the choices that a request asks for."""
         session = self._session_of(request)
         body = await self._body(request)
-        parsed = parse(body)
+        parsed = dialect.parse(body)
         if session is None:
             self._known(parsed.model)
-        if parsed.template()["tools"] and not self.shows_tools:
+        wanted = parsed.turns()
+        if any(one.tools for one in wanted) and not self.shows_tools:
             raise InvalidRequest("the chat template of this model shows no tools: omit tools")
-        answer = Answer(
-            f"chatcmpl-{secrets.token_hex(12)}",
-            int(time.time()),
-            parsed.model or self.settings.names[0],
-            parsed,
-            f"call_{secrets.token_hex(4)}_" if session is None else "",
-        )
-        text = _Text(parsed)
+        call_ids = f"call_{secrets.token_hex(4)}_" if session is None else ""
+        answer = parsed.answer(parsed.model or self.settings.names[0], call_ids)
+        text = StreamedText(wanted)
         if session is None:
-            turn = sample_alone(self.client, parsed, text.add)
+            turn = sample_alone(self.client, wanted, text.add)
         else:
             again = request.headers.get("x-stainless-retry-count", "0") != "0"
-            digest = blake2b(body, digest_size=16).digest()
+            digest = blake2b(dialect.path.encode() + body, digest_size=16).digest()
             keeps = self.settings.keep_disconnected
-            turn = session.conversations.sample(parsed, digest, again, keeps, text.add)
+            turn = session.conversations.sample(wanted, digest, again, keeps, text.add)
         turn.task.add_done_callback(text.end)
         self._turns.add(turn)
         turn.task.add_done_callback(lambda task: self._turns.discard(turn))
         with ExitStack() as stack:
             stack.enter_context(turn)
             stack.enter_context(_Using(session))
-            if not parsed.stream:
+            if not wanted[0].stream:
                 completions = await _unless_disconnected(request, turn)
                 turn.delivered = True
                 return _json(answer.whole(completions))
@@ -214,30 +160,8 @@ class Endpoints:
             await text.begun()
             if turn.failed:
                 await turn.result()
-            stream = self._stream(answer, turn, text, stack.pop_all())
+            stream = _stream(answer, turn, text, stack.pop_all())
         return StreamingResponse(stream, media_type="text/event-stream")
-
-    async def _stream(
-        self, answer: Answer, turn: Turn, text: _Text, stack: ExitStack
-    ) -> AsyncIterator[bytes]:
-        """Yield the events of an answer. If the client disconnects, this is closed."""
-        try:
-            with stack:
-                for index in range(answer.request.choices):
-                    yield _event(answer.begin(index))
-                async for part, added in text:
-                    yield _event(answer.text(0, part, added))
-                completions = await turn.result()
-                for index, completion in enumerate(completions):
-                    for chunk in answer.end(index, completion, {} if index else text.sent):
-                        yield _event(chunk)
-                if answer.request.usage_at_end:
-                    yield _event(answer.usage(completions))
-                turn.delivered = True
-        except Exception as error:
-            failed = error_of(error)
-            yield _event({"error": {"message": str(failed), "type": failed.kind}})
-        yield b"data: [DONE]\n\n"
 
     async def open_session(self, request: Request) -> Response:
         self._check_key(_key_of(request))
@@ -364,47 +288,20 @@ class _Using:
             self._session.used = asyncio.get_running_loop().time()
 
 
-class _Text:
-    """The text of a turn as it arrives, for a stream."""
-
-    def __init__(self, request: ChatRequest) -> None:
-        self._request = request
-        self._parts: list[tuple[Part, str]] = []
-        self._arrived = asyncio.Event()
-        self._ended = False
-        self._deltas: Deltas | None = None
-
-    @property
-    def sent(self) -> dict[Part, str]:
-        """The text of each part of the message so far."""
-        return {} if self._deltas is None else self._deltas.sent
-
-    def add(self, spec: SessionSpec, chunk: TokenChunk) -> None:
-        """Add new tokens."""
-        if self._deltas is None:
-            self._deltas = Deltas(spec, spec.prepare(self._request.sampling()).params)
-        if parts := self._deltas.add(chunk):
-            self._parts += parts
-            self._arrived.set()
-
-    def end(self, task: asyncio.Task[Any]) -> None:
-        self._ended = True
-        self._arrived.set()
-
-    async def begun(self) -> None:
-        """Wait for the first text, or the end."""
-        await self._arrived.wait()
-
-    async def __aiter__(self) -> AsyncIterator[tuple[Part, str]]:
-        while True:
-            await self._arrived.wait()
-            parts, self._parts = self._parts, []
-            if not self._ended:
-                self._arrived.clear()
-            elif not parts:
-                return
-            for part in parts:
-                yield part
+async def _stream(
+    answer: Answer, turn: Turn, text: StreamedText, stack: ExitStack
+) -> AsyncIterator[bytes]:
+    """Yield the events of an answer. If the client disconnects, this is closed."""
+    try:
+        with stack:
+            yield answer.begin()
+            async for index, part, added in text:
+                yield answer.text(index, part, added)
+            completions = await turn.result()
+            yield answer.end(completions, text.sent)
+            turn.delivered = True
+    except Exception as error:
+        yield answer.failed(error_of(error))
 
 
 def _key_of(request: Request) -> str:
@@ -440,10 +337,6 @@ def _object(body: bytes, kind: type[_T]) -> _T:
         return msgspec.json.decode(body or b"{}", type=kind)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"the body is wrong: {error}") from None
-
-
-def _event(content: Any) -> bytes:
-    return b"data: " + _encode(content) + b"\n\n"
 
 
 async def _not_found(request: Request, error: Exception) -> Response:

@@ -18,17 +18,21 @@ from ..errors import Closed, UsageError
 from ..inference.client import Client
 from ..inference.completion import Completion
 from ..inference.prompts import Message, check_conversation
+from ..inference.replies import OnChunk
 from ..sessions.rewards import RewardValue
 from ..sessions.session import Session
 from ..sessions.session_spec import SessionSpec
 from ..sessions.trajectory import Trajectory
 from ..wire.engine import TokenChunk
-from .chat import ChatRequest, message_of
+from .answers import message_of
+from .dialect import TurnRequest
 
 _REMEMBERED = 64
 """Answers of a session that a client may ask for again."""
-OnTokens = Callable[[SessionSpec, TokenChunk], None]
-"""Called with new tokens of a turn of a session with this spec."""
+MOST_TOKENS = 1 << 30
+"""Without a limit a turn may fill the context, as in OpenAI's API."""
+OnTokens = Callable[[int, SessionSpec, TokenChunk], None]
+"""Called with new tokens of a choice, and the spec of its session."""
 
 
 class Turn:
@@ -117,16 +121,21 @@ class Conversations:
     # --- turns ------------------------------------------------------------------------------------
 
     def sample(
-        self, request: ChatRequest, body: bytes, repeated: bool, keeps: bool, on_tokens: OnTokens
+        self,
+        requests: Sequence[TurnRequest],
+        body: bytes,
+        repeated: bool,
+        keeps: bool,
+        on_tokens: OnTokens,
     ) -> Turn:
-        """Sample the choices of a request.
+        """Sample the choices of requests.
 
         Args:
             body: digest of the request.
             repeated: the client says that it has sent the request before. It gets that turn: one
                 whose client has disconnected, or else the last one.
             keeps: see ``Turn``.
-            on_tokens: called with new tokens, if there is one choice.
+            on_tokens: called with new tokens, if the first request is a stream.
 
         Raises:
             Closed: the session has ended.
@@ -139,45 +148,42 @@ class Conversations:
             del self._answers[next(iter(self._answers))]
         if repeated and turns:
             return next((turn for turn in turns if turn.orphaned), turns[-1])
-        turns.append(Turn(self._sample(request, on_tokens), keeps))
+        turns.append(Turn(self._sample(requests, on_tokens), keeps))
         return turns[-1]
 
-    async def _sample(self, request: ChatRequest, on_tokens: OnTokens) -> list[Completion]:
-        sampling = {**request.sampling(), **request.options()}
-        seed = sampling.pop("seed", None)
-        seen = check_conversation(request.messages)
-        template = request.template()
+    async def _sample(
+        self, requests: Sequence[TurnRequest], on_tokens: OnTokens
+    ) -> list[Completion]:
+        made: list[Completion] = []
+        for request in requests:
+            made += await self._sample_one(request, len(made), on_tokens)
+        return made
+
+    async def _sample_one(
+        self, request: TurnRequest, first: int, on_tokens: OnTokens
+    ) -> list[Completion]:
+        seen = check_conversation(request.messages or ())
+        template = {"tools": request.tools, "chat_template_kwargs": request.chat_template_kwargs}
         digests = digests_of(seen, template)
         # At least the last message comes after the turn.
         known = next((self._ends[d] for d in reversed(digests[:-1]) if d in self._ends), None)
         if known is None:
-            known = _Thread(self._spec(request, seen)), ROOT
+            spec = spec_of(self._client, request, self._metadata, self._reward_weights)
+            known = _Thread(spec), ROOT
             self._threads.append(known[0])
         thread, after = known
         made = []
         async with thread.lock:
             for number in range(request.choices):
                 thread.session.rewrite(seen, after=after)
-                if seed is not None:
-                    sampling["seed"] = seed + number
-                if request.streams:
-                    sampling["on_chunk"] = partial(on_tokens, thread.spec)
-                completion = await thread.session.generate(**sampling)
+                completion = await thread.session.generate(
+                    **options_of(request, number, partial(on_tokens, first + number, thread.spec))
+                )
                 made.append(completion)
                 shown = digests_of([*seen, message_of(completion)], template)[-1]
                 self._ends[shown] = thread, len(thread.session.turns) - 1
                 self._last = thread
         return made
-
-    def _spec(self, request: ChatRequest, messages: Sequence[Message]) -> SessionSpec:
-        return SessionSpec(
-            self._client,
-            messages=messages,
-            **request.template(),
-            priority=request.priority or 0,
-            metadata=self._metadata,
-            reward_weights=self._reward_weights,
-        )
 
     # --- the end ----------------------------------------------------------------------------------
 
@@ -258,27 +264,66 @@ def _parsed(arguments: Any) -> Any:
         return arguments
 
 
-def sample_alone(client: Client, request: ChatRequest, on_tokens: OnTokens) -> Turn:
-    """Sample the choices of a request that belongs to no session."""
-    return Turn(_sample_alone(client, request, on_tokens), False)
+def spec_of(
+    client: Client,
+    request: TurnRequest,
+    metadata: Mapping[str, Any] | None = None,
+    reward_weights: Mapping[str, float] | None = None,
+) -> SessionSpec:
+    """Return the spec of a session that begins with a request."""
+    prompt: dict[str, Any] = {}
+    if request.messages is not None:
+        prompt["messages"] = request.messages
+        prompt["tools"] = request.tools
+        prompt["chat_template_kwargs"] = request.chat_template_kwargs
+    elif isinstance(request.prompt, str):
+        prompt["prompt"] = request.prompt
+    else:
+        prompt["input_ids"] = request.prompt
+    return SessionSpec(
+        client,
+        **prompt,
+        priority=request.priority,
+        metadata=metadata,
+        reward_weights=reward_weights,
+        max_new_tokens=MOST_TOKENS,
+    )
+
+
+def options_of(request: TurnRequest, number: int, on_chunk: OnChunk) -> dict[str, Any]:
+    """Return the arguments of ``Session.generate`` for a choice.
+
+    Args:
+        number: of the choice.
+    """
+    options = {
+        **request.sampling,
+        "tool_choice": request.tool_choice,
+        "top_logprobs": request.top_logprobs,
+    }
+    if "seed" in options:
+        options["seed"] += number
+    if request.stream:
+        options["on_chunk"] = on_chunk
+    return options
+
+
+def sample_alone(client: Client, requests: Sequence[TurnRequest], on_tokens: OnTokens) -> Turn:
+    """Sample the choices of requests that belong to no session."""
+    return Turn(_sample_alone(client, requests, on_tokens), False)
 
 
 async def _sample_alone(
-    client: Client, request: ChatRequest, on_tokens: OnTokens
+    client: Client, requests: Sequence[TurnRequest], on_tokens: OnTokens
 ) -> list[Completion]:
-    sampling = {**request.sampling(), **request.options()}
-    seed = sampling.pop("seed", None)
-    spec = SessionSpec(
-        client, messages=request.messages, **request.template(), priority=request.priority or 0
-    )
-    if request.streams:
-        sampling["on_chunk"] = partial(on_tokens, spec)
-    tasks = []
-    for number in range(request.choices):
-        if seed is not None:
-            sampling["seed"] = seed + number
-        tasks.append(asyncio.ensure_future(Session(spec).generate(**sampling)))
+    tasks: list[asyncio.Task[Completion]] = []
     try:
+        for request in requests:
+            spec = spec_of(client, request)
+            for number in range(request.choices):
+                on_chunk = partial(on_tokens, len(tasks), spec)
+                sampling = Session(spec).generate(**options_of(request, number, on_chunk))
+                tasks.append(asyncio.ensure_future(sampling))
         return await asyncio.gather(*tasks)
     finally:
         # If one fails, or this is cancelled, the others end.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
 
 import msgspec
 import numpy as np
@@ -13,8 +12,8 @@ from ..inference.renderer import Renderer
 from ..inference.sampling import SamplingParams
 from ..sessions.session_spec import SessionSpec
 from ..wire.engine import TokenChunk
+from .dialect import Part
 
-Part = Literal["reasoning_content", "content"]
 _OPENING, _CLOSING = "<think>", "</think>"
 
 

@@ -11,14 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglrl.errors import InvalidRequest
-from sglrl.gateway.chat import MOST_TOKENS, ChatRequest, parse
+from sglrl.gateway.chat import ChatRequest, parse
 from sglrl.gateway.conversations import digests_of
+from sglrl.gateway.dialect import TurnRequest
 
 ASK = {"role": "user", "content": "Hi"}
 
 
-def parsed(**fields: Any) -> ChatRequest:
-    return parse(json.dumps({"messages": [ASK], **fields}).encode())
+def parsed(**fields: Any) -> TurnRequest:
+    (made,) = parse(json.dumps({"messages": [ASK], **fields}).encode()).turns()
+    return made
 
 
 def test_names_of_openai_become_ours() -> None:
@@ -26,7 +28,7 @@ def test_names_of_openai_become_ours() -> None:
         max_completion_tokens=7, stop=["x"], logit_bias={"5": -2}, n=3, min_tokens=2, user="me",
         store=True, response_format={"type": "json_object"}, top_k=5, seed=None,
     )  # fmt: skip
-    assert request.sampling() == {
+    assert request.sampling == {
         "max_new_tokens": 7,
         "stop": ["x"],
         "logit_bias": {"5": -2.0},
@@ -35,18 +37,18 @@ def test_names_of_openai_become_ours() -> None:
         "top_k": 5,
     }
     assert request.choices == 3
-    assert parsed().sampling() == {"max_new_tokens": MOST_TOKENS}
+    assert parsed().sampling == {}
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    assert parsed(response_format=form).sampling()["json_schema"] == schema
+    assert parsed(response_format=form).sampling["json_schema"] == schema
 
 
 def test_tools_are_hidden_if_none_may_be_called() -> None:
     tools = [{"type": "function", "function": {"name": "add"}}]
-    assert parsed(tools=tools).template()["tools"] == tools
-    assert parsed(tools=tools, tool_choice="none").template()["tools"] is None
-    assert parsed(tools=tools, tool_choice="none").options()["tool_choice"] == "auto"
-    assert parsed(tools=[]).template()["tools"] is None
+    assert parsed(tools=tools).tools == tools
+    assert parsed(tools=tools, tool_choice="none").tools is None
+    assert parsed(tools=tools, tool_choice="none").tool_choice == "auto"
+    assert parsed(tools=[]).tools is None
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,70 @@
+"""Parts of answers that several dialects have."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+
+from ..inference.completion import Completion
+from .dialect import Message, Part
+
+logger = logging.getLogger("sglrl.gateway")
+
+
+def message_of(completion: Completion, ids: str = "") -> Message:
+    """Return the message of a turn, as in OpenAI's chat completions.
+
+    The stop string at the end is removed. Calls that are not valid are part of the content.
+
+    Args:
+        ids: begins the ids of calls.
+    """
+    message = completion.message.as_dict()
+    content, stop = message["content"], completion.stop_match
+    if isinstance(stop, str) and not completion._params.no_stop_trim and stop in content:
+        content = content[: content.rfind(stop)]
+    found: Message = {"role": "assistant", "content": content, "refusal": None}
+    if message.get("reasoning_content"):
+        found["reasoning_content"] = message["reasoning_content"]
+    if calls := message.get("tool_calls"):
+        found["content"] = content or None
+        found["tool_calls"] = [
+            {
+                "id": ids + call["id"],
+                "type": "function",
+                "function": {
+                    "name": call["function"]["name"],
+                    "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
+                },
+            }
+            for call in calls
+        ]
+    return found
+
+
+def unsent(message: Message, part: Part, sent: Mapping[Part, str]) -> str:
+    """Return the text of a part of a message that a stream has not sent yet."""
+    whole, before = message.get(part) or "", sent.get(part, "")
+    if not whole.startswith(before):
+        # Some parsers keep white space at the beginning, which was not sent.
+        whole = whole.lstrip()
+    if not whole.startswith(before):
+        logger.error("a stream sent %r of %r", before, whole)
+        return ""
+    return str(whole[len(before) :])
+
+
+def token_counts(completions: Sequence[Completion]) -> tuple[int, int, int]:
+    """Return the numbers of tokens of the choices of a prompt: in it, sampled, and cached."""
+    prompt = completions[0].prompt_tokens
+    sampled = sum(len(one.output_ids) for one in completions)
+    return prompt, sampled, min(completions[0].cached_tokens, prompt)
+
+
+def weight_versions(completion: Completion) -> list[dict[str, int]]:
+    """Return the policy versions of the tokens, in the format of SGLang and vLLM."""
+    return [
+        {"version": span.version, "start": span.start, "end": span.stop}
+        for span in completion.versions
+    ]

@@ -1,0 +1,235 @@
+"""What the APIs of the gateway have in common.
+
+A dialect is the API of one endpoint. It turns the body of a request into a ``TurnRequest``, and
+the completions into an answer. All of this is pure: ``app.py`` receives and sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Final, Literal, NamedTuple, Protocol, TypeVar
+
+import msgspec
+
+from ..errors import InvalidRequest
+from ..inference.completion import Completion
+from .errors import HttpError
+
+_T = TypeVar("_T")
+Message = dict[str, Any]
+Part = Literal["reasoning_content", "content"]
+"""A part of a message that is text."""
+
+encode: Final = msgspec.json.Encoder(enc_hook=str).encode
+_decode = msgspec.json.Decoder(dict[str, Any]).decode
+MOST_CHOICES: Final = 128
+
+
+class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request asks of the engines.
+
+    Attributes:
+        messages: the conversation, as in OpenAI's chat completions. None: there is a prompt.
+        prompt: text or token ids, without messages.
+        choices: number of answers.
+        stream: the text is wanted as it is sampled.
+        sampling: fields of ``SamplingParams``. Without ``max_new_tokens``, a turn may fill the
+            context.
+        tool_choice, top_logprobs: as in ``Session.generate``.
+        tools, chat_template_kwargs: as in ``Client.session``.
+        priority: as in ``Client.generate``.
+    """
+
+    messages: Sequence[Message] | None = None
+    prompt: str | Sequence[int] | None = None
+    choices: int = 1
+    stream: bool = False
+    sampling: Mapping[str, Any] = {}
+    tool_choice: Any = None
+    top_logprobs: int = 0
+    tools: Sequence[Any] | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    priority: int = 0
+
+
+class Answer(Protocol):
+    """Makes the answer to one request. The methods of a stream return events."""
+
+    def whole(self, completions: Sequence[Completion]) -> Any:
+        """Return the whole answer, for JSON."""
+
+    def begin(self) -> bytes:
+        """Return what begins a stream."""
+
+    def text(self, index: int, part: Part, added: str) -> bytes:
+        """Return new text of a choice."""
+
+    def end(self, completions: Sequence[Completion], sent: Sequence[Mapping[Part, str]]) -> bytes:
+        """Return what ends a stream.
+
+        Args:
+            sent: for each choice, the text of each part that was sent before.
+        """
+
+    def failed(self, error: HttpError) -> bytes:
+        """Return what ends a stream that fails."""
+
+
+class Body(Protocol):
+    """The body of a request."""
+
+    @property
+    def model(self) -> str: ...
+
+    def turns(self) -> Sequence[TurnRequest]:
+        """Return what to sample: a request for each prompt.
+
+        Raises:
+            InvalidRequest: a field has a wrong value, or two exclude each other.
+        """
+
+    def answer(self, model: str, call_ids: str) -> Answer:
+        """Return the maker of the answer.
+
+        Args:
+            model: name of the model.
+            call_ids: begins the ids of calls.
+        """
+
+
+class Dialect(NamedTuple):
+    """The API of one endpoint.
+
+    Attributes:
+        path: without the prefix of a session.
+        parse: makes the body of a request from JSON.
+        error: makes the body of an answer with an error.
+    """
+
+    path: str
+    parse: Callable[[bytes], Body]
+    error: Callable[[HttpError], Any]
+
+
+class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields of requests that are called the same in all dialects.
+
+    Attributes:
+        temperature, ...: the fields of ``SamplingParams`` with these names.
+        chat_template_kwargs, priority: see ``TurnRequest``.
+        return_token_ids: add the tokens of the prompt and of each choice to the answer.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    stop_regex: str | list[str] | None = None
+    no_stop_trim: bool | None = None
+    seed: int | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    min_tokens: int | None = None
+
+    chat_template_kwargs: dict[str, Any] | None = None
+    priority: int | None = None
+    return_token_ids: bool | None = None
+
+    def given_sampling(self) -> dict[str, Any]:
+        """Return the fields of ``SamplingParams`` that are given."""
+        found = {name: getattr(self, name) for name in _SAMPLING}
+        found["min_new_tokens"] = self.min_tokens
+        return {name: value for name, value in found.items() if value is not None}
+
+
+_SAMPLING: Final = tuple(
+    name
+    for name in SamplingFields.__struct_fields__
+    if name not in ("chat_template_kwargs", "min_tokens", "priority", "return_token_ids")
+)
+
+
+def decode_body(
+    body: bytes,
+    kind: type[_T],
+    *,
+    ignored: Collection[str] = (),
+    nothing: Mapping[str, Sequence[Any]] | None = None,
+    instead: Mapping[str, str] | None = None,
+) -> _T:
+    """Make the fields of a request from JSON.
+
+    Args:
+        kind: a struct of the supported fields.
+        ignored: fields that do not change the answer.
+        nothing: by field that is not supported, values that ask for nothing. Of others: null,
+            false and empty values.
+        instead: by field that is not supported, the one that takes its place.
+
+    Raises:
+        InvalidRequest: it is not JSON, a field has a wrong type, or a field asks for something that
+            is not supported.
+    """
+    try:
+        fields = _decode(body)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"the body is not a JSON object: {error}") from None
+    known = getattr(kind, "__struct_fields__", ())
+    for name in fields.keys() - {*ignored, *known}:
+        value, harmless = fields[name], (nothing or {}).get(name, (None, [], {}, ""))
+        if value not in harmless and value is not False:
+            other = (instead or {}).get(name)
+            hint = f"; use {other}" if other else ""
+            raise InvalidRequest(f"the field {name!r} is not supported{hint}")
+    try:
+        return msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(str(error).replace("`$.", "`").replace(" - at `$`", "")) from None
+
+
+def check_choices(choices: int | None) -> int:
+    """Return the number of choices.
+
+    Raises:
+        InvalidRequest: it is too small or too large.
+    """
+    found = 1 if choices is None else choices
+    if not 1 <= found <= MOST_CHOICES:
+        raise InvalidRequest(f"n must be in 1..{MOST_CHOICES}, got {found}")
+    return found
+
+
+def check_limit(name: str, value: int | None) -> dict[str, int]:
+    """Return ``max_new_tokens`` of a field that limits the tokens, if it is given.
+
+    Raises:
+        InvalidRequest: it is less than 1.
+    """
+    if value is None:
+        return {}
+    if value < 1:
+        raise InvalidRequest(f"{name} must be at least 1, got {value}")
+    return {"max_new_tokens": value}
+
+
+def event(content: Any, name: str = "") -> bytes:
+    """Return an event of a stream (server-sent events)."""
+    head = b"event: " + name.encode() + b"\n" if name else b""
+    return head + b"data: " + encode(content) + b"\n\n"
+
+
+DONE: Final = b"data: [DONE]\n\n"
+"""Ends the streams of OpenAI's completions and of SGLang."""
+
+
+def openai_error(error: HttpError) -> dict[str, Any]:
+    """Return the body of an error in OpenAI's APIs."""
+    return {"error": {"message": str(error), "type": error.kind, "param": None, "code": error.code}}

@@ -1,0 +1,66 @@
+"""What a client of the gateway gets for an error."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from ..errors import (
+    Closed,
+    DeadlineExceeded,
+    EngineError,
+    MessageTooLarge,
+    Overloaded,
+    UsageError,
+    WorkerLost,
+)
+
+logger = logging.getLogger("sglrl.gateway")
+
+RETRY_SECONDS = 1
+"""After status 429."""
+_STATUS: Sequence[tuple[type[Exception], int, str]] = (
+    (MessageTooLarge, 413, "invalid_request_error"),
+    (UsageError, 400, "invalid_request_error"),
+    (Overloaded, 429, "rate_limit_error"),
+    (DeadlineExceeded, 504, "server_error"),
+    (EngineError, 500, "server_error"),
+    (WorkerLost, 503, "server_error"),
+    (Closed, 503, "server_error"),
+)
+
+
+class HttpError(Exception):
+    """An error that the client gets.
+
+    Args:
+        status: of HTTP.
+        kind: OpenAI's ``error.type``.
+        code: OpenAI's ``error.code``.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        kind: str = "invalid_request_error",
+        code: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind
+        self.code = code
+
+
+def error_of(error: Exception) -> HttpError:
+    """Return what a client gets for an error of ours."""
+    if isinstance(error, HttpError):
+        return error
+    for type_, status, kind in _STATUS:
+        if isinstance(error, type_):
+            full = str(error).startswith("the context is full")
+            code = "context_length_exceeded" if full else None
+            # The end of some messages names methods of Python.
+            return HttpError(status, str(error).partition("; see Session.")[0], kind, code)
+    logger.error("a request failed", exc_info=error)
+    return HttpError(500, "internal error; the log of the gateway has its stack", "server_error")
