@@ -313,6 +313,10 @@ class BlockingSession:
         """See ``Session.go_back``."""
         self._session.go_back(turns)
 
+    def fork(self) -> BlockingSession:
+        """See ``Session.fork``. Another thread may use the fork."""
+        return BlockingSession(self._client, self._session.fork())
+
     def rewrite(self, messages: Sequence[Message]) -> None:
         """See ``Session.rewrite``."""
         self._session.rewrite(messages)

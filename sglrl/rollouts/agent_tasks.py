@@ -132,7 +132,7 @@ class AgentTasks:
                 # Load the tokenizer before the time limit starts.
                 await session._spec.ids()
                 late = functools.partial(self._tasks.abandon, task, _TIMEOUT)
-                session._limit = attempt.limit = Limit(timeout, late)
+                session._sampler.limit = attempt.limit = Limit(timeout, late)
             trajectory = await play(self._play, session, attempt.sample.group.item, attempt.limit)
             end: End = Done(trajectory)
         except (asyncio.CancelledError, SystemExit, Exception) as error:

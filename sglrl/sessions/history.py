@@ -1,9 +1,9 @@
-"""The turns that a session has sampled: a tree, with completions, messages and rewards."""
+"""The turns that a session and its forks have sampled: a tree, with messages and rewards."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from msgspec.structs import force_setattr
 
@@ -18,96 +18,104 @@ from .session_spec import SessionSpec
 from .trajectory import Trajectory
 
 
-class History:
-    """The turns of one session, and the place in their tree at which the session goes on.
-
-    Args:
-        dialogue: the conversation before the first turn.
+class Place(NamedTuple):
+    """A place in a history, at which a session goes on.
 
     Attributes:
-        turns: the completions, in the order in which they were sampled.
-        rewards: the rewards of each turn.
-        last: the turn after which the session goes on; ``ROOT``: none.
-        tokens: all tokens up to the end of that turn, int32 bytes.
+        last: the turn after which it goes on; ``ROOT``: none.
+        tokens: all tokens up to here, int32 bytes.
         prompt_bytes: how many bytes of ``tokens`` come before the first turn of its conversation.
-        dialogue: the conversation up to that turn.
+        dialogue: the conversation up to here.
         begins: the assistant's turn has begun, and nothing of it is sampled.
+        conversation: holds the prompts of the turns before.
     """
 
-    def __init__(self, spec: SessionSpec, dialogue: Dialogue) -> None:
-        self._spec = spec
+    last: int
+    tokens: bytes
+    prompt_bytes: int
+    dialogue: Dialogue
+    begins: bool
+    conversation: Conversation
+
+
+def beginning(dialogue: Dialogue) -> Place:
+    """Return the place before the first turn of a conversation."""
+    return Place(ROOT, b"", 0, dialogue, True, Conversation())
+
+
+class History:
+    """The turns of a session and its forks.
+
+    Attributes:
+        turns: the completions, in the order in which they ended.
+        rewards: the rewards of each turn.
+    """
+
+    def __init__(self, reward_weights: Mapping[str, float]) -> None:
         self.turns: list[Completion] = []
-        self.rewards = Rewards(spec.reward_weights)
+        self.rewards = Rewards(reward_weights)
         self._tree = TurnTree()
+        self._specs: list[SessionSpec] = []
+        """For each turn, that of its session."""
         self._dialogues: list[Dialogue] = []
         """For each turn, the conversation that it ends."""
         self._said: list[AssistantMessage | None] = []
         """For each turn, what the renderer has parsed, if there is one."""
-        self._conversation = Conversation()
-        self.begin(dialogue)
 
-    def begin(self, dialogue: Dialogue) -> None:
-        """Go on with a new conversation."""
-        self.last = ROOT
-        self.tokens = b""
-        self.prompt_bytes = 0
-        self.dialogue = dialogue
-        self.begins = True
+    def after(self, turn: int) -> Place:
+        """Return the place after a turn."""
+        start = 4 * self._tree.starts(turn)[0]
+        dialogue, held = self._dialogues[turn], self._conversation(turn)
+        return Place(turn, self._tree.tokens(turn), start, dialogue, False, held)
 
-    def go_to(self, turn: int) -> None:
-        """Go on after a turn."""
-        self.last = turn
-        self.tokens = self._tree.tokens(turn)
-        self.prompt_bytes = 4 * self._tree.starts(turn)[0]
-        self.dialogue = self._dialogues[turn]
-        self.begins = False
-
-    def go_before(self, turn: int) -> None:
-        """Go on before a turn, with its prompt."""
+    def before(self, turn: int) -> Place:
+        """Return the place before a turn, after its prompt."""
         starts = self._tree.starts(turn)
-        self.last = self._tree.parent(turn)
-        self.tokens = self._tree.tokens(turn)[: 4 * starts[-1]]
-        self.prompt_bytes = 4 * starts[0]
-        self.dialogue = self._dialogues[turn]
-        self.begins = True
+        tokens = self._tree.tokens(turn)[: 4 * starts[-1]]
+        dialogue, held = self._dialogues[turn], self._conversation(turn)
+        return Place(self._tree.parent(turn), tokens, 4 * starts[0], dialogue, True, held)
 
-    def path(self) -> tuple[int, ...]:
-        """Return the turns of the current conversation."""
-        return self._tree.path(self.last)
+    def path(self, turn: int) -> tuple[int, ...]:
+        """Return the turns of the conversation that ends with a turn."""
+        return self._tree.path(turn)
 
     def keep(
         self,
+        place: Place,
+        spec: SessionSpec,
         prompt: bytes,
         completion: Completion,
         dialogue: Dialogue,
         said: AssistantMessage | None,
-    ) -> None:
-        """Add a turn, and go on after it.
+    ) -> Place:
+        """Add a turn. Return the place after it.
 
         Args:
+            place: where its session went on.
+            spec: of its session.
             prompt: all tokens before the sampled ones.
             dialogue: the conversation that it ends.
             said: the parsed turn, if there is a renderer.
         """
-        if not prompt.startswith(self._conversation.tokens):
-            self._conversation = Conversation()
-        self._conversation.tokens = prompt
-        force_setattr(completion, "_prompt", Beginning(self._conversation, len(prompt)))
+        held = place.conversation
+        if not prompt.startswith(held.tokens):
+            held = Conversation()
+        held.tokens = prompt
+        force_setattr(completion, "_prompt", Beginning(held, len(prompt)))
         sampled = b"".join([chunk.ids for chunk in completion._chunks])
-        grows = self.last != ROOT and prompt.startswith(self.tokens)
-        turn = self._tree.add(prompt, sampled, self.last if grows else None)
-        if self._tree.parent(turn) == ROOT:
-            self.prompt_bytes = len(prompt)
-        elif self._tree.parent(turn) != self.last:
-            self.prompt_bytes = 4 * self._tree.starts(turn)[0]
-        self.last = turn
-        self.tokens = prompt + sampled
-        self.dialogue = dialogue
-        self.begins = False
+        grows = place.last != ROOT and prompt.startswith(place.tokens)
+        turn = self._tree.add(prompt, sampled, place.last if grows else None)
+        parent, start = self._tree.parent(turn), place.prompt_bytes
+        if parent == ROOT:
+            start = len(prompt)
+        elif parent != place.last:
+            start = 4 * self._tree.starts(turn)[0]
+        self._specs.append(spec)
         self._dialogues.append(dialogue)
         self._said.append(said)
         self.turns.append(completion)
         self.rewards.add_turn()
+        return Place(turn, prompt + sampled, start, dialogue, False, held)
 
     def find(self, messages: Sequence[Message]) -> int:
         """Return the turn whose conversation is the longest beginning of messages, or ``ROOT``."""
@@ -129,27 +137,26 @@ class History:
         if dialogue.messages is None:
             return None
         tokens, ended = self._tree.tokens(turn), self.end_token(turn) is not None
-        answer = answer_of(self._spec, tokens, dialogue, ended, self._said[turn])
+        answer = answer_of(self._specs[turn], tokens, dialogue, ended, self._said[turn])
         return [*map(dict, dialogue.messages), answer]
 
-    def reward(self, value: RewardValue, name: str, call: str, whole: bool) -> None:
-        """Add a reward to the turn of a call, or else to the last turn. See ``Session.reward``."""
+    def reward(self, last: int, value: RewardValue, name: str, call: str, whole: bool) -> None:
+        """Add a reward to the turn of a call, or else to the turn ``last``.
+
+        See ``Session.reward``.
+        """
+        turn = last
         if call:
-            for turn in reversed(range(len(self.turns))):
-                said = self._said[turn]
-                if said is not None and call in [made.id for made in said.tool_calls]:
-                    break
-            else:
+            turn = next((t for t in reversed(range(len(self.turns))) if self._calls(t, call)), ROOT)
+            if turn == ROOT:
                 raise UsageError(f"no turn of this session has a call with the id {call!r:.200}")
-        elif self.last == ROOT:
+        elif turn == ROOT:
             raise UsageError("no turn was sampled yet that could be rewarded")
-        else:
-            turn = self.last
         self.rewards.add(turn, value, name, call, whole)
 
-    def said(self) -> AssistantMessage | None:
-        """Return the parsed turn after which the session goes on, if there is a renderer."""
-        return None if self.begins else self._said[self.last]
+    def said(self, place: Place) -> AssistantMessage | None:
+        """Return the parsed turn that ends at a place, if there is a renderer."""
+        return None if place.begins else self._said[place.last]
 
     def end_token(self, turn: int) -> int | None:
         """Return the end token at the end of a turn, if the model sampled one."""
@@ -158,7 +165,7 @@ class History:
         completion = self.turns[turn]
         ids = completion.output_ids
         # Also test the model's end tokens: with ignore_eos or a stop string, stop_match is not one.
-        ends = {completion.stop_match, *self._spec.requests.info.eos_token_ids}
+        ends = {completion.stop_match, *self._specs[turn].requests.info.eos_token_ids}
         return int(ids[-1]) if len(ids) and int(ids[-1]) in ends else None
 
     def trajectory(
@@ -169,11 +176,11 @@ class History:
             self._trajectory_of(leaf, total=total, generating=generating, metadata=metadata)
             for leaf in self._tree.leaves()
         )
-        return last.with_branches(branches).with_decode(self._spec.requests.decode)
+        return last.with_branches(branches).with_decode(self._specs[0].requests.decode)
 
     def _trajectory_of(self, leaf: Leaf, **values: Any) -> Trajectory:
         last = leaf.path[-1]
-        tokens = self.tokens if last == self.last else self._tree.tokens(last)
+        tokens = self._tree.tokens(last)
         starts = dict(zip(leaf.path, self._tree.starts(last), strict=True))
         prompt = starts[leaf.path[0]]
         return Trajectory.from_turns(
@@ -185,3 +192,11 @@ class History:
             messages=self.messages(last),
             **values,
         )
+
+    def _calls(self, turn: int, call: str) -> bool:
+        said = self._said[turn]
+        return said is not None and call in [made.id for made in said.tool_calls]
+
+    def _conversation(self, turn: int) -> Conversation:
+        prompt = self.turns[turn]._prompt
+        return prompt.conversation if isinstance(prompt, Beginning) else Conversation()

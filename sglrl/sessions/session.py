@@ -13,27 +13,29 @@ from typing import Any, NoReturn, Self, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from ..actors.actor import deadline_from
-from ..core.calls import Call
-from ..core.prefixes import Route
 from ..core.turn_tree import ROOT
 from ..driver.driver import now
-from ..errors import Closed, InvalidRequest, UsageError
+from ..errors import Closed, UsageError
 from ..inference.completion import Completion
 from ..inference.message import ToolCall
 from ..inference.options import SamplingOptions
 from ..inference.prompts import Message, check_conversation, load_tokenizer
 from ..inference.replies import OnChunk
-from ..inference.sampling import DEFAULT_MAX_NEW_TOKENS, Prepared, own_names
+from ..inference.sampling import Prepared, own_names
 from ..inference.tokens import TokenIds
 from ..inference.tool_choice import ToolChoice
-from .gate import Gate, TimeLimit
-from .history import History
+from .gate import Gate
+from .history import History, beginning
 from .observations import Dialogue, Observation, as_observation, encode_observations, parsed
 from .rewards import RewardValue
 from .session_spec import SessionSpec
+from .shared import Shared
 from .tools import OnError, Tool, run_tools
 from .trajectory import Trajectory
+from .turn_sampler import TurnSampler
+
+_FORK_SEEDS = 0x1E3779B97F4A7C15
+"""Distance of the seeds of forks. It is far from those of turns and of samples of a run."""
 
 
 class Session:
@@ -50,6 +52,8 @@ class Session:
         gate: Gate | None = None,
         on_turn: Callable[[int, int, int], None] | None = None,
         seed: int | None = None,
+        *,
+        shared: Shared | None = None,
     ) -> None:
         self._spec = spec
         self._gate = gate
@@ -57,25 +61,19 @@ class Session:
         """Called after each turn with the bytes of its prompt, the number of cached prompt tokens,
         and the number of new bytes."""
         self._seed = seed
-        self._at_gate: asyncio.Future[None] | None = None
-        self._limit: TimeLimit | None = None
-        """Time limit of the whole session. Time spent waiting at the gate does not count."""
-        self._route = Route(b"")
-        self._history = History(spec, Dialogue(spec.messages, spec.begun))
+        self._is_fork = shared is not None
+        self._shared = shared or Shared(History(spec.reward_weights), spec.metadata)
+        self._history = self._shared.history
+        self._sampler = TurnSampler(spec, self._shared, gate)
+        self._place = beginning(Dialogue(spec.messages, spec.begun))
         self._beginning: list[Message] | None = None
         """The messages with which ``rewrite`` has begun a new conversation; None: the spec's."""
-        self._oldest: int | None = None
         self._pending: list[Observation] = []
         """Observations after the last turn."""
         self._taken = 0
         """Number of items of ``_pending`` in the prompt of the turn that is being sampled."""
-        self._busy = self._closed = self._refused = False
-        self._call: Call | None = None
-        self._began = now()
-        self._generating = 0.0
-        """Total seconds spent waiting for turns."""
-        self.metadata: dict[str, Any] = dict(spec.metadata)
-        """Metadata of the trajectory: values that msgpack can encode."""
+        self._turns = 0
+        """Number of turns that this session has sampled itself."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -88,15 +86,47 @@ class Session:
         self._spec.client.__reduce__()
 
     def close(self) -> None:
-        """Close the session. A running ``generate`` and every later one raise ``Closed``."""
-        if self._at_gate is not None and not self._at_gate.done():
-            self._at_gate.set_result(None)
-        self._closed = True
-        if self._call is not None:
-            future = self._call.reply.future
-            if not future.done():
-                self._spec.requests.driver.cancel(self._call)
-                future.set_exception(Closed("the session was closed"))
+        """Close the session. A running ``generate`` and every later one raise ``Closed``.
+
+        The forks of a session are closed with it. Closing a fork closes no other session.
+        """
+        self._sampler.closed = True
+        if self._is_fork:
+            self._sampler.end_turn()
+        else:
+            self._shared.close()
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """Metadata of the trajectory: values that msgpack can encode."""
+        return self._shared.metadata
+
+    def fork(self) -> Session:
+        """Return a session that goes on from the same place.
+
+        Both may sample at the same time, for example several answers to one question. They share
+        the history: ``turns``, ``trajectory``, ``metadata``, rewards and time limit are those of
+        all of them, and each conversation is a branch. Closing this session closes its forks.
+
+        Raises:
+            UsageError: a turn is being sampled.
+        """
+        self._check_idle("fork")
+        made = self._fork(self._spec)
+        made._place = self._place
+        made._beginning = self._beginning
+        made._pending = self._pending[:]
+        return made
+
+    def _fork(self, spec: SessionSpec) -> Session:
+        """Return a fork that begins a conversation of its own, with its own spec."""
+        shared = self._shared
+        shared.forks += 1
+        seed = None if self._seed is None else (self._seed + _FORK_SEEDS * shared.forks) % (1 << 61)
+        made = Session(spec, self._gate, self._on_turn, seed, shared=shared)
+        made._sampler.limit = self._sampler.limit
+        made._sampler.closed = self._sampler.closed
+        return made
 
     # --- turns ------------------------------------------------------------------------------------
 
@@ -129,118 +159,52 @@ class Session:
                 session is then unchanged, and the turn may be tried again.
         """
         self._spec.requests.check_top(top_logprobs)
-        prepared = self._begin(dict(values))
-        gate = self._gate
-        if gate is not None:
-            if gate.opening is not None:
-                await self._enter(gate)
-            gate.inside += 1
-        began = now()
-        self._taken = len(self._pending)
+        prepared = self._prepared(dict(values))
+        await self._sampler.begin()
         try:
-            history = self._history
-            dialogue = history.dialogue
-            before = history.tokens
-            if not before:
-                before = await self._spec.ids(self._beginning)
-                dialogue = dialogue._replace(answer_at=len(before))
-            observed = self._pending[: self._taken]
-            observed_ids = [item for item in observed if isinstance(item, bytes)]
-            if len(observed_ids) == len(observed):
-                ids = b"".join([before, *observed_ids])
-            else:
-                await load_tokenizer(self._spec.requests.box)
-                # Tokenize in a thread, so that the event loop is not blocked.
-                end = None if history.begins else history.end_token(history.last)
-                arguments = self._spec, observed, before, dialogue, end, history.said()
-                ids, dialogue = await asyncio.to_thread(encode_observations, *arguments)
-            prepared = await self._spec.with_tool_choice(prepared, tool_choice)
-            completion = await self._sample(ids, prepared, top_logprobs, on_chunk)
-            await self._keep(ids, completion, dialogue)
-            return completion
-        except BaseException as error:
-            if not self._history.turns:
-                self._oldest = None
-            if isinstance(error, Closed):
-                self._refused = not self._closed
+            return await self._turn(prepared, tool_choice, top_logprobs, on_chunk)
+        except Closed:
+            shared = self._shared
+            shared.refused = shared.refused or not self._sampler.has_closed
             raise
         finally:
-            self._busy = False
+            self._sampler.end()
             self._taken = 0
-            self._call = None
-            self._generating += now() - began
-            if gate is not None:
-                gate.leave()
 
-    def _begin(self, values: dict[str, Any]) -> Prepared:
-        """Begin a turn. Return its checked sampling values."""
-        if self._closed:
-            raise Closed("the session is closed")
-        if self._busy:
-            raise UsageError("a turn of this session is being sampled; await it first")
-        if self._seed is not None:
-            values = {"seed": self._seed + len(self._history.turns), **own_names(values)}
-        prepared = self._spec.prepare(values) if values else self._spec.prepared
-        self._busy = True
-        return prepared
-
-    async def _enter(self, gate: Gate) -> None:
-        self._at_gate = asyncio.get_running_loop().create_future()
-        try:
-            await gate.wait(self._limit, self._at_gate)
-            if self._closed:
-                raise Closed("the session was closed")
-        except BaseException:
-            self._busy = False
-            raise
-        finally:
-            self._at_gate = None
-
-    async def _sample(
-        self, ids: bytes, prepared: Prepared, top_logprobs: int, on_chunk: OnChunk | None
+    async def _turn(
+        self,
+        prepared: Prepared,
+        tool_choice: ToolChoice | None,
+        top_logprobs: int,
+        on_chunk: OnChunk | None,
     ) -> Completion:
-        """Sample a turn after the prompt ``ids``. Continue a turn that was returned unfinished."""
-        spec = self._spec
-        size = len(ids) // 4
-        limit = min(prepared.max_new_tokens or DEFAULT_MAX_NEW_TOKENS, spec.most_tokens - size)
-        if limit < 1:
-            raise InvalidRequest(
-                f"the context is full: the {'session' if self._history.turns else 'prompt'} has "
-                f"{size} tokens, with what was observed, and the longest possible is "
-                f"{spec.most_tokens} with its response; see Session.room and Session.unobserve"
-            )
-        deadline = None if spec.timeout is None else deadline_from(spec.timeout)
-        completion = None
-        while completion is None or completion._chunks[-1].finish == "abort":
-            if self._closed:
-                raise Closed("the session was closed")
-            version = spec.weights.version
-            if not self._history.turns and (completion is None or not len(completion.output_ids)):
-                # No token of the session will have an older version.
-                self._oldest = version
-            if not ids.startswith(self._route.tokens):
-                self._route = Route(b"")
-            self._route.extend(ids, version)
-            call, future = spec.requests.sample(
-                ids,
-                prepared,
-                limit,
-                True,
-                top_logprobs,
-                self._route,
-                deadline,
-                spec.priority,
-                None,
-                completion,
-                on_chunk,
-            )
-            self._call = call
-            try:
-                completion = await future
-            except BaseException:
-                spec.requests.driver.cancel(call)
-                raise
+        """Sample a turn, and keep it."""
+        self._taken = len(self._pending)
+        place = self._place
+        dialogue, before = place.dialogue, place.tokens
+        if not before:
+            before = await self._spec.ids(self._beginning)
+            dialogue = dialogue._replace(answer_at=len(before))
+        observed = self._pending[: self._taken]
+        observed_ids = [item for item in observed if isinstance(item, bytes)]
+        if len(observed_ids) == len(observed):
+            ids = b"".join([before, *observed_ids])
+        else:
+            await load_tokenizer(self._spec.requests.box)
+            # Tokenize in a thread, so that the event loop is not blocked.
+            end = None if place.begins else self._history.end_token(place.last)
+            arguments = self._spec, observed, before, dialogue, end, self._history.said(place)
+            ids, dialogue = await asyncio.to_thread(encode_observations, *arguments)
+        prepared = await self._spec.with_tool_choice(prepared, tool_choice)
+        completion = await self._sampler.sample(ids, prepared, top_logprobs, on_chunk)
+        await self._keep(ids, completion, dialogue)
         return completion
+
+    def _prepared(self, values: dict[str, Any]) -> Prepared:
+        """Return the checked sampling values of a turn."""
+        if self._seed is not None:
+            values = {"seed": self._seed + self._turns, **own_names(values)}
+        return self._spec.prepare(values) if values else self._spec.prepared
 
     async def _keep(self, ids: bytes, completion: Completion, dialogue: Dialogue) -> None:
         """Record a finished turn. A failed turn records nothing."""
@@ -248,16 +212,14 @@ class Session:
         said = None
         if (renderer := self._spec.renderer) is not None:
             tokens = b"".join([ids, *[chunk.ids for chunk in chunks]])
-            number = len(self._history.turns)
+            number = self._shared.number_turn()
             said = await asyncio.to_thread(parsed, renderer, tokens, dialogue, number)
             completion.__dict__["message"] = said
         del self._pending[: self._taken]
-        if not self._history.turns:
-            first = next((chunk for chunk in chunks if chunk.ids), None)
-            self._oldest = self._oldest if first is None else first.version
-        self._history.keep(ids, completion, dialogue, said)
+        self._place = self._history.keep(self._place, self._spec, ids, completion, dialogue, said)
+        self._turns += 1
         if self._on_turn is not None:
-            new = len(self._history.tokens) - len(ids)
+            new = len(self._place.tokens) - len(ids)
             self._on_turn(len(ids), chunks[-1].cached_tokens, new)
 
     async def run_tools(
@@ -325,12 +287,12 @@ class Session:
             if new:
                 self._pending.append(new)
             return
-        if self._history.dialogue.messages is None:
+        if self._place.dialogue.messages is None:
             raise UsageError("this session began without messages: observe text or token ids")
         last = self._pending[-1] if len(self._pending) > self._taken else None
         if isinstance(last, list):
             last += new
-        elif self._history.begins:
+        elif self._place.begins:
             raise UsageError(
                 "no turn was sampled yet, or since go_back: put these messages into the session's "
                 "own, or use rewrite"
@@ -350,11 +312,11 @@ class Session:
             UsageError: the conversation has fewer turns, or a turn is being sampled.
         """
         self._check_idle("go_back")
-        path = self._history.path()
+        path = self._history.path(self._place.last)
         if isinstance(turns, bool) or not isinstance(turns, int) or not 0 < turns <= len(path):
             raise UsageError(f"this conversation has {len(path)} turns: cannot go {turns!r} back")
         self._pending.clear()
-        self._history.go_before(path[-turns])
+        self._place = self._history.before(path[-turns])
 
     def rewrite(self, messages: Sequence[Message], *, after: int | None = None) -> None:
         """Replace the conversation, for example by a shorter one. The next turn goes on from it.
@@ -379,15 +341,15 @@ class Session:
         turn = self._history.find(new) if after is None else after
         if turn == ROOT:
             self._beginning = new
-            self._history.begin(Dialogue(new))
+            self._place = beginning(Dialogue(new))
             return
-        self._history.go_to(turn)
+        self._place = self._history.after(turn)
         rest = new[len(self._history.messages(turn) or ()) :]
         if rest:
             self._pending.append(rest)
 
     def _check_idle(self, name: str) -> None:
-        if self._busy:
+        if self._sampler.busy:
             raise UsageError(f"a turn of this session is being sampled; await it before {name}")
 
     def unobserve(self) -> None:
@@ -415,14 +377,14 @@ class Session:
             UsageError: no turn was sampled, or none has this call, or a value is not finite.
         """
         id_ = call.id if isinstance(call, ToolCall) else call or ""
-        self._history.reward(value, name, id_, False)
+        self._history.reward(self._place.last, value, name, id_, False)
 
     # --- state ------------------------------------------------------------------------------------
 
     @property
     def ids(self) -> NDArray[np.int32]:
         """All tokens up to the end of the last turn, int32. Empty before the first turn."""
-        return np.frombuffer(self._history.tokens, "<i4")
+        return np.frombuffer(self._place.tokens, "<i4")
 
     @property
     def turns(self) -> list[Completion]:
@@ -435,7 +397,7 @@ class Session:
 
         While the first token is being sampled, this is a lower bound. Before that, it is None.
         """
-        return self._oldest
+        return self._shared.oldest
 
     @property
     def rewarded(self) -> bool:
@@ -445,7 +407,7 @@ class Session:
     @property
     def refused(self) -> bool:
         """Whether a turn failed because the client no longer accepts calls."""
-        return self._refused
+        return self._shared.refused
 
     @property
     def room(self) -> int:
@@ -455,14 +417,14 @@ class Session:
         number of tokens is not known yet.
         """
         observed = sum([len(item) for item in self._pending if isinstance(item, bytes)])
-        used = (len(self._history.tokens) + observed) // 4
+        used = (len(self._place.tokens) + observed) // 4
         return max(0, self._spec.most_tokens - used)
 
     @property
     def text(self) -> str:
         """The text of all tokens after the prompt, including special tokens."""
-        history = self._history
-        ids = np.frombuffer(history.tokens[history.prompt_bytes :], "<i4").tolist()
+        place = self._place
+        ids = np.frombuffer(place.tokens[place.prompt_bytes :], "<i4").tolist()
         return self._spec.requests.decode(ids, False)
 
     def trajectory(self, reward: RewardValue | None = None) -> Trajectory:
@@ -479,12 +441,12 @@ class Session:
             UsageError: no turn was sampled.
         """
         if reward is not None:
-            self._history.reward(reward, "", "", True)
+            self._history.reward(self._place.last, reward, "", "", True)
         if not self._history.turns:
             raise UsageError("no turn was sampled, so there is no trajectory")
         return self._history.trajectory(
-            total=now() - self._began,
-            generating=self._generating,
+            total=now() - self._shared.began,
+            generating=self._shared.generating,
             metadata=dict(self.metadata),
         )
 

@@ -138,4 +138,9 @@ async def test_the_oldest_version_is_of_a_token(qwen: Path, tmp_path: Path) -> N
         made = await turn
         assert made.versions == (sglrl.VersionSpan(0, 5, 1),)
         assert session.oldest_version == session.trajectory(0.0).oldest_version == 1
+        await client.update_weights(policies[2].model)
+        fork = session.fork()
+        assert (await fork.generate()).versions == (sglrl.VersionSpan(0, 5, 2),)
+        assert session.oldest_version == fork.oldest_version == 1
+        assert fork.trajectory(0.0).newest_version == 2
         assert (await long).finish_reason == "abort"

@@ -1,0 +1,74 @@
+"""What a session shares with its forks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from ..driver.driver import now
+from .history import History
+
+
+class Turn(Protocol):
+    """A session that samples a turn."""
+
+    def end_turn(self) -> None:
+        """End the turn: it raises ``Closed``."""
+
+
+class Shared:
+    """The history, metadata and end of a session and its forks.
+
+    Attributes:
+        closed: no more turn begins.
+        refused: a turn failed because the client no longer accepts calls.
+        running: the turns that are being sampled, with a lower bound of the policy version of their
+            first token, if it is known.
+        generating: total seconds in which turns were sampled.
+        forks: number of forks so far.
+    """
+
+    def __init__(self, history: History, metadata: Mapping[str, Any]) -> None:
+        self.history = history
+        self.metadata = dict(metadata)
+        self.closed = self.refused = False
+        self.running: dict[Turn, int | None] = {}
+        self.generating = 0.0
+        self.began = now()
+        self.forks = 0
+        self._oldest: int | None = None
+        self._sampling = self._numbered = 0
+        self._since = 0.0
+
+    @property
+    def oldest(self) -> int | None:
+        """A lower bound of the policy version of all sampled tokens."""
+        bounds = [version for version in self.running.values() if version is not None]
+        if self._oldest is not None:
+            bounds.append(self._oldest)
+        return min(bounds, default=None)
+
+    def close(self) -> None:
+        self.closed = True
+        for turn in list(self.running):
+            turn.end_turn()
+
+    def enter(self) -> None:
+        """Count a turn that is sent to an engine."""
+        if not self._sampling:
+            self._since = now()
+        self._sampling += 1
+
+    def leave(self) -> None:
+        self._sampling -= 1
+        if not self._sampling:
+            self.generating += now() - self._since
+
+    def number_turn(self) -> int:
+        """Return a number for a turn, which no other turn gets."""
+        self._numbered += 1
+        return self._numbered - 1
+
+    def sampled(self, version: int) -> None:
+        """Record the policy version of the first token of a turn."""
+        self._oldest = version if self._oldest is None else min(self._oldest, version)

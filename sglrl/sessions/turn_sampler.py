@@ -1,0 +1,155 @@
+"""Sample the turns of one session, one at a time."""
+
+from __future__ import annotations
+
+import asyncio
+
+from ..actors.actor import deadline_from
+from ..core.calls import Call
+from ..core.prefixes import Route
+from ..errors import Closed, InvalidRequest, UsageError
+from ..inference.completion import Completion
+from ..inference.replies import OnChunk
+from ..inference.sampling import DEFAULT_MAX_NEW_TOKENS, Prepared
+from .gate import Gate, TimeLimit
+from .session_spec import SessionSpec
+from .shared import Shared
+
+
+class TurnSampler:
+    """Sends the turns of a session to engines, and ends them.
+
+    Args:
+        gate: turns wait at it while a run is paused.
+
+    Attributes:
+        limit: time limit of the whole session. Time spent waiting at the gate does not count.
+        closed: no more turn begins.
+    """
+
+    def __init__(self, spec: SessionSpec, shared: Shared, gate: Gate | None) -> None:
+        self._spec = spec
+        self._shared = shared
+        self._gate = gate
+        self.limit: TimeLimit | None = None
+        self.closed = False
+        self._route = Route(b"")
+        self._at_gate: asyncio.Future[None] | None = None
+        self._call: Call | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a turn is being sampled."""
+        return self in self._shared.running
+
+    @property
+    def has_closed(self) -> bool:
+        return self.closed or self._shared.closed
+
+    def end_turn(self) -> None:
+        """End the turn that is being sampled: it raises ``Closed``."""
+        if self._at_gate is not None and not self._at_gate.done():
+            self._at_gate.set_result(None)
+        if self._call is not None:
+            future = self._call.reply.future
+            if not future.done():
+                self._spec.requests.driver.cancel(self._call)
+                future.set_exception(Closed("the session was closed"))
+
+    async def begin(self) -> None:
+        """Begin a turn: wait at the gate. Call ``end`` afterwards.
+
+        Raises:
+            Closed: the session is closed.
+            UsageError: a turn is being sampled.
+        """
+        if self.has_closed:
+            raise Closed("the session is closed")
+        if self.busy:
+            raise UsageError("a turn of this session is being sampled; await it first")
+        shared, gate = self._shared, self._gate
+        shared.running[self] = None
+        if gate is not None:
+            if gate.opening is not None:
+                try:
+                    await self._enter(gate)
+                except BaseException:
+                    del shared.running[self]
+                    raise
+            gate.inside += 1
+        shared.enter()
+
+    def end(self) -> None:
+        """End a turn that has begun."""
+        del self._shared.running[self]
+        self._call = None
+        self._shared.leave()
+        if self._gate is not None:
+            self._gate.leave()
+
+    async def _enter(self, gate: Gate) -> None:
+        self._at_gate = asyncio.get_running_loop().create_future()
+        try:
+            await gate.wait(self.limit, self._at_gate)
+            if self.has_closed:
+                raise Closed("the session was closed")
+        finally:
+            self._at_gate = None
+
+    async def sample(
+        self,
+        ids: bytes,
+        prepared: Prepared,
+        top_logprobs: int,
+        on_chunk: OnChunk | None,
+    ) -> Completion:
+        """Sample a turn after the prompt ``ids``. Continue a turn that was returned unfinished.
+
+        Raises:
+            InvalidRequest: the context is full.
+            Closed: the session was closed.
+        """
+        spec, running = self._spec, self._shared.running
+        size = len(ids) // 4
+        limit = min(prepared.max_new_tokens or DEFAULT_MAX_NEW_TOKENS, spec.most_tokens - size)
+        if limit < 1:
+            raise InvalidRequest(
+                f"the context is full: the prompt has {size} tokens, with what was observed, and "
+                f"the longest possible is {spec.most_tokens} with its response; see Session.room "
+                "and Session.unobserve"
+            )
+        deadline = None if spec.timeout is None else deadline_from(spec.timeout)
+        completion = None
+        while completion is None or completion._chunks[-1].finish == "abort":
+            if self.has_closed:
+                raise Closed("the session was closed")
+            version = spec.weights.version
+            if completion is None or not len(completion.output_ids):
+                # No token of this turn will have an older version.
+                running[self] = version
+            if not ids.startswith(self._route.tokens):
+                self._route = Route(b"")
+            self._route.extend(ids, version)
+            call, future = spec.requests.sample(
+                ids,
+                prepared,
+                limit,
+                True,
+                top_logprobs,
+                self._route,
+                deadline,
+                spec.priority,
+                None,
+                completion,
+                on_chunk,
+            )
+            self._call = call
+            try:
+                completion = await future
+            except BaseException:
+                spec.requests.driver.cancel(call)
+                raise
+        first = next((chunk.version for chunk in completion._chunks if chunk.ids), running[self])
+        if first is not None:
+            self._shared.sampled(first)
+        return completion
