@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import resource
+from importlib.util import find_spec
 from numbers import Real
 from pathlib import Path
 from typing import Any, Final
@@ -403,3 +404,14 @@ def install(extra: str) -> str:
     if (folder / "pyproject.toml").is_file():
         return f"pip install -e '.[{extra}]' in {folder}"
     return f"pip install 'sglrl[{extra}]'"
+
+
+def check_gateway_packages() -> None:
+    """Check that the packages of the extra ``gateway`` are installed.
+
+    Raises:
+        UsageError: one is missing.
+    """
+    for module in ("starlette", "uvicorn"):
+        if find_spec(module) is None:
+            raise UsageError(f"the gateway needs {module}: {install('gateway')}")

@@ -14,7 +14,7 @@ from hashlib import blake2b
 from typing import Any
 
 from ..core.turn_tree import ROOT
-from ..errors import Closed, UsageError
+from ..errors import Closed
 from ..inference.client import Client
 from ..inference.completion import Completion
 from ..inference.prompts import Message, check_conversation
@@ -83,39 +83,22 @@ class Turn:
             self.task.cancel()
 
 
-class _Thread:
-    """A session whose turns are sampled one after another. Others run at the same time."""
-
-    def __init__(self, spec: SessionSpec) -> None:
-        self.spec = spec
-        self.session = Session(spec)
-        self.lock = asyncio.Lock()
-
-
 class Conversations:
     """All calls of one agent.
 
     Args:
-        client: of the pool.
-        metadata: of the trajectory.
-        reward_weights: as for ``Client.session``.
+        session: gets the turns. Each conversation is sampled by a fork of it.
     """
 
-    def __init__(
-        self,
-        client: Client,
-        metadata: Mapping[str, Any] | None = None,
-        reward_weights: Mapping[str, float] | None = None,
-    ) -> None:
-        self._client = client
-        self._metadata = dict(metadata or {})
-        self._reward_weights = reward_weights
-        self._threads: list[_Thread] = []
-        self._ends: dict[bytes, tuple[_Thread, int]] = {}
-        """Turns, by digest of the conversation that they end, as the client sees it."""
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._ends: dict[bytes, tuple[SessionSpec, int]] = {}
+        """Turns and the specs of their sessions, by digest of the conversation that they end, as
+        the client sees it."""
+        self._idle: dict[int, Session] = {}
+        """Forks, by the last turn that they have sampled."""
         self._answers: dict[bytes, list[Turn]] = {}
         """By digest of the request, the last ones."""
-        self._last: _Thread | None = None
         self._closed = False
 
     # --- turns ------------------------------------------------------------------------------------
@@ -162,28 +145,30 @@ class Conversations:
     async def _sample_one(
         self, request: TurnRequest, first: int, on_tokens: OnTokens
     ) -> list[Completion]:
-        seen = check_conversation(request.messages or ())
-        template = {"tools": request.tools, "chat_template_kwargs": request.chat_template_kwargs}
-        digests = digests_of(seen, template)
-        # At least the last message comes after the turn.
-        known = next((self._ends[d] for d in reversed(digests[:-1]) if d in self._ends), None)
-        if known is None:
-            spec = spec_of(self._client, request, self._metadata, self._reward_weights)
-            known = _Thread(spec), ROOT
-            self._threads.append(known[0])
-        thread, after = known
-        made = []
-        async with thread.lock:
-            for number in range(request.choices):
-                thread.session.rewrite(seen, after=after)
-                completion = await thread.session.generate(
-                    **options_of(request, number, partial(on_tokens, first + number, thread.spec))
-                )
-                made.append(completion)
-                shown = digests_of([*seen, message_of(completion)], template)[-1]
-                self._ends[shown] = thread, len(thread.session.turns) - 1
-                self._last = thread
-        return made
+        if request.messages is None:
+            spec, after, seen, digests = sibling(self._session, request), ROOT, None, []
+        else:
+            seen = check_conversation(request.messages)
+            digests = digests_of(seen, template_of(request))
+            # At least the last message comes after the turn.
+            ends = (self._ends[d] for d in reversed(digests[:-1]) if d in self._ends)
+            spec, after = next(ends, None) or (sibling(self._session, request), ROOT)
+
+        async def sample(number: int) -> Completion:
+            session = self._idle.pop(after, None) or self._session._fork(spec)
+            if seen is not None:
+                session.rewrite(seen, after=after)
+            on_chunk = partial(on_tokens, first + number, spec)
+            completion = await session.generate(**options_of(request, spec, number, on_chunk))
+            turn = session._place.last
+            self._session._follow(session)
+            self._idle[turn] = session
+            if seen is not None:
+                shown = digests_of([*seen, message_of(completion)], template_of(request))
+                self._ends[shown[-1]] = spec, turn
+            return completion
+
+        return await gathered([sample(number) for number in range(request.choices)])
 
     # --- the end ----------------------------------------------------------------------------------
 
@@ -193,39 +178,17 @@ class Conversations:
         Raises:
             UsageError: no turn was sampled, or none has this call, or a value is not finite.
         """
-        if call is not None:
-            for thread in reversed(self._threads):
-                for turn in thread.session.turns:
-                    if any(made.id == call for made in turn.tool_calls):
-                        thread.session.reward(value, name, call=call)
-                        return
-        if self._last is None:
-            raise UsageError("no turn was sampled yet that could be rewarded")
-        self._last.session.reward(value, name, call=call)
+        self._session.reward(value, name, call=call)
 
     def trajectory(self) -> Trajectory | None:
-        """Return the trajectory of all turns, or None if there are none.
-
-        It is the conversation that was sampled last, and the others are its branches.
-        """
-        found = [
-            leaf
-            for thread in self._threads
-            if thread is not self._last and thread.session.turns
-            for leaf in thread.session.trajectory().leaves
-        ]
-        if self._last is None:
-            return None
-        *own, last = self._last.session.trajectory().leaves
-        return last.with_branches([*found, *own])
+        """Return the trajectory of all turns, or None if there are none."""
+        return self._session.trajectory() if self._session.turns else None
 
     async def close(self) -> None:
         """End all running turns."""
         self._closed = True
         turns = [turn for several in self._answers.values() for turn in several]
         tasks = [turn.task for turn in turns if not turn.task.done()]
-        for thread in self._threads:
-            thread.session.close()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -264,33 +227,26 @@ def _parsed(arguments: Any) -> Any:
         return arguments
 
 
-def spec_of(
-    client: Client,
-    request: TurnRequest,
-    metadata: Mapping[str, Any] | None = None,
-    reward_weights: Mapping[str, float] | None = None,
-) -> SessionSpec:
-    """Return the spec of a session that begins with a request."""
-    prompt: dict[str, Any] = {}
+def template_of(request: TurnRequest) -> dict[str, Any]:
+    """Return what decides how a conversation is rendered."""
+    return {"tools": request.tools, "chat_template_kwargs": request.chat_template_kwargs}
+
+
+def sibling(session: Session, request: TurnRequest) -> SessionSpec:
+    """Return the spec of the conversation that a request begins."""
+    priority = request.priority or None
     if request.messages is not None:
-        prompt["messages"] = request.messages
-        prompt["tools"] = request.tools
-        prompt["chat_template_kwargs"] = request.chat_template_kwargs
-    elif isinstance(request.prompt, str):
-        prompt["prompt"] = request.prompt
-    else:
-        prompt["input_ids"] = request.prompt
-    return SessionSpec(
-        client,
-        **prompt,
-        priority=request.priority,
-        metadata=metadata,
-        reward_weights=reward_weights,
-        max_new_tokens=MOST_TOKENS,
-    )
+        return session._spec.sibling(
+            messages=request.messages, priority=priority, **template_of(request)
+        )
+    kind = "prompt" if isinstance(request.prompt, str) else "input_ids"
+    prompt: dict[str, Any] = {kind: request.prompt}
+    return session._spec.sibling(priority=priority, **prompt)
 
 
-def options_of(request: TurnRequest, number: int, on_chunk: OnChunk) -> dict[str, Any]:
+def options_of(
+    request: TurnRequest, spec: SessionSpec, number: int, on_chunk: OnChunk
+) -> dict[str, Any]:
     """Return the arguments of ``Session.generate`` for a choice.
 
     Args:
@@ -301,11 +257,23 @@ def options_of(request: TurnRequest, number: int, on_chunk: OnChunk) -> dict[str
         "tool_choice": request.tool_choice,
         "top_logprobs": request.top_logprobs,
     }
-    if "seed" in options:
+    if spec.prepared.max_new_tokens is None:
+        options.setdefault("max_new_tokens", MOST_TOKENS)
+    if options.get("seed") is not None:
         options["seed"] += number
     if request.stream:
         options["on_chunk"] = on_chunk
     return options
+
+
+async def gathered(sampling: Sequence[Coroutine[Any, Any, Completion]]) -> list[Completion]:
+    """Wait for all. If one fails, or this is cancelled, the others are cancelled."""
+    tasks = [asyncio.ensure_future(one) for one in sampling]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 def sample_alone(client: Client, requests: Sequence[TurnRequest], on_tokens: OnTokens) -> Turn:
@@ -316,16 +284,12 @@ def sample_alone(client: Client, requests: Sequence[TurnRequest], on_tokens: OnT
 async def _sample_alone(
     client: Client, requests: Sequence[TurnRequest], on_tokens: OnTokens
 ) -> list[Completion]:
-    tasks: list[asyncio.Task[Completion]] = []
-    try:
-        for request in requests:
-            spec = spec_of(client, request)
-            for number in range(request.choices):
-                on_chunk = partial(on_tokens, len(tasks), spec)
-                sampling = Session(spec).generate(**options_of(request, number, on_chunk))
-                tasks.append(asyncio.ensure_future(sampling))
-        return await asyncio.gather(*tasks)
-    finally:
-        # If one fails, or this is cancelled, the others end.
-        for task in tasks:
-            task.cancel()
+    session = Session(SessionSpec(client, promptless=True))
+    sampling: list[Coroutine[Any, Any, Completion]] = []
+    for request in requests:
+        spec = sibling(session, request)
+        for number in range(request.choices):
+            on_chunk = partial(on_tokens, len(sampling), spec)
+            options = options_of(request, spec, number, on_chunk)
+            sampling.append(Session(spec).generate(**options))
+    return await gathered(sampling)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -11,15 +10,12 @@ import msgspec
 from ..actors.actor import Actor, endpoint
 from ..errors import UsageError
 from ..inference.client import Client
-from ..inference.prompts import load_tokenizer
-from ..inference.renderer import template_shows_tools
 from ..remote.client import client_of
 from ..remote.pool import CONNECT_SECONDS, RemotePool
 from ..sessions.trajectory import Record, record_of
 from ..wire.processes import ClientKeys
-from .app import Endpoints
 from .registry import Registry
-from .server import serving
+from .running import Running
 from .settings import Settings
 
 
@@ -67,18 +63,8 @@ class GatewayProcess(Actor):
         )
         made = client_of(pool, target.address, model=target.model, timeout=target.timeout)
         client: Client = await self._stack.enter_async_context(made)
-        # This takes seconds. Without it the first request would.
-        box = client._started().box
-        await load_tokenizer(box)
-        shows_tools = await asyncio.to_thread(template_shows_tools, box)
-        self._registry = Registry(
-            client, expire_after=settings.expire_after, most=settings.max_sessions
-        )
-        endpoints = Endpoints(client, self._registry, settings, shows_tools)
-        await self._stack.enter_async_context(serving(endpoints.app, settings))
-        # First the running turns end, so that their clients get an answer.
-        self._stack.push_async_callback(self._registry.close)
-        self._stack.callback(endpoints.close)
+        running = Running(client, settings)
+        self._registry = (await self._stack.enter_async_context(running)).registry
 
     async def close(self) -> None:
         await self._stack.aclose()

@@ -10,13 +10,15 @@ from typing import Any
 
 from ..errors import UsageError
 from ..inference.client import Client
+from ..sessions.session import Session
+from ..sessions.session_spec import SessionSpec
 from .conversations import Conversations
 
 logger = logging.getLogger("sglrl.gateway")
 
 KEY_PREFIX = "sk-sglrl-"
 """Begins the keys of sessions, so that the key of a session that has ended is recognized."""
-_LEAST_SECONDS = 1.0
+_LEAST_SECONDS, _MOST_SECONDS = 1.0, 3600.0
 """Time between two looks for sessions that nobody uses."""
 
 
@@ -73,8 +75,14 @@ class Registry:
         """
         if len(self._by_id) >= self._most:
             raise UsageError(f"{self._most} sessions are open; end some, or raise max_sessions")
-        conversations = Conversations(self._client, metadata, reward_weights)
-        made = OpenSession(conversations, self._now())
+        spec = SessionSpec(
+            self._client, promptless=True, metadata=metadata, reward_weights=reward_weights
+        )
+        return self.add(Session(spec))
+
+    def add(self, session: Session) -> OpenSession:
+        """Open a session whose turns belong to ``session``."""
+        made = OpenSession(Conversations(session), self._now())
         self._by_id[made.id] = self._by_key[made.key] = made
         if self._expiring is None:
             self._look_again(self._expire_after)
@@ -104,7 +112,9 @@ class Registry:
         return asyncio.get_running_loop().time()
 
     def _look_again(self, seconds: float) -> None:
-        self._expiring = asyncio.get_running_loop().call_later(seconds, self._expire)
+        self._expiring = asyncio.get_running_loop().call_later(
+            min(seconds, _MOST_SECONDS), self._expire
+        )
 
     def _expire(self) -> None:
         """End sessions that nobody uses. Look again when the next one is due."""

@@ -10,7 +10,6 @@ from typing import Any
 
 import uvicorn
 
-from .listening import bound
 from .settings import Settings
 
 _SHUTDOWN_SECONDS = 2
@@ -34,13 +33,12 @@ class _Server(uvicorn.Server):  # type: ignore[misc]
 
 
 @contextlib.asynccontextmanager
-async def serving(app: Any, settings: Settings) -> AsyncIterator[None]:
-    """Serve an application while the block runs.
+async def serving(app: Any, settings: Settings, listener: socket.socket) -> AsyncIterator[None]:
+    """Serve an application while the block runs. Close the socket afterwards.
 
-    Raises:
-        UsageError: the address cannot be used.
+    Args:
+        listener: bound to the address of the settings.
     """
-    listener = bound(settings.host, settings.port)
     config = uvicorn.Config(
         app,
         loop="none",

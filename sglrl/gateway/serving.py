@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from importlib.util import find_spec
 from typing import Any, Self
 
 import msgspec
 
 from ..actors.spawning import ActorHandle, birth_of
-from ..config import FabricConfig, PoolConfig, install
+from ..config import FabricConfig, PoolConfig, check_gateway_packages
 from ..driver.launcher import LocalLauncher
 from ..driver.pool import Pool
 from ..errors import Closed, RemoteError, SglrlError, UsageError
@@ -19,7 +18,7 @@ from ..inference.client import Client
 from ..sessions.rewards import RewardValue
 from ..sessions.trajectory import Trajectory
 from .listening import reserved
-from .settings import Settings
+from .settings import Settings, names_of
 
 logger = logging.getLogger("sglrl.gateway")
 
@@ -134,8 +133,7 @@ class Gateway:
         except BaseException:
             self._reserved.close()
             raise
-        host = f"[{settings.host}]" if ":" in settings.host else settings.host
-        self.url = f"{'https' if settings.tls_cert else 'http'}://{host}:{port}"
+        self.url = settings.url(port)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -197,15 +195,12 @@ def serve(
             be used.
         Closed: on leaving a session: it has expired, or the gateway's process has died.
     """
-    for module in ("starlette", "uvicorn"):
-        if find_spec(module) is None:
-            raise UsageError(f"the gateway needs {module}: {install('gateway')}")
+    check_gateway_packages()
     names = (name,) if isinstance(name, str) else tuple(name)
-    model = client.model
     return Gateway(
         client,
         Settings(
-            names=names or (os.path.basename(model) if os.path.isabs(model) else model,),
+            names=names or names_of(client.model),
             host=host,
             port=port,
             api_key=api_key,

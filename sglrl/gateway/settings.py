@@ -26,6 +26,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     body_seconds: float = 30.0
     max_connections: int = 10_000
 
+    def url(self, port: int) -> str:
+        """Return the URL of a gateway with these settings that listens at a port."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'https' if self.tls_cert else 'http'}://{host}:{port}"
+
     def __post_init__(self) -> None:
         if not self.names or not all(self.names):
             raise UsageError("the model needs a name, for clients")
@@ -45,3 +50,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
                 f"host={self.host!r} can be reached from other machines, so the gateway needs a "
                 "key: api_key="
             )
+
+
+def names_of(model: str) -> tuple[str, ...]:
+    """Return the names of a model for clients: its name on the hub, or that of its folder."""
+    return (os.path.basename(model) if os.path.isabs(model) else model,)

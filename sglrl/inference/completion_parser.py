@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from .completion import Completion
 from .prompts import check_messages
 from .renderer import Renderer, fitting_renderer
 from .sampling import Prepared, SamplingCache
+from .threads import in_thread
 from .tokens import TokenizerBox
 from .tool_choice import ToolChoice, require_call
 
@@ -36,7 +36,7 @@ class CompletionParser:
         """Parse the completions, equally many for each prompt, in a thread."""
         if not any(self._renderers):
             return
-        await asyncio.get_running_loop().run_in_executor(None, self._parse, completions)
+        await in_thread(self._parse, completions)
 
     def _parse(self, completions: Sequence[Completion]) -> None:
         each = len(completions) // len(self._renderers)
@@ -76,5 +76,5 @@ async def completion_parser(
             for conversation, ids in zip(conversations, prompts, strict=True)
         ]
 
-    renderers = await asyncio.get_running_loop().run_in_executor(None, find)
+    renderers = await in_thread(find)
     return CompletionParser(renderers, tool_choice)

@@ -5,7 +5,6 @@ The caller gives one prompt or several, as token ids, texts or messages.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from numbers import Real
@@ -13,6 +12,7 @@ from typing import Any
 
 from ..driver.from_thread import from_thread
 from ..errors import InvalidRequest
+from .threads import in_thread
 from .tokens import TokenizerBox, check_ids
 
 Message = Mapping[str, Any]
@@ -67,7 +67,7 @@ async def encode_prompts(
         work = box.encode_texts
     await load_tokenizer(box)
     # Run the tokenizer, which is native code, in a thread: it must not block the event loop.
-    encoded = await asyncio.get_running_loop().run_in_executor(None, work, inputs)
+    encoded = await in_thread(work, inputs)
     return several, [check_ids(ids, vocab_size) for ids in encoded]
 
 

@@ -8,7 +8,6 @@ the arguments by the JSON schema of each. The engine gets the result as a struct
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeAlias
@@ -16,6 +15,7 @@ from typing import Any, Final, TypeAlias
 from ..errors import InvalidRequest
 from .renderer import Renderer
 from .sampling import Prepared, SamplingCache
+from .threads import in_thread
 
 ToolChoice: TypeAlias = str | Mapping[str, Any]
 """"auto", "required", the name of a tool, or OpenAI's
@@ -96,8 +96,7 @@ async def require_call(
             "tool_choice needs a model whose format for calls of tools is known: no renderer fits, "
             "and the logger sglrl.renderer says why"
         )
-    loop = asyncio.get_running_loop()
-    tag = await loop.run_in_executor(None, call_grammar, found[0], choice)
+    tag = await in_thread(call_grammar, found[0], choice)
     return samplings.prepare(prepared.params, {"structural_tag": tag})
 
 

@@ -6,8 +6,8 @@ import asyncio
 import functools
 import inspect
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from typing import Any, Protocol
 
 from ..errors import DeadlineExceeded, SglrlError, UsageError
 from ..sessions.gate import Gate
@@ -17,6 +17,12 @@ from ..sessions.trajectory import Trajectory
 from .task_ending import Limit
 
 Agent = Callable[[Session, Any], Awaitable[Any]]
+
+
+class Gateway(Protocol):
+    """Lets HTTP requests use sessions of this process."""
+
+    def lend(self, session: Session) -> AbstractAsyncContextManager[None]: ...
 
 
 class NotAsync(UsageError):
@@ -56,8 +62,13 @@ async def made_ready(agent: Agent | type[Any]) -> AsyncGenerator[Agent, None]:
         yield instance
 
 
-async def play(agent: Agent, session: Session, item: Any, limit: Limit | None) -> Trajectory:
+async def play(
+    agent: Agent, session: Session, item: Any, limit: Limit | None, gateway: Gateway | None
+) -> Trajectory:
     """Run the agent on the item and return the trajectory. Enter ``limit`` here.
+
+    Args:
+        gateway: the agent may use the session over HTTP.
 
     Raises:
         NotAsync: see there.
@@ -65,18 +76,26 @@ async def play(agent: Agent, session: Session, item: Any, limit: Limit | None) -
         UsageError: the agent returned neither a reward nor a trajectory.
         BaseException: the agent's own exceptions.
     """
+    if gateway is None:
+        result = await _result(agent, session, item, limit)
+    else:
+        async with gateway.lend(session):
+            result = await _result(agent, session, item, limit)
+    return _trajectory(session, result)
+
+
+async def _result(agent: Agent, session: Session, item: Any, limit: Limit | None) -> Any:
     made = agent(session, item)
     if not inspect.isawaitable(made):
         raise NotAsync(f"the agent must be async: it returned {made!r:.100}")
     if limit is None:
+        return await made
+    async with limit:
         result = await made
-    else:
-        async with limit:
-            result = await made
-            if is_late(limit):
-                # The agent blocked the event loop, or ignored its cancellation.
-                raise TimeoutError
-    return _trajectory(session, result)
+        if is_late(limit):
+            # The agent blocked the event loop, or ignored its cancellation.
+            raise TimeoutError
+    return result
 
 
 def is_late(limit: Limit | None) -> bool:

@@ -144,6 +144,7 @@ class AgentProcesses(DriverListener):
             config.max_staleness,
             config.sampling,
             dict(config.values),
+            config.gateway,
         )
         # The class is sent by value, with all objects that it refers to, over the private socket of
         # its fork server.
@@ -275,7 +276,7 @@ class AgentProcesses(DriverListener):
         if config.open_session is session_arguments and type(group.item) in (dict, str, list):
             return None
         if group not in self._arguments:
-            found = config.open_session(group.item)
+            found = config.arguments_of(group.item)
             SessionSpec.of(self._client, found, config.values, config.sampling)
             self._arguments[group] = sampling_to(found)
         return self._arguments[group]

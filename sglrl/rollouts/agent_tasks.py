@@ -14,6 +14,7 @@ from ..sessions.session import Session
 from ..sessions.session_spec import SessionSpec
 from .agent import (
     Agent,
+    Gateway,
     NotAsync,
     as_failure,
     is_late,
@@ -91,11 +92,17 @@ class AgentTasks:
         self._on_turn = on_turn
         self._on_end = on_end
         self._gate = Gate()
+        self._gateway: Gateway | None = None
         self._stack = AsyncExitStack()
         self._specs: dict[Group, SessionSpec] = {}
         self._running: dict[Sample, _Attempt] = {}
 
     async def start(self) -> None:
+        if self._config.gateway:
+            # Imported here because it needs the extra "gateway".
+            from ..gateway.running import local_gateway
+
+            self._gateway = await self._stack.enter_async_context(local_gateway(self._client))
         self._play = await self._stack.enter_async_context(made_ready(self.agent))
 
     async def close(self) -> None:
@@ -108,7 +115,7 @@ class AgentTasks:
         spec = self._specs.get(group)
         if spec is None:
             config = self._config
-            found = config.open_session(group.item)
+            found = config.arguments_of(group.item)
             spec = SessionSpec.of(self._client, found, config.values, config.sampling)
             self._specs[group] = spec
         session = session_of_sample(
@@ -130,10 +137,12 @@ class AgentTasks:
                 raise asyncio.CancelledError
             if timeout is not None:
                 # Load the tokenizer before the time limit starts.
-                await session._spec.ids()
+                await session._spec.load()
                 late = functools.partial(self._tasks.abandon, task, _TIMEOUT)
                 session._sampler.limit = attempt.limit = Limit(timeout, late)
-            trajectory = await play(self._play, session, attempt.sample.group.item, attempt.limit)
+            trajectory = await play(
+                self._play, session, attempt.sample.group.item, attempt.limit, self._gateway
+            )
             end: End = Done(trajectory)
         except (asyncio.CancelledError, SystemExit, Exception) as error:
             end = self._end_of(attempt, error)

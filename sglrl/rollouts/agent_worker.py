@@ -14,6 +14,7 @@ import gc
 import logging
 import os
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
@@ -26,6 +27,7 @@ from ..sessions.trajectory import Trajectory, record_of
 from ..wire.codec import Body
 from .agent import (
     Agent,
+    Gateway,
     NotAsync,
     as_failure,
     is_late,
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("sglrl.rollout")
 
 _metadata: Final = Body(dict[Any, Any])
+_MOST_THREADS: Final = 4096
 _KEPT: Final = 1024
 """Maximum groups whose prompt is kept for later samples."""
 
@@ -80,6 +83,7 @@ class AgentWorker(Actor):
         self._pool: RemotePool
         self._agent: Agent
         self._gate = Gate()
+        self._gateway: Gateway | None = None
         self._specs: OrderedDict[tuple[int, int], SessionSpec] = OrderedDict()
         self._samples: set[_Sample] = set()
         self._count = [0, 0, 0, 0]
@@ -110,6 +114,14 @@ class AgentWorker(Actor):
         # ``rollout`` recommends these settings for any program. This process applies them itself.
         gc.freeze()
         gc.set_threshold(50_000, 20, 100)
+        if settings.gateway:
+            # Imported here because it needs the extra "gateway".
+            from ..gateway.running import local_gateway
+
+            self._gateway = await self._stack.enter_async_context(local_gateway(self._client))
+            # Agents that block run in the threads of the event loop.
+            threads = ThreadPoolExecutor(_MOST_THREADS, "agent")
+            asyncio.get_running_loop().set_default_executor(threads)
         self._agent = await self._stack.enter_async_context(made_ready(settings.agent))
         _say_it_there(settings.driver)
 
@@ -166,14 +178,14 @@ class AgentWorker(Actor):
             self._pool.weights.set_version(version)
             spec = self._spec_of(sample.item, tries, item, arguments)
             # Load the tokenizer before the time limit starts.
-            await spec.ids()
+            await spec.load()
             session = sample.session = session_of_sample(
                 spec, self._gate, self._on_turn, seed, sample.item, sample.index
             )
             if timeout is not None:
                 late = functools.partial(self._go_on_without, sample)
                 session._sampler.limit = sample.limit = Limit(timeout, late)
-            made = await play(self._agent, session, item, sample.limit)
+            made = await play(self._agent, session, item, sample.limit, self._gateway)
             _check_metadata(made)
             return self._outcome(DONE, trajectory=record_of(made), oldest=made.oldest_version)
         except GeneratorExit:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, Literal
 
-from ..config import check_timeout
+from ..config import check_gateway_packages, check_timeout
 from ..core.rollout_plan import Plan
 from ..errors import UsageError
 from ..inference.options import SamplingOptions, SessionOptions
@@ -42,6 +42,7 @@ class RolloutConfig:
     open_session: Callable[[Any], Mapping[str, Any]] = session_arguments
     ahead: int | None = None
     processes: int | None = None
+    gateway: bool = False
     progress: bool | None = None
     state: Mapping[str, Any] | None = None
     seed: int | None = None
@@ -70,6 +71,8 @@ class RolloutConfig:
             raise UsageError(
                 f"min_group={self.min_group} is more than group_size={self.group_size}"
             )
+        if self.gateway:
+            check_gateway_packages()
         _check_rate(self.max_failure_rate)
         for name in ("keep", "open_session"):
             given = getattr(self, name)
@@ -91,6 +94,13 @@ class RolloutConfig:
                 near = get_close_matches(name, known, n=1, cutoff=0.75)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
                 raise UsageError(f"unknown argument {name!r} of rollout{hint}")
+
+    def arguments_of(self, item: Any) -> Mapping[str, Any]:
+        """Return the arguments of the session of an item."""
+        found = self.open_session(item)
+        if self.gateway and not any(name in found for name in ("prompt", "messages", "input_ids")):
+            return {**found, "promptless": True}
+        return found
 
     @property
     def sampling_values(self) -> dict[str, Any]:

@@ -157,6 +157,14 @@ def session_arguments(item: Any) -> Mapping[str, Any]:
     )
 
 
+def optional_prompt(item: Any) -> Mapping[str, Any]:
+    """Return the arguments of a session for an item that may have no prompt."""
+    try:
+        return session_arguments(item)
+    except UsageError:
+        return {}
+
+
 def _iterator(dataset: Any) -> Iterator[Any] | AsyncIterator[Any]:
     if isinstance(dataset, AsyncIterable):
         return aiter(dataset)

@@ -20,7 +20,7 @@ from ..inference.options import SessionOptions
 from ..inference.sampling import SamplingParams
 from .agent import Agent
 from .config import OnError, RolloutConfig
-from .dataset import Items, session_arguments
+from .dataset import Items, optional_prompt, session_arguments
 from .delivery import Delivery
 from .failures import FailurePolicy
 from .group import Group
@@ -54,6 +54,7 @@ def rollout(
     open_session: Callable[[Any], Mapping[str, Any]] | None = None,
     ahead: int | None = None,
     processes: int | None = None,
+    gateway: bool = False,
     progress: bool | None = None,
     state: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     seed: int | None = None,
@@ -118,6 +119,9 @@ def rollout(
             begins. None: 64, or two batches if that is more.
         processes: run the agents in this many separate processes, and not on this event loop. This
             is for agents that compute. See below.
+        gateway: agents may use the session over HTTP: ``session.base_url`` and
+            ``session.api_key`` are for clients of OpenAI's and other APIs (extra ``gateway``). All
+            calls become turns of the session. Items need no prompt then. See below.
         progress: show the progress on a terminal, or in the log. True: always. None: on a terminal
             only.
         state: the ``state_dict`` of an earlier run, or the path of a file that ``Rollout.save``
@@ -144,6 +148,17 @@ def rollout(
       limit is 300 s, or ``timeout`` if that is less, but at least 10 s.
     * ``seed`` applies to the engine's draws and not to draws of the agents themselves.
 
+    With ``gateway``:
+
+    * Each process that runs agents answers their requests on its own event loop. An agent that
+      blocks, as most clients without ``async`` do, must therefore run in a thread: ``await
+      asyncio.to_thread(agent, session.base_url, session.api_key)``. With ``processes``, each
+      process has enough threads; on this event loop, ``loop.set_default_executor`` sets their
+      number.
+    * Sampling parameters of the run are the defaults of all requests.
+    * The session goes on after the last turn of a request that ended. So ``session.reward`` and
+      the returned reward are those of this turn.
+
     Raises:
         UsageError: an argument is wrong.
     """
@@ -158,9 +173,10 @@ def rollout(
         max_failure_rate=max_failure_rate,
         min_group=min_group,
         keep=keep,
-        open_session=open_session or session_arguments,
+        open_session=open_session or (optional_prompt if gateway else session_arguments),
         ahead=ahead,
         processes=processes,
+        gateway=gateway,
         progress=progress,
         state=load_state(state) if isinstance(state, (str, os.PathLike)) else state,
         seed=seed,

@@ -6,7 +6,6 @@ followed by the new tokens.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, Self, Unpack
 
@@ -22,6 +21,7 @@ from ..inference.options import SamplingOptions
 from ..inference.prompts import Message, check_conversation, load_tokenizer
 from ..inference.replies import OnChunk
 from ..inference.sampling import Prepared, own_names
+from ..inference.threads import in_thread
 from ..inference.tokens import TokenIds
 from ..inference.tool_choice import ToolChoice
 from .gate import Gate
@@ -66,6 +66,8 @@ class Session:
         self._history = self._shared.history
         self._sampler = TurnSampler(spec, self._shared, gate)
         self._place = beginning(Dialogue(spec.messages, spec.begun))
+        self._address: tuple[str, str] | None = None
+        """URL and key with which HTTP requests select this session."""
         self._beginning: list[Message] | None = None
         """The messages with which ``rewrite`` has begun a new conversation; None: the spec's."""
         self._pending: list[Observation] = []
@@ -101,6 +103,29 @@ class Session:
         """Metadata of the trajectory: values that msgpack can encode."""
         return self._shared.metadata
 
+    @property
+    def base_url(self) -> str:
+        """URL of OpenAI's API for an agent that speaks HTTP; see ``rollout(gateway=True)``.
+
+        Raises:
+            UsageError: the session has no gateway.
+        """
+        return self._http()[0]
+
+    @property
+    def api_key(self) -> str:
+        """API key for an agent that speaks HTTP. It selects this session, as ``base_url`` does.
+
+        Raises:
+            UsageError: the session has no gateway.
+        """
+        return self._http()[1]
+
+    def _http(self) -> tuple[str, str]:
+        if self._address is None:
+            raise UsageError("this session cannot be used over HTTP: pass gateway=True to rollout")
+        return self._address
+
     def fork(self) -> Session:
         """Return a session that goes on from the same place.
 
@@ -117,6 +142,11 @@ class Session:
         made._beginning = self._beginning
         made._pending = self._pending[:]
         return made
+
+    def _follow(self, fork: Session) -> None:
+        """Go on after the last turn of a fork, unless a turn of this session is being sampled."""
+        if not self._sampler.busy:
+            self._place = fork._place
 
     def _fork(self, spec: SessionSpec) -> Session:
         """Return a fork that begins a conversation of its own, with its own spec."""
@@ -194,7 +224,7 @@ class Session:
             # Tokenize in a thread, so that the event loop is not blocked.
             end = None if place.begins else self._history.end_token(place.last)
             arguments = self._spec, observed, before, dialogue, end, self._history.said(place)
-            ids, dialogue = await asyncio.to_thread(encode_observations, *arguments)
+            ids, dialogue = await in_thread(encode_observations, *arguments)
         prepared = await self._spec.with_tool_choice(prepared, tool_choice)
         completion = await self._sampler.sample(ids, prepared, top_logprobs, on_chunk)
         await self._keep(ids, completion, dialogue)
@@ -213,7 +243,7 @@ class Session:
         if (renderer := self._spec.renderer) is not None:
             tokens = b"".join([ids, *[chunk.ids for chunk in chunks]])
             number = self._shared.number_turn()
-            said = await asyncio.to_thread(parsed, renderer, tokens, dialogue, number)
+            said = await in_thread(parsed, renderer, tokens, dialogue, number)
             completion.__dict__["message"] = said
         del self._pending[: self._taken]
         self._place = self._history.keep(self._place, self._spec, ids, completion, dialogue, said)

@@ -11,7 +11,7 @@ import numpy as np
 from ..config import check_target, check_timeout
 from ..driver.port import PoolPort
 from ..errors import InvalidRequest
-from ..inference.prompts import Message, check_messages, template_arguments
+from ..inference.prompts import Message, check_messages, load_tokenizer, template_arguments
 from ..inference.renderer import (
     Renderer,
     find_renderer,
@@ -21,6 +21,7 @@ from ..inference.renderer import (
 )
 from ..inference.requests import Requests
 from ..inference.sampling import Prepared, SamplingParams, own_names
+from ..inference.threads import in_thread
 from ..inference.tokens import TokenIds, check_ids
 from ..inference.tool_choice import ToolChoice, chosen_tool, require_call
 from ..wire.engine import EngineInfo
@@ -47,6 +48,10 @@ class SessionSpec:
     """The checked arguments of ``Client.session``.
 
     All samples of a group share one spec, so the prompt is encoded once.
+
+    Args:
+        promptless: no prompt is given: the session serves conversations that begin elsewhere, each
+            with a ``sibling`` of this spec.
     """
 
     def __init__(
@@ -68,15 +73,17 @@ class SessionSpec:
         metadata: Mapping[str, Any] | None = None,
         reward_weights: Mapping[str, SupportsFloat] | None = None,
         sampling: SamplingParams | None = None,
+        promptless: bool = False,
         **values: Any,
     ) -> None:
         given = (prompt is not None) + (messages is not None) + (input_ids is not None)
-        if given != 1:
+        if given != 1 - promptless:
             raise InvalidRequest(f"give exactly one of prompt, input_ids, messages; got {given}")
-        if renderer is not None and (messages is None or allow_rewrite):
+        if renderer is not None and ((messages is None and not promptless) or allow_rewrite):
             why = "with allow_rewrite, none is used" if allow_rewrite else "none are given"
             raise InvalidRequest(f"renderer is for messages: {why}")
         chosen_tool(tool_choice, tools)
+        self.promptless = promptless
         self.tool_choice = tool_choice
         limit = check_timeout(timeout)
         self.client = client
@@ -100,7 +107,11 @@ class SessionSpec:
         """The beginning of the assistant's first turn: ``continue_final_message``."""
         self._given = None
         self._given_template = template_arguments(
-            messages, tools, template, chat_template_kwargs, continue_final_message
+            [] if promptless else messages,
+            tools,
+            template,
+            chat_template_kwargs,
+            continue_final_message,
         )
         self.template = dict(self._given_template)
         if messages is not None:
@@ -139,12 +150,57 @@ class SessionSpec:
         """
         return cls(client, **{**values, "sampling": sampling, **own_names(found)})
 
+    def sibling(
+        self,
+        *,
+        tools: Sequence[Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        priority: int | None = None,
+        **prompt: Any,
+    ) -> SessionSpec:
+        """Return the spec of another conversation with the same settings.
+
+        Args:
+            tools: those of this spec are not used.
+            chat_template_kwargs: they override those of this spec.
+            priority: None: that of this spec.
+            **prompt: ``prompt``, ``messages`` or ``input_ids``.
+        """
+        if "messages" in prompt:
+            template = {**self._given_template, **(chat_template_kwargs or {})}
+            for name in ("continue_final_message", "tools"):
+                template.pop(name, None)
+            prompt |= {"template": template, "tools": tools}
+            prompt |= {"renderer": self._renderer, "allow_rewrite": self.allow_rewrite}
+        return SessionSpec(
+            self.client,
+            timeout=self.timeout,
+            priority=self.priority if priority is None else priority,
+            sampling=self.sampling,
+            **self.values,
+            **prompt,
+        )
+
+    async def load(self) -> None:
+        """Encode the prompt, or load the tokenizer if there is none."""
+        if self.promptless:
+            await load_tokenizer(self.requests.box)
+        else:
+            await self.ids()
+
     async def ids(self, messages: Sequence[Message] | None = None) -> bytes:
         """Return the token ids of the prompt, int32 bytes. Encode them on the first call.
 
         Args:
             messages: another conversation in place of the prompt.
+
+        Raises:
+            InvalidRequest: there is no prompt, or the chat template rejects it.
         """
+        if self.promptless and messages is None:
+            raise InvalidRequest(
+                "this session has no prompt: give the item 'prompt', 'messages' or 'input_ids'"
+            )
         if messages is not None:
             _, (ids,) = await self.requests.encode_prompts(None, None, messages, self.template)
             await self._find_renderer(messages, ids)
@@ -184,7 +240,7 @@ class SessionSpec:
                 return find_renderer(self._renderer, box, self.template)
             return fitting_renderer(self._renderer, box, self.template, messages, ids)
 
-        self.renderer = await asyncio.get_running_loop().run_in_executor(None, find)
+        self.renderer = await in_thread(find)
         self._searched = True
 
     def prepare(self, values: dict[str, Any]) -> Prepared:

@@ -99,7 +99,7 @@ def test_the_actors_page_runs(tmp_path: Path) -> None:
 
 def test_the_gateway_page_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In this process, whose fork server imports SGLang once for all these tests."""
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/gateway.md").read_text(), re.DOTALL)
+    code, *_ = re.findall(r"```python\n(.*?)```", (ROOT / "docs/gateway.md").read_text(), re.DOTALL)
     script = tmp_path / "example.py"
     script.write_text(code)
     runpy.run_path(str(script))

@@ -1,0 +1,76 @@
+"""A gateway in this process: it answers requests with the engines of a client."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Self
+
+from ..inference.client import Client
+from ..inference.prompts import load_tokenizer
+from ..inference.renderer import template_shows_tools
+from ..inference.threads import in_thread
+from ..sessions.session import Session
+from .app import Endpoints
+from .listening import bound
+from .registry import Registry
+from .server import serving
+from .settings import Settings, names_of
+
+
+class Running:
+    """A running gateway: an async context manager.
+
+    Args:
+        settings: port 0 is any free port.
+
+    Attributes:
+        registry: the open sessions.
+        url: of the gateway.
+    """
+
+    registry: Registry
+    url: str
+
+    def __init__(self, client: Client, settings: Settings) -> None:
+        self._client = client
+        self._settings = settings
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        client, settings = self._client, self._settings
+        # This takes seconds. Without it the first request would.
+        box = client._started().box
+        await load_tokenizer(box)
+        shows_tools = await in_thread(template_shows_tools, box)
+        self.registry = Registry(
+            client, expire_after=settings.expire_after, most=settings.max_sessions
+        )
+        endpoints = Endpoints(client, self.registry, settings, shows_tools)
+        listener = bound(settings.host, settings.port)
+        self.url = settings.url(listener.getsockname()[1])
+        await self._stack.enter_async_context(serving(endpoints.app, settings, listener))
+        # First the running turns end, so that their clients get an answer.
+        self._stack.push_async_callback(self.registry.close)
+        self._stack.callback(endpoints.close)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._stack.aclose()
+
+    @asynccontextmanager
+    async def lend(self, session: Session) -> AsyncIterator[None]:
+        """Let HTTP requests use a session in the block. At its end, their running turns end."""
+        opened = self.registry.add(session)
+        session._address = f"{self.url}/sessions/{opened.id}/v1", opened.key
+        try:
+            yield
+        finally:
+            session._address = None
+            await self.registry.end(opened)
+
+
+def local_gateway(client: Client) -> Running:
+    """Return a gateway for sessions of this process. They end when the process ends them."""
+    return Running(client, Settings(names=names_of(client.model), expire_after=math.inf))
