@@ -13,6 +13,8 @@ from functools import partial
 from hashlib import blake2b
 from typing import Any
 
+import msgspec
+
 from ..core.turn_tree import ROOT
 from ..errors import Closed
 from ..inference.client import Client
@@ -27,6 +29,7 @@ from ..wire.engine import TokenChunk
 from .answers import message_of
 from .dialect import TurnRequest
 
+_encode = msgspec.json.Encoder(order="sorted", enc_hook=str).encode
 _REMEMBERED = 64
 """Answers of a session that a client may ask for again."""
 MOST_TOKENS = 1 << 30
@@ -146,12 +149,13 @@ class Conversations:
         self, request: TurnRequest, first: int, on_tokens: OnTokens
     ) -> list[Completion]:
         if request.messages is None:
-            spec, after, seen, digests = sibling(self._session, request), ROOT, None, []
+            spec, after, seen, digest = sibling(self._session, request), ROOT, None, None
         else:
             seen = check_conversation(request.messages)
-            digests = digests_of(seen, template_of(request))
+            digest = Digest(seen, template_of(request))
             # At least the last message comes after the turn.
-            ends = (self._ends[d] for d in reversed(digests[:-1]) if d in self._ends)
+            known = reversed(digest.beginnings[:-1])
+            ends = (self._ends[one] for one in known if one in self._ends)
             spec, after = next(ends, None) or (sibling(self._session, request), ROOT)
 
         async def sample(number: int) -> Completion:
@@ -163,9 +167,8 @@ class Conversations:
             turn = session._place.last
             self._session._follow(session)
             self._idle[turn] = session
-            if seen is not None:
-                shown = digests_of([*seen, message_of(completion)], template_of(request))
-                self._ends[shown[-1]] = spec, turn
+            if digest is not None:
+                self._ends[digest.with_answer(message_of(completion))] = spec, turn
             return completion
 
         return await gathered([sample(number) for number in range(request.choices)])
@@ -194,19 +197,28 @@ class Conversations:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def digests_of(messages: Sequence[Message], template: Mapping[str, Any]) -> list[bytes]:
-    """Return a digest of each beginning of a conversation.
+class Digest:
+    """Digests of the beginnings of a conversation.
 
-    It depends on what clients of OpenAI's API send back unchanged: not on reasoning, nor on the
+    They depend on what clients of OpenAI's API send back unchanged: not on reasoning, nor on the
     form of the arguments of calls, nor on white space around the content, nor on whether an empty
     content is "" or null.
+
+    Args:
+        template: what decides how the conversation is rendered.
     """
-    state = blake2b(json.dumps(template, sort_keys=True).encode(), digest_size=16)
-    found = []
-    for message in messages:
-        state.update(json.dumps(_seen(message), sort_keys=True).encode())
-        found.append(state.digest())
-    return found
+
+    def __init__(self, messages: Sequence[Message], template: Mapping[str, Any]) -> None:
+        self._state = blake2b(_encode(template), digest_size=16)
+        self.beginnings = [self._add(self._state, message) for message in messages]
+
+    def with_answer(self, message: Message) -> bytes:
+        """Return the digest of the conversation with one more message."""
+        return self._add(self._state.copy(), message)
+
+    def _add(self, state: blake2b, message: Message) -> bytes:
+        state.update(_encode(_seen(message)))
+        return state.digest()
 
 
 def _seen(message: Message) -> Message:

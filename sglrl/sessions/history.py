@@ -131,6 +131,10 @@ class History:
                 best, length = turn, len(known)
         return best
 
+    def message_count(self, turn: int) -> int:
+        """Return the number of messages of the conversation up to the end of a turn."""
+        return len(self._dialogues[turn].messages or ()) + 1
+
     def messages(self, turn: int) -> list[dict[str, Any]] | None:
         """Return the conversation up to the end of a turn, or None without messages."""
         dialogue = self._dialogues[turn]

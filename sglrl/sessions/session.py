@@ -374,7 +374,7 @@ class Session:
             self._place = beginning(Dialogue(new))
             return
         self._place = self._history.after(turn)
-        rest = new[len(self._history.messages(turn) or ()) :]
+        rest = new[self._history.message_count(turn) :]
         if rest:
             self._pending.append(rest)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sglrl.errors import InvalidRequest
 from sglrl.gateway.chat import ChatRequest, parse
-from sglrl.gateway.conversations import digests_of
+from sglrl.gateway.conversations import Digest
 from sglrl.gateway.dialect import TurnRequest
 
 ASK = {"role": "user", "content": "Hi"}
@@ -125,7 +125,7 @@ OURS = {
     ],
 )
 def test_the_same_answer_in_another_form(theirs: dict[str, Any]) -> None:
-    assert digests_of([ASK, theirs], {}) == digests_of([ASK, OURS], {})
+    assert Digest([ASK, theirs], {}).beginnings == Digest([ASK, OURS], {}).beginnings
 
 
 @pytest.mark.parametrize(
@@ -140,16 +140,16 @@ def test_the_same_answer_in_another_form(theirs: dict[str, Any]) -> None:
     ],
 )
 def test_another_answer(theirs: dict[str, Any]) -> None:
-    assert digests_of([ASK, theirs], {})[0] == digests_of([ASK, OURS], {})[0]
-    assert digests_of([ASK, theirs], {})[1] != digests_of([ASK, OURS], {})[1]
+    assert Digest([ASK, theirs], {}).beginnings[0] == Digest([ASK, OURS], {}).beginnings[0]
+    assert Digest([ASK, theirs], {}).beginnings[1] != Digest([ASK, OURS], {}).beginnings[1]
 
 
 def test_other_tools_make_another_conversation() -> None:
-    assert digests_of([ASK], {"tools": None}) != digests_of([ASK], {"tools": [{}]})
+    assert Digest([ASK], {"tools": None}).beginnings != Digest([ASK], {"tools": [{}]}).beginnings
 
 
 @given(st.lists(st.text(max_size=3), min_size=2, max_size=5))
 def test_two_messages_are_not_one(texts: list[str]) -> None:
     several = [{"role": "user", "content": text} for text in texts]
     one = [{"role": "user", "content": "".join(texts)}]
-    assert digests_of(several, {})[-1] != digests_of(one, {})[-1]
+    assert Digest(several, {}).beginnings[-1] != Digest(one, {}).beginnings[-1]

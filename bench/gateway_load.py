@@ -1,0 +1,141 @@
+"""A load on an HTTP server with OpenAI's API, in a process of its own.
+
+``python -m bench.gateway_load '{"url": ...}'`` prints one JSON object. All requests stream, unless
+``turns`` is given.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+import time
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import aiohttp
+import msgspec
+import uvloop
+
+from .load import percentile
+
+_WORDS = [
+    "the",
+    "of",
+    "and",
+    "to",
+    "in",
+    "is",
+    "that",
+    "for",
+    "it",
+    "as",
+    "was",
+    "with",
+    "be",
+    "by",
+    "on",
+    "not",
+    "he",
+    "his",
+    "but",
+    "at",
+    "are",
+    "this",
+]
+
+
+def _text(chance: random.Random, words: int) -> str:
+    return " ".join(chance.choices(_WORDS, k=words))
+
+
+async def _events(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    answer.raise_for_status()
+    async for line in answer.content:
+        if line.startswith(b"data: ") and line != b"data: [DONE]\n":
+            yield line[6:]
+
+
+async def _stream(
+    http: aiohttp.ClientSession, options: Mapping[str, Any], chance: random.Random
+) -> tuple[float, float, int]:
+    """Return the seconds to the first token and to the end, and the number of tokens."""
+    sampling = {"temperature": 1.0, "ignore_eos": True}
+    if options["api"] == "generate":
+        ids = chance.choices(range(10, 400), k=options["words"])
+        body: dict[str, Any] = {
+            "input_ids": ids,
+            "sampling_params": {**sampling, "max_new_tokens": options["new"]},
+            "stream": True,
+        }
+        path = "/generate"
+    else:
+        ask = {"role": "user", "content": _text(chance, options["words"])}
+        body = {**sampling, "model": options["model"], "messages": [ask]}
+        body |= {"max_tokens": options["new"], "stream": True}
+        body |= {"stream_options": {"include_usage": True}}
+        path = "/v1/chat/completions"
+    began, first, last = time.perf_counter(), 0.0, b""
+    async with http.post(options["url"] + path, json=body) as answer:
+        async for event in _events(answer):
+            # The first event of a chat has the role, and no text.
+            if not first and b'"role"' not in event:
+                first = time.perf_counter() - began
+            last = event
+    found = msgspec.json.decode(last)
+    if options["api"] == "generate":
+        tokens = found["meta_info"]["completion_tokens"]
+    else:
+        tokens = found["usage"]["completion_tokens"]
+    return first, time.perf_counter() - began, tokens
+
+
+async def _conversation(
+    http: aiohttp.ClientSession, options: Mapping[str, Any], chance: random.Random
+) -> tuple[float, float, int]:
+    """Run a session of several turns."""
+    began, tokens = time.perf_counter(), 0
+    async with http.post(f"{options['url']}/sessions") as answer:
+        session = await answer.json()
+    messages: list[Any] = []
+    for _ in range(options["turns"]):
+        messages.append({"role": "user", "content": _text(chance, options["words"])})
+        body = {"model": options["model"], "messages": messages, "max_tokens": options["new"]}
+        async with http.post(f"{session['base_url']}/chat/completions", json=body) as answer:
+            answer.raise_for_status()
+            found = msgspec.json.decode(await answer.read())
+        messages.append(found["choices"][0]["message"])
+        tokens += found["usage"]["completion_tokens"]
+    async with http.delete(f"{options['url']}/sessions/{session['id']}") as answer:
+        answer.raise_for_status()
+    return 0.0, time.perf_counter() - began, tokens
+
+
+async def _main(options: Mapping[str, Any]) -> dict[str, Any]:
+    one = _conversation if options.get("turns") else _stream
+    left = list(range(options["requests"]))
+    found: list[tuple[float, float, int]] = []
+    connector = aiohttp.TCPConnector(limit=0)
+    timeout = aiohttp.ClientTimeout(total=options["limit"])
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
+
+        async def work() -> None:
+            while left:
+                found.append(await one(http, options, random.Random(left.pop())))
+
+        began = time.perf_counter()
+        await asyncio.gather(*[work() for _ in range(options["in_flight"])])
+        seconds = time.perf_counter() - began
+    firsts, whole = [row[0] for row in found], [row[1] for row in found]
+    return {
+        "seconds": seconds,
+        "tokens": sum(row[2] for row in found),
+        "first_p50": percentile(firsts, 50),
+        "first_p99": percentile(firsts, 99),
+        "whole_p50": percentile(whole, 50),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(uvloop.run(_main(json.loads(sys.argv[1])))))

@@ -1,0 +1,188 @@
+"""The gateway and SGLang's HTTP server under load, each in its own process. See ``parts``."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import uvloop
+
+import sglrl
+from sglrl.sessions.session import Session
+
+from .cases import Case
+from .parts import ROOT, Note, serve_part
+from .sglang_http import serve as serve_sglang
+from .tool_parts import _TOKENS_OF_QWEN3
+
+_LIMIT_SECONDS = 600
+
+
+def _load(**options: Any) -> Sequence[str]:
+    return [sys.executable, "-m", "bench.gateway_load", json.dumps({**options, "limit": 600})]
+
+
+async def _run_load(**options: Any) -> dict[str, Any]:
+    """Run ``bench.gateway_load``, and return its figures."""
+    process = await asyncio.create_subprocess_exec(
+        *_load(**options), cwd=ROOT, stdout=asyncio.subprocess.PIPE
+    )
+    async with asyncio.timeout(_LIMIT_SECONDS):
+        output, _ = await process.communicate()
+    if process.returncode:
+        raise RuntimeError(f"the load ended with status {process.returncode}")
+    found: dict[str, Any] = json.loads(output)
+    return found
+
+
+# --- CPU time of the gateway ----------------------------------------------------------------------
+
+
+class Direct(sglrl.Actor):
+    """Samples the conversations of ``gateway_load`` without HTTP, as a client of the same pool."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    async def open(self) -> None:
+        self._client = sglrl.connect(self._address)
+        await self._client.__aenter__()
+
+    async def close(self) -> None:
+        await self._client.__aexit__(None, None, None)
+
+    @sglrl.endpoint
+    async def run(self, options: dict[str, Any]) -> float:
+        """Return the CPU seconds of the conversations."""
+        left = list(range(options["requests"]))
+
+        async def work() -> None:
+            while left:
+                left.pop()
+                await self._conversation(options)
+
+        began = time.process_time()
+        await asyncio.gather(*[work() for _ in range(options["in_flight"])])
+        return time.process_time() - began
+
+    async def _conversation(self, options: Mapping[str, Any]) -> None:
+        ask = {"role": "user", "content": " ".join(["word"] * options["words"])}
+        session: Session
+        async with self._client.session(messages=[ask], max_new_tokens=options["new"]) as session:
+            for turn in range(options["turns"]):
+                if turn:
+                    session.observe(ask)
+                completion = await session.generate()
+                # The gateway decodes the text too.
+                assert completion.message.content is not None
+            session.trajectory()
+
+
+def _cost(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
+    return uvloop.run(_cost_main(options, note))
+
+
+async def _cost_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
+    from sglrl.api.tiny_model import make_tokenizer
+
+    turns = options["requests"] * options["turns"]
+    load = {**options, "model": "tiny", "api": "chat"}
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = make_tokenizer(Path(folder), 512)
+        tokenizer.add_tokens(_TOKENS_OF_QWEN3.split())
+        tokenizer.save_pretrained(folder)
+        note("starting")
+        async with (
+            sglrl.launch(folder, engine="fake", vocab_size=len(tokenizer)) as client,
+            sglrl.serve(client, name="tiny") as gateway,
+            sglrl.spawn(Direct, client.address) as direct,
+        ):
+            (worker,) = gateway._process.workers
+            process = psutil.Process(worker.pid)
+
+            def seconds() -> float:
+                times = process.cpu_times()
+                return float(times.user + times.system)
+
+            small = {**load, "requests": 20}
+            await _run_load(url=gateway.url, **small)
+            await direct.run(small)
+            rows = []
+            for repetition in range(options["repeats"]):
+                note(f"repetition {repetition + 1} of {options['repeats']}")
+                before, driver = seconds(), time.process_time()
+                found = await _run_load(url=gateway.url, **load)
+                rows.append(
+                    {
+                        "gateway_us": (seconds() - before) / turns * 1e6,
+                        "driver_us": (time.process_time() - driver) / turns * 1e6,
+                        "direct_us": await direct.run(load) / turns * 1e6,
+                        "turns_per_s": turns / found["seconds"],
+                    }
+                )
+    return {"rows": rows}
+
+
+# --- beside SGLang's server -----------------------------------------------------------------------
+
+
+def _sglrl(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
+    return uvloop.run(_sglrl_main(options, note))
+
+
+async def _sglrl_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
+    case = Case(*options["case"])
+    note("starting")
+    async with (
+        sglrl.launch(
+            options["model"], device=case.device, dtype=case.dtype, **options["arguments"]
+        ) as client,
+        sglrl.serve(client, name="bench") as gateway,
+    ):
+        return await _loads(gateway.url, case, options, note)
+
+
+def _sglang(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
+    from . import sglang_cpu
+
+    case = Case(*options["case"])
+    note("starting")
+    arguments = {
+        "model_path": options["model"],
+        "served_model_name": "bench",
+        "device": case.device,
+        "dtype": case.dtype,
+        "log_level": "warning",
+        **sglang_cpu.arguments(case.device),
+        **options["arguments"],
+    }
+    with serve_sglang(arguments) as port:
+        return uvloop.run(_loads(f"http://127.0.0.1:{port}", case, options, note))
+
+
+async def _loads(
+    url: str, case: Case, options: Mapping[str, Any], note: Note
+) -> dict[str, dict[str, Any]]:
+    """Return the figures by API and number of requests in flight."""
+    rows: dict[str, dict[str, Any]] = {}
+    for api in options["apis"]:
+        rows[api] = {}
+        for in_flight in options["in_flight"]:
+            note(f"{api}, {in_flight} in flight")
+            load = {"url": url, "api": api, "model": "bench", "in_flight": in_flight}
+            load |= {"words": case.prompt, "new": case.new}
+            await _run_load(**load, requests=in_flight)
+            requests = max(8, min(4 * in_flight, case.requests))
+            rows[api][str(in_flight)] = await _run_load(**load, requests=requests)
+    return rows
+
+
+if __name__ == "__main__":
+    serve_part({"cost": _cost, "sglrl": _sglrl, "sglang": _sglang})
