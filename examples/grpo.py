@@ -38,6 +38,7 @@ def train(model, optimizer, groups):
     """Take two steps over one batch. The second step is slightly off-policy, hence the clip."""
     batch = stack(t for group in groups for t in group.trajectories)
     advantages = torch.cat([group_advantages(group.rewards) for group in groups])
+    advantages = advantages[batch["sample"]]  # a row for each branch
     for _ in range(2):
         attention = batch["attention_mask"].long()
         logits = model(input_ids=batch["input_ids"], attention_mask=attention).logits
