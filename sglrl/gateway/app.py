@@ -30,12 +30,14 @@ from .conversations import Turn, sample_alone
 from .dialect import Answer, Dialect, encode, openai_error
 from .errors import RETRY_SECONDS, HttpError, error_of
 from .registry import KEY_PREFIX, OpenSession, Registry
+from .responses import RESPONSES
 from .settings import Settings
+from .store import continued
 from .streamed_text import StreamedText
 
 _T = TypeVar("_T")
 
-DIALECTS: Sequence[Dialect] = (CHAT,)
+DIALECTS: Sequence[Dialect] = (CHAT, RESPONSES)
 
 
 def error_response(error: HttpError, body: Any = openai_error) -> Response:
@@ -133,7 +135,8 @@ class Endpoints:
         parsed = dialect.parse(body)
         if session is None:
             self._known(parsed.model)
-        wanted = parsed.turns()
+        store = None if session is None else session.store
+        wanted = [continued(one, store) for one in parsed.turns()]
         if any(one.tools for one in wanted) and not self.shows_tools:
             raise InvalidRequest("the chat template of this model shows no tools: omit tools")
         call_ids = f"call_{secrets.token_hex(4)}_" if session is None else ""
@@ -146,6 +149,7 @@ class Endpoints:
             digest = blake2b(dialect.path.encode() + body, digest_size=16).digest()
             keeps = self.settings.keep_disconnected
             turn = session.conversations.sample(wanted, digest, again, keeps, text.add)
+            turn.task.add_done_callback(partial(session.store.add, wanted))
         turn.task.add_done_callback(text.end)
         self._turns.add(turn)
         turn.task.add_done_callback(lambda task: self._turns.discard(turn))

@@ -168,7 +168,7 @@ def usage_of(completions: Sequence[Completion]) -> dict[str, Any]:
     }
 
 
-def _logprobs_of(completion: Completion, start: int, stop: int) -> dict[str, Any]:
+def logprobs_of(completion: Completion, start: int, stop: int) -> dict[str, Any]:
     """Return the logprobs of the tokens ``start`` to ``stop``."""
     assert completion.logprobs is not None
     ids, values = completion.output_ids.tolist(), completion.logprobs.tolist()
@@ -221,7 +221,7 @@ class ChatAnswer(msgspec.Struct, frozen=True):
                 "weight_versions": weight_versions(completion),
             }
             if self.request.logprobs:
-                choice["logprobs"] = _logprobs_of(completion, 0, len(completion.output_ids))
+                choice["logprobs"] = logprobs_of(completion, 0, len(completion.output_ids))
             if self.request.return_token_ids:
                 choice["token_ids"] = completion.output_ids.tolist()
             choices.append(choice)
@@ -269,7 +269,7 @@ class ChatAnswer(msgspec.Struct, frozen=True):
             delta["tool_calls"] = [{"index": at, **call} for at, call in calls]
         extra: dict[str, Any] = {"weight_versions": weight_versions(completion)}
         if self.request.logprobs:
-            extra["logprobs"] = _logprobs_of(completion, 0, len(completion.output_ids))
+            extra["logprobs"] = logprobs_of(completion, 0, len(completion.output_ids))
         if self.request.return_token_ids:
             extra["token_ids"] = completion.output_ids.tolist()
             extra["prompt_token_ids"] = completion.prompt_ids.tolist()

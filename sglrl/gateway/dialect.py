@@ -25,6 +25,20 @@ _decode = msgspec.json.Decoder(dict[str, Any]).decode
 MOST_CHOICES: Final = 128
 
 
+class Stored(msgspec.Struct, frozen=True, kw_only=True):
+    """How the conversation of a request is stored. See ``store.py``.
+
+    Attributes:
+        id: of the answer. "": it is not stored.
+        previous: id of an answer whose conversation comes before the messages. "": none does.
+        unstored: number of messages at the beginning that belong to this request alone.
+    """
+
+    id: str = ""
+    previous: str = ""
+    unstored: int = 0
+
+
 class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What a request asks of the engines.
 
@@ -38,6 +52,7 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
         tool_choice, top_logprobs: as in ``Session.generate``.
         tools, chat_template_kwargs: as in ``Client.session``.
         priority: as in ``Client.generate``.
+        stored: how the conversation is stored. There is one choice then.
     """
 
     messages: Sequence[Message] | None = None
@@ -50,6 +65,7 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
     tools: Sequence[Any] | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
     priority: int = 0
+    stored: Stored = Stored()
 
 
 class Answer(Protocol):

@@ -13,6 +13,7 @@ from ..inference.client import Client
 from ..sessions.session import Session
 from ..sessions.session_spec import SessionSpec
 from .conversations import Conversations
+from .store import Store
 
 logger = logging.getLogger("sglrl.gateway")
 
@@ -30,9 +31,10 @@ class OpenSession:
         key: selects it, as the API key of a request.
         used: time of its last request, on the loop's clock.
         requests: number of requests that are running.
+        store: the conversations that requests may continue by id.
     """
 
-    __slots__ = ("conversations", "id", "key", "requests", "used")
+    __slots__ = ("conversations", "id", "key", "requests", "store", "used")
 
     def __init__(self, conversations: Conversations, used: float) -> None:
         self.id = secrets.token_urlsafe(12)
@@ -40,6 +42,7 @@ class OpenSession:
         self.conversations = conversations
         self.used = used
         self.requests = 0
+        self.store = Store()
 
 
 class Registry:

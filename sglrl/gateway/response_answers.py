@@ -1,0 +1,278 @@
+"""The answers of OpenAI's Responses API, whole and as events.
+
+https://platform.openai.com/docs/api-reference/responses/object
+https://platform.openai.com/docs/api-reference/responses-streaming
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from ..inference.completion import Completion
+from .answers import message_of, token_counts, unsent, weight_versions
+from .chat import logprobs_of
+from .dialect import Message, Part, event
+from .errors import HttpError
+
+Item = dict[str, Any]
+_PARTS: Final[tuple[Part, ...]] = ("reasoning_content", "content")
+_TEXT: Final[dict[Part, str]] = {"reasoning_content": "reasoning", "content": "output"}
+"""Begins the names of events with text of a part."""
+_BLOCK: Final = 64
+"""Tokens that are decoded together."""
+_FRAME: Final = 64
+"""Most characters of a format before reasoning."""
+
+
+class ResponsesAnswer:
+    """See ``Answer``. It makes one stream at most.
+
+    Args:
+        head: the fields of the answer that are known before it is sampled.
+        logprobs: add those of all tokens to the message.
+        token_ids: add those of the prompt and the turn.
+        call_ids: begins the ids of calls. Those of a session are different anyway.
+    """
+
+    def __init__(
+        self, head: Mapping[str, Any], *, logprobs: bool, token_ids: bool, call_ids: str
+    ) -> None:
+        self._head = head
+        self._logprobs = logprobs
+        self._token_ids = token_ids
+        self._call_ids = call_ids
+        self._ids = str(head["id"]).partition("_")[2]
+        """Part of the ids of items."""
+        self._events = 0
+        self._items = 0
+        """Number of items that were closed."""
+        self._open: Part | None = None
+        """The part that the last item is, while it is open."""
+        self._text = ""
+        """Of the open item."""
+        self._closed: set[Part] = set()
+
+    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        """Return an object of type "response"."""
+        (completion,) = completions
+        return self._whole(completion, self._output(completion))
+
+    # --- events -----------------------------------------------------------------------------------
+
+    def begin(self) -> bytes:
+        response = self._response("in_progress", [])
+        return b"".join(
+            self._event(name, response=response)
+            for name in ("response.created", "response.in_progress")
+        )
+
+    def text(self, index: int, part: Part, added: str) -> bytes:
+        return self._begin_part(part) + self._delta(part, added)
+
+    def end(self, completions: Sequence[Completion], sent: Sequence[Mapping[Part, str]]) -> bytes:
+        (completion,) = completions
+        message, output = message_of(completion, self._call_ids), self._output(completion)
+        events = []
+        for item in output:
+            if item["type"] == "function_call":
+                events.append(self._call_events(item))
+                continue
+            part: Part = "content" if item["type"] == "message" else "reasoning_content"
+            if part in self._closed:
+                continue
+            events.append(self._begin_part(part))
+            if rest := unsent(message, part, sent[0]):
+                events.append(self._delta(part, rest))
+            events.append(self._close(item))
+        whole = self._whole(completion, output)
+        events.append(self._event(f"response.{whole['status']}", response=whole))
+        return b"".join(events)
+
+    def failed(self, error: HttpError) -> bytes:
+        code = "rate_limit_exceeded" if error.status == 429 else "server_error"
+        if error.status < 429:
+            code = "invalid_prompt"
+        failure = {"code": code, "message": str(error)}
+        return self._event("response.failed", response=self._response("failed", [], failure))
+
+    def _event(self, name: str, /, **content: Any) -> bytes:
+        number = self._events
+        self._events += 1
+        return event({"type": name, "sequence_number": number, **content}, name)
+
+    def _begin_part(self, part: Part) -> bytes:
+        """Begin the item of a part, unless it is open."""
+        if part == self._open:
+            return b""
+        events = self._close(self._text_item(self._open, self._text)) if self._open else b""
+        self._open, self._text = part, ""
+        item = self._text_item(part, "", "in_progress")
+        (content,) = item["content"]
+        events += self._event(
+            "response.output_item.added",
+            output_index=self._items,
+            item={**item, "content": []},
+        )
+        return events + self._event("response.content_part.added", **self._at(item), part=content)
+
+    def _delta(self, part: Part, added: str) -> bytes:
+        self._text += added
+        at = self._at(self._text_item(part, ""))
+        logprobs: dict[str, Any] = {"logprobs": []} if part == "content" else {}
+        return self._event(f"response.{_TEXT[part]}_text.delta", **at, delta=added, **logprobs)
+
+    def _close(self, item: Item) -> bytes:
+        """End the open item."""
+        part, self._open = self._open, None
+        assert part is not None
+        self._closed.add(part)
+        (content,) = item["content"]
+        at = self._at(item)
+        logprobs = {"logprobs": content["logprobs"]} if part == "content" else {}
+        name = f"response.{_TEXT[part]}_text.done"
+        events = self._event(name, **at, text=content["text"], **logprobs)
+        events += self._event("response.content_part.done", **at, part=content)
+        return events + self._item_done(item)
+
+    def _call_events(self, item: Item) -> bytes:
+        at = {"item_id": item["id"], "output_index": self._items}
+        begun = {**item, "arguments": "", "status": "in_progress"}
+        arguments, name = item["arguments"], "response.function_call_arguments"
+        events = self._event("response.output_item.added", output_index=self._items, item=begun)
+        events += self._event(f"{name}.delta", **at, delta=arguments)
+        events += self._event(f"{name}.done", **at, name=item["name"], arguments=arguments)
+        return events + self._item_done(item)
+
+    def _item_done(self, item: Item) -> bytes:
+        self._items += 1
+        return self._event("response.output_item.done", output_index=self._items - 1, item=item)
+
+    def _at(self, item: Item) -> dict[str, Any]:
+        return {"item_id": item["id"], "output_index": self._items, "content_index": 0}
+
+    # --- parts of answers -------------------------------------------------------------------------
+
+    def _response(self, status: str, output: list[Item], error: Any = None) -> dict[str, Any]:
+        return {
+            **self._head,
+            "status": status,
+            "background": False,
+            "error": error,
+            "incomplete_details": None,
+            "max_tool_calls": None,
+            "output": output,
+            "usage": None,
+        }
+
+    def _whole(self, completion: Completion, output: list[Item]) -> dict[str, Any]:
+        found = self._response("completed", output)
+        if _is_cut(completion):
+            found["status"] = "incomplete"
+            found["incomplete_details"] = {"reason": "max_output_tokens"}
+        else:
+            found["completed_at"] = int(time.time())
+        found["usage"] = _usage_of(completion, message_of(completion))
+        found["weight_versions"] = weight_versions(completion)
+        if self._token_ids:
+            found["token_ids"] = completion.output_ids.tolist()
+            found["prompt_token_ids"] = completion.prompt_ids.tolist()
+        return found
+
+    def _output(self, completion: Completion) -> list[Item]:
+        """Return the items of an answer: there is always a message, or a call."""
+        message = message_of(completion, self._call_ids)
+        calls, content = message.get("tool_calls") or (), message["content"] or ""
+        found = []
+        if reasoning := message.get("reasoning_content"):
+            found.append(self._text_item("reasoning_content", reasoning))
+        if content or not calls:
+            status = "incomplete" if _is_cut(completion) and not calls else "completed"
+            logprobs = _logprobs_of(completion) if self._logprobs else []
+            found.append(self._text_item("content", content, status, logprobs))
+        found += [
+            {
+                "id": f"fc_{self._ids}_{index}",
+                "type": "function_call",
+                "status": "completed",
+                "call_id": call["id"],
+                "name": call["function"]["name"],
+                "arguments": call["function"]["arguments"],
+            }
+            for index, call in enumerate(calls)
+        ]
+        return found
+
+    def _text_item(
+        self, part: Part, text: str, status: str = "completed", logprobs: Sequence[Any] = ()
+    ) -> Item:
+        if part == "reasoning_content":
+            return {
+                "id": f"rs_{self._ids}",
+                "type": "reasoning",
+                "status": status,
+                "summary": [],
+                "content": [{"type": "reasoning_text", "text": text}],
+            }
+        content = {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+        return {
+            "id": f"msg_{self._ids}",
+            "type": "message",
+            "status": status,
+            "role": "assistant",
+            "content": [content],
+        }
+
+
+def _is_cut(completion: Completion) -> bool:
+    return completion.finish_reason == "length"
+
+
+def _logprobs_of(completion: Completion) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = logprobs_of(completion, 0, len(completion.output_ids))["content"]
+    for token in found:
+        for one in (token, *token["top_logprobs"]):
+            # This API knows no null here.
+            one["bytes"] = one["bytes"] or []
+    return found
+
+
+def _usage_of(completion: Completion, message: Message) -> dict[str, Any]:
+    prompt, sampled, cached = token_counts([completion])
+    reasoning = tokens_until(completion, (message.get("reasoning_content") or "").strip())
+    return {
+        "input_tokens": prompt,
+        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+        "output_tokens": sampled,
+        "output_tokens_details": {"reasoning_tokens": reasoning},
+        "total_tokens": prompt + sampled,
+    }
+
+
+def tokens_until(completion: Completion, text: str) -> int:
+    """Return how many tokens a turn has up to the end of the text with which it begins.
+
+    Only these tokens are decoded, once each.
+
+    Args:
+        text: the format may add up to ``_FRAME`` characters before it. "": the result is 0.
+
+    Returns:
+        0 if the turn does not begin with the text.
+    """
+    ids = completion.output_ids.tolist()
+    before, start = "", 0
+    while text and start < len(ids) and len(before) <= len(text) + _FRAME:
+        stop = start + _BLOCK
+        while (block := completion._decode(ids[start:stop], False)).endswith("\ufffd"):
+            if stop >= len(ids):
+                break
+            stop += 1  # the rest of a character
+        if len(before) + len(block) >= len(text) and text in before + block:
+            for end in range(start + 1, stop):
+                if text in before + completion._decode(ids[start:end], False):
+                    return end
+            return stop
+        before, start = before + block, stop
+    return 0

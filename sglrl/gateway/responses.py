@@ -1,0 +1,220 @@
+"""OpenAI's Responses API: requests, without I/O. See ``response_answers`` for the answers.
+
+https://platform.openai.com/docs/api-reference/responses
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+
+from ..errors import InvalidRequest
+from .dialect import (
+    Dialect,
+    Message,
+    SamplingFields,
+    Stored,
+    TurnRequest,
+    check_limit,
+    decode_body,
+    openai_error,
+)
+from .response_answers import ResponsesAnswer
+from .response_items import check_fields, choice_of, messages_of, tools_of
+
+_IGNORED: Final = (
+    "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier",
+    "service_tier", "user",
+)  # fmt: skip
+"""Fields that do not change the answer."""
+_NOTHING: Final[dict[str, Any]] = {"truncation": (None, "disabled")}
+_INSTEAD: Final = {
+    "conversation": "previous_response_id",
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "response_format": "text.format",
+}
+_LOGPROBS: Final = "message.output_text.logprobs"
+_INCLUDES: Final = (_LOGPROBS, "reasoning.encrypted_content")
+_EFFORTS: Final = (None, "none", "minimal", "low", "medium", "high", "xhigh", "max")
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """``stream_options``."""
+
+    include_obfuscation: bool = False
+
+
+class ResponsesRequest(SamplingFields, frozen=True, kw_only=True):
+    """The fields of a request."""
+
+    input: str | list[dict[str, Any]] | None = None
+    model: str = ""
+    include: list[str] | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    metadata: dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    previous_response_id: str | None = None
+    reasoning: dict[str, Any] | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    text: dict[str, Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    top_logprobs: int | None = None
+
+
+class ResponsesBody(msgspec.Struct, frozen=True):
+    """The body of a request. See ``Body``.
+
+    Attributes:
+        id: of its answer, under which the conversation is stored.
+        created: seconds since 1970.
+    """
+
+    fields: ResponsesRequest
+    id: str
+    created: int
+
+    @property
+    def model(self) -> str:
+        return self.fields.model
+
+    def turns(self) -> list[TurnRequest]:
+        given = self.fields
+        _check_includes(given)
+        _check_reasoning(given.reasoning or {})
+        messages = messages_of(given.input or [])
+        if not messages and not given.previous_response_id:
+            raise InvalidRequest("the field 'input' is missing or empty")
+        first: list[Message] = []
+        if given.instructions:
+            first.append({"role": "system", "content": given.instructions})
+        tools, choice = tools_of(given.tools), choice_of(given.tool_choice)
+        if given.tool_choice == "none":
+            tools = []
+        if given.parallel_tool_calls is False and tools and not isinstance(choice, Mapping):
+            raise InvalidRequest(
+                "parallel_tool_calls=false is not supported; tool_choice with the name of a tool "
+                "makes a single call"
+            )
+        limit = check_limit("max_output_tokens", given.max_output_tokens)
+        made = TurnRequest(
+            messages=[*first, *messages],
+            stream=bool(given.stream),
+            sampling={**given.given_sampling(), **limit, **_grammar(given.text or {})},
+            tool_choice=choice,
+            top_logprobs=given.top_logprobs or 0,
+            tools=tools or None,
+            chat_template_kwargs=given.chat_template_kwargs or None,
+            priority=given.priority or 0,
+            stored=Stored(
+                id="" if given.store is False else self.id,
+                previous=given.previous_response_id or "",
+                unstored=len(first),
+            ),
+        )
+        return [made]
+
+    def answer(self, model: str, call_ids: str) -> ResponsesAnswer:
+        given = self.fields
+        shown = {
+            "instructions": given.instructions,
+            "max_output_tokens": given.max_output_tokens,
+            "metadata": given.metadata or {},
+            "parallel_tool_calls": given.parallel_tool_calls is not False,
+            "previous_response_id": given.previous_response_id,
+            "reasoning": {"effort": None, "summary": None, **(given.reasoning or {})},
+            "temperature": 1.0 if given.temperature is None else given.temperature,
+            "text": {"format": {"type": "text"}, **(given.text or {})},
+            "tool_choice": given.tool_choice or "auto",
+            "tools": given.tools or [],
+            "top_logprobs": given.top_logprobs or 0,
+            "top_p": 1.0 if given.top_p is None else given.top_p,
+            "truncation": "disabled",
+        }
+        head = {"id": self.id, "object": "response", "created_at": self.created, "model": model}
+        return ResponsesAnswer(
+            {**head, **shown},
+            logprobs=_LOGPROBS in (given.include or ()),
+            token_ids=bool(given.return_token_ids),
+            call_ids=call_ids,
+        )
+
+
+def parse(body: bytes) -> ResponsesBody:
+    """Parse the body of a request.
+
+    Raises:
+        InvalidRequest: it is not JSON, a field has a wrong type, or a field asks for something that
+            is not supported.
+    """
+    fields = decode_body(
+        body, ResponsesRequest, ignored=_IGNORED, nothing=_NOTHING, instead=_INSTEAD
+    )
+    return ResponsesBody(fields, f"resp_{secrets.token_hex(24)}", int(time.time()))
+
+
+def _check_includes(given: ResponsesRequest) -> None:
+    for name in given.include or ():
+        if name not in _INCLUDES:
+            known = ", ".join(map(repr, _INCLUDES))
+            raise InvalidRequest(f"include has {name!r:.99}, and supported are {known}")
+    if given.top_logprobs and _LOGPROBS not in (given.include or ()):
+        raise InvalidRequest(f"top_logprobs needs include={[_LOGPROBS]}")
+
+
+def _check_reasoning(given: Mapping[str, Any]) -> None:
+    """Accept an effort, which changes nothing, and the summary of OpenAI's choice, which is none.
+
+    How much a model reasons is decided by its chat template, see ``chat_template_kwargs``.
+    """
+    check_fields(given, ("effort", "summary"), "reasoning")
+    if given.get("effort") not in _EFFORTS:
+        known = ", ".join(map(repr, _EFFORTS[1:]))
+        raise InvalidRequest(
+            f"reasoning.effort must be one of {known}, got {given['effort']!r:.99}"
+        )
+    if given.get("summary") not in (None, "auto"):
+        raise InvalidRequest(
+            "reasoning.summary is not supported: answers have the whole reasoning, as text"
+        )
+
+
+def _grammar(text: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the grammar of ``text.format``."""
+    check_fields(text, ("format", "verbosity"), "text")
+    if text.get("verbosity") not in (None, "medium"):
+        raise InvalidRequest(
+            f"text.verbosity={text['verbosity']!r:.99} is not supported; clients that send it for "
+            "models of OpenAI do not for other names"
+        )
+    form = text.get("format")
+    if form is None:
+        return {}
+    if not isinstance(form, Mapping):
+        raise InvalidRequest(f"text.format must be an object, got {form!r:.99}")
+    check_fields(form, ("type", "name", "description", "schema", "strict"), "text.format")
+    match form.get("type"):
+        case "text":
+            return {}
+        case "json_object":
+            return {"json_schema": {"type": "object"}}
+        case "json_schema":
+            if not isinstance(form.get("schema"), Mapping):
+                raise InvalidRequest("text.format.schema is missing, or is not an object")
+            return {"json_schema": form["schema"]}
+    raise InvalidRequest(
+        "text.format.type must be one of 'text', 'json_object', 'json_schema', got "
+        f"{form.get('type')!r:.99}"
+    )
+
+
+RESPONSES: Final = Dialect("/v1/responses", parse, openai_error)
