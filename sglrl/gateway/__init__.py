@@ -3,6 +3,8 @@
 Every call of an agent becomes part of a token-exact trajectory.
 
 * ``chat``: OpenAI's chat completions: requests, answers and errors, without I/O;
+* ``responses``, ``response_items``, ``response_answers``: the same for OpenAI's Responses API;
+* ``store``: the conversations that a request of this API may continue by id;
 * ``conversations``: the calls of one agent as a tree of turns;
 * ``registry``: the open sessions, their keys and their ends;
 * ``app``: routes, keys, limits;

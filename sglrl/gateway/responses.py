@@ -193,8 +193,8 @@ def _grammar(text: Mapping[str, Any]) -> dict[str, Any]:
     check_fields(text, ("format", "verbosity"), "text")
     if text.get("verbosity") not in (None, "medium"):
         raise InvalidRequest(
-            f"text.verbosity={text['verbosity']!r:.99} is not supported; clients that send it for "
-            "models of OpenAI do not for other names"
+            f"text.verbosity must be 'medium', got {text['verbosity']!r:.99}; openai-agents sends "
+            "another value only if the model has a name of OpenAI's"
         )
     form = text.get("format")
     if form is None:

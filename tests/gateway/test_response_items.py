@@ -90,7 +90,7 @@ def test_tools_have_the_form_of_chat_completions() -> None:
         ({"truncation": "auto"}, "'truncation' is not supported"),
         ({"top_logprobs": 2}, "top_logprobs needs include=['message.output_text.logprobs']"),
         ({"include": ["file_search_call.results"]}, "include has 'file_search_call.results'"),
-        ({"text": {"verbosity": "low"}}, "text.verbosity='low' is not supported"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity must be 'medium', got 'low'"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type must be one of"),
         ({"text": {"format": "text"}}, "text.format must be an object"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema is missing"),

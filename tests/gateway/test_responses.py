@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import random
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 import pytest_asyncio
 
 import sglrl
+from sglrl.gateway.responses import ResponsesRequest
 from sglrl.gateway.serving import Gateway, serve
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -185,6 +188,36 @@ async def test_errors(gateway: Gateway) -> None:
         broken = await http.post("/v1/responses", content=b"{")
         assert broken.status_code == 400
         assert "not a JSON object" in broken.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("seed", range(2))
+async def test_hostile_requests(gateway: Gateway, seed: int) -> None:
+    """Each gets an answer that says what is wrong, and none is an internal error."""
+    chance = random.Random(seed)
+    odd: list[Any] = [
+        None, True, False, 0, -1, 3, 10**30, 1.5, "", "x", "\ud800", "\x00", [], {}, [[]], [{}],
+        ["x"], [{"role": "user", "content": "\x00"}], [{"role": "user", "content": [{}]}],
+        {"a": {"b": []}},
+        [{"type": "reasoning", "content": [{"type": "reasoning_text", "text": 3}]}], "required",
+        [{"type": "function_call", "call_id": "x", "name": "f", "arguments": "["}], "a" * 5000,
+        [{"type": "function", "name": "f", "parameters": 5}], {"type": "function", "name": "f"},
+        {"format": {"type": "json_schema", "schema": {"type": "nothing"}}}, LOGPROBS, "resp_1",
+    ]  # fmt: skip
+    seen = set()
+    async with gateway.session() as session, httpx.AsyncClient(timeout=60) as http:
+        http.headers["authorization"] = f"Bearer {session.api_key}"
+        for _ in range(300):
+            fields = {**VALUES, "input": "Hi", "max_output_tokens": 2}
+            for name in chance.sample(ResponsesRequest.__struct_fields__, chance.randint(1, 3)):
+                fields[name] = chance.choice(odd)
+            body = json.dumps(fields)
+            answer = await http.post(f"{gateway.url}/v1/responses", content=body)
+            seen.add(answer.status_code)
+            assert answer.status_code in (200, 400), (body, answer.text)
+            if answer.status_code == 400:
+                assert answer.json()["error"]["message"]
+                assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert seen == {200, 400}
 
 
 async def test_a_stream_whose_session_ends(gateway: Gateway) -> None:
