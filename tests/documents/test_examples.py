@@ -33,6 +33,7 @@ CASES: dict[str, tuple[tuple[Any, ...], int, str]] = {
     "llm_judge": ((2,), 2, r"What is \d \+ \d\?( [01]\.\d\d){4}"),
     "jsonl_evaluation": (("fake",), 8, r"\d\+\d= \d of 8 samples pass|pass@[1248]: [01]\.\d\d"),
     "trl_grpo": ((2,), 2, r"reward 0\.\d\d"),
+    "openai_agent": ((2,), 2, r"step \d: reward 0\.\d\d"),
     "torchrl_collector": ((2,), 2, r"step \d: reward 0\.\d\d"),
 }
 """By name: the arguments of ``main``, the number of lines, and a pattern of a line."""
