@@ -21,6 +21,7 @@ from ..config import install
 from ..errors import InvalidRequest
 from .message import AssistantMessage, ToolCall
 from .prompts import Message
+from .template_variables import read_arguments
 from .tokens import TokenizerBox
 
 logger = logging.getLogger("sglrl.renderer")
@@ -238,7 +239,8 @@ def find_renderer(
         InvalidRequest: there is no renderer of this name, it does not fit the tokenizer, or the
             package is not installed.
     """
-    options = {k: v for k, v in template.items() if k not in ("tools", "continue_final_message")}
+    options = read_arguments(_template_text(box, template), template)
+    options = {k: v for k, v in options.items() if k not in ("tools", "continue_final_message")}
     known = _known.setdefault(box, {})
     key = repr((name, options))
     if key not in known:
@@ -273,10 +275,14 @@ def fitting_renderer(
     return None
 
 
+def _template_text(box: TokenizerBox, template: Mapping[str, Any]) -> str:
+    return str(template.get("chat_template") or getattr(box.tokenizer, "chat_template", None) or "")
+
+
 def _search(name: str | None, box: TokenizerBox, template: Mapping[str, Any]) -> Renderer | None:
     if name == TEMPLATE:
         return None
-    text = str(template.get("chat_template") or getattr(box.tokenizer, "chat_template", None) or "")
+    text = _template_text(box, template)
     if name is None and not any(sign in text for sign in _SIGNS):
         return None
     try:

@@ -104,6 +104,16 @@ def test_it_is_found(family: Family, renderer: Renderer) -> None:
     assert renderer.name in family.renderers
 
 
+def test_arguments_that_the_template_does_not_read(
+    box: TokenizerBox, options: dict[str, Any], renderer: Renderer
+) -> None:
+    """Clients send arguments for other models. They do not matter."""
+    given = {**options, "tools": TOOLS, "thinking": True, "verbosity": "low"}
+    found = find_renderer(None, box, given)
+    assert found is not None
+    assert found.name == renderer.name
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_the_next_turn(
     family: Family, box: TokenizerBox, renderer: Renderer, options: dict[str, Any], seed: int
