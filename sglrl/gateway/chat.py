@@ -87,6 +87,8 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
 
     def turns(self) -> list[TurnRequest]:
         if self.top_logprobs and not self.logprobs:
@@ -100,7 +102,7 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
             tool_choice=self._tool_choice(),
             top_logprobs=self.top_logprobs or 0,
             tools=shown or None,
-            chat_template_kwargs=self.chat_template_kwargs or None,
+            chat_template_kwargs=self._template() or None,
             priority=self.priority or 0,
         )
         return [made]
@@ -108,6 +110,18 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     def answer(self, model: str, call_ids: str) -> ChatAnswer:
         made = f"chatcmpl-{secrets.token_hex(12)}", int(time.time())
         return ChatAnswer(*made, model, self, call_ids)
+
+    def _template(self) -> dict[str, Any]:
+        """Return the arguments of the chat template."""
+        found: dict[str, Any] = {}
+        if self.reasoning_effort is not None:
+            # As SGLang: serving_chat.py and protocol.py of srt/entrypoints/openai.
+            thinks = self.reasoning_effort != "none"
+            found = {"reasoning_effort": self.reasoning_effort}
+            found |= {"enable_thinking": thinks, "thinking": thinks}
+        if self.verbosity is not None:
+            found["verbosity"] = self.verbosity
+        return found | (self.chat_template_kwargs or {})
 
     def _limit(self) -> dict[str, int]:
         old = check_limit("max_tokens", self.max_tokens)

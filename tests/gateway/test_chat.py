@@ -43,6 +43,21 @@ def test_names_of_openai_become_ours() -> None:
     assert parsed(response_format=form).sampling["json_schema"] == schema
 
 
+def test_arguments_of_the_chat_template() -> None:
+    def template(**fields: Any) -> Any:
+        return parsed(**fields).chat_template_kwargs
+
+    assert template() is None
+    assert template(reasoning_effort=None, verbosity=None, chat_template_kwargs={}) is None
+    assert template(verbosity="low") == {"verbosity": "low"}
+    none = {"reasoning_effort": "none", "enable_thinking": False, "thinking": False}
+    assert template(reasoning_effort="none") == none
+    high = {"reasoning_effort": "high", "enable_thinking": True, "thinking": True}
+    assert template(reasoning_effort="high") == high
+    own = {"enable_thinking": False, "a": 1}
+    assert template(reasoning_effort="high", chat_template_kwargs=own) == {**high, **own}
+
+
 def test_tools_are_hidden_if_none_may_be_called() -> None:
     tools = [{"type": "function", "function": {"name": "add"}}]
     assert parsed(tools=tools).tools == tools
