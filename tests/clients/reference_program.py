@@ -1,0 +1,127 @@
+"""Make a model, and compute what its engine should sample with: logprobs by transformers.
+
+It runs in the environment that has torch, SGLang's grammars and the chat templates: the
+environments of the client libraries have none of them. It takes the folder of the model. On each
+line of stdin is a JSON object with one conversation (``Asked``). It answers with a line: the
+logprobs of the sampled tokens of each turn, or the text of an error.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import xgrammar
+from engine.reference import Reference
+from sessions.families import FAMILIES, family_tokenizer
+
+from sglrl.api.tiny_model import make_model
+from sglrl.gateway.app import DIALECTS
+from sglrl.gateway.dialect import TurnRequest
+from sglrl.inference.renderer import find_renderer
+from sglrl.inference.tokens import TokenizerBox
+from sglrl.inference.tool_choice import call_grammar
+
+CONTEXT = 32_768
+"""The prompts of agents are long, and have about one token for each character."""
+
+
+class AskedTurn(msgspec.Struct, frozen=True):
+    """One turn: ``ids[start:stop]`` of its conversation, and the request that it answers."""
+
+    start: int
+    stop: int
+    path: str
+    body: dict[str, Any]
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """One conversation."""
+
+    ids: list[int]
+    turns: list[AskedTurn]
+
+
+class Sampler:
+    """What the engine adds to the model's logits, for any request."""
+
+    def __init__(self, folder: Path) -> None:
+        self._reference = Reference(folder)
+        self._box = TokenizerBox(str(folder))
+        tokenizer = self._reference.tokenizer
+        self._size = self._reference.model.config.vocab_size
+        info = xgrammar.TokenizerInfo.from_huggingface(
+            tokenizer, vocab_size=self._size, stop_token_ids=[tokenizer.eos_token_id]
+        )
+        self._compiler = xgrammar.GrammarCompiler(info)
+
+    def logprobs(self, asked: Asked) -> list[list[float]]:
+        logits = self._reference.logits(asked.ids)
+        return [
+            self._of_turn(logits[turn.start - 1 : turn.stop - 1], turn, asked.ids)
+            for turn in asked.turns
+        ]
+
+    def _of_turn(self, logits: torch.Tensor, turn: AskedTurn, ids: list[int]) -> list[float]:
+        (dialect,) = (one for one in DIALECTS if one.path == turn.path)
+        (request,) = dialect.parse(json.dumps(turn.body).encode()).turns()
+        sampling = dict(request.sampling)
+        bias = torch.zeros(self._size)
+        for token, value in sampling.get("logit_bias", {}).items():
+            bias[int(token)] = value
+        grammar = self._grammar(request)
+        matcher = None if grammar is None else xgrammar.GrammarMatcher(grammar)
+        mask = xgrammar.allocate_token_bitmask(1, self._size)
+        found = []
+        sampled = ids[turn.start : turn.stop]
+        for row, token in zip(logits, sampled, strict=True):
+            row = (row + bias)[None]
+            if matcher is not None:
+                matcher.fill_next_token_bitmask(mask)
+                xgrammar.apply_token_bitmask_inplace(row, mask)
+            row /= sampling.get("temperature", 1.0)
+            found.append(float(torch.log_softmax(row[0], dim=-1)[token]))
+            assert matcher is None or matcher.accept_token(token)
+        return found
+
+    def _grammar(self, request: TurnRequest) -> Any:
+        sampling, compiler = request.sampling, self._compiler
+        if "regex" in sampling:
+            return compiler.compile_regex(sampling["regex"])
+        if "ebnf" in sampling:
+            return compiler.compile_grammar(sampling["ebnf"])
+        if "json_schema" in sampling:
+            schema = json.dumps(sampling["json_schema"])
+            return compiler.compile_json_schema(schema, any_whitespace=False)
+        if "structural_tag" in sampling:
+            return compiler.compile_structural_tag(sampling["structural_tag"])
+        if request.tool_choice == "auto":
+            return None
+        template = {**(request.chat_template_kwargs or {}), "tools": list(request.tools or ())}
+        renderer = find_renderer(None, self._box, template)
+        assert renderer is not None
+        return compiler.compile_structural_tag(call_grammar(renderer, request.tool_choice))
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    make_model(folder, context_length=CONTEXT)
+    family_tokenizer(folder, FAMILIES["qwen3"])
+    print(flush=True)
+    sampler = Sampler(folder)
+    for line in sys.stdin:
+        found: Any
+        try:
+            found = sampler.logprobs(msgspec.json.decode(line, type=Asked))
+        except Exception:
+            found = traceback.format_exc()
+        print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()
