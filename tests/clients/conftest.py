@@ -186,6 +186,12 @@ def no_network() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def biases(pool: sglrl.Client) -> dict[str, int]:
-    """Biases with which a random model soon ends its reasoning, and marks calls by tokens."""
-    tags = ("</think>", "<tool_call>", "</tool_call>", "<|im_end|>")
-    return {str(pool.tokenizer.convert_tokens_to_ids(tag)): 50 for tag in tags}
+    """Biases with which a random model soon ends its reasoning, its calls and their arguments."""
+    tokenizer = pool.tokenizer
+    ends = ("</think>", "<tool_call>", "</tool_call>", "<|im_end|>", '"', ",", "}")
+    spaces = [i for i in range(len(tokenizer)) if tokenizer.decode([i]).isspace()]
+    # Where a grammar allows nothing but white space, a bias changes nothing.
+    return {
+        **{str(token): -100 for token in spaces},
+        **{str(tokenizer.convert_tokens_to_ids(end)): 50 for end in ends},
+    }
