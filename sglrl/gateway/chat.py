@@ -27,6 +27,7 @@ from .dialect import (
     decode_body,
     event,
     openai_error,
+    template_of,
 )
 from .errors import HttpError
 
@@ -95,14 +96,16 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
             raise InvalidRequest("top_logprobs needs logprobs=true")
         shown = self.tools if self.tool_choice != "none" else None
         made = TurnRequest(
-            messages=self.messages,
+            messages=[_known_role(message) for message in self.messages],
             choices=check_choices(self.n),
             stream=bool(self.stream),
             sampling={**self.given_sampling(), **self._limit(), **_grammar(self.response_format)},
             tool_choice=self._tool_choice(),
             top_logprobs=self.top_logprobs or 0,
             tools=shown or None,
-            chat_template_kwargs=self._template() or None,
+            chat_template_kwargs=template_of(
+                self.reasoning_effort, self.verbosity, self.chat_template_kwargs
+            ),
             priority=self.priority or 0,
         )
         return [made]
@@ -110,18 +113,6 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     def answer(self, model: str, call_ids: str) -> ChatAnswer:
         made = f"chatcmpl-{secrets.token_hex(12)}", int(time.time())
         return ChatAnswer(*made, model, self, call_ids)
-
-    def _template(self) -> dict[str, Any]:
-        """Return the arguments of the chat template."""
-        found: dict[str, Any] = {}
-        if self.reasoning_effort is not None:
-            # As SGLang: serving_chat.py and protocol.py of srt/entrypoints/openai.
-            thinks = self.reasoning_effort != "none"
-            found = {"reasoning_effort": self.reasoning_effort}
-            found |= {"enable_thinking": thinks, "thinking": thinks}
-        if self.verbosity is not None:
-            found["verbosity"] = self.verbosity
-        return found | (self.chat_template_kwargs or {})
 
     def _limit(self) -> dict[str, int]:
         old = check_limit("max_tokens", self.max_tokens)
@@ -152,6 +143,11 @@ def parse(body: bytes) -> ChatRequest:
             is not supported.
     """
     return decode_body(body, ChatRequest, ignored=_IGNORED, nothing=_NOTHING, instead=_INSTEAD)
+
+
+def _known_role(message: Message) -> Message:
+    """Return a message with a role that all chat templates know."""
+    return {**message, "role": "system"} if message.get("role") == "developer" else message
 
 
 def _grammar(form: ResponseFormat | None) -> dict[str, Any]:

@@ -236,6 +236,26 @@ def check_limit(name: str, value: int | None) -> dict[str, int]:
     return {"max_new_tokens": value}
 
 
+def template_of(
+    effort: str | None, verbosity: str | None, given: Mapping[str, Any] | None
+) -> dict[str, Any] | None:
+    """Return the arguments of the chat template, or None.
+
+    An effort is passed on as by SGLang (``protocol.py`` and ``serving_chat.py`` of
+    ``srt/entrypoints/openai``). Templates that do not read an argument are not changed by it.
+
+    Args:
+        given: other arguments, which take precedence.
+    """
+    found: dict[str, Any] = {}
+    if effort is not None:
+        thinks = effort != "none"
+        found = {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
+    if verbosity is not None:
+        found["verbosity"] = verbosity
+    return found | dict(given or {}) or None
+
+
 def event(content: Any, name: str = "") -> bytes:
     """Return an event of a stream (server-sent events)."""
     head = b"event: " + name.encode() + b"\n" if name else b""

@@ -22,6 +22,7 @@ from .dialect import (
     check_limit,
     decode_body,
     openai_error,
+    template_of,
 )
 from .response_answers import ResponsesAnswer
 from .response_items import check_fields, choice_of, messages_of, tools_of
@@ -42,6 +43,7 @@ _INSTEAD: Final = {
 _LOGPROBS: Final = "message.output_text.logprobs"
 _INCLUDES: Final = (_LOGPROBS, "reasoning.encrypted_content")
 _EFFORTS: Final = (None, "none", "minimal", "low", "medium", "high", "xhigh", "max")
+_VERBOSITIES: Final = (None, "low", "medium", "high")
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -113,7 +115,11 @@ class ResponsesBody(msgspec.Struct, frozen=True):
             tool_choice=choice,
             top_logprobs=given.top_logprobs or 0,
             tools=tools or None,
-            chat_template_kwargs=given.chat_template_kwargs or None,
+            chat_template_kwargs=template_of(
+                (given.reasoning or {}).get("effort"),
+                (given.text or {}).get("verbosity"),
+                given.chat_template_kwargs,
+            ),
             priority=given.priority or 0,
             stored=Stored(
                 id="" if given.store is False else self.id,
@@ -172,10 +178,7 @@ def _check_includes(given: ResponsesRequest) -> None:
 
 
 def _check_reasoning(given: Mapping[str, Any]) -> None:
-    """Accept an effort, which changes nothing, and the summary of OpenAI's choice, which is none.
-
-    How much a model reasons is decided by its chat template, see ``chat_template_kwargs``.
-    """
+    """Accept an effort, and the summary of OpenAI's choice, which is none."""
     check_fields(given, ("effort", "summary"), "reasoning")
     if given.get("effort") not in _EFFORTS:
         known = ", ".join(map(repr, _EFFORTS[1:]))
@@ -191,10 +194,10 @@ def _check_reasoning(given: Mapping[str, Any]) -> None:
 def _grammar(text: Mapping[str, Any]) -> dict[str, Any]:
     """Return the grammar of ``text.format``."""
     check_fields(text, ("format", "verbosity"), "text")
-    if text.get("verbosity") not in (None, "medium"):
+    if text.get("verbosity") not in _VERBOSITIES:
+        known = ", ".join(map(repr, _VERBOSITIES[1:]))
         raise InvalidRequest(
-            f"text.verbosity must be 'medium', got {text['verbosity']!r:.99}; openai-agents sends "
-            "another value only if the model has a name of OpenAI's"
+            f"text.verbosity must be one of {known}, got {text['verbosity']!r:.99}"
         )
     form = text.get("format")
     if form is None:

@@ -97,3 +97,57 @@ async def test_tools(runs: Any, biases: Any) -> None:
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": "5"})
     assert len(run.calls) == 2
     run.check(leaves=1)
+
+
+# --- the Responses API ----------------------------------------------------------------------------
+
+
+async def test_responses(runs: Any) -> None:
+    """The whole conversation with each request, or the name of the last response."""
+    async with runs() as run, client_of(run) as client:
+        items = [ASK]
+        for _ in range(2):
+            made = await client.responses.create(model="any", input=items, extra_body=WORD)
+            items += [*made.output, ASK]
+        async with client.responses.stream(model="any", input=items, extra_body=WORD) as stream:
+            texts = [event.delta async for event in stream if event.type.endswith("text.delta")]
+            made = await stream.get_final_response()
+        assert "".join(texts) == made.output_text
+        await client.responses.create(
+            model="any", input=[ASK], previous_response_id=made.id, extra_body=WORD
+        )
+    assert len(run.calls) == 4
+    run.check(leaves=1)
+
+
+async def test_responses_parse(runs: Any) -> None:
+    async with runs() as run, client_of(run) as client:
+        made = await client.responses.parse(model="any", input=[ASK], text_format=Sum)
+        assert made.output_parsed.first in ("one", "two")
+        made = await client.responses.parse(
+            model="any", input="And?", text_format=Sum, previous_response_id=made.id
+        )
+        assert made.output_parsed.second in ("three", "four")
+    assert len(run.calls) == 2
+    run.check(leaves=1)
+
+
+async def test_responses_tools(runs: Any, biases: Any) -> None:
+    tool = {"type": "function", **ADD["function"]}
+    items = [ASK]
+    async with runs() as run, client_of(run) as client:
+        for choice in ("required", {"type": "function", "name": "add"}):
+            made = await client.responses.create(
+                model="any", input=items, tools=[tool], tool_choice=choice,
+                max_output_tokens=500, extra_body={"logit_bias": biases},
+            )  # fmt: skip
+            items += made.output
+            calls = [item for item in made.output if item.type == "function_call"]
+            assert calls
+            for call in calls:
+                assert Sum(**json.loads(call.arguments))
+                items.append(
+                    {"type": "function_call_output", "call_id": call.call_id, "output": "5"}
+                )
+    assert len(run.calls) == 2
+    run.check(leaves=1)

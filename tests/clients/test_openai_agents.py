@@ -1,4 +1,4 @@
-"""OpenAI's Agents SDK."""
+"""OpenAI's Agents SDK, with each of its two APIs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from agents import (
     ModelSettings,
     OpenAIChatCompletionsModel,
     OpenAIProvider,
+    OpenAIResponsesModel,
     RunConfig,
     Runner,
     function_tool,
@@ -48,14 +49,19 @@ class CallsOnce(AgentHooks):  # type: ignore[type-arg]
         agent.model_settings = WORD
 
 
-async def test_tools(runs: Any, biases: Any) -> None:
+@pytest.fixture(params=[OpenAIResponsesModel, OpenAIChatCompletionsModel])
+def api(request: Any) -> Any:
+    return request.param
+
+
+async def test_tools(runs: Any, biases: Any, api: Any) -> None:
     async with runs() as run, AsyncOpenAI(base_url=run.base_url, api_key=run.api_key) as client:
         agent = Agent(
             name="A",
             instructions="Be brief.",
             tools=[look_up],
             hooks=CallsOnce(),
-            model=OpenAIChatCompletionsModel("any", client),
+            model=api("any", client),
             model_settings=must_call(biases),
         )
         made = await Runner.run(agent, "What is 2 + 3?")
@@ -65,9 +71,9 @@ async def test_tools(runs: Any, biases: Any) -> None:
     run.check(leaves=1)
 
 
-async def test_stream(runs: Any) -> None:
+async def test_stream(runs: Any, api: Any) -> None:
     async with runs() as run, AsyncOpenAI(base_url=run.base_url, api_key=run.api_key) as client:
-        model = OpenAIChatCompletionsModel("any", client)
+        model = api("any", client)
         agent = Agent(name="A", tools=[look_up], model=model, model_settings=WORD)
         made = await Runner.run(agent, "What is 2 + 3?")
         made = Runner.run_streamed(agent, asked(made))
@@ -78,10 +84,10 @@ async def test_stream(runs: Any) -> None:
     run.check(leaves=1)
 
 
-async def test_handoff(runs: Any, biases: Any) -> None:
+async def test_handoff(runs: Any, biases: Any, api: Any) -> None:
     """The second agent has other tools, which begins a branch."""
     async with runs() as run, AsyncOpenAI(base_url=run.base_url, api_key=run.api_key) as client:
-        model = OpenAIChatCompletionsModel("any", client)
+        model = api("any", client)
         second = Agent(name="B", model=model, model_settings=WORD)
         first = Agent(name="A", handoffs=[second], model=model, model_settings=must_call(biases))
         made = await Runner.run(first, "What is 2 + 3?")
@@ -90,21 +96,23 @@ async def test_handoff(runs: Any, biases: Any) -> None:
     run.check(leaves=2)
 
 
-async def test_default_model(runs: Any) -> None:
+@pytest.mark.parametrize("responses", [True, False])
+async def test_default_model(runs: Any, responses: bool) -> None:
     """The settings of the library's own model: an effort and a verbosity."""
     async with runs() as run, AsyncOpenAI(base_url=run.base_url, api_key=run.api_key) as client:
-        provider = OpenAIProvider(openai_client=client, use_responses=False)
+        provider = OpenAIProvider(openai_client=client, use_responses=responses)
         config = RunConfig(model_provider=provider, model_settings=WORD)
         made = await Runner.run(Agent(name="A"), "What is 2 + 3?", run_config=config)
         await Runner.run(Agent(name="A"), asked(made), run_config=config)
-    assert {"model", "reasoning_effort", "verbosity"} <= run.calls[0].body.keys()
+    wanted = {"reasoning", "text"} if responses else {"reasoning_effort", "verbosity"}
+    assert wanted <= run.calls[0].body.keys()
     assert len(run.calls) == 2
     run.check(leaves=1)
 
 
-async def test_output(runs: Any) -> None:
+async def test_output(runs: Any, api: Any) -> None:
     async with runs() as run, AsyncOpenAI(base_url=run.base_url, api_key=run.api_key) as client:
-        model = OpenAIChatCompletionsModel("any", client)
+        model = api("any", client)
         agent = Agent(name="A", output_type=Fruit, model=model)
         made = await Runner.run(agent, "What is 2 + 3?")
         made = await Runner.run(agent, asked(made))

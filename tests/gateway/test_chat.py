@@ -43,6 +43,13 @@ def test_names_of_openai_become_ours() -> None:
     assert parsed(response_format=form).sampling["json_schema"] == schema
 
 
+def test_the_role_developer_is_system() -> None:
+    """Many chat templates omit messages of roles that they do not know."""
+    first, *rest = parsed(messages=[{"role": "developer", "content": "Brief."}, ASK]).messages or ()
+    assert first == {"role": "system", "content": "Brief."}
+    assert rest == [ASK]
+
+
 def test_arguments_of_the_chat_template() -> None:
     def template(**fields: Any) -> Any:
         return parsed(**fields).chat_template_kwargs

@@ -55,6 +55,10 @@ def test_names_of_openai_become_ours() -> None:
     }
     assert (request.top_logprobs, request.stream, request.choices) == (3, True, 1)
     assert parsed(text={"format": {"type": "text"}, "verbosity": "medium"}).sampling == {}
+    hints = parsed(reasoning={"effort": "none"}, text={"verbosity": "low"}).chat_template_kwargs
+    assert hints == {
+        "reasoning_effort": "none", "enable_thinking": False, "thinking": False, "verbosity": "low",
+    }  # fmt: skip
     form = {"format": {"type": "json_object"}}
     assert parsed(text=form).sampling == {"json_schema": {"type": "object"}}
 
@@ -90,7 +94,7 @@ def test_tools_have_the_form_of_chat_completions() -> None:
         ({"truncation": "auto"}, "'truncation' is not supported"),
         ({"top_logprobs": 2}, "top_logprobs needs include=['message.output_text.logprobs']"),
         ({"include": ["file_search_call.results"]}, "include has 'file_search_call.results'"),
-        ({"text": {"verbosity": "low"}}, "text.verbosity must be 'medium', got 'low'"),
+        ({"text": {"verbosity": "tiny"}}, "text.verbosity must be one of 'low', 'medium', 'high'"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type must be one of"),
         ({"text": {"format": "text"}}, "text.format must be an object"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema is missing"),
