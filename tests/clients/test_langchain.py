@@ -27,11 +27,12 @@ def look_up(word: Literal["apple", "pear"]) -> str:
     return f"{word}: a fruit"
 
 
-async def test_conversation(runs: Any) -> None:
+@pytest.mark.parametrize("responses", [True, False])
+async def test_conversation(runs: Any, responses: bool) -> None:
     async with runs() as run:
         model = ChatOpenAI(
             model="any", base_url=run.base_url, api_key=run.api_key,
-            stream_usage=True, extra_body={"regex": "[a-z]{4,12}"},
+            stream_usage=True, use_responses_api=responses, extra_body={"regex": "[a-z]{4,12}"},
         )  # fmt: skip
         messages: list[Any] = [ASK]
         for _ in range(2):

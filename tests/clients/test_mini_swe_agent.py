@@ -12,6 +12,7 @@ from minisweagent import package_dir
 from minisweagent.agents.default import DefaultAgent
 from minisweagent.environments.local import LocalEnvironment
 from minisweagent.models.litellm_model import LitellmModel
+from minisweagent.models.litellm_response_model import LitellmResponseModel
 from minisweagent.models.litellm_textbased_model import LitellmTextbasedModel
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -22,10 +23,11 @@ CALL = rf"<tool_call>\n{CALL}\n</tool_call>"
 BLOCK = rf"THOUGHT: [a-z]{{4,12}}\n\n```mswea_bash_command\n{COMMAND}\n```"
 
 
-@pytest.mark.parametrize("form", ["calls", "text"])
+@pytest.mark.parametrize("form", ["calls", "text", "responses"])
 async def test_an_agent(runs: Any, biases: Any, tmp_path: Path, form: str) -> None:
     file, model_class, pattern = {
         "calls": ("mini.yaml", LitellmModel, CALL),
+        "responses": ("mini.yaml", LitellmResponseModel, CALL),
         "text": ("mini_textbased.yaml", LitellmTextbasedModel, BLOCK),
     }[form]
     config = yaml.safe_load((package_dir / "config" / file).read_text())
@@ -40,8 +42,7 @@ async def test_an_agent(runs: Any, biases: Any, tmp_path: Path, form: str) -> No
                     **config["model"].get("model_kwargs", {}),
                     "api_base": run.base_url,
                     "api_key": run.api_key,
-                    "extra_body": {"regex": pattern},
-                    "logit_bias": biases,
+                    "extra_body": {"regex": pattern, "logit_bias": biases},
                 },
             }
         )
