@@ -29,7 +29,7 @@ def add(a: int, b: int) -> int:
 
 def answer_of(agent_class: Any, run: Any, options: dict[str, Any]) -> Any:
     model = OpenAIServerModel("any", api_base=run.base_url, api_key=run.api_key, **options)
-    agent = agent_class(tools=[add], model=model, max_steps=3, verbosity_level=LogLevel.OFF)
+    agent = agent_class(tools=[add], model=model, max_steps=2, verbosity_level=LogLevel.OFF)
     return agent.run("What is 2 + 3?", return_full_result=True)
 
 
