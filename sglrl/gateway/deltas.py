@@ -55,7 +55,7 @@ class Deltas:
         begin = 0
         for at, token in enumerate(ids.tolist()):
             if token in self._ends:
-                found += self._text(chunk, begin, at)
+                found += self._text(chunk, begin, at, ends=True)
                 begin = at + 1
                 self._switch(token)
         if chunk.finish in ("", "abort"):
@@ -63,12 +63,16 @@ class Deltas:
             found += self._text(chunk, begin, len(ids))
         return found
 
-    def _text(self, chunk: TokenChunk, begin: int, stop: int) -> list[tuple[Part, str]]:
+    def _text(
+        self, chunk: TokenChunk, begin: int, stop: int, ends: bool = False
+    ) -> list[tuple[Part, str]]:
         part = self._part
-        if part is None or begin == stop:
+        if part is None or (begin == stop and not ends):
             return []
         ids = chunk.ids[4 * begin : 4 * stop]
-        tokens = msgspec.structs.replace(chunk, ids=ids, finish="", stop_match=None)
+        # At the end of a part, its last characters can no longer begin a stop string.
+        finish = "length" if ends else ""
+        tokens = msgspec.structs.replace(chunk, ids=ids, finish=finish, stop_match=None)
         text = self._texts.add(tokens)()
         if self._strips:
             text = self._space + text

@@ -49,10 +49,12 @@ def renderer_of(box: TokenizerBox, family: str, tools: Any) -> Renderer:
     return found
 
 
-def streamed(box: TokenizerBox, renderer: Renderer | None, pieces: list[list[int]]) -> Any:
+def streamed(
+    box: TokenizerBox, renderer: Renderer | None, pieces: list[list[int]], **sampling: Any
+) -> Any:
     requests = SimpleNamespace(decode=box.decode)
     spec: Any = SimpleNamespace(requests=requests, renderer=renderer)
-    deltas = Deltas(spec, SamplingParams())
+    deltas = Deltas(spec, SamplingParams(**sampling))
     joined: dict[str, str] = {}
     for ids in pieces:
         # A weight update may abort a turn, which then goes on.
@@ -112,3 +114,12 @@ def test_without_a_renderer_all_text_is_content(family: str, box: TokenizerBox) 
     (ids,) = box.encode_rendered([text])
     pieces = [ids[at : at + 2] for at in range(0, len(ids), 2)]
     assert streamed(box, None, pieces) == {"content": text}
+
+
+def test_the_end_of_a_part_begins_no_stop_string(family: str, box: TokenizerBox) -> None:
+    """Otherwise the rest of the reasoning would be sent after the content."""
+    (ids,) = box.encode_rendered([f"Hm.ab{FAMILIES[family].end}"])
+    pieces = [ids[at : at + 1] for at in range(len(ids))]
+    sent = streamed(box, renderer_of(box, family, None), pieces, stop="abc")
+    assert list(sent.values()) == ["Hm.ab"]
+    assert list(streamed(box, None, pieces[:-1], stop="abc").values()) == ["Hm."]
