@@ -198,17 +198,40 @@ def decode_body(
         fields = _decode(body)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"the body is not a JSON object: {error}") from None
+    return convert_fields(fields, kind, ignored=ignored, nothing=nothing, instead=instead)
+
+
+def convert_fields(
+    fields: Mapping[str, Any],
+    kind: type[_T],
+    *,
+    where: str = "",
+    ignored: Collection[str] = (),
+    nothing: Mapping[str, Sequence[Any]] | None = None,
+    instead: Mapping[str, str] | None = None,
+) -> _T:
+    """Make an object of the fields of a request, or of a part of it.
+
+    Args:
+        where: the part, for errors; "": the whole request.
+        kind, ignored, nothing, instead: as for ``decode_body``.
+
+    Raises:
+        InvalidRequest: a field has a wrong type, or asks for something that is not supported.
+    """
+    at = f"{where}: " if where else ""
     known = getattr(kind, "__struct_fields__", ())
     for name in fields.keys() - {*ignored, *known}:
         value, harmless = fields[name], (nothing or {}).get(name, (None, [], {}, ""))
         if value not in harmless and value is not False:
             other = (instead or {}).get(name)
             hint = f"; use {other}" if other else ""
-            raise InvalidRequest(f"the field {name!r} is not supported{hint}")
+            raise InvalidRequest(f"{at}the field {name!r} is not supported{hint}")
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
-        raise InvalidRequest(str(error).replace("`$.", "`").replace(" - at `$`", "")) from None
+        message = str(error).replace("`$.", "`").replace(" - at `$`", "")
+        raise InvalidRequest(at + message) from None
 
 
 def check_choices(choices: int | None) -> int:
