@@ -200,9 +200,9 @@ class Conversations:
 class Digest:
     """Digests of the beginnings of a conversation.
 
-    They depend on what clients of OpenAI's API send back unchanged: not on reasoning, nor on the
-    form of the arguments of calls, nor on white space around the content, nor on whether an empty
-    content is "" or null.
+    They depend on what clients send back unchanged: not on reasoning, nor on the form of the
+    arguments of calls, nor on white space around the content, nor on whether an empty content is ""
+    or null.
 
     Args:
         template: what decides how the conversation is rendered.
@@ -233,10 +233,18 @@ def _seen(message: Message) -> Message:
 
 
 def _parsed(arguments: Any) -> Any:
+    """Return the value of arguments. JavaScript writes 1.0 as 1, -0.0 as 0, and NaN as null."""
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
     try:
-        return json.loads(arguments) if isinstance(arguments, str) else arguments
+        return json.loads(
+            text, parse_int=_number, parse_float=_number, parse_constant=lambda name: None
+        )
     except ValueError:
         return arguments
+
+
+def _number(text: str) -> float:
+    return float(text) + 0.0
 
 
 def template_of(request: TurnRequest) -> dict[str, Any]:

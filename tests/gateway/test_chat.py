@@ -166,6 +166,24 @@ def test_another_answer(theirs: dict[str, Any]) -> None:
     assert Digest([ASK, theirs], {}).beginnings[1] != Digest([ASK, OURS], {}).beginnings[1]
 
 
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ('{"a": 1.0, "b": [-0.0]}', {"a": 1, "b": [0]}),
+        ('{"a": 12345678901234567890}', {"a": 12345678901234567000}),
+        ('{"a": NaN, "b": Infinity}', {"a": None, "b": None}),
+    ],
+)
+def test_arguments_that_javascript_has_read(ours: str, theirs: Any) -> None:
+    """Its numbers are floats, which it writes in another form."""
+    said, back, other = (
+        {"role": "assistant", "content": None, "tool_calls": [call(arguments)]}
+        for arguments in (ours, theirs, {**theirs, "a": 2})
+    )
+    assert Digest([back], {}).beginnings == Digest([said], {}).beginnings
+    assert Digest([other], {}).beginnings != Digest([said], {}).beginnings
+
+
 def test_other_tools_make_another_conversation() -> None:
     assert Digest([ASK], {"tools": None}).beginnings != Digest([ASK], {"tools": [{}]}).beginnings
 
