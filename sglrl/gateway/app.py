@@ -24,10 +24,13 @@ from starlette.routing import Mount, Route
 from ..errors import InvalidRequest
 from ..inference.client import Client
 from ..inference.completion import Completion
+from ..sessions.session import Session
+from ..sessions.session_spec import SessionSpec
 from ..sessions.trajectory import Trajectory
+from .anthropic import ANTHROPIC, COUNT_PATH
 from .chat import CHAT
-from .conversations import Turn, sample_alone
-from .dialect import Answer, Dialect, encode, openai_error
+from .conversations import Turn, sample_alone, sibling
+from .dialect import Answer, Body, Dialect, TurnRequest, encode, openai_error
 from .errors import RETRY_SECONDS, HttpError, error_of
 from .registry import KEY_PREFIX, OpenSession, Registry
 from .responses import RESPONSES
@@ -37,7 +40,7 @@ from .streamed_text import StreamedText
 
 _T = TypeVar("_T")
 
-DIALECTS: Sequence[Dialect] = (CHAT, RESPONSES)
+DIALECTS: Sequence[Dialect] = (CHAT, RESPONSES, ANTHROPIC)
 
 
 def error_response(error: HttpError, body: Any = openai_error) -> Response:
@@ -75,9 +78,11 @@ class Endpoints:
             Route("/v1/models", self._route(self.models), methods=["GET"]),
             Route("/v1/models/{model:path}", self._route(self.model), methods=["GET"]),
         ]
-        for dialect in DIALECTS:
-            handler = self._route(partial(self.turn, dialect), dialect.error)
-            api.append(Route(dialect.path, handler, methods=["POST"]))
+        posts = {d.path: self._route(partial(self.turn, d), d.error) for d in DIALECTS}
+        posts[COUNT_PATH] = self._route(self.count_tokens, ANTHROPIC.error)
+        for path, handler in posts.items():
+            # Anthropic's clients append /v1 to the URL of a session, which ends with it.
+            api += [Route(at, handler, methods=["POST"]) for at in (path, "/v1" + path)]
         self.app = Starlette(
             routes=[
                 Route("/health", self.health, methods=["GET"]),
@@ -133,12 +138,7 @@ class Endpoints:
         session = self._session_of(request)
         body = await self._body(request)
         parsed = dialect.parse(body)
-        if session is None:
-            self._known(parsed.model)
-        store = None if session is None else session.store
-        wanted = [continued(one, store) for one in parsed.turns()]
-        if any(one.tools for one in wanted) and not self.shows_tools:
-            raise InvalidRequest("the chat template of this model shows no tools: omit tools")
+        wanted = self._wanted(session, parsed)
         call_ids = f"call_{secrets.token_hex(4)}_" if session is None else ""
         answer = parsed.answer(parsed.model or self.settings.names[0], call_ids)
         text = StreamedText(wanted)
@@ -166,6 +166,28 @@ class Endpoints:
                 await turn.result()
             stream = _stream(answer, turn, text, stack.pop_all())
         return StreamingResponse(stream, media_type="text/event-stream")
+
+    async def count_tokens(self, request: Request) -> Response:
+        """Count the tokens of the prompt of a request of Anthropic's API."""
+        session = self._session_of(request)
+        parsed = ANTHROPIC.parse(await self._body(request))
+        (wanted,) = self._wanted(session, parsed)
+        ids = await sibling(Session(SessionSpec(self.client, promptless=True)), wanted).ids()
+        return _json({"input_tokens": len(ids) // 4})
+
+    def _wanted(self, session: OpenSession | None, parsed: Body) -> Sequence[TurnRequest]:
+        """Return what a request asks for.
+
+        Raises:
+            HttpError, InvalidRequest: the model cannot do it.
+        """
+        if session is None:
+            self._known(parsed.model)
+        store = None if session is None else session.store
+        wanted = [continued(one, store) for one in parsed.turns()]
+        if any(one.tools for one in wanted) and not self.shows_tools:
+            raise InvalidRequest("the chat template of this model shows no tools: omit tools")
+        return wanted
 
     async def open_session(self, request: Request) -> Response:
         self._check_key(_key_of(request))

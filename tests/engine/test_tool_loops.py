@@ -50,11 +50,13 @@ PATTERN = (
 class Grammar:
     """What the engine adds to the model's logits: the bias, and the mask of the pattern."""
 
-    def __init__(self, tokenizer: Any, vocab_size: int, bias: dict[int, float]) -> None:
+    def __init__(
+        self, tokenizer: Any, vocab_size: int, bias: dict[int, float], pattern: str = PATTERN
+    ) -> None:
         info = xgrammar.TokenizerInfo.from_huggingface(
             tokenizer, vocab_size=vocab_size, stop_token_ids=[tokenizer.eos_token_id]
         )
-        self._compiled = xgrammar.GrammarCompiler(info).compile_regex(PATTERN)
+        self._compiled = xgrammar.GrammarCompiler(info).compile_regex(pattern)
         self._bias = torch.zeros(vocab_size)
         for token, value in bias.items():
             self._bias[token] = value

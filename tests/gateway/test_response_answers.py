@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from openai.types.responses import Response
 
 from sglrl.gateway.answers import message_of
-from sglrl.gateway.conversations import digests_of
+from sglrl.gateway.conversations import Digest
 from sglrl.gateway.dialect import Message, Part, TurnRequest
 from sglrl.gateway.errors import HttpError
 from sglrl.gateway.response_answers import tokens_until
@@ -122,7 +122,7 @@ def test_what_a_client_returns_is_recognized(said: list[AssistantMessage], asks:
     with engine.client() as client:
         for completion, after in zip_longest(engine.completions, said[1:]):
             response = client.responses.create(model="m", input=items)
-            assert digests_of(engine.turns[-1].messages or (), {}) == digests_of(messages, {})
+            assert Digest(engine.turns[-1].messages or (), {}).beginnings == Digest(messages, {}).beginnings
             items += response.output
             messages.append(message_of(completion))
             for made in completion.tool_calls:

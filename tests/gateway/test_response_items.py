@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglrl.errors import InvalidRequest
-from sglrl.gateway.conversations import digests_of
+from sglrl.gateway.conversations import Digest
 from sglrl.gateway.dialect import Message, Stored, TurnRequest
 from sglrl.gateway.response_items import messages_of
 from sglrl.gateway.responses import ResponsesRequest, parse

@@ -1,0 +1,365 @@
+"""Anthropic's Messages API: requests and answers, without I/O.
+
+https://docs.anthropic.com/en/api/messages
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal
+
+import msgspec
+
+from ..errors import InvalidRequest
+from ..inference.completion import Completion
+from .answers import message_of, token_counts, unsent, weight_versions
+from .anthropic_messages import Content, InputMessage, openai_messages, openai_tools
+from .dialect import (
+    Dialect,
+    Message,
+    Part,
+    SamplingFields,
+    TurnRequest,
+    check_limit,
+    decode_body,
+    event,
+)
+from .errors import HttpError
+
+COUNT_PATH: Final = "/v1/messages/count_tokens"
+"""The endpoint that counts the tokens of a prompt, without the prefix of a session."""
+_IGNORED: Final = ("cache_control", "metadata", "service_tier")
+"""Fields that do not change the answer."""
+_NOTHING: Final[dict[str, Any]] = {
+    "context_management": (
+        None,
+        {},
+        {"edits": []},
+        {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    ),
+    "speed": (None, "standard"),
+}
+"""Values of fields that are not supported which ask for nothing."""
+_INSTEAD: Final = {"output_format": "output_config.format"}
+_ERRORS: Final = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""Types of errors, by status. https://docs.anthropic.com/en/api/errors"""
+_SIGNATURE: Final = "sglrl"
+"""The signature of reasoning. Clients expect one and send it back. Nothing is signed."""
+_BLOCKS: Final[dict[Part, tuple[str, str]]] = {
+    "reasoning_content": ("thinking", "thinking_delta"),
+    "content": ("text", "text_delta"),
+}
+"""The types of a block and of its deltas, by part of the message. A block has its text in a field
+that is called like its type."""
+
+
+class ToolChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``tool_choice``."""
+
+    type: Literal["auto", "any", "tool", "none"] = "auto"
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``thinking``."""
+
+    type: Literal["adaptive", "enabled", "disabled"]
+    budget_tokens: int | None = None
+    display: str | None = None
+
+
+class OutputFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``output_config.format``."""
+
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``output_config``."""
+
+    format: OutputFormat | None = None
+    effort: str | None = None
+
+
+class MessagesRequest(SamplingFields, frozen=True, kw_only=True):
+    """The body of a request."""
+
+    messages: list[InputMessage]
+    model: str = ""
+    system: Content | None = None
+    max_tokens: int | None = None
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+
+    def turns(self) -> list[TurnRequest]:
+        choice = self.tool_choice or ToolChoice()
+        tools = openai_tools(self.tools or ())
+        if tools and choice.disable_parallel_tool_use and choice.type in ("auto", "any"):
+            raise InvalidRequest(
+                "disable_parallel_tool_use=true is not supported; tool_choice with the name of a "
+                "tool makes a single call"
+            )
+        if self.thinking is not None:
+            _check_thinking(self.thinking)
+        made = TurnRequest(
+            messages=openai_messages(self.messages, self.system),
+            stream=bool(self.stream),
+            sampling={
+                **self.given_sampling(),
+                **check_limit("max_tokens", self.max_tokens),
+                **self._stop(),
+                **_grammar(self.output_config),
+            },
+            tool_choice=_choice_of(choice),
+            tools=tools if tools and choice.type != "none" else None,
+            chat_template_kwargs=self.chat_template_kwargs or None,
+            priority=self.priority or 0,
+        )
+        return [made]
+
+    def answer(self, model: str, call_ids: str) -> MessagesAnswer:
+        return MessagesAnswer(f"msg_{secrets.token_hex(12)}", model, self, call_ids)
+
+    def _stop(self) -> dict[str, Any]:
+        if self.stop and self.stop_sequences:
+            raise InvalidRequest("stop and stop_sequences are the same: give one of them")
+        return {"stop": self.stop_sequences} if self.stop_sequences else {}
+
+
+def parse(body: bytes) -> MessagesRequest:
+    """Parse the body of a request.
+
+    Raises:
+        InvalidRequest: it is not JSON, a field has a wrong type, or a field asks for something that
+            is not supported.
+    """
+    return decode_body(body, MessagesRequest, ignored=_IGNORED, nothing=_NOTHING, instead=_INSTEAD)
+
+
+def _choice_of(choice: ToolChoice) -> Any:
+    if choice.type == "tool":
+        if not choice.name:
+            raise InvalidRequest("tool_choice.name is missing: the tool that must be called")
+        return {"type": "function", "function": {"name": choice.name}}
+    if choice.name:
+        raise InvalidRequest(f'tool_choice.name needs the type "tool", got {choice.type!r}')
+    return "required" if choice.type == "any" else "auto"
+
+
+def _check_thinking(thinking: Thinking) -> None:
+    if thinking.type == "disabled":
+        raise InvalidRequest(
+            'thinking.type "disabled" is not supported; use chat_template_kwargs, with the '
+            'argument of the model\'s chat template, such as {"enable_thinking": false}'
+        )
+    if thinking.budget_tokens is not None:
+        raise InvalidRequest(
+            'thinking.budget_tokens is not supported; use the type "adaptive", and max_tokens'
+        )
+    if thinking.display not in (None, "summarized"):
+        raise InvalidRequest(f"thinking.display {thinking.display!r} is not supported")
+
+
+def _grammar(config: OutputConfig | None) -> dict[str, Any]:
+    if config is None:
+        return {}
+    if config.effort not in (None, "high"):
+        raise InvalidRequest(
+            f"output_config.effort {config.effort!r} is not supported; use chat_template_kwargs "
+            "if the model's chat template has an argument for it"
+        )
+    return {} if config.format is None else {"json_schema": config.format.schema}
+
+
+# --- answers --------------------------------------------------------------------------------------
+
+
+def anthropic_error(error: HttpError) -> dict[str, Any]:
+    """Return the body of an error."""
+    kind = _ERRORS.get(error.status)
+    if kind is None:
+        kind = "api_error" if error.status >= 500 else "invalid_request_error"
+    message = str(error)
+    if error.code == "context_length_exceeded":
+        # Agents look for these words to shorten a conversation.
+        message = f"prompt is too long: {message}"
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def usage_of(completion: Completion) -> dict[str, int]:
+    """Return the ``usage`` of an answer. Its input tokens are those that were not cached."""
+    prompt, sampled, cached = token_counts([completion])
+    return {
+        "input_tokens": prompt - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": sampled,
+    }
+
+
+def texts_of(message: Message) -> dict[Part, str]:
+    """Return the parts of a message that become blocks.
+
+    White space alone becomes no block. An answer without any block gets an empty text, because many
+    agents read the first block.
+    """
+    found = {part: message.get(part) or "" for part in _BLOCKS}
+    texts = {part: text for part, text in found.items() if text.strip()}
+    return texts if texts or message.get("tool_calls") else {"content": found["content"]}
+
+
+class MessagesAnswer:
+    """See ``Answer``. It makes one answer, because the blocks of a stream are numbered.
+
+    Args:
+        id_: of the answer.
+        model: name of the model.
+        request: the body of the request.
+        call_ids: begins the ids of calls. Those of a session are different anyway.
+    """
+
+    def __init__(self, id_: str, model: str, request: MessagesRequest, call_ids: str = "") -> None:
+        self._id = id_
+        self._model = model
+        self._request = request
+        self._call_ids = call_ids
+        self._block = -1
+        """Number of the last block of the stream."""
+        self._part: Part | None = None
+        """The part of the message that this block has, unless the block has ended."""
+
+    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        """Return an object of type "message"."""
+        (completion,) = completions
+        message = message_of(completion, self._call_ids)
+        content: list[dict[str, Any]] = []
+        for part, text in texts_of(message).items():
+            kind, _ = _BLOCKS[part]
+            block = {"type": kind, kind: text}
+            content.append({**block, "signature": _SIGNATURE} if kind == "thinking" else block)
+        content += [
+            {**_tool_use(call), "input": msgspec.Raw(_input_of(call).encode())}
+            for call in message.get("tool_calls") or ()
+        ]
+        end = self._end_of(completion, message)
+        return self._message(content, end, usage_of(completion))
+
+    def begin(self) -> bytes:
+        # The numbers of tokens are known at the end, and are part of the event message_delta.
+        nothing = {"stop_reason": None, "stop_sequence": None}
+        message = self._message([], nothing, {"input_tokens": 0, "output_tokens": 0})
+        return _event("message_start", message=message)
+
+    def text(self, index: int, part: Part, added: str) -> bytes:
+        kind, delta = _BLOCKS[part]
+        events = b""
+        if self._part != part:
+            signature = {"signature": ""} if kind == "thinking" else {}
+            events = self._close() + self._open({"type": kind, kind: "", **signature})
+            self._part = part
+        return events + (self._delta({"type": delta, kind: added}) if added else b"")
+
+    def end(self, completions: Sequence[Completion], sent: Sequence[Mapping[Part, str]]) -> bytes:
+        (completion,), (before,) = completions, sent
+        message = message_of(completion, self._call_ids)
+        events = b""
+        for part in texts_of(message):
+            if part == "reasoning_content" and "content" in before:
+                # This block has ended. Only white space was not sent.
+                continue
+            events += self.text(0, part, unsent(message, part, before))
+        events += self._close()
+        for call in message.get("tool_calls") or ():
+            events += self._open({**_tool_use(call), "input": {}})
+            events += self._delta({"type": "input_json_delta", "partial_json": _input_of(call)})
+            events += _event("content_block_stop", index=self._block)
+        end = self._end_of(completion, message)
+        events += _event("message_delta", delta=end, usage=usage_of(completion))
+        return events + _event("message_stop")
+
+    def failed(self, error: HttpError) -> bytes:
+        return event(anthropic_error(error), "error")
+
+    def _message(
+        self, content: list[dict[str, Any]], end: dict[str, Any], usage: dict[str, int]
+    ) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": content,
+            **end,
+            "usage": usage,
+        }
+
+    def _end_of(self, completion: Completion, message: Message) -> dict[str, Any]:
+        """Return the fields of an answer that are known at its end."""
+        stop, match = "end_turn", None
+        if message.get("tool_calls"):
+            stop = "tool_use"
+        elif completion.finish_reason == "length":
+            most = self._request.max_tokens
+            reached = most is not None and len(completion.output_ids) >= most
+            stop = "max_tokens" if reached else "model_context_window_exceeded"
+        elif isinstance(completion.stop_match, str):
+            stop, match = "stop_sequence", completion.stop_match
+        found: dict[str, Any] = {
+            "stop_reason": stop,
+            "stop_sequence": match,
+            "weight_versions": weight_versions(completion),
+        }
+        if self._request.return_token_ids:
+            found["token_ids"] = completion.output_ids.tolist()
+            found["prompt_token_ids"] = completion.prompt_ids.tolist()
+        return found
+
+    def _open(self, block: dict[str, Any]) -> bytes:
+        self._block += 1
+        return _event("content_block_start", index=self._block, content_block=block)
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        return _event("content_block_delta", index=self._block, delta=delta)
+
+    def _close(self) -> bytes:
+        """End the block of a part of the message, if there is one."""
+        part, self._part = self._part, None
+        if part is None:
+            return b""
+        signed = b""
+        if part == "reasoning_content":
+            signed = self._delta({"type": "signature_delta", "signature": _SIGNATURE})
+        return signed + _event("content_block_stop", index=self._block)
+
+
+def _tool_use(call: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call["id"], "name": call["function"]["name"]}
+
+
+def _input_of(call: Mapping[str, Any]) -> str:
+    """Return the arguments of a call as JSON. Its standard has no NaN and no infinity."""
+    arguments = json.loads(call["function"]["arguments"], parse_constant=lambda name: None)
+    return json.dumps(arguments)
+
+
+def _event(name: str, **fields: Any) -> bytes:
+    return event({"type": name, **fields}, name)
+
+
+ANTHROPIC: Final = Dialect("/v1/messages", parse, anthropic_error)
