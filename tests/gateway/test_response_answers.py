@@ -122,7 +122,10 @@ def test_what_a_client_returns_is_recognized(said: list[AssistantMessage], asks:
     with engine.client() as client:
         for completion, after in zip_longest(engine.completions, said[1:]):
             response = client.responses.create(model="m", input=items)
-            assert Digest(engine.turns[-1].messages or (), {}).beginnings == Digest(messages, {}).beginnings
+            assert (
+                Digest(engine.turns[-1].messages or (), {}).beginnings
+                == Digest(messages, {}).beginnings
+            )
             items += response.output
             messages.append(message_of(completion))
             for made in completion.tool_calls:

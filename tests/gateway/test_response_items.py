@@ -160,7 +160,7 @@ OBJECTS = st.recursive(
 )
 def test_any_fields_are_parsed_or_rejected(fields: dict[str, Any]) -> None:
     with contextlib.suppress(InvalidRequest):
-        digests_of(parsed(**fields).messages or (), {})
+        Digest(parsed(**fields).messages or (), {})
 
 
 # --- input items ----------------------------------------------------------------------------------
