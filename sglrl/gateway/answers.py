@@ -35,12 +35,22 @@ def message_of(completion: Completion, ids: str = "") -> Message:
                 "type": "function",
                 "function": {
                     "name": call["function"]["name"],
-                    "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
+                    "arguments": json_text(call["function"]["arguments"]),
                 },
             }
             for call in calls
         ]
     return found
+
+
+def json_text(value: Any) -> str:
+    """Return JSON that can be a part of other JSON, even with half of a surrogate pair in it."""
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(value)
+    return text
 
 
 def unsent(message: Message, part: Part, sent: Mapping[Part, str]) -> str:

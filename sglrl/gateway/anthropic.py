@@ -25,6 +25,7 @@ from .dialect import (
     check_limit,
     decode_body,
     event,
+    template_of,
 )
 from .errors import HttpError
 
@@ -128,13 +129,19 @@ class MessagesRequest(SamplingFields, frozen=True, kw_only=True):
             },
             tool_choice=_choice_of(choice),
             tools=tools if tools and choice.type != "none" else None,
-            chat_template_kwargs=self.chat_template_kwargs or None,
+            chat_template_kwargs=template_of(self._effort(), None, self.chat_template_kwargs),
             priority=self.priority or 0,
         )
         return [made]
 
     def answer(self, model: str, call_ids: str) -> MessagesAnswer:
         return MessagesAnswer(f"msg_{secrets.token_hex(12)}", model, self, call_ids)
+
+    def _effort(self) -> str | None:
+        """Return the effort as in OpenAI's APIs: "none" if there is no thinking."""
+        if self.thinking is not None and self.thinking.type == "disabled":
+            return "none"
+        return None if self.output_config is None else self.output_config.effort
 
     def _stop(self) -> dict[str, Any]:
         if self.stop and self.stop_sequences:
@@ -163,11 +170,6 @@ def _choice_of(choice: ToolChoice) -> Any:
 
 
 def _check_thinking(thinking: Thinking) -> None:
-    if thinking.type == "disabled":
-        raise InvalidRequest(
-            'thinking.type "disabled" is not supported; use chat_template_kwargs, with the '
-            'argument of the model\'s chat template, such as {"enable_thinking": false}'
-        )
     if thinking.budget_tokens is not None:
         raise InvalidRequest(
             'thinking.budget_tokens is not supported; use the type "adaptive", and max_tokens'
@@ -179,11 +181,6 @@ def _check_thinking(thinking: Thinking) -> None:
 def _grammar(config: OutputConfig | None) -> dict[str, Any]:
     if config is None:
         return {}
-    if config.effort not in (None, "high"):
-        raise InvalidRequest(
-            f"output_config.effort {config.effort!r} is not supported; use chat_template_kwargs "
-            "if the model's chat template has an argument for it"
-        )
     return {} if config.format is None else {"json_schema": config.format.schema}
 
 

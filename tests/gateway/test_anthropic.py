@@ -34,7 +34,7 @@ def test_names_of_anthropic_become_ours() -> None:
     request = parsed(
         max_tokens=7, stop_sequences=["x"], top_k=5, temperature=0.5, top_p=0.9, seed=3, min_p=0.1,
         min_tokens=2, metadata={"user_id": "me"}, service_tier="auto", stream=True, priority=2,
-        output_config={"format": {"type": "json_schema", "schema": NUMBERS}, "effort": "high"},
+        output_config={"format": {"type": "json_schema", "schema": NUMBERS}},
         thinking={"type": "adaptive", "display": "summarized"}, stop=None, **CACHED,
     )  # fmt: skip
     assert request.sampling == {
@@ -51,6 +51,18 @@ def test_names_of_anthropic_become_ours() -> None:
     assert (request.stream, request.choices, request.priority) == (True, 1, 2)
     assert parsed().sampling == {}
     assert parsed(stop=["y"]).sampling == {"stop": ["y"]}
+
+
+def test_thinking_and_effort_are_for_the_template() -> None:
+    assert parsed(thinking={"type": "adaptive"}).chat_template_kwargs is None
+    off = parsed(thinking={"type": "disabled"}).chat_template_kwargs
+    assert off == {"reasoning_effort": "none", "enable_thinking": False, "thinking": False}
+    low = parsed(output_config={"effort": "low"}, chat_template_kwargs={"thinking": False})
+    assert low.chat_template_kwargs == {
+        "reasoning_effort": "low",
+        "enable_thinking": True,
+        "thinking": False,
+    }
 
 
 def test_tools() -> None:
@@ -189,10 +201,8 @@ RESULT = {"type": "tool_result", "tool_use_id": "call_0_0"}
         ({"n": 2}, "the field 'n' is not supported"),
         ({"speed": "fast"}, "the field 'speed' is not supported"),
         ({"output_format": {"type": "x"}}, "not supported; use output_config.format"),
-        ({"output_config": {"effort": "low"}}, "output_config.effort 'low' is not supported"),
         ({"context_management": {"edits": [{"type": "x"}]}}, "'context_management' is not"),
         ({"container": "x"}, "the field 'container' is not supported"),
-        ({"thinking": {"type": "disabled"}}, "use chat_template_kwargs"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "budget_tokens is not"),
         ({"thinking": {"type": "adaptive", "display": "omitted"}}, "display 'omitted' is not"),
         (

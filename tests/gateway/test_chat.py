@@ -6,11 +6,13 @@ import contextlib
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sglrl.errors import InvalidRequest
+from sglrl.gateway.answers import json_text
 from sglrl.gateway.chat import ChatRequest, parse
 from sglrl.gateway.conversations import Digest
 from sglrl.gateway.dialect import TurnRequest
@@ -193,3 +195,9 @@ def test_two_messages_are_not_one(texts: list[str]) -> None:
     several = [{"role": "user", "content": text} for text in texts]
     one = [{"role": "user", "content": "".join(texts)}]
     assert Digest(several, {}).beginnings[-1] != Digest(one, {}).beginnings[-1]
+
+
+def test_arguments_of_calls_with_half_of_a_surrogate_pair() -> None:
+    for value, text in ({"a": "\ud800"}, r'{"a": "\ud800"}'), ({"a": "ü"}, '{"a": "ü"}'):
+        assert json_text(value) == text
+        msgspec.json.encode(json_text(value))
