@@ -1,7 +1,7 @@
 """A load on an HTTP server with OpenAI's API, in a process of its own.
 
 ``python -m bench.gateway_load '{"url": ...}'`` prints one JSON object. All requests stream, unless
-``turns`` is given.
+``sessions`` has the URLs of open sessions.
 """
 
 from __future__ import annotations
@@ -20,34 +20,10 @@ import uvloop
 
 from .load import percentile
 
-_WORDS = [
-    "the",
-    "of",
-    "and",
-    "to",
-    "in",
-    "is",
-    "that",
-    "for",
-    "it",
-    "as",
-    "was",
-    "with",
-    "be",
-    "by",
-    "on",
-    "not",
-    "he",
-    "his",
-    "but",
-    "at",
-    "are",
-    "this",
-]
-
 
 def _text(chance: random.Random, words: int) -> str:
-    return " ".join(chance.choices(_WORDS, k=words))
+    """Return words of ``gateway_parts.make_model``."""
+    return " ".join(f"w{number}" for number in chance.choices(range(10, 400), k=words))
 
 
 async def _events(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
@@ -94,26 +70,22 @@ async def _stream(
 async def _conversation(
     http: aiohttp.ClientSession, options: Mapping[str, Any], chance: random.Random
 ) -> tuple[float, float, int]:
-    """Run a session of several turns."""
-    began, tokens = time.perf_counter(), 0
-    async with http.post(f"{options['url']}/sessions") as answer:
-        session = await answer.json()
+    """Run the turns of a session that is open."""
+    began, tokens, url = time.perf_counter(), 0, options["sessions"].pop()
     messages: list[Any] = []
     for _ in range(options["turns"]):
         messages.append({"role": "user", "content": _text(chance, options["words"])})
         body = {"model": options["model"], "messages": messages, "max_tokens": options["new"]}
-        async with http.post(f"{session['base_url']}/chat/completions", json=body) as answer:
+        async with http.post(f"{url}/chat/completions", json=body) as answer:
             answer.raise_for_status()
             found = msgspec.json.decode(await answer.read())
         messages.append(found["choices"][0]["message"])
         tokens += found["usage"]["completion_tokens"]
-    async with http.delete(f"{options['url']}/sessions/{session['id']}") as answer:
-        answer.raise_for_status()
     return 0.0, time.perf_counter() - began, tokens
 
 
 async def _main(options: Mapping[str, Any]) -> dict[str, Any]:
-    one = _conversation if options.get("turns") else _stream
+    one = _conversation if options.get("sessions") else _stream
     left = list(range(options["requests"]))
     found: list[tuple[float, float, int]] = []
     connector = aiohttp.TCPConnector(limit=0)

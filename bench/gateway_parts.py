@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ async def _cost_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
     from sglrl.api.tiny_model import make_tokenizer
 
     turns = options["requests"] * options["turns"]
-    load = {**options, "model": "tiny", "api": "chat"}
+    load = {**options, "model": "tiny"}
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = make_tokenizer(Path(folder), 512)
         tokenizer.add_tokens(_TOKENS_OF_QWEN3.split())
@@ -111,18 +112,26 @@ async def _cost_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
                 times = process.cpu_times()
                 return float(times.user + times.system)
 
-            small = {**load, "requests": 20}
-            await _run_load(url=gateway.url, **small)
-            await direct.run(small)
+            async def run(requests: int) -> dict[str, Any]:
+                """Run conversations in sessions that are opened before and ended after."""
+                async with AsyncExitStack() as stack:
+                    sessions = [
+                        await stack.enter_async_context(gateway.session()) for _ in range(requests)
+                    ]
+                    urls = [session.base_url for session in sessions]
+                    before = seconds()
+                    found = await _run_load(**{**load, "requests": requests, "sessions": urls})
+                    return {**found, "cpu": seconds() - before}
+
+            await run(20)
+            await direct.run({**load, "requests": 20})
             rows = []
             for repetition in range(options["repeats"]):
                 note(f"repetition {repetition + 1} of {options['repeats']}")
-                before, driver = seconds(), time.process_time()
-                found = await _run_load(url=gateway.url, **load)
+                found = await run(options["requests"])
                 rows.append(
                     {
-                        "gateway_us": (seconds() - before) / turns * 1e6,
-                        "driver_us": (time.process_time() - driver) / turns * 1e6,
+                        "gateway_us": found["cpu"] / turns * 1e6,
                         "direct_us": await direct.run(load) / turns * 1e6,
                         "turns_per_s": turns / found["seconds"],
                     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ..inference.completion import Completion
 from .dialect import Message, Part

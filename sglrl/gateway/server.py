@@ -46,6 +46,7 @@ async def serving(app: Any, settings: Settings, listener: socket.socket) -> Asyn
         log_config=None,
         access_log=False,
         server_header=False,
+        proxy_headers=False,
         limit_concurrency=settings.max_connections,
         timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
         ssl_certfile=settings.tls_cert or None,
