@@ -2,7 +2,8 @@
 
 The output is the prompt, repeated up to ``max_new_tokens``. The logprob of output position i is
 ``-(i + 1) / 1024``. In the distribution of the next token, the last token of the prompt is the
-likeliest. Each following id is less likely by a factor of e; after the largest id comes 0.
+likeliest. Each following id is less likely by a factor of e; after the largest id comes 0. The
+likeliest tokens of an output position are 0, 1, ..., with the logprobs of this distribution.
 
 Engine arguments:
 
@@ -55,12 +56,14 @@ class _Running(msgspec.Struct):
         limit: the number of new tokens.
         done: the number of new tokens so far.
         sent: how many of them the engine has reported.
+        top: the number of likeliest tokens at each position.
     """
 
     prompt: bytes
     limit: int
     logprobs: bool
     stream: bool
+    top: int
     done: int = 0
     sent: int = 0
 
@@ -120,7 +123,13 @@ class FakeEngine:
             )
         self.prompted += count
         self.requests[id_] = _Running(
-            args.input_ids, sampling.max_new_tokens, args.logprobs, args.stream, done, done
+            args.input_ids,
+            sampling.max_new_tokens,
+            args.logprobs,
+            args.stream,
+            args.top_logprobs,
+            done,
+            done,
         )
 
     def score(self, id_: int, args: ScoreArgs) -> None:
@@ -219,6 +228,13 @@ class FakeEngine:
             self.table[begin:end] if request.logprobs else b"",
             finish,
         )
+        if top := request.top:
+            count = request.done - request.sent
+            chunk = msgspec.structs.replace(
+                chunk,
+                top_ids=np.tile(np.arange(top, dtype="<i4"), count).tobytes(),
+                top_logprobs=np.tile(self.falling[:top], count).tobytes(),
+            )
         request.sent = request.done
         self.mailbox.put(id_, ItemKind.DONE if finish else ItemKind.CHUNK, chunk)
 
