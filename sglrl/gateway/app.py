@@ -27,20 +27,24 @@ from ..inference.completion import Completion
 from ..sessions.session import Session
 from ..sessions.session_spec import SessionSpec
 from ..sessions.trajectory import Trajectory
+from .alone import AloneTurn
 from .anthropic import ANTHROPIC, COUNT_PATH
 from .chat import CHAT
-from .conversations import Turn, sample_alone, sibling
-from .dialect import Answer, Body, Dialect, TurnRequest, encode, openai_error
+from .completions import COMPLETIONS
+from .conversations import Turn, sibling
+from .dialect import Body, Dialect, TurnRequest, encode, openai_error
 from .errors import RETRY_SECONDS, HttpError, error_of
 from .registry import KEY_PREFIX, OpenSession, Registry
 from .responses import RESPONSES
+from .running_turns import RunningTurns
 from .settings import Settings
 from .store import continued
 from .streamed_text import StreamedText
+from .streamed_tokens import StreamedTokens
 
 _T = TypeVar("_T")
 
-DIALECTS: Sequence[Dialect] = (CHAT, RESPONSES, ANTHROPIC)
+DIALECTS: Sequence[Dialect] = (CHAT, RESPONSES, ANTHROPIC, COMPLETIONS)
 
 
 def error_response(error: HttpError, body: Any = openai_error) -> Response:
@@ -73,7 +77,7 @@ class Endpoints:
         self.registry = registry
         self.settings = settings
         self.shows_tools = shows_tools
-        self._turns: set[Turn] = set()
+        self.running = RunningTurns()
         api = [
             Route("/v1/models", self._route(self.models), methods=["GET"]),
             Route("/v1/models/{model:path}", self._route(self.model), methods=["GET"]),
@@ -109,8 +113,7 @@ class Endpoints:
 
     def close(self) -> None:
         """End all running turns: their clients get an error."""
-        for turn in self._turns:
-            turn.task.cancel()
+        self.running.close()
 
     # --- endpoints --------------------------------------------------------------------------------
 
@@ -119,11 +122,15 @@ class Endpoints:
 
     async def models(self, request: Request) -> Response:
         self._session_of(request)
-        return _json({"object": "list", "data": [_model(name) for name in self.settings.names]})
+        return _json({"object": "list", "data": [self._card(name) for name in self.settings.names]})
 
     async def model(self, request: Request) -> Response:
         self._session_of(request)
-        return _json(_model(self._known(request.path_params["model"])))
+        return _json(self._card(self._known(request.path_params["model"])))
+
+    def _card(self, name: str) -> dict[str, Any]:
+        found = {"id": name, "object": "model", "created": 0, "owned_by": "sglrl"}
+        return {**found, "max_model_len": self.client.info.context_length}
 
     def _known(self, model: str) -> str:
         """Return the name of a model. Raise ``HttpError`` if it is none."""
@@ -140,19 +147,18 @@ class Endpoints:
         parsed = dialect.parse(body)
         wanted = self._wanted(session, parsed)
         call_ids = f"call_{secrets.token_hex(4)}_" if session is None else ""
-        answer = parsed.answer(parsed.model or self.settings.names[0], call_ids)
-        text = StreamedText(wanted)
+        answer: Any = parsed.answer(parsed.model or self.settings.names[0], call_ids)
+        streamed: Any = StreamedTokens(wanted) if dialect.tokens else StreamedText(wanted)
         if session is None:
-            turn = sample_alone(self.client, wanted, text.add)
+            turn: Turn = AloneTurn(self.client, wanted, streamed.add)
         else:
             again = request.headers.get("x-stainless-retry-count", "0") != "0"
             digest = blake2b(dialect.path.encode() + body, digest_size=16).digest()
             keeps = self.settings.keep_disconnected
-            turn = session.conversations.sample(wanted, digest, again, keeps, text.add)
+            turn = session.conversations.sample(wanted, digest, again, keeps, streamed.add)
             turn.task.add_done_callback(partial(session.store.add, wanted))
-        turn.task.add_done_callback(text.end)
-        self._turns.add(turn)
-        turn.task.add_done_callback(lambda task: self._turns.discard(turn))
+        turn.task.add_done_callback(streamed.arrived.end)
+        self.running.add(turn, session, wanted)
         with ExitStack() as stack:
             stack.enter_context(turn)
             stack.enter_context(_Using(session))
@@ -161,10 +167,10 @@ class Endpoints:
                 turn.delivered = True
                 return _json(answer.whole(completions))
             # Until there is text, an error has a status of its own.
-            await text.begun()
+            await streamed.arrived.begun()
             if turn.failed:
                 await turn.result()
-            stream = _stream(answer, turn, text, stack.pop_all())
+            stream = _stream(answer, turn, streamed, stack.pop_all())
         return StreamingResponse(stream, media_type="text/event-stream")
 
     async def count_tokens(self, request: Request) -> Response:
@@ -181,7 +187,7 @@ class Endpoints:
         Raises:
             HttpError, InvalidRequest: the model cannot do it.
         """
-        if session is None:
+        if session is None and parsed.model is not None:
             self._known(parsed.model)
         store = None if session is None else session.store
         wanted = [continued(one, store) for one in parsed.turns()]
@@ -283,10 +289,6 @@ def _row_of(trajectory: Trajectory) -> dict[str, Any]:
     }
 
 
-def _model(name: str) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": 0, "owned_by": "sglrl"}
-
-
 class _NewSession(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     metadata: dict[str, Any] = {}
     reward_weights: dict[str, float] | None = None
@@ -314,17 +316,19 @@ class _Using:
             self._session.used = asyncio.get_running_loop().time()
 
 
-async def _stream(
-    answer: Answer, turn: Turn, text: StreamedText, stack: ExitStack
-) -> AsyncIterator[bytes]:
-    """Yield the events of an answer. If the client disconnects, this is closed."""
+async def _stream(answer: Any, turn: Turn, streamed: Any, stack: ExitStack) -> AsyncIterator[bytes]:
+    """Yield the events of an answer. If the client disconnects, this is closed.
+
+    Args:
+        answer, streamed: ``Answer`` and ``StreamedText``, or those of tokens.
+    """
     try:
         with stack:
             yield answer.begin()
-            async for index, part, added in text:
-                yield answer.text(index, part, added)
+            async for event in streamed.events(answer):
+                yield event
             completions = await turn.result()
-            yield answer.end(completions, text.sent)
+            yield answer.end(completions, streamed.sent)
             turn.delivered = True
     except Exception as error:
         yield answer.failed(error_of(error))

@@ -99,7 +99,7 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
             messages=[_known_role(message) for message in self.messages],
             choices=check_choices(self.n),
             stream=bool(self.stream),
-            sampling={**self.given_sampling(), **self._limit(), **_grammar(self.response_format)},
+            sampling={**self.given_sampling(), **self._limit(), **grammar_of(self.response_format)},
             tool_choice=self._tool_choice(),
             top_logprobs=self.top_logprobs or 0,
             tools=shown or None,
@@ -150,7 +150,12 @@ def _known_role(message: Message) -> Message:
     return {**message, "role": "system"} if message.get("role") == "developer" else message
 
 
-def _grammar(form: ResponseFormat | None) -> dict[str, Any]:
+def grammar_of(form: ResponseFormat | None) -> dict[str, Any]:
+    """Return the field of ``SamplingParams`` for ``response_format``.
+
+    Raises:
+        InvalidRequest: the schema is missing.
+    """
     if form is None or form.type == "text":
         return {}
     if form.type == "json_object":

@@ -53,6 +53,7 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
         tools, chat_template_kwargs: as in ``Client.session``.
         priority: as in ``Client.generate``.
         stored: how the conversation is stored. There is one choice then.
+        rid: by which clients may abort it.
     """
 
     messages: Sequence[Message] | None = None
@@ -66,6 +67,7 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
     chat_template_kwargs: Mapping[str, Any] | None = None
     priority: int = 0
     stored: Stored = Stored()
+    rid: str = ""
 
 
 class Answer(Protocol):
@@ -91,11 +93,60 @@ class Answer(Protocol):
         """Return what ends a stream that fails."""
 
 
+class Sent(NamedTuple):
+    """The numbers of tokens and of characters of a choice that a stream has sent."""
+
+    tokens: int = 0
+    text: int = 0
+
+
+class Progress(NamedTuple):
+    """A choice that is being sampled.
+
+    Attributes:
+        completion: the tokens so far. It has no ``finish_reason`` yet.
+        text: the text so far, of which no later token can change anything. It is decoded when it
+            is called.
+        sent: what earlier events of the stream had.
+    """
+
+    completion: Completion
+    text: Callable[[], str]
+    sent: Sent
+
+
+class TokenAnswer(Protocol):
+    """Like ``Answer``, made of tokens instead of messages."""
+
+    def whole(self, completions: Sequence[Completion]) -> Any:
+        """Return the whole answer, for JSON."""
+
+    def begin(self) -> bytes:
+        """Return what begins a stream."""
+
+    def tokens(self, index: int, progress: Progress) -> bytes:
+        """Return new tokens of a choice."""
+
+    def end(self, completions: Sequence[Completion], sent: Sequence[Sent]) -> bytes:
+        """Return what ends a stream.
+
+        Args:
+            sent: by choice.
+        """
+
+    def failed(self, error: HttpError) -> bytes:
+        """Return what ends a stream that fails."""
+
+
 class Body(Protocol):
-    """The body of a request."""
+    """The body of a request.
+
+    Attributes:
+        model: the name that the client gives. None: the API does not ask for one.
+    """
 
     @property
-    def model(self) -> str: ...
+    def model(self) -> str | None: ...
 
     def turns(self) -> Sequence[TurnRequest]:
         """Return what to sample: a request for each prompt.
@@ -104,7 +155,7 @@ class Body(Protocol):
             InvalidRequest: a field has a wrong value, or two exclude each other.
         """
 
-    def answer(self, model: str, call_ids: str) -> Answer:
+    def answer(self, model: str, call_ids: str) -> Answer | TokenAnswer:
         """Return the maker of the answer.
 
         Args:
@@ -120,11 +171,13 @@ class Dialect(NamedTuple):
         path: without the prefix of a session.
         parse: makes the body of a request from JSON.
         error: makes the body of an answer with an error.
+        tokens: answers are a ``TokenAnswer``.
     """
 
     path: str
     parse: Callable[[bytes], Body]
     error: Callable[[HttpError], Any]
+    tokens: bool = False
 
 
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any
 
 from ..sessions.session_spec import SessionSpec
 from ..wire.engine import TokenChunk
+from .arrivals import Arrivals
 from .deltas import Deltas
-from .dialect import Part, TurnRequest
+from .dialect import Answer, Part, TurnRequest
 
 
 class StreamedText:
-    """Iterate over it for the number of a choice, the part of its message, and new text."""
+    """Makes the events of a stream with the text of messages.
+
+    Attributes:
+        arrived: for each new text, the number of its choice, the part of its message, and the text.
+    """
 
     def __init__(self, requests: Sequence[TurnRequest]) -> None:
         self._requests = [one for one in requests for _ in range(one.choices)]
         self._deltas: list[Deltas | None] = [None] * len(self._requests)
-        self._parts: list[tuple[int, Part, str]] = []
-        self._arrived = asyncio.Event()
-        self._ended = False
+        self.arrived: Arrivals[tuple[int, Part, str]] = Arrivals()
 
     @property
     def sent(self) -> list[Mapping[Part, str]]:
@@ -37,25 +38,10 @@ class StreamedText:
         if deltas is None:
             sampling = self._requests[choice].sampling
             deltas = self._deltas[choice] = Deltas(spec, spec.prepare(dict(sampling)).params)
-        if parts := deltas.add(chunk):
-            self._parts += [(choice, part, text) for part, text in parts]
-            self._arrived.set()
+        for part, text in deltas.add(chunk):
+            self.arrived.add((choice, part, text))
 
-    def end(self, task: asyncio.Task[Any]) -> None:
-        self._ended = True
-        self._arrived.set()
-
-    async def begun(self) -> None:
-        """Wait for the first text, or the end."""
-        await self._arrived.wait()
-
-    async def __aiter__(self) -> AsyncIterator[tuple[int, Part, str]]:
-        while True:
-            await self._arrived.wait()
-            parts, self._parts = self._parts, []
-            if not self._ended:
-                self._arrived.clear()
-            elif not parts:
-                return
-            for part in parts:
-                yield part
+    async def events(self, answer: Answer) -> AsyncIterator[bytes]:
+        """Yield the events of an answer."""
+        async for choice, part, text in self.arrived:
+            yield answer.text(choice, part, text)

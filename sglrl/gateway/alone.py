@@ -1,0 +1,104 @@
+"""Turns that belong to no session. Clients may abort them and get the tokens so far."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+
+from ..core.calls import Call
+from ..driver.driver import now
+from ..errors import Closed
+from ..inference.client import Client
+from ..inference.completion import Completion
+from ..inference.replies import GenerationReply, OnChunk
+from ..sessions.session import Session
+from ..sessions.session_spec import SessionSpec
+from .conversations import OnTokens, Turn, options_of, spec_of
+from .dialect import TurnRequest
+from .unfinished import aborted
+
+
+class AloneTurn(Turn):
+    """The choices of requests that belong to no session. They are sampled at the same time.
+
+    Args:
+        on_tokens: called with new tokens, if the request is a stream.
+
+    Raises:
+        InvalidRequest: a value of a request is wrong.
+    """
+
+    def __init__(
+        self, client: Client, requests: Sequence[TurnRequest], on_tokens: OnTokens
+    ) -> None:
+        self._choices: list[_Choice] = []
+        for request in requests:
+            spec = spec_of(client, request)
+            for number in range(request.choices):
+                on_chunk = partial(on_tokens, len(self._choices), spec)
+                self._choices.append(_Choice(spec, request, number, on_chunk))
+        super().__init__(self._sample(), False)
+
+    def abort(self, rid: str | None = None) -> int:
+        """End the choices of a request. They have the tokens so far, and "abort" as the reason.
+
+        A choice that is not a stream has the tokens that its worker has reported: up to 64 tokens
+        are lost.
+
+        Args:
+            rid: None: all requests.
+
+        Returns:
+            The number of choices that were running.
+        """
+        found = [one for one in self._choices if one.running and rid in (None, one.rid)]
+        for choice in found:
+            choice.abort()
+        return len(found)
+
+    async def _sample(self) -> list[Completion]:
+        tasks = [asyncio.ensure_future(choice.sample()) for choice in self._choices]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            # If one fails, or this is cancelled, the others end.
+            for task in tasks:
+                task.cancel()
+
+
+class _Choice:
+    def __init__(
+        self, spec: SessionSpec, request: TurnRequest, number: int, on_chunk: OnChunk
+    ) -> None:
+        self.rid = request.rid
+        self.running = True
+        self._spec = spec
+        self._request = request
+        self._session = Session(spec)
+        self._options = options_of(request, number, on_chunk)
+        self._call: Call | None = None
+        self._aborted = False
+        self._began = now()
+
+    async def sample(self) -> Completion:
+        try:
+            return await self._session.generate(**self._options)
+        except Closed:
+            if not self._aborted:
+                raise
+            return await self._so_far()
+        finally:
+            self.running = False
+
+    def abort(self) -> None:
+        self.running, self._aborted = False, True
+        self._call = self._session._call
+        self._session.close()
+
+    async def _so_far(self) -> Completion:
+        prompt = await self._spec.ids()
+        reply = None if self._call is None else self._call.reply
+        chunks = reply.chunks or () if isinstance(reply, GenerationReply) else ()
+        params = self._spec.prepare(dict(self._request.sampling)).params
+        return aborted(self._spec, prompt, chunks, params, self._request.top_logprobs, self._began)

@@ -1,0 +1,250 @@
+"""OpenAI's completions of text: requests and answers, without I/O.
+
+https://platform.openai.com/docs/api-reference/completions
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+
+from ..errors import InvalidRequest
+from ..inference.completion import Completion, StreamText
+from ..wire.engine import TokenChunk
+from .answers import weight_versions
+from .chat import ResponseFormat, StreamOptions, grammar_of
+from .dialect import (
+    DONE,
+    Dialect,
+    Progress,
+    SamplingFields,
+    Sent,
+    TurnRequest,
+    check_choices,
+    check_limit,
+    decode_body,
+    event,
+    openai_error,
+)
+from .errors import HttpError
+from .prompts import check_completions, prompts_of
+from .token_answers import token_rows, usage_of_prompts
+
+DEFAULT_MAX_TOKENS: Final = 16
+_CONTEXT_TOKENS: Final = 16
+_IGNORED: Final = ("metadata", "service_tier", "store", "user")
+"""Fields that do not change the answer."""
+_INSTEAD: Final = {
+    "guided_choice": "regex",
+    "guided_grammar": "ebnf",
+    "guided_json": "response_format",
+    "guided_regex": "regex",
+    "json_schema": "response_format",
+    "max_completion_tokens": "max_tokens",
+    "messages": "POST /v1/chat/completions",
+    "prompt_logprobs": "Client.score",
+    "suffix": "a prompt with the model's tokens for the middle of a text",
+}
+"""Fields that are not supported, and those that take their place."""
+
+
+class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
+    """The body of a request."""
+
+    prompt: str | list[Any]
+    model: str = ""
+    best_of: int | None = None
+    echo: bool | None = None
+    logprobs: int | None = None
+    max_tokens: int | None = None
+    n: int | None = None
+    response_format: ResponseFormat | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    def turns(self) -> list[TurnRequest]:
+        _, prompts = prompts_of("prompt", self.prompt)
+        choices = check_choices(self.n)
+        check_completions(len(prompts), choices)
+        if self.best_of not in (None, choices):
+            raise InvalidRequest(f"best_of must equal n, got best_of={self.best_of}, n={choices}")
+        if self.echo and self.logprobs is not None:
+            raise InvalidRequest(
+                "echo with logprobs is not supported: use Client.score for the logprobs of a prompt"
+            )
+        if self.chat_template_kwargs:
+            raise InvalidRequest("chat_template_kwargs is for messages: omit it")
+        sampling = {
+            "max_new_tokens": DEFAULT_MAX_TOKENS,
+            **self.given_sampling(),
+            **check_limit("max_tokens", self.max_tokens),
+            **grammar_of(self.response_format),
+        }
+        return [
+            TurnRequest(
+                prompt=prompt,
+                choices=choices,
+                stream=bool(self.stream),
+                sampling=sampling,
+                top_logprobs=self.logprobs or 0,
+                priority=self.priority or 0,
+            )
+            for prompt in prompts
+        ]
+
+    def answer(self, model: str, call_ids: str) -> CompletionAnswer:
+        made = f"cmpl-{secrets.token_hex(12)}", int(time.time())
+        return CompletionAnswer(*made, model, self)
+
+
+def parse(body: bytes) -> CompletionRequest:
+    """Parse the body of a request.
+
+    Raises:
+        InvalidRequest: it is not JSON, a field has a wrong type, or a field asks for something that
+            is not supported.
+    """
+    return decode_body(body, CompletionRequest, ignored=_IGNORED, instead=_INSTEAD)
+
+
+# --- answers --------------------------------------------------------------------------------------
+
+
+class CompletionAnswer(msgspec.Struct, frozen=True):
+    """See ``TokenAnswer``.
+
+    Attributes:
+        id: of the answer.
+        created: seconds since 1970.
+        model: name of the model.
+        request: the body of the request.
+    """
+
+    id: str
+    created: int
+    model: str
+    request: CompletionRequest
+
+    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        """Return an object of type "text_completion"."""
+        choices = [
+            self._choice(index, one, one.text, Sent()) for index, one in enumerate(completions)
+        ]
+        return {
+            **self._head(),
+            "choices": choices,
+            "usage": usage_of_prompts(completions, self._count),
+        }
+
+    def begin(self) -> bytes:
+        return b""
+
+    def tokens(self, index: int, progress: Progress) -> bytes:
+        text = progress.text()
+        wanted = self.request.logprobs is not None or self.request.return_token_ids
+        if len(text) == progress.sent.text and not wanted:
+            return b""
+        return self._event([self._choice(index, progress.completion, text, progress.sent)])
+
+    def end(self, completions: Sequence[Completion], sent: Sequence[Sent]) -> bytes:
+        events = [
+            self._event([self._choice(index, one, one.text, sent[index])])
+            for index, one in enumerate(completions)
+        ]
+        options = self.request.stream_options
+        if options is not None and options.include_usage:
+            events.append(self._event([], usage_of_prompts(completions, self._count)))
+        return b"".join(events) + DONE
+
+    def failed(self, error: HttpError) -> bytes:
+        return event(openai_error(error)) + DONE
+
+    @property
+    def _count(self) -> int:
+        return check_choices(self.request.n)
+
+    def _choice(self, index: int, completion: Completion, text: str, sent: Sent) -> dict[str, Any]:
+        """Return the part of a choice that was not sent yet."""
+        request = self.request
+        finish = completion.finish_reason or None
+        echoed = self._prompt(index, completion) if request.echo and not sent.tokens else ""
+        choice: dict[str, Any] = {
+            "index": index,
+            "text": echoed + text[sent.text :],
+            "logprobs": None,
+            "finish_reason": finish,
+        }
+        if request.logprobs is not None:
+            choice["logprobs"] = _logprobs_of(completion, sent, request.logprobs)
+        if finish:
+            choice["weight_versions"] = weight_versions(completion)
+        if request.return_token_ids:
+            choice["token_ids"] = completion.output_ids[sent.tokens :].tolist()
+            if finish:
+                choice["prompt_token_ids"] = completion.prompt_ids.tolist()
+        return choice
+
+    def _prompt(self, index: int, completion: Completion) -> str:
+        """Return the text of the prompt of a choice."""
+        _, prompts = prompts_of("prompt", self.request.prompt)
+        prompt = prompts[index // self._count]
+        if isinstance(prompt, str):
+            return prompt
+        return completion._decode(prompt, completion._params.skip_special_tokens)
+
+    def _head(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": "text_completion",
+            "created": self.created,
+            "model": self.model,
+        }
+
+    def _event(self, choices: list[Any], usage: dict[str, Any] | None = None) -> bytes:
+        more = {} if usage is None else {"usage": usage}
+        return event({**self._head(), "choices": choices, **more})
+
+
+def _logprobs_of(completion: Completion, sent: Sent, count: int) -> dict[str, Any]:
+    """Return the logprobs of the tokens that were not sent yet, in OpenAI's older format.
+
+    Args:
+        count: number of the likeliest tokens. The sampled token is listed in any case.
+    """
+
+    def text_of(token: int) -> str:
+        return completion._decode([token], False)
+
+    rows = list(token_rows(completion, sent.tokens))
+    top = [
+        {text_of(token): logprob for token, logprob in [*row.others, (row.id, row.logprob)]}
+        for row in rows
+    ]
+    return {
+        "tokens": [text_of(row.id) for row in rows],
+        "token_logprobs": [row.logprob for row in rows],
+        "top_logprobs": top if count else None,
+        "text_offset": _offsets(completion, sent),
+    }
+
+
+def _offsets(completion: Completion, sent: Sent) -> list[int]:
+    """Return, for each token that was not sent yet, the number of characters before it."""
+    params = msgspec.structs.replace(completion._params, stop=())
+    texts = StreamText(completion._decode, params)
+    # The text of a token depends on a few tokens before it.
+    before = completion.output_ids[max(0, sent.tokens - _CONTEXT_TOKENS) : sent.tokens]
+    known = len(completion._decode(before.tolist(), params.skip_special_tokens).rstrip("\ufffd"))
+    at = len(texts.add(TokenChunk(before.tobytes()))())
+    found = []
+    for token in completion.output_ids[sent.tokens :]:
+        found.append(sent.text + max(0, at - known))
+        at += len(texts.add(TokenChunk(token.tobytes()))())
+    return found
+
+
+COMPLETIONS: Final = Dialect("/v1/completions", parse, openai_error, tokens=True)

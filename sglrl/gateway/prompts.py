@@ -1,0 +1,56 @@
+"""Prompts in requests: text or token ids, one or several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from ..errors import InvalidRequest
+
+Prompt = str | list[int]
+MOST_COMPLETIONS: Final = 4096
+"""Of one request."""
+
+
+def prompts_of(name: str, value: Any) -> tuple[bool, list[Prompt]]:
+    """Return whether there is a list of prompts, and the prompts.
+
+    Args:
+        name: of the field, for errors.
+        value: text, token ids, or a list of texts or of token ids.
+
+    Raises:
+        InvalidRequest: it is something else, or there is nothing in it.
+    """
+    if isinstance(value, str):
+        return False, [value]
+    if isinstance(value, list):
+        if not value:
+            raise InvalidRequest(f"{name} is empty")
+        if _are_ids(value):
+            return False, [value]
+        if all(isinstance(one, str) for one in value):
+            return True, value
+        if all(isinstance(one, list) and _are_ids(one) for one in value):
+            return True, value
+    raise InvalidRequest(
+        f"{name} must be text, a list of token ids, or a list of texts or of lists of token ids, "
+        f"got {value!r:.200}"
+    )
+
+
+def _are_ids(value: Sequence[Any]) -> bool:
+    return all(type(one) is int for one in value)
+
+
+def check_completions(prompts: int, choices: int) -> None:
+    """Check the number of completions that a request asks for.
+
+    Raises:
+        InvalidRequest: it is too large.
+    """
+    if prompts * choices > MOST_COMPLETIONS:
+        raise InvalidRequest(
+            f"the request asks for {prompts * choices:,} completions; send at most "
+            f"{MOST_COMPLETIONS:,} in one request"
+        )

@@ -1,0 +1,61 @@
+"""Completions that have no end yet, or were aborted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..driver.driver import now
+from ..inference.completion import Completion
+from ..inference.sampling import SamplingParams
+from ..sessions.session_spec import SessionSpec
+from ..wire.engine import TokenChunk
+
+
+def unfinished(
+    spec: SessionSpec,
+    prompt: bytes,
+    chunks: Sequence[TokenChunk],
+    params: SamplingParams,
+    top_logprobs: int,
+    began: float,
+) -> Completion:
+    """Return the tokens of a turn so far.
+
+    Args:
+        spec: of the session.
+        prompt: token ids, int32.
+        chunks: at least one.
+        began: when it was submitted, on the driver's clock.
+    """
+    return Completion(
+        worker=-1,
+        resumed=0,
+        _prompt=prompt,
+        _chunks=tuple(chunks),
+        _wants_logprobs=True,
+        _top_logprobs=top_logprobs,
+        _submitted=began,
+        _sent=began,
+        _first=0.0,
+        _finished=now(),
+        _decode=spec.requests.decode,
+        _params=params,
+    )
+
+
+def aborted(
+    spec: SessionSpec,
+    prompt: bytes,
+    chunks: Sequence[TokenChunk],
+    params: SamplingParams,
+    top_logprobs: int,
+    began: float,
+) -> Completion:
+    """Return the tokens of a turn that was aborted: its ``finish_reason`` is "abort".
+
+    Args:
+        chunks: those that have arrived.
+    """
+    cached = chunks[-1].cached_tokens if chunks else 0
+    end = TokenChunk(b"", finish="abort", cached_tokens=cached, version=spec.weights.version)
+    return unfinished(spec, prompt, [*chunks, end], params, top_logprobs, began)

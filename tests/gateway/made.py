@@ -1,0 +1,62 @@
+"""Make completions without an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from sglrl.inference.completion import Completion
+from sglrl.inference.sampling import SamplingParams
+from sglrl.wire.engine import TokenChunk
+
+
+def letters(ids: Sequence[int], skip_special_tokens: bool) -> str:
+    """Decode token 0 to "a", token 1 to "b", ..."""
+    return "".join([chr(ord("a") + id_) for id_ in ids])
+
+
+def chunk(ids: Sequence[int], top: int = 0, **fields: Any) -> TokenChunk:
+    """Return a chunk whose token ``i`` has the logprob ``-i / 2``.
+
+    Args:
+        top: number of the likeliest tokens: 0, 1, ..., with the logprobs -0.25, -0.5, ...
+    """
+    found = np.array(ids, "<i4")
+    return TokenChunk(
+        ids=found.tobytes(),
+        logprobs=(-found / 2).astype("<f4").tobytes(),
+        top_ids=np.tile(np.arange(top, dtype="<i4"), len(ids)).tobytes(),
+        top_logprobs=np.tile(-(np.arange(top, dtype="<f4") + 1) / 4, len(ids)).tobytes(),
+        **fields,
+    )
+
+
+def completion(
+    ids: Sequence[int],
+    *,
+    prompt: Sequence[int] = (7, 8),
+    top: int = 0,
+    finish: str = "length",
+    chunks: Sequence[TokenChunk] | None = None,
+    decode: Any = letters,
+    cached: int = 0,
+    stop_match: str | int | None = None,
+    **sampling: Any,
+) -> Completion:
+    end = {"finish": finish, "cached_tokens": cached, "stop_match": stop_match}
+    return Completion(
+        worker=0,
+        resumed=0,
+        _prompt=np.array(prompt, "<i4").tobytes(),
+        _chunks=tuple(chunks or [chunk(ids, top, **end)]),
+        _wants_logprobs=True,
+        _top_logprobs=top,
+        _submitted=1.0,
+        _sent=1.5,
+        _first=2.0,
+        _finished=3.0,
+        _decode=decode,
+        _params=SamplingParams(**sampling),
+    )
