@@ -34,17 +34,27 @@ from .completions import COMPLETIONS
 from .conversations import Turn, sibling
 from .dialect import Body, Dialect, TurnRequest, encode, openai_error
 from .errors import RETRY_SECONDS, HttpError, error_of
+from .native import NativeEndpoints
 from .registry import KEY_PREFIX, OpenSession, Registry
 from .responses import RESPONSES
 from .running_turns import RunningTurns
 from .settings import Settings
+from .sglang_generate import SGLANG_GENERATE
 from .store import continued
 from .streamed_text import StreamedText
 from .streamed_tokens import StreamedTokens
+from .vllm_generate import VLLM_GENERATE
 
 _T = TypeVar("_T")
 
-DIALECTS: Sequence[Dialect] = (CHAT, RESPONSES, ANTHROPIC, COMPLETIONS)
+DIALECTS: Sequence[Dialect] = (
+    CHAT,
+    RESPONSES,
+    ANTHROPIC,
+    COMPLETIONS,
+    SGLANG_GENERATE,
+    VLLM_GENERATE,
+)
 
 
 def error_response(error: HttpError, body: Any = openai_error) -> Response:
@@ -79,6 +89,7 @@ class Endpoints:
         self.shows_tools = shows_tools
         self.running = RunningTurns()
         api = [
+            *NativeEndpoints(self).routes(),
             Route("/v1/models", self._route(self.models), methods=["GET"]),
             Route("/v1/models/{model:path}", self._route(self.model), methods=["GET"]),
         ]

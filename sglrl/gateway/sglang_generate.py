@@ -1,0 +1,343 @@
+"""SGLang's ``POST /generate``: requests and answers, without I/O.
+
+Source: ``GenerateReqInput`` and ``SamplingParams`` of SGLang 0.5.17
+(https://docs.sglang.io/basic_usage/native_api.html,
+https://docs.sglang.io/basic_usage/sampling_params.html).
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from ..errors import InvalidRequest
+from ..inference.completion import Completion
+from ..inference.sampling import DEFAULT_MAX_NEW_TOKENS, own_names
+from .answers import weight_versions
+from .dialect import (
+    DONE,
+    Dialect,
+    Progress,
+    Sent,
+    TurnRequest,
+    check_choices,
+    decode_body,
+    event,
+    make_fields,
+)
+from .errors import HttpError
+from .prompts import Prompt, check_completions, prompts_of
+from .token_answers import token_rows
+
+_T = TypeVar("_T")
+
+_IGNORED: Final = (
+    "background", "conversation_id", "custom_labels", "external_trace_header", "extra_key",
+    "http_worker_ipc", "log_metrics", "modalities", "no_logs", "received_time", "return_bytes",
+    "routed_dp_rank", "routing_key", "session_id",
+)  # fmt: skip
+"""Fields that do not change the answer."""
+_NOTHING: Final[dict[str, Any]] = {
+    "disagg_prefill_dp_rank": (None, -1),
+    "lora_path": (None, "", []),
+    "routed_experts_start_len": (None, 0),
+}
+"""Values of fields that are not supported which ask for nothing. Of others: false, or empty."""
+_INSTEAD: Final = {
+    "custom_logit_processor": "logit_bias or a grammar in sampling_params",
+    "input_embeds": "text or input_ids",
+    "return_flat_raw_top_logprobs": "top_logprobs_num",
+    "return_sampling_mask": "top_logprobs_num",
+    "session_params": "a session of the gateway (POST /sessions)",
+    "token_ids_logprob": "top_logprobs_num",
+}
+"""Fields that are not supported, and those that take their place."""
+_IGNORED_SAMPLING: Final = ("spaces_between_special_tokens", "stream_interval")
+
+
+class _Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """``sampling_params``, with SGLang's names."""
+
+    max_new_tokens: int | None = None
+    min_new_tokens: int | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    stop_regex: str | list[str] | None = None
+    no_stop_trim: bool | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    sampling_seed: int | None = None
+    seed: int | None = None
+    json_schema: str | dict[str, Any] | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of a request."""
+
+    text: str | list[Any] | None = None
+    input_ids: list[Any] | None = None
+    sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
+    rid: str | list[str] | None = None
+    return_logprob: bool | list[bool] | None = None
+    logprob_start_len: int | list[int] | None = None
+    top_logprobs_num: int | list[int] | None = None
+    return_text_in_logprobs: bool | None = None
+    return_prompt_token_ids: bool | None = None
+    stream: bool | None = None
+    priority: int | None = None
+
+    @property
+    def model(self) -> None:
+        return None
+
+    def turns(self) -> list[TurnRequest]:
+        _, prompts = self._prompts()
+        count = len(prompts)
+        params = self._sampling(count)
+        choices = check_choices(params[0].n)
+        check_completions(count, choices)
+        if any(check_choices(one.n) != choices for one in params):
+            raise InvalidRequest("n must be the same in all sampling_params of a batch")
+        rids = self._rids(count)
+        wants = _each("return_logprob", self.return_logprob, False, count)
+        starts = _each("logprob_start_len", self.logprob_start_len, -1, count)
+        top = _each("top_logprobs_num", self.top_logprobs_num, 0, count)
+        turns = []
+        for at, prompt in enumerate(prompts):
+            if wants[at]:
+                _check_start(starts[at], prompt)
+            elif top[at]:
+                raise InvalidRequest("top_logprobs_num needs return_logprob=true")
+            turns.append(
+                TurnRequest(
+                    prompt=prompt,
+                    choices=choices,
+                    stream=bool(self.stream),
+                    sampling=_given(params[at], self.sampling_params, at),
+                    top_logprobs=top[at],
+                    priority=self.priority or 0,
+                    rid=rids[at],
+                )
+            )
+        return turns
+
+    def answer(self, model: str, call_ids: str) -> GenerateAnswer:
+        several, prompts = self._prompts()
+        count = len(prompts)
+        choices = check_choices(self._sampling(count)[0].n)
+        ids = [
+            rid if choices == 1 else f"{rid}_{number}"
+            for rid in self._rids(count)
+            for number in range(choices)
+        ]
+        wants = _each("return_logprob", self.return_logprob, False, count)
+        return GenerateAnswer(
+            ids=ids,
+            several=several or choices > 1,
+            logprobs=[want for want in wants for _ in range(choices)],
+            texts=bool(self.return_text_in_logprobs),
+            prompts=bool(self.return_prompt_token_ids),
+        )
+
+    def _prompts(self) -> tuple[bool, list[Prompt]]:
+        if (self.text is None) == (self.input_ids is None):
+            raise InvalidRequest("give either text or input_ids")
+        name = "text" if self.input_ids is None else "input_ids"
+        several, prompts = prompts_of(name, self.text if self.input_ids is None else self.input_ids)
+        if isinstance(prompts[0], str) != (name == "text"):
+            other = "input_ids" if name == "text" else "text"
+            raise InvalidRequest(f"{name} has the wrong type: use {other}")
+        return several, prompts
+
+    def _sampling(self, count: int) -> list[_Sampling]:
+        given = self.sampling_params
+        several = given if isinstance(given, list) else [given or {}] * count
+        if len(several) != count:
+            raise InvalidRequest(
+                f"there are {count} prompts and {len(several)} sampling_params: give one for each"
+            )
+        return [
+            make_fields(one, _Sampling, ignored=_IGNORED_SAMPLING, within="sampling_params")
+            for one in several
+        ]
+
+    def _rids(self, count: int) -> list[str]:
+        """Return the id of each prompt."""
+        rid = secrets.token_hex(16) if self.rid is None else self.rid
+        if isinstance(rid, str):
+            return [f"{rid}_{at}" for at in range(count)] if count > 1 else [rid]
+        if len(rid) != count or len(set(rid)) != count:
+            raise InvalidRequest(
+                f"there are {count} prompts, so rid must be text or {count} different texts, got "
+                f"{rid!r:.200}"
+            )
+        return rid
+
+
+def _each(name: str, value: _T | list[_T] | None, default: _T, count: int) -> list[_T]:
+    """Return a value for each prompt."""
+    if not isinstance(value, list):
+        return [default if value is None else value] * count
+    if len(value) != count:
+        raise InvalidRequest(f"there are {count} prompts and {len(value)} values of {name}")
+    return value
+
+
+def _check_start(start: int, prompt: Prompt) -> None:
+    if start != -1 and (isinstance(prompt, str) or start != len(prompt)):
+        raise InvalidRequest(
+            f"logprob_start_len={start} is not supported: the logprobs of a prompt come from "
+            "Client.score; -1 asks for those of the output"
+        )
+
+
+def _given(params: _Sampling, fields: Any, at: int) -> dict[str, Any]:
+    """Return the fields of ``SamplingParams`` that are given."""
+    found = {
+        name: value
+        for name, value in msgspec.structs.asdict(params).items()
+        if value is not None and name != "n"
+    }
+    given = fields[at] if isinstance(fields, list) else fields or {}
+    if "max_new_tokens" not in given:
+        found["max_new_tokens"] = DEFAULT_MAX_NEW_TOKENS
+    return own_names(found)
+
+
+def parse(body: bytes) -> GenerateRequest:
+    """Parse the body of a request.
+
+    Raises:
+        InvalidRequest: it is not JSON, a field has a wrong type, or a field asks for something that
+            is not supported.
+    """
+    return decode_body(body, GenerateRequest, ignored=_IGNORED, nothing=_NOTHING, instead=_INSTEAD)
+
+
+# --- answers --------------------------------------------------------------------------------------
+
+
+class GenerateAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """See ``TokenAnswer``.
+
+    Attributes:
+        ids: of the completions.
+        several: the answer is a list.
+        logprobs: whether they are wanted, by completion.
+        texts: add the text of tokens to logprobs.
+        prompts: add the tokens of the prompt.
+        decoded: texts of tokens.
+    """
+
+    ids: list[str]
+    several: bool
+    logprobs: list[bool]
+    texts: bool
+    prompts: bool
+    decoded: dict[int, str] = {}
+
+    def whole(self, completions: Sequence[Completion]) -> Any:
+        made = [self._made(index, one, one.text) for index, one in enumerate(completions)]
+        return made if self.several else made[0]
+
+    def begin(self) -> bytes:
+        return b""
+
+    def tokens(self, index: int, progress: Progress) -> bytes:
+        return self._event(index, progress.completion, progress.text())
+
+    def end(self, completions: Sequence[Completion], sent: Sequence[Sent]) -> bytes:
+        events = [self._event(index, one, one.text) for index, one in enumerate(completions)]
+        return b"".join(events) + DONE
+
+    def failed(self, error: HttpError) -> bytes:
+        return event(sglang_error(error)) + DONE
+
+    def _event(self, index: int, completion: Completion, text: str) -> bytes:
+        # As SGLang does without --incremental-streaming-output, each event has all so far.
+        more = {"index": index} if self.several else {}
+        return event({**self._made(index, completion, text), **more})
+
+    def _made(self, index: int, completion: Completion, text: str) -> dict[str, Any]:
+        made = {
+            "text": text,
+            "output_ids": completion.output_ids.tolist(),
+            "meta_info": self._meta_info(index, completion),
+        }
+        if self.prompts:
+            made["prompt_token_ids"] = completion.prompt_ids.tolist()
+        return made
+
+    def _meta_info(self, index: int, completion: Completion) -> dict[str, Any]:
+        last = completion._chunks[-1].version
+        found: dict[str, Any] = {
+            "id": self.ids[index],
+            "finish_reason": _finish_of(completion),
+            "prompt_tokens": completion.prompt_tokens,
+            "completion_tokens": len(completion.output_ids),
+            "cached_tokens": min(completion.cached_tokens, completion.prompt_tokens),
+            "weight_version": str(completion.versions[-1].version if completion.versions else last),
+            "weight_versions": weight_versions(completion),
+        }
+        if completion.finish_reason:
+            found["e2e_latency"] = completion.timing.total
+        if self.logprobs[index]:
+            found |= self._logprobs(completion)
+        return found
+
+    def _logprobs(self, completion: Completion) -> dict[str, Any]:
+        """Return the logprobs, each with the token and its text or null."""
+
+        def entry(logprob: float, id_: int) -> list[Any]:
+            text = self.decoded.get(id_) if self.texts else None
+            if text is None and self.texts:
+                text = self.decoded[id_] = completion._decode([id_], False)
+            return [logprob, id_, text]
+
+        rows = list(token_rows(completion))
+        found: dict[str, Any] = {
+            "input_token_logprobs": [],
+            "output_token_logprobs": [entry(row.logprob, row.id) for row in rows],
+            "output_token_logprobs_length": len(rows),
+        }
+        if completion.top_logprobs is not None:
+            found["input_top_logprobs"] = []
+            found["output_top_logprobs"] = [
+                [entry(logprob, id_) for id_, logprob in row.others] for row in rows
+            ]
+        return found
+
+
+def _finish_of(completion: Completion) -> dict[str, Any] | None:
+    match completion.finish_reason:
+        case "":
+            return None
+        case "length":
+            return {"type": "length", "length": len(completion.output_ids)}
+        case "abort":
+            return {"type": "abort", "message": "Aborted"}
+        case other:
+            return {"type": other, "matched": completion.stop_match}
+
+
+def sglang_error(error: HttpError) -> dict[str, Any]:
+    """Return the body of an error in SGLang's own API."""
+    return {"error": {"message": str(error), "type": error.kind, "code": error.status}}
+
+
+SGLANG_GENERATE: Final = Dialect("/generate", parse, sglang_error, tokens=True)

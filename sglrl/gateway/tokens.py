@@ -1,0 +1,125 @@
+"""vLLM's ``POST /tokenize`` and ``POST /detokenize``.
+
+Source: https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html#tokenizer-api
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from ..errors import InvalidRequest
+from ..inference.client import Client
+from ..inference.prompts import load_tokenizer, template_arguments
+from ..inference.tokens import check_ids
+from .dialect import Message, decode_body
+
+_INSTEAD: Final = {"text": "prompt"}
+"""Fields that are not supported, and those that take their place."""
+
+
+class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of a request: ``prompt`` or ``messages``."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+    def check(self) -> None:
+        """Raise ``InvalidRequest`` if fields exclude each other."""
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidRequest("give either prompt or messages")
+        if self.messages is not None and self.add_special_tokens:
+            raise InvalidRequest(
+                "add_special_tokens is for a prompt: the chat template writes the special tokens"
+            )
+        for name in ("tools", "add_generation_prompt", "continue_final_message"):
+            if self.messages is None and getattr(self, name):
+                raise InvalidRequest(f"{name} is for messages, and none are given")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise InvalidRequest("give one of continue_final_message and add_generation_prompt")
+
+    def template(self) -> dict[str, Any]:
+        """Return the arguments of the chat template."""
+        found = template_arguments(
+            self.messages,
+            self.tools or None,
+            None,
+            self.chat_template_kwargs,
+            bool(self.continue_final_message),
+        )
+        if self.add_generation_prompt is False:
+            found["add_generation_prompt"] = False
+        return found
+
+
+class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of a request."""
+
+    tokens: list[int]
+    model: str | None = None
+    skip_special_tokens: bool | None = None
+
+
+async def tokenize(client: Client, body: bytes) -> dict[str, Any]:
+    """Return the tokens of a text or a conversation.
+
+    Raises:
+        InvalidRequest: a field is wrong, or the chat template rejects the messages.
+    """
+    request = decode_body(body, TokenizeRequest, instead=_INSTEAD)
+    request.check()
+    requests = client._started()
+    box = requests.box
+    if request.prompt is None:
+        _, (ids,) = await requests.encode_prompts(None, None, request.messages, request.template())
+        tokens: list[int] = np.frombuffer(ids, "<i4").tolist()
+    else:
+        await load_tokenizer(box)
+        plain = request.add_special_tokens is False
+        work = box.encode_rendered if plain else box.encode_texts
+        (tokens,) = await asyncio.to_thread(work, [request.prompt])
+    made: dict[str, Any] = {
+        "count": len(tokens),
+        "max_model_len": client.info.context_length,
+        "tokens": tokens,
+        "token_strs": None,
+    }
+    if request.return_token_strs:
+        made["token_strs"] = box.tokenizer.convert_ids_to_tokens(tokens)
+    return made
+
+
+async def detokenize(client: Client, body: bytes) -> dict[str, Any]:
+    """Return the text of tokens, with special tokens.
+
+    Raises:
+        InvalidRequest: a field or a token is wrong.
+    """
+    request = decode_body(body, DetokenizeRequest)
+    requests = client._started()
+    if request.tokens:
+        check_ids(request.tokens, requests.vocab_size)
+    await load_tokenizer(requests.box)
+    skip = bool(request.skip_special_tokens)
+    return {"prompt": await asyncio.to_thread(requests.decode, request.tokens, skip)}
+
+
+Convert = Callable[[Client, bytes], Awaitable[dict[str, Any]]]
+CONVERTING: Final[Mapping[str, Convert]] = {
+    "/tokenize": tokenize,
+    "/detokenize": detokenize,
+    "/v1/tokenize": tokenize,
+    "/v1/detokenize": detokenize,
+}
+"""By path."""

@@ -1,0 +1,296 @@
+"""vLLM's ``POST /inference/v1/generate``, token ids in and out: requests and answers, without I/O.
+
+Source: ``GenerateRequest`` and ``SamplingParams`` of vLLM 0.33
+(https://docs.vllm.ai/en/latest/api/vllm/entrypoints/scale_out/token_in_token_out/protocol).
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+
+from ..errors import InvalidRequest
+from ..inference.completion import Completion
+from ..inference.sampling import own_names
+from .answers import weight_versions
+from .chat import StreamOptions
+from .dialect import (
+    DONE,
+    Dialect,
+    Progress,
+    Sent,
+    TurnRequest,
+    check_choices,
+    check_limit,
+    decode_body,
+    event,
+    make_fields,
+    openai_error,
+)
+from .errors import HttpError
+from .token_answers import TokenRow, token_rows, usage_of_prompts
+
+LEAST_LOGPROB: Final = -9999.0
+"""JSON has no infinity. vLLM sends this instead."""
+_IGNORED: Final = (
+    "cache_salt", "parse_context", "reasoning_ended", "reasoning_parser_kwargs", "token_offsets",
+)  # fmt: skip
+"""Fields that do not change the answer."""
+_NOTHING: Final[dict[str, Any]] = {"output_mode": (None, "tokens")}
+"""Values of fields that are not supported which ask for nothing. Of others: false, or empty."""
+_INSTEAD: Final = {
+    "content_parts": "token_ids",
+    "features": "token_ids",
+    "output_mode": "POST /v1/completions for text",
+}
+"""Fields that are not supported, and those that take their place."""
+_IGNORED_SAMPLING: Final = (
+    "detokenize", "flat_logprobs", "output_kind", "skip_clone", "spaces_between_special_tokens",
+    "stream_interval",
+)  # fmt: skip
+_NOTHING_SAMPLING: Final[dict[str, Any]] = {
+    # A shorter form of the logprobs, which servers may leave out.
+    "extra_args": (None, {}, {"prl_compact_logprobs": True}, {"prl_compact_logprobs": False}),
+    "routed_experts_prompt_start": (None, 0),
+}
+_INSTEAD_SAMPLING: Final = {
+    "allowed_token_ids": "logit_bias or structured_outputs",
+    "bad_words": "logit_bias",
+    "logprob_token_ids": "logprobs",
+    "prompt_logprobs": "Client.score",
+    "prompt_logprob_token_ids": "Client.score",
+}
+
+
+class _Structured(msgspec.Struct, frozen=True, kw_only=True):
+    """``sampling_params.structured_outputs``."""
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
+
+    def given(self) -> dict[str, Any]:
+        """Return the field of ``SamplingParams``."""
+        found = {
+            "json_schema": {"type": "object"} if self.json_object else self.json,
+            "regex": self.regex,
+            "ebnf": self.grammar,
+            "structural_tag": self.structural_tag,
+        }
+        return {name: value for name, value in found.items() if value is not None}
+
+
+class _Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """``sampling_params``, with vLLM's names."""
+
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    seed: int | None = None
+    logprobs: int | None = None
+    structured_outputs: dict[str, Any] | None = None
+
+    def given(self) -> dict[str, Any]:
+        """Return the fields of ``SamplingParams`` that are given."""
+        check_limit("max_tokens", self.max_tokens)
+        found = {
+            name: value
+            for name, value in msgspec.structs.asdict(self).items()
+            if value is not None and name not in ("n", "logprobs", "structured_outputs")
+        }
+        if self.top_k == 0:
+            found["top_k"] = -1
+        if self.seed == -1:
+            del found["seed"]
+        if self.structured_outputs:
+            made = make_fields(
+                self.structured_outputs,
+                _Structured,
+                instead={"choice": "regex"},
+                within="structured_outputs",
+            )
+            found |= made.given()
+        return own_names(found)
+
+
+class TokenRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of a request."""
+
+    token_ids: list[int]
+    sampling_params: dict[str, Any] = {}
+    model: str | None = None
+    request_id: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: int | None = None
+    return_token_ids: bool | None = None
+
+    def turns(self) -> list[TurnRequest]:
+        sampling = self._sampling()
+        logprobs = sampling.logprobs or 0
+        if logprobs < 0:
+            raise InvalidRequest(
+                f"logprobs={logprobs} is not supported: give the number of the likeliest tokens"
+            )
+        made = TurnRequest(
+            prompt=self.token_ids,
+            choices=check_choices(sampling.n),
+            stream=bool(self.stream),
+            sampling=sampling.given(),
+            top_logprobs=logprobs,
+            # vLLM samples the lowest number first.
+            priority=-(self.priority or 0),
+            rid=self.request_id or "",
+        )
+        return [made]
+
+    def answer(self, model: str, call_ids: str) -> TokensAnswer:
+        return TokensAnswer(
+            id=self.request_id or secrets.token_hex(16),
+            created=int(time.time()),
+            model=model,
+            request=self,
+            sampling=self._sampling(),
+        )
+
+    def _sampling(self) -> _Sampling:
+        return make_fields(
+            self.sampling_params,
+            _Sampling,
+            ignored=_IGNORED_SAMPLING,
+            nothing=_NOTHING_SAMPLING,
+            instead=_INSTEAD_SAMPLING,
+            within="sampling_params",
+        )
+
+
+def parse(body: bytes) -> TokenRequest:
+    """Parse the body of a request.
+
+    Raises:
+        InvalidRequest: it is not JSON, a field has a wrong type, or a field asks for something that
+            is not supported.
+    """
+    return decode_body(body, TokenRequest, ignored=_IGNORED, nothing=_NOTHING, instead=_INSTEAD)
+
+
+# --- answers --------------------------------------------------------------------------------------
+
+
+class TokensAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """See ``TokenAnswer``.
+
+    Attributes:
+        id: of the request.
+        created: seconds since 1970.
+        model: name of the model.
+        request, sampling: the body of the request, and its ``sampling_params``.
+    """
+
+    id: str
+    created: int
+    model: str
+    request: TokenRequest
+    sampling: _Sampling
+
+    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        found = {
+            "request_id": self.id,
+            "created": self.created,
+            "model": self.model,
+            "output_mode": "tokens",
+            "choices": [self._choice(index, one, 0) for index, one in enumerate(completions)],
+            "usage": usage_of_prompts(completions, len(completions)),
+        }
+        if self.request.return_token_ids:
+            found["prompt_token_ids"] = self.request.token_ids
+        return found
+
+    def begin(self) -> bytes:
+        return b""
+
+    def tokens(self, index: int, progress: Progress) -> bytes:
+        return self._event(index, progress.completion, progress.sent)
+
+    def end(self, completions: Sequence[Completion], sent: Sequence[Sent]) -> bytes:
+        events = [self._event(index, one, sent[index]) for index, one in enumerate(completions)]
+        options = self.request.stream_options
+        if options is not None and options.include_usage:
+            usage = usage_of_prompts(completions, len(completions))
+            events.append(event({**self._head(), "choices": [], "usage": usage}))
+        return b"".join(events) + DONE
+
+    def failed(self, error: HttpError) -> bytes:
+        return event(openai_error(error)) + DONE
+
+    def _head(self) -> dict[str, Any]:
+        return {"request_id": self.id, "output_mode": "tokens"}
+
+    def _event(self, index: int, completion: Completion, sent: Sent) -> bytes:
+        found = {**self._head(), "choices": [self._choice(index, completion, sent.tokens)]}
+        if self.request.return_token_ids and not sent.tokens:
+            found["prompt_token_ids"] = self.request.token_ids
+        return event(found)
+
+    def _choice(self, index: int, completion: Completion, start: int) -> dict[str, Any]:
+        """Return the tokens of a choice from position ``start``."""
+        finish = completion.finish_reason or None
+        choice: dict[str, Any] = {
+            "index": index,
+            "token_ids": completion.output_ids[start:].tolist(),
+            "logprobs": None,
+            "finish_reason": finish,
+            "stop_reason": self._stop_reason(completion) if finish else None,
+        }
+        if self.sampling.logprobs is not None:
+            choice["logprobs"] = {"content": [_entry(row) for row in token_rows(completion, start)]}
+        if finish:
+            choice["weight_versions"] = weight_versions(completion)
+        return choice
+
+    def _stop_reason(self, completion: Completion) -> str | int | None:
+        """Return the client's stop string or token, or None if the output ended otherwise."""
+        match = completion.stop_match
+        own = isinstance(match, int) and match not in (self.sampling.stop_token_ids or ())
+        return None if own else match
+
+
+def _entry(row: TokenRow) -> dict[str, Any]:
+    """Return the logprobs of a token, of which the sampled one is the first."""
+    ranks = {id_: rank for rank, (id_, _) in enumerate(row.others, 1)}
+    others = [(row.id, row.logprob), *[one for one in row.others if one[0] != row.id]]
+    found = [_one(id_, logprob, ranks.get(id_)) for id_, logprob in others]
+    return {**found[0], "top_logprobs": found}
+
+
+def _one(id_: int, logprob: float, rank: int | None) -> dict[str, Any]:
+    # Clients of older versions read ``token``.
+    return {
+        "token": f"token_id:{id_}",
+        "token_id": id_,
+        "logprob": max(logprob, LEAST_LOGPROB),
+        "rank": rank,
+        "bytes": None,
+    }
+
+
+VLLM_GENERATE: Final = Dialect("/inference/v1/generate", parse, openai_error, tokens=True)

@@ -1,0 +1,405 @@
+"""SGLang's /generate and /abort_request: requests, answers, and HTTP with the fake engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+from engine.policies import until_idle
+from hypothesis import given
+from hypothesis import strategies as st
+
+import sglrl
+from sglrl.errors import InvalidRequest
+from sglrl.gateway.serving import Gateway, serve
+from sglrl.gateway.sglang_generate import GenerateRequest, _Sampling, parse
+
+from .made import chunk, completion
+from .test_chat import JSON
+
+
+def body(**fields: Any) -> GenerateRequest:
+    found = fields if "input_ids" in fields else {"text": "Hi", **fields}
+    return parse(json.dumps(found).encode())
+
+
+def test_names_of_sglang_become_ours() -> None:
+    params = {
+        "sampling_seed": 3, "stop_token_ids": [5], "n": 2, "ebnf": "x", "min_new_tokens": 2,
+        "temperature": None, "spaces_between_special_tokens": False, "no_stop_trim": True,
+    }  # fmt: skip
+    (turn,) = body(sampling_params=params, rid="x", priority=2, stream=True).turns()
+    assert turn.sampling == {
+        "seed": 3, "stop_token_ids": [5], "ebnf": "x", "min_new_tokens": 2, "no_stop_trim": True,
+        "max_new_tokens": 128,
+    }  # fmt: skip
+    assert (turn.prompt, turn.choices, turn.rid, turn.priority) == ("Hi", 2, "x", 2)
+    assert turn.stream is True
+    # null: as many as fit the context.
+    (turn,) = body(sampling_params={"max_new_tokens": None}).turns()
+    assert turn.sampling == {}
+
+
+def test_values_of_a_batch() -> None:
+    turns = body(
+        input_ids=[[1], [2, 3]],
+        sampling_params=[{"max_new_tokens": 3}, {"regex": "a"}],
+        return_logprob=[True, False],
+        top_logprobs_num=[2, 0],
+        logprob_start_len=[1, 0],
+        rid=["a", "b"],
+    ).turns()
+    assert [turn.prompt for turn in turns] == [[1], [2, 3]]
+    wanted = [{"max_new_tokens": 3}, {"regex": "a", "max_new_tokens": 128}]
+    assert [turn.sampling for turn in turns] == wanted
+    assert [turn.top_logprobs for turn in turns] == [2, 0]
+    assert [turn.rid for turn in turns] == ["a", "b"]
+    assert [turn.rid for turn in body(text=["a", "b"], rid="x").turns()] == ["x_0", "x_1"]
+    assert len({turn.rid for turn in body(text=["a", "b"]).turns()}) == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"text": None}, "give either text or input_ids"),
+        ({"input_ids": [1], "text": "a"}, "give either text or input_ids"),
+        ({"text": [1, 2]}, "text has the wrong type: use input_ids"),
+        ({"input_ids": ["a"]}, "input_ids has the wrong type: use text"),
+        ({"input_ids": []}, "input_ids is empty"),
+        ({"sampling_params": {"n": 0}}, "n must be in 1..128"),
+        ({"sampling_params": {"voice": 1}}, "field 'voice' of sampling_params is not supported"),
+        ({"sampling_params": {"top_p": "x"}}, "got `str` - at `top_p` of sampling_params"),
+        ({"sampling_params": {"custom_params": {"a": 1}}}, "'custom_params' of sampling_params"),
+        ({"sampling_params": {"seed": 1, "sampling_seed": 1}}, "another name for 'seed'"),
+        ({"sampling_params": [{}, {}]}, "there are 1 prompts and 2 sampling_params"),
+        (
+            {"text": ["a", "b"], "sampling_params": [{"n": 1}, {"n": 2}]},
+            "n must be the same in all sampling_params",
+        ),
+        ({"text": ["a", "b"], "rid": ["x", "x"]}, "rid must be text or 2 different texts"),
+        ({"text": ["a", "b"], "rid": ["x"]}, "rid must be text or 2 different texts"),
+        ({"text": ["a", "b"], "return_logprob": [True]}, "1 values of return_logprob"),
+        ({"return_logprob": True, "logprob_start_len": 0}, "come from Client.score"),
+        ({"input_ids": [1], "return_logprob": True, "logprob_start_len": 0}, "Client.score"),
+        ({"top_logprobs_num": 2}, "top_logprobs_num needs return_logprob=true"),
+        ({"lora_path": "x"}, "the field 'lora_path' is not supported"),
+        ({"image_data": ["x"]}, "the field 'image_data' is not supported"),
+        ({"input_embeds": [[0.5]]}, "'input_embeds' is not supported; use text or input_ids"),
+        ({"return_hidden_states": True}, "the field 'return_hidden_states' is not supported"),
+        ({"return_routed_experts": True}, "the field 'return_routed_experts' is not supported"),
+        ({"token_ids_logprob": [3]}, "is not supported; use top_logprobs_num"),
+        ({"custom_logit_processor": "x"}, "is not supported; use logit_bias or a grammar"),
+        ({"session_params": {"id": "x"}}, "use a session of the gateway"),
+    ],
+)
+def test_a_field_is_honoured_or_rejected(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest) as error:
+        body(**fields).turns()
+    assert message in str(error.value)
+
+
+def test_fields_that_ask_for_nothing_are_accepted() -> None:
+    fields: Any = {"lora_path": "", "return_routed_experts": False, "image_data": None}
+    fields |= {"routed_experts_start_len": 0, "logprob_start_len": 0, "log_metrics": True}
+    assert len(body(**fields, return_hidden_states=False).turns()) == 1
+    assert len(body(input_ids=[1, 2], return_logprob=True, logprob_start_len=2).turns()) == 1
+
+
+@given(st.dictionaries(st.sampled_from([*GenerateRequest.__struct_fields__, "other"]), JSON))
+def test_any_fields_are_parsed_or_rejected(fields: dict[str, Any]) -> None:
+    with contextlib.suppress(InvalidRequest):
+        body(**fields).turns()
+
+
+@given(st.dictionaries(st.sampled_from([*_Sampling.__struct_fields__, "other"]), JSON))
+def test_any_sampling_params_are_parsed_or_rejected(params: dict[str, Any]) -> None:
+    with contextlib.suppress(InvalidRequest):
+        body(sampling_params=params).turns()
+
+
+# --- answers --------------------------------------------------------------------------------------
+
+
+def test_an_answer() -> None:
+    request = body(rid="x", return_logprob=True, top_logprobs_num=2, return_text_in_logprobs=True)
+    made = request.answer("tiny", "").whole([completion([0, 3], top=2, cached=1)])
+    assert made["text"] == "ad"
+    assert made["output_ids"] == [0, 3]
+    assert made["meta_info"] == {
+        "id": "x",
+        "finish_reason": {"type": "length", "length": 2},
+        "prompt_tokens": 2,
+        "completion_tokens": 2,
+        "cached_tokens": 1,
+        "weight_version": "0",
+        "weight_versions": [{"version": 0, "start": 0, "end": 2}],
+        "e2e_latency": 2.0,
+        "input_token_logprobs": [],
+        "output_token_logprobs": [[0.0, 0, "a"], [-1.5, 3, "d"]],
+        "output_token_logprobs_length": 2,
+        "input_top_logprobs": [],
+        "output_top_logprobs": [[[-0.25, 0, "a"], [-0.5, 1, "b"]]] * 2,
+    }
+
+
+def test_logprobs_without_text() -> None:
+    made = body(return_logprob=True).answer("tiny", "").whole([completion([3])])
+    assert made["meta_info"]["output_token_logprobs"] == [[-1.5, 3, None]]
+    assert "output_top_logprobs" not in made["meta_info"]
+    assert (
+        "output_token_logprobs"
+        not in (body().answer("tiny", "").whole([completion([3])])["meta_info"])
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"finish": "stop", "stop_match": 5}, {"type": "stop", "matched": 5}),
+        ({"finish": "stop", "stop_match": "d"}, {"type": "stop", "matched": "d"}),
+        ({"finish": "abort"}, {"type": "abort", "message": "Aborted"}),
+    ],
+)
+def test_reasons(fields: dict[str, Any], reason: dict[str, Any]) -> None:
+    made = body().answer("tiny", "").whole([completion([0, 3], **fields)])
+    assert made["meta_info"]["finish_reason"] == reason
+
+
+def test_the_weight_version_is_the_last_one() -> None:
+    chunks = [chunk([0], version=4), chunk([1], version=5), chunk([], finish="abort", version=6)]
+    meta = body().answer("tiny", "").whole([completion([], chunks=chunks)])["meta_info"]
+    assert meta["weight_version"] == "5"
+    meta = body().answer("tiny", "").whole([completion([], chunks=chunks[2:])])["meta_info"]
+    assert (meta["weight_version"], meta["weight_versions"]) == ("6", [])
+
+
+def test_when_the_answer_is_a_list() -> None:
+    one, four = [completion([0])], [completion([at]) for at in range(4)]
+    assert body(text=["a"], rid="x").answer("tiny", "").whole(one)[0]["meta_info"]["id"] == "x"
+    made = body(text=["a", "b"], rid="x", sampling_params={"n": 2}).answer("tiny", "").whole(four)
+    ids = [row["meta_info"]["id"] for row in made]
+    assert ids == ["x_0_0", "x_0_1", "x_1_0", "x_1_1"]
+    assert [row["text"] for row in made] == ["a", "b", "c", "d"]
+    made = body(sampling_params={"n": 2}).answer("tiny", "").whole(four[:2])
+    assert [row["text"] for row in made] == ["a", "b"]
+
+
+def test_prompt_tokens_are_returned() -> None:
+    made = body(return_prompt_token_ids=True).answer("tiny", "").whole([completion([0])])
+    assert made["prompt_token_ids"] == [7, 8]
+
+
+# --- with the fake engine, which repeats the prompt -----------------------------------------------
+
+module = pytest.mark.asyncio(loop_scope="module")
+SLOW = {"text": "Hello", "sampling_params": {"max_new_tokens": 3000}}
+"""Takes six seconds."""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pool() -> AsyncIterator[sglrl.Client]:
+    async with sglrl.launch("tiny", engine="fake", step_seconds=0.002, tokens_per_step=1) as client:
+        yield client
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def gateway(pool: sglrl.Client) -> AsyncIterator[Gateway]:
+    async with serve(pool, name="tiny") as gateway:
+        yield gateway
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def http(gateway: Gateway) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=60) as http:
+        yield http
+
+
+async def until_running(pool: sglrl.Client, http: httpx.AsyncClient, count: int) -> None:
+    async with asyncio.timeout(60):
+        while sum(worker.load for worker in pool.workers) < count:
+            assert (await http.get("/health")).status_code == 200
+
+
+async def read(lines: AsyncIterator[str], tokens: int) -> dict[str, Any]:
+    """Read a stream until an event has so many tokens. Return that event."""
+    async for line in lines:
+        if line.startswith("data: {"):
+            event: dict[str, Any] = json.loads(line.removeprefix("data: "))
+            if len(event["output_ids"]) >= tokens:
+                return event
+    raise AssertionError("the stream has ended")
+
+
+@module
+async def test_text_and_tokens(http: httpx.AsyncClient, pool: sglrl.Client) -> None:
+    prompt = pool.tokenizer("Hello")["input_ids"]
+    params = {"max_new_tokens": 6}
+    for asked in ({"text": "Hello"}, {"input_ids": prompt}):
+        made = (await http.post("/generate", json={**asked, "sampling_params": params})).json()
+        assert made["output_ids"] == (prompt * 2)[:6]
+        assert made["text"] == pool.tokenizer.decode(made["output_ids"])
+        assert made["meta_info"]["prompt_tokens"] == len(prompt)
+    two = {"input_ids": [prompt, [5]], "sampling_params": [params, {"max_new_tokens": 2}]}
+    rows = (await http.post("/generate", json=two)).json()
+    assert [row["output_ids"] for row in rows] == [(prompt * 2)[:6], [5, 5]]
+    default = (await http.post("/generate", json={"text": "a"})).json()
+    assert default["meta_info"]["completion_tokens"] == 128
+
+
+@module
+async def test_a_stream(http: httpx.AsyncClient) -> None:
+    asked = {"input_ids": [5, 6, 7], "stream": True, "sampling_params": {"max_new_tokens": 300}}
+    events = []
+    async with http.stream("POST", "/generate", json=asked) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        lines = [line async for line in answer.aiter_lines() if line]
+    assert lines[-1] == "data: [DONE]"
+    events = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    assert len(events) > 5
+    for event in events:
+        count = event["meta_info"]["completion_tokens"]
+        assert event["output_ids"] == ([5, 6, 7] * 100)[:count]
+        assert event["meta_info"]["prompt_tokens"] == 3
+    assert events[-1]["meta_info"]["finish_reason"] == {"type": "length", "length": 300}
+
+
+@module
+async def test_errors(http: httpx.AsyncClient) -> None:
+    for asked, status, message in (
+        ({"text": ""}, 400, "the prompt is empty"),
+        ({"text": "a", "sampling_params": {"max_new_tokens": 0}}, 400, "at least 1, got 0"),
+        ({"input_ids": [-1]}, 400, "token id -1 is outside"),
+        ({"input_ids": [1] * 40_000}, 400, "the context is full"),
+        ({"text": "a", "sampling_params": {"temperature": -1}}, 400, "temperature must be in"),
+    ):
+        for stream in (False, True):
+            answer = await http.post("/generate", json={**asked, "stream": stream})  # type: ignore[dict-item]
+            assert answer.status_code == status
+            error = answer.json()["error"]
+            assert message in error["message"]
+            assert error["code"] == status
+    missing = await http.post("/sessions/none/generate", json={"text": "a"})
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, 404)
+
+
+@module
+async def test_an_abort_returns_the_tokens_so_far(
+    http: httpx.AsyncClient, pool: sglrl.Client
+) -> None:
+    await until_idle(pool)
+    first = asyncio.ensure_future(http.post("/generate", json={**SLOW, "rid": "first"}))
+    other = asyncio.ensure_future(
+        http.post("/generate", json={"text": "a", "sampling_params": {"max_new_tokens": 400}})
+    )
+    await until_running(pool, http, 2)
+    begun = {**SLOW, "rid": "stream", "stream": True, "return_logprob": True}
+    async with http.stream("POST", "/generate", json=begun) as answer:
+        lines = aiter(answer.aiter_lines())
+        event = await read(lines, 40)
+        found = await http.post("/abort_request", json={"rid": "stream"})
+        assert found.json() == {"aborted": 1}
+        *_, last, done = [line async for line in lines if line]
+        assert done == "data: [DONE]"
+        ended = json.loads(last.removeprefix("data: "))
+    assert ended["meta_info"]["finish_reason"] == {"type": "abort", "message": "Aborted"}
+    assert len(event["output_ids"]) <= len(ended["output_ids"]) < 3000
+    assert len(ended["meta_info"]["output_token_logprobs"]) == len(ended["output_ids"])
+    # Without a stream, workers report some of the tokens.
+    assert (await http.post("/abort_request", json={"rid": "first"})).json() == {"aborted": 1}
+    made = (await first).json()
+    assert made["meta_info"]["finish_reason"]["type"] == "abort"
+    hello = pool.tokenizer("Hello")["input_ids"]
+    count = len(made["output_ids"])
+    assert 16 <= count < 3000
+    assert made["output_ids"] == (hello * 1000)[:count]
+    assert made["meta_info"]["prompt_tokens"] == len(hello)
+    # No other request is aborted.
+    assert (await other).json()["meta_info"]["finish_reason"]["type"] == "length"
+    assert (await http.post("/abort_request", json={"rid": "first"})).json() == {"aborted": 0}
+    await until_idle(pool)
+
+
+@module
+async def test_an_abort_within_a_batch(http: httpx.AsyncClient, pool: sglrl.Client) -> None:
+    params = [{"max_new_tokens": 3000}, {"max_new_tokens": 100}]
+    asked = {"text": ["a", "b"], "rid": ["p", "q"], "sampling_params": params}
+    batch = asyncio.ensure_future(http.post("/generate", json=asked))
+    await until_running(pool, http, 2)
+    assert (await http.post("/abort_request", json={"rid": "p"})).json() == {"aborted": 1}
+    one, two = (await batch).json()
+    assert one["meta_info"]["finish_reason"]["type"] == "abort"
+    assert two["meta_info"]["finish_reason"] == {"type": "length", "length": 100}
+    await until_idle(pool)
+
+
+@module
+async def test_all_are_aborted(
+    http: httpx.AsyncClient, pool: sglrl.Client, gateway: Gateway
+) -> None:
+    ask = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3000}
+    tokens = {"token_ids": [1], "sampling_params": {"max_tokens": 3000}, "request_id": "v"}
+    posts = [
+        ("/generate", {**SLOW, "sampling_params": {"n": 2, "max_new_tokens": 3000}}),
+        ("/v1/completions", {"model": "tiny", "prompt": "a", "max_tokens": 3000}),
+        ("/inference/v1/generate", tokens),
+        ("/v1/chat/completions", ask),
+    ]
+    async with gateway.session() as session:
+        running = [
+            asyncio.ensure_future(http.post(path, json=asked))
+            for path, asked in [*posts, (f"{session.base_url}/chat/completions", ask)]
+        ]
+        await until_running(pool, http, 6)
+        assert (await http.post("/abort_request", json={"rid": "x"})).json() == {"aborted": 0}
+        # The key of a session aborts only its requests.
+        own = {"authorization": f"Bearer {session.api_key}"}
+        for headers, count in ((own, 1), ({}, 4), ({}, 0)):
+            made = await http.post("/abort_request", json={"abort_all": True}, headers=headers)
+            assert made.json() == {"aborted": count}
+        *alone, of_session = await asyncio.gather(*running)
+    assert of_session.status_code == 503
+    two, *rest = [answer.json() for answer in alone]
+    assert [row["meta_info"]["finish_reason"]["type"] for row in two] == ["abort"] * 2
+    assert [row["choices"][0]["finish_reason"] for row in rest] == ["abort"] * 3
+    assert session.trajectory is None
+    await until_idle(pool)
+
+
+@module
+async def test_a_request_without_its_client(http: httpx.AsyncClient, pool: sglrl.Client) -> None:
+    with pytest.raises(httpx.ReadTimeout):
+        await http.post("/generate", json={**SLOW, "rid": "x"}, timeout=0.2)
+    await until_idle(pool)
+    assert (await http.post("/abort_request", json={"rid": "x"})).json() == {"aborted": 0}
+
+
+@module
+async def test_other_endpoints_of_sglang(
+    http: httpx.AsyncClient, pool: sglrl.Client, gateway: Gateway
+) -> None:
+    for path in ("/model_info", "/get_model_info"):
+        info = (await http.get(path)).json()
+        assert info["model_path"] == info["tokenizer_path"] == pool.info.model
+        assert info["weight_version"] == "0"
+    models = (await http.get("/v1/models")).json()["data"]
+    assert [model["max_model_len"] for model in models] == [pool.info.context_length]
+    for asked in ({}, {"rid": ""}, {"rid": 3}, {"other": 1}):
+        answer = await http.post("/abort_request", json=asked)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, 400)
+    await until_idle(pool)
+    assert (await http.post("/flush_cache")).json() == {"success": True}
+    running = asyncio.ensure_future(http.post("/generate", json=SLOW))
+    await until_running(pool, http, 1)
+    busy = await http.post("/flush_cache")
+    assert (busy.status_code, busy.json()) == (400, {"success": False})
+    await http.post("/abort_request", json={"abort_all": True})
+    await running
+    async with gateway.session() as session:
+        own = {"authorization": f"Bearer {session.api_key}"}
+        assert (await http.post("/flush_cache", headers=own)).status_code == 403
