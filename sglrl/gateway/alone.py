@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from functools import partial
 
@@ -14,7 +13,7 @@ from ..inference.completion import Completion
 from ..inference.replies import GenerationReply, OnChunk
 from ..sessions.session import Session
 from ..sessions.session_spec import SessionSpec
-from .conversations import OnTokens, Turn, options_of, spec_of
+from .conversations import OnTokens, Turn, gathered, options_of, sibling
 from .dialect import TurnRequest
 from .unfinished import aborted
 
@@ -33,8 +32,9 @@ class AloneTurn(Turn):
         self, client: Client, requests: Sequence[TurnRequest], on_tokens: OnTokens
     ) -> None:
         self._choices: list[_Choice] = []
+        session = Session(SessionSpec(client, promptless=True))
         for request in requests:
-            spec = spec_of(client, request)
+            spec = sibling(session, request)
             for number in range(request.choices):
                 on_chunk = partial(on_tokens, len(self._choices), spec)
                 self._choices.append(_Choice(spec, request, number, on_chunk))
@@ -58,13 +58,7 @@ class AloneTurn(Turn):
         return len(found)
 
     async def _sample(self) -> list[Completion]:
-        tasks = [asyncio.ensure_future(choice.sample()) for choice in self._choices]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            # If one fails, or this is cancelled, the others end.
-            for task in tasks:
-                task.cancel()
+        return await gathered([choice.sample() for choice in self._choices])
 
 
 class _Choice:
@@ -76,7 +70,7 @@ class _Choice:
         self._spec = spec
         self._request = request
         self._session = Session(spec)
-        self._options = options_of(request, number, on_chunk)
+        self._options = options_of(request, spec, number, on_chunk)
         self._call: Call | None = None
         self._aborted = False
         self._began = now()
@@ -93,7 +87,7 @@ class _Choice:
 
     def abort(self) -> None:
         self.running, self._aborted = False, True
-        self._call = self._session._call
+        self._call = self._session._sampler.call
         self._session.close()
 
     async def _so_far(self) -> Completion:

@@ -17,7 +17,6 @@ import msgspec
 
 from ..core.turn_tree import ROOT
 from ..errors import Closed
-from ..inference.client import Client
 from ..inference.completion import Completion
 from ..inference.prompts import Message, check_conversation
 from ..inference.replies import OnChunk
@@ -294,22 +293,3 @@ async def gathered(sampling: Sequence[Coroutine[Any, Any, Completion]]) -> list[
     finally:
         for task in tasks:
             task.cancel()
-
-
-def sample_alone(client: Client, requests: Sequence[TurnRequest], on_tokens: OnTokens) -> Turn:
-    """Sample the choices of requests that belong to no session."""
-    return Turn(_sample_alone(client, requests, on_tokens), False)
-
-
-async def _sample_alone(
-    client: Client, requests: Sequence[TurnRequest], on_tokens: OnTokens
-) -> list[Completion]:
-    session = Session(SessionSpec(client, promptless=True))
-    sampling: list[Coroutine[Any, Any, Completion]] = []
-    for request in requests:
-        spec = sibling(session, request)
-        for number in range(request.choices):
-            on_chunk = partial(on_tokens, len(sampling), spec)
-            options = options_of(request, spec, number, on_chunk)
-            sampling.append(Session(spec).generate(**options))
-    return await gathered(sampling)

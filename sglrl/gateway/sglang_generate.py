@@ -24,9 +24,9 @@ from .dialect import (
     Sent,
     TurnRequest,
     check_choices,
+    convert_fields,
     decode_body,
     event,
-    make_fields,
 )
 from .errors import HttpError
 from .prompts import Prompt, check_completions, prompts_of
@@ -172,7 +172,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
                 f"there are {count} prompts and {len(several)} sampling_params: give one for each"
             )
         return [
-            make_fields(one, _Sampling, ignored=_IGNORED_SAMPLING, within="sampling_params")
+            convert_fields(one, _Sampling, ignored=_IGNORED_SAMPLING, where="sampling_params")
             for one in several
         ]
 

@@ -26,9 +26,9 @@ from .dialect import (
     TurnRequest,
     check_choices,
     check_limit,
+    convert_fields,
     decode_body,
     event,
-    make_fields,
     openai_error,
 )
 from .errors import HttpError
@@ -122,11 +122,11 @@ class _Sampling(msgspec.Struct, frozen=True, kw_only=True):
         if self.seed == -1:
             del found["seed"]
         if self.structured_outputs:
-            made = make_fields(
+            made = convert_fields(
                 self.structured_outputs,
                 _Structured,
                 instead={"choice": "regex"},
-                within="structured_outputs",
+                where="structured_outputs",
             )
             found |= made.given()
         return own_names(found)
@@ -173,13 +173,13 @@ class TokenRequest(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def _sampling(self) -> _Sampling:
-        return make_fields(
+        return convert_fields(
             self.sampling_params,
             _Sampling,
             ignored=_IGNORED_SAMPLING,
             nothing=_NOTHING_SAMPLING,
             instead=_INSTEAD_SAMPLING,
-            within="sampling_params",
+            where="sampling_params",
         )
 
 

@@ -25,6 +25,7 @@ class TurnSampler:
     Attributes:
         limit: time limit of the whole session. Time spent waiting at the gate does not count.
         closed: no more turn begins.
+        call: the call of the turn that is being sampled.
     """
 
     def __init__(self, spec: SessionSpec, shared: Shared, gate: Gate | None) -> None:
@@ -35,7 +36,7 @@ class TurnSampler:
         self.closed = False
         self._route = Route(b"")
         self._at_gate: asyncio.Future[None] | None = None
-        self._call: Call | None = None
+        self.call: Call | None = None
 
     @property
     def busy(self) -> bool:
@@ -50,10 +51,10 @@ class TurnSampler:
         """End the turn that is being sampled: it raises ``Closed``."""
         if self._at_gate is not None and not self._at_gate.done():
             self._at_gate.set_result(None)
-        if self._call is not None:
-            future = self._call.reply.future
+        if self.call is not None:
+            future = self.call.reply.future
             if not future.done():
-                self._spec.requests.driver.cancel(self._call)
+                self._spec.requests.driver.cancel(self.call)
                 future.set_exception(Closed("the session was closed"))
 
     async def begin(self) -> None:
@@ -82,7 +83,7 @@ class TurnSampler:
     def end(self) -> None:
         """End a turn that has begun."""
         del self._shared.running[self]
-        self._call = None
+        self.call = None
         self._shared.leave()
         if self._gate is not None:
             self._gate.leave()
@@ -143,7 +144,7 @@ class TurnSampler:
                 completion,
                 on_chunk,
             )
-            self._call = call
+            self.call = call
             try:
                 completion = await future
             except BaseException:

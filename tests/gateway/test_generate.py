@@ -73,9 +73,15 @@ def test_values_of_a_batch() -> None:
         ({"input_ids": ["a"]}, "input_ids has the wrong type: use text"),
         ({"input_ids": []}, "input_ids is empty"),
         ({"sampling_params": {"n": 0}}, "n must be in 1..128"),
-        ({"sampling_params": {"voice": 1}}, "field 'voice' of sampling_params is not supported"),
-        ({"sampling_params": {"top_p": "x"}}, "got `str` - at `top_p` of sampling_params"),
-        ({"sampling_params": {"custom_params": {"a": 1}}}, "'custom_params' of sampling_params"),
+        ({"sampling_params": {"voice": 1}}, "sampling_params: the field 'voice' is not supported"),
+        (
+            {"sampling_params": {"top_p": "x"}},
+            "sampling_params: Expected `float | null`, got `str` - at `top_p`",
+        ),
+        (
+            {"sampling_params": {"custom_params": {"a": 1}}},
+            "sampling_params: the field 'custom_params'",
+        ),
         ({"sampling_params": {"seed": 1, "sampling_seed": 1}}, "another name for 'seed'"),
         ({"sampling_params": [{}, {}]}, "there are 1 prompts and 2 sampling_params"),
         (
