@@ -119,7 +119,6 @@ class Run:
     def __init__(self, session: GatewaySession, relay: Relay, judge: Judge) -> None:
         self._session, self._relay, self._judge = session, relay, judge
         self.base_url = session.base_url
-        self.root_url = session.base_url.removesuffix("/v1")
         self.api_key = session.api_key
         self.trajectory: sglrl.Trajectory
         relay.calls.clear()

@@ -98,7 +98,8 @@ class _Request:
 
     def on_message_complete(self) -> None:
         if self._body:
-            _, slash, path = self._url.decode().partition("/v1/")
+            # Anthropic's client appends a second /v1.
+            _, slash, path = self._url.decode().rpartition("/v1/")
             self._calls.append(Call(slash + path, json.loads(self._body)))
 
 

@@ -67,6 +67,20 @@ async def test_acompletion(runs: Any) -> None:
     run.check(leaves=1)
 
 
+async def test_messages_of_anthropic(runs: Any) -> None:
+    """With this provider it sends the API's own form, and other fields as they are."""
+    messages = [ASK]
+    async with runs() as run:
+        options = settings(run) | {"model": "anthropic/any", "regex": "[a-z]{4,12}"}
+        del options["extra_body"]
+        for _ in range(2):
+            made = await litellm.acompletion(messages=messages, max_tokens=20, **options)
+            messages += [made.choices[0].message, ASK]
+    assert {call.path for call in run.calls} == {"/v1/messages"}
+    assert len(run.calls) == 2
+    run.check(leaves=1)
+
+
 async def test_tools(runs: Any, biases: Any) -> None:
     messages = [ASK]
     async with runs() as run:
