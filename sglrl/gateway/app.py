@@ -7,7 +7,6 @@ of a session. Other requests are sampled alone.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack
@@ -27,15 +26,16 @@ from ..inference.completion import Completion
 from ..sessions.session import Session
 from ..sessions.session_spec import SessionSpec
 from ..sessions.trajectory import Trajectory
+from .access import Access, error_response, json_response, key_of, route
 from .alone import AloneTurn
 from .anthropic import ANTHROPIC, COUNT_PATH
 from .chat import CHAT
 from .completions import COMPLETIONS
 from .conversations import Turn, sibling
-from .dialect import Body, Dialect, TurnRequest, encode, openai_error
-from .errors import RETRY_SECONDS, HttpError, error_of
+from .dialect import Body, Dialect, TurnRequest
+from .errors import HttpError, error_of
 from .native import NativeEndpoints
-from .registry import KEY_PREFIX, OpenSession, Registry
+from .registry import OpenSession, Registry
 from .responses import RESPONSES
 from .running_turns import RunningTurns
 from .settings import Settings
@@ -57,20 +57,6 @@ DIALECTS: Sequence[Dialect] = (
 )
 
 
-def error_response(error: HttpError, body: Any = openai_error) -> Response:
-    """Return the answer with an error.
-
-    Args:
-        body: makes it, from the error.
-    """
-    headers = {"retry-after": str(RETRY_SECONDS)} if error.status == 429 else {}
-    return _json(body(error), error.status, headers)
-
-
-def _json(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(encode(content), status, headers, "application/json")
-
-
 class Endpoints:
     """Answers HTTP requests with turns of a pool's engines.
 
@@ -88,39 +74,28 @@ class Endpoints:
         self.settings = settings
         self.shows_tools = shows_tools
         self.running = RunningTurns()
+        self._access = Access(registry, settings)
         api = [
-            *NativeEndpoints(self).routes(),
-            Route("/v1/models", self._route(self.models), methods=["GET"]),
-            Route("/v1/models/{model:path}", self._route(self.model), methods=["GET"]),
+            *NativeEndpoints(client, self._access, self.running).routes(),
+            Route("/v1/models", route(self.models), methods=["GET"]),
+            Route("/v1/models/{model:path}", route(self.model), methods=["GET"]),
         ]
-        posts = {d.path: self._route(partial(self.turn, d), d.error) for d in DIALECTS}
-        posts[COUNT_PATH] = self._route(self.count_tokens, ANTHROPIC.error)
+        posts = {d.path: route(partial(self.turn, d), d.error) for d in DIALECTS}
+        posts[COUNT_PATH] = route(self.count_tokens, ANTHROPIC.error)
         for path, handler in posts.items():
             # Anthropic's clients append /v1 to the URL of a session, which ends with it.
             api += [Route(at, handler, methods=["POST"]) for at in (path, "/v1" + path)]
         self.app = Starlette(
             routes=[
                 Route("/health", self.health, methods=["GET"]),
-                Route("/sessions", self._route(self.open_session), methods=["POST"]),
-                Route("/sessions/{session}", self._route(self.end_session), methods=["DELETE"]),
-                Route("/sessions/{session}/reward", self._route(self.reward), methods=["POST"]),
+                Route("/sessions", route(self.open_session), methods=["POST"]),
+                Route("/sessions/{session}", route(self.end_session), methods=["DELETE"]),
+                Route("/sessions/{session}/reward", route(self.reward), methods=["POST"]),
                 Mount("/sessions/{session}", routes=api),
                 *api,
             ],
             exception_handlers={404: _not_found, 405: _not_found},
         )
-
-    def _route(self, handler: Any, error_body: Any = openai_error) -> Any:
-        async def run(request: Request) -> Response:
-            try:
-                made: Response = await handler(request)
-                return made
-            except ClientDisconnect:
-                return Response(status_code=499)
-            except Exception as error:
-                return error_response(error_of(error), error_body)
-
-        return run
 
     def close(self) -> None:
         """End all running turns: their clients get an error."""
@@ -129,15 +104,17 @@ class Endpoints:
     # --- endpoints --------------------------------------------------------------------------------
 
     async def health(self, request: Request) -> Response:
-        return _json({"status": "ok"})
+        return json_response({"status": "ok"})
 
     async def models(self, request: Request) -> Response:
-        self._session_of(request)
-        return _json({"object": "list", "data": [self._card(name) for name in self.settings.names]})
+        self._access.session_of(request)
+        return json_response(
+            {"object": "list", "data": [self._card(name) for name in self.settings.names]}
+        )
 
     async def model(self, request: Request) -> Response:
-        self._session_of(request)
-        return _json(self._card(self._known(request.path_params["model"])))
+        self._access.session_of(request)
+        return json_response(self._card(self._known(request.path_params["model"])))
 
     def _card(self, name: str) -> dict[str, Any]:
         found = {"id": name, "object": "model", "created": 0, "owned_by": "sglrl"}
@@ -153,8 +130,8 @@ class Endpoints:
 
     async def turn(self, dialect: Dialect, request: Request) -> Response:
         """Sample the choices that a request asks for."""
-        session = self._session_of(request)
-        body = await self._body(request)
+        session = self._access.session_of(request)
+        body = await self._access.body(request)
         parsed = dialect.parse(body)
         wanted = self._wanted(session, parsed)
         call_ids = f"call_{secrets.token_hex(4)}_" if session is None else ""
@@ -176,7 +153,7 @@ class Endpoints:
             if not wanted[0].stream:
                 completions = await _unless_disconnected(request, turn)
                 turn.delivered = True
-                return _json(answer.whole(completions))
+                return json_response(answer.whole(completions))
             # Until there is text, an error has a status of its own.
             await streamed.arrived.begun()
             if turn.failed:
@@ -186,11 +163,11 @@ class Endpoints:
 
     async def count_tokens(self, request: Request) -> Response:
         """Count the tokens of the prompt of a request of Anthropic's API."""
-        session = self._session_of(request)
-        parsed = ANTHROPIC.parse(await self._body(request))
+        session = self._access.session_of(request)
+        parsed = ANTHROPIC.parse(await self._access.body(request))
         (wanted,) = self._wanted(session, parsed)
         ids = await sibling(Session(SessionSpec(self.client, promptless=True)), wanted).ids()
-        return _json({"input_tokens": len(ids) // 4})
+        return json_response({"input_tokens": len(ids) // 4})
 
     def _wanted(self, session: OpenSession | None, parsed: Body) -> Sequence[TurnRequest]:
         """Return what a request asks for.
@@ -207,84 +184,27 @@ class Endpoints:
         return wanted
 
     async def open_session(self, request: Request) -> Response:
-        self._check_key(_key_of(request))
-        body = await self._body(request)
+        self._access.check_key(key_of(request))
+        body = await self._access.body(request)
         given = _object(body, _NewSession)
         session = self.registry.open(given.metadata, given.reward_weights)
         url = str(request.base_url).rstrip("/") + f"/sessions/{session.id}/v1"
-        return _json({"id": session.id, "base_url": url, "api_key": session.key}, 201)
+        return json_response({"id": session.id, "base_url": url, "api_key": session.key}, 201)
 
     async def end_session(self, request: Request) -> Response:
-        session = self._session_of(request)
+        session = self._access.session_of(request)
         assert session is not None
         await self.registry.end(session)
         made = session.conversations.trajectory()
         leaves = () if made is None else made.leaves
-        return _json({"id": session.id, "trajectories": [_row_of(leaf) for leaf in leaves]})
+        return json_response({"id": session.id, "trajectories": [_row_of(leaf) for leaf in leaves]})
 
     async def reward(self, request: Request) -> Response:
-        session = self._session_of(request)
+        session = self._access.session_of(request)
         assert session is not None
-        given = _object(await self._body(request), _Reward)
+        given = _object(await self._access.body(request), _Reward)
         session.conversations.reward(given.reward, given.name, given.tool_call_id)
-        return _json({"id": session.id})
-
-    # --- keys and bodies --------------------------------------------------------------------------
-
-    def _session_of(self, request: Request) -> OpenSession | None:
-        """Return the session of a request, or None if it has none.
-
-        Raises:
-            HttpError: the key is wrong, or the session has ended.
-        """
-        key, id_ = _key_of(request), request.path_params.get("session")
-        if id_ is not None:
-            found = self.registry.by_id(id_)
-            if found is None:
-                raise HttpError(404, f"there is no session {id_!r}, or it has ended")
-            if not hmac.compare_digest(key.encode(), found.key.encode()):
-                self._check_key(key)
-            found.used = asyncio.get_running_loop().time()
-            return found
-        if key.startswith(KEY_PREFIX):
-            found = self.registry.by_key(key)
-            if found is None:
-                raise HttpError(
-                    401,
-                    "the session of this key has ended",
-                    "authentication_error",
-                    "invalid_api_key",
-                )
-            found.used = asyncio.get_running_loop().time()
-            return found
-        self._check_key(key)
-        return None
-
-    def _check_key(self, key: str) -> None:
-        wanted = self.settings.api_key
-        if wanted and not hmac.compare_digest(key.encode(), wanted.encode()):
-            raise HttpError(401, "the API key is wrong", "authentication_error", "invalid_api_key")
-
-    async def _body(self, request: Request) -> bytes:
-        """Return the body of a request.
-
-        Raises:
-            HttpError: it is too long, or takes too long.
-        """
-        most = self.settings.max_body_bytes
-        parts, size = [], 0
-        try:
-            async with asyncio.timeout(self.settings.body_seconds):
-                async for part in request.stream():
-                    size += len(part)
-                    if size > most:
-                        raise HttpError(413, f"the body has more than {most:,} bytes")
-                    parts.append(part)
-        except TimeoutError:
-            raise HttpError(
-                408, f"the body took longer than {self.settings.body_seconds:g} s"
-            ) from None
-        return b"".join(parts)
+        return json_response({"id": session.id})
 
 
 def _row_of(trajectory: Trajectory) -> dict[str, Any]:
@@ -343,12 +263,6 @@ async def _stream(answer: Any, turn: Turn, streamed: Any, stack: ExitStack) -> A
             turn.delivered = True
     except Exception as error:
         yield answer.failed(error_of(error))
-
-
-def _key_of(request: Request) -> str:
-    """Return the API key of a request, or ""."""
-    scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    return str(key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", ""))
 
 
 async def _unless_disconnected(request: Request, turn: Turn) -> list[Completion]:

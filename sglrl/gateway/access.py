@@ -1,0 +1,126 @@
+"""The keys, bodies and errors of requests."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from .dialect import encode, openai_error
+from .errors import RETRY_SECONDS, HttpError, error_of
+from .registry import KEY_PREFIX, OpenSession, Registry
+from .settings import Settings
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+class Access:
+    """Finds the session of a request, and reads its body.
+
+    Args:
+        registry: the open sessions.
+    """
+
+    def __init__(self, registry: Registry, settings: Settings) -> None:
+        self._registry = registry
+        self._settings = settings
+
+    def session_of(self, request: Request) -> OpenSession | None:
+        """Return the session of a request, or None if it has none.
+
+        Raises:
+            HttpError: the key is wrong, or the session has ended.
+        """
+        key, id_ = key_of(request), request.path_params.get("session")
+        if id_ is not None:
+            found = self._registry.by_id(id_)
+            if found is None:
+                raise HttpError(404, f"there is no session {id_!r}, or it has ended")
+            if not hmac.compare_digest(key.encode(), found.key.encode()):
+                self.check_key(key)
+            found.used = asyncio.get_running_loop().time()
+            return found
+        if key.startswith(KEY_PREFIX):
+            found = self._registry.by_key(key)
+            if found is None:
+                raise HttpError(
+                    401,
+                    "the session of this key has ended",
+                    "authentication_error",
+                    "invalid_api_key",
+                )
+            found.used = asyncio.get_running_loop().time()
+            return found
+        self.check_key(key)
+        return None
+
+    def check_key(self, key: str) -> None:
+        wanted = self._settings.api_key
+        if wanted and not hmac.compare_digest(key.encode(), wanted.encode()):
+            raise HttpError(401, "the API key is wrong", "authentication_error", "invalid_api_key")
+
+    async def body(self, request: Request) -> bytes:
+        """Return the body of a request.
+
+        Raises:
+            HttpError: it is too long, or takes too long.
+        """
+        most = self._settings.max_body_bytes
+        parts, size = [], 0
+        try:
+            async with asyncio.timeout(self._settings.body_seconds):
+                async for part in request.stream():
+                    size += len(part)
+                    if size > most:
+                        raise HttpError(413, f"the body has more than {most:,} bytes")
+                    parts.append(part)
+        except TimeoutError:
+            raise HttpError(
+                408, f"the body took longer than {self._settings.body_seconds:g} s"
+            ) from None
+        return b"".join(parts)
+
+
+def key_of(request: Request) -> str:
+    """Return the API key of a request, or ""."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return str(key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", ""))
+
+
+def route(handler: Handler, error_body: Callable[[HttpError], Any] = openai_error) -> Handler:
+    """Return a handler that answers with an error if ``handler`` raises.
+
+    Args:
+        error_body: makes the body of the answer.
+    """
+
+    async def run(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except ClientDisconnect:
+            return Response(status_code=499)
+        except Exception as error:
+            return error_response(error_of(error), error_body)
+
+    return run
+
+
+def error_response(error: HttpError, body: Any = openai_error) -> Response:
+    """Return the answer with an error.
+
+    Args:
+        body: makes it, from the error.
+    """
+    headers = {"retry-after": str(RETRY_SECONDS)} if error.status == 429 else {}
+    return json_response(body(error), error.status, headers)
+
+
+def json_response(
+    content: Any, status: int = 200, headers: dict[str, str] | None = None
+) -> Response:
+    """Return an answer with JSON."""
+    return Response(encode(content), status, headers, "application/json")
