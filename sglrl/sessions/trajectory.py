@@ -388,10 +388,11 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
         """
         if not self.branches:
             return (self,)
+        # The decoder is not a field, and not copied.
         last = copy(self)
         force_setattr(last, "branches", ())
         last.__dict__.pop("oldest_version", None)
-        return (*self.branches, last)
+        return (*self.branches, last if self._decode is None else last.with_decode(self._decode))
 
     @property
     def finish_reason(self) -> str:

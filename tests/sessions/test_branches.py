@@ -97,6 +97,7 @@ async def test_each_sampled_token_is_in_the_loss_once(client: sglrl.Client, seed
         leaves = session.trajectories()
     assert [leaf.branches for leaf in leaves] == [()] * len(leaves)
     assert len(leaves) == 1 + len(whole.branches)
+    assert [leaf.text for leaf in whole.leaves] == [leaf.text for leaf in leaves]
     found = [turn for leaf in leaves for turn in in_the_loss(leaf)]
     assert Counter(found) == Counter(expected)
     # The conversation that was sampled last is whole: its turns are in no other leaf.
