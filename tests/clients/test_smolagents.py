@@ -39,6 +39,8 @@ async def test_an_agent_that_calls_tools(runs: Any, biases: Any) -> None:
         made = await asyncio.to_thread(answer_of, ToolCallingAgent, run, options)
     steps = [step for step in made.steps if step.get("model_output_message")]
     assert all(step["tool_calls"] for step in steps)
+    ids = [call["id"] for step in steps for call in step["tool_calls"]]
+    assert len(set(ids)) == len(ids)
     assert run.calls[0].body["tool_choice"] == "required"
     assert "stop" in run.calls[0].body
     # If no step calls the tool "final_answer", the agent asks for an answer once more.
