@@ -54,16 +54,15 @@ def main(
     """Measure what HTTP costs a turn, and compare tokens/s and time to the first token."""
     cases = [CASES[c.value] for c in case or []]
     info, found = machine(), dict[str, Any]()
-    failed = False
+    failed: dict[str, str] = {}
     with ExitStack() as stack, steps(cost + len(cases) * len(_SYSTEMS)) as (begin, note):
 
         def run(title: str, part: str, options: dict[str, Any], env: dict[str, str]) -> Any:
-            nonlocal failed
             begin(title)
             try:
                 return run_part(_PARTS, part, options, note, limit, env)
             except PartFailed as failure:
-                failed = True
+                failed[title] = str(failure)
                 print_note(f"{title} failed: {failure}\n{failure.log}")
                 return None
 
@@ -89,7 +88,9 @@ def main(
         targets += _peers_table(one.name, found[one.name])
     if targets:
         print_targets(targets)
-    write_json(json, {"bench": "gateway", "machine": info, "found": found}, targets)
+    write_json(
+        json, {"bench": "gateway", "machine": info, "found": found, "failed": failed}, targets
+    )
     if failed:
         raise typer.Exit(1)
 

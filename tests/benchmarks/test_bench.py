@@ -49,6 +49,15 @@ def test_the_rollout_bench_measures_all_but_its_peer(tmp_path: Path) -> None:
     assert [target["measured"] for target in document["asked"]] != [None, None]
 
 
+@pytest.mark.timeout(300)
+def test_the_gateway_bench_measures_the_cost_of_http(tmp_path: Path) -> None:
+    options = ["--conversations", "8", "--repeat", "1"]
+    document = run_bench("gateway", *options, file=tmp_path / "gateway.json")
+    (row,) = document["found"]["cost"]["rows"]
+    assert row["gateway_us"] > row["direct_us"] > 0
+    assert document["asked"][0]["verdict"] in ("ok", "short")
+
+
 async def test_the_genlm_bench_asks_for_prompts_that_grow() -> None:
     asked: list[list[int]] = []
 
