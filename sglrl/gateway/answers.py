@@ -44,6 +44,11 @@ def message_of(completion: Completion, ids: str = "") -> Message:
     return found
 
 
+def token_text(completion: Completion, token: int, as_ids: bool) -> str:
+    """Return the text of a token, or "token_id:5" as in vLLM."""
+    return f"token_id:{token}" if as_ids else completion._decode([token], False)
+
+
 def json_text(value: Any) -> str:
     """Return JSON that can be a part of other JSON, even with half of a surrogate pair in it."""
     text = json.dumps(value, ensure_ascii=False)

@@ -31,6 +31,7 @@ from .alone import AloneTurn
 from .anthropic import ANTHROPIC, COUNT_PATH
 from .chat import CHAT
 from .completions import COMPLETIONS
+from .controls import ControlEndpoints
 from .conversations import Turn, sibling
 from .dialect import Body, Dialect, TurnRequest
 from .errors import HttpError, error_of
@@ -77,6 +78,7 @@ class Endpoints:
         self._access = Access(registry, settings)
         api = [
             *NativeEndpoints(client, self._access, self.running).routes(),
+            *ControlEndpoints(client, self._access).routes(),
             Route("/v1/models", route(self.models), methods=["GET"]),
             Route("/v1/models/{model:path}", route(self.model), methods=["GET"]),
         ]

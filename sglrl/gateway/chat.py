@@ -14,7 +14,7 @@ import msgspec
 
 from ..errors import InvalidRequest
 from ..inference.completion import Completion
-from .answers import message_of, token_counts, unsent, weight_versions
+from .answers import message_of, token_counts, token_text, unsent, weight_versions
 from .dialect import (
     DONE,
     Dialect,
@@ -90,6 +90,7 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     verbosity: str | None = None
+    return_tokens_as_token_ids: bool | None = None
 
     def turns(self) -> list[TurnRequest]:
         if self.top_logprobs and not self.logprobs:
@@ -183,8 +184,12 @@ def usage_of(completions: Sequence[Completion]) -> dict[str, Any]:
     }
 
 
-def logprobs_of(completion: Completion, start: int, stop: int) -> dict[str, Any]:
-    """Return the logprobs of the tokens ``start`` to ``stop``."""
+def logprobs_of(completion: Completion, as_ids: bool = False) -> dict[str, Any]:
+    """Return the logprobs of all tokens.
+
+    Args:
+        as_ids: see ``token_text``.
+    """
     assert completion.logprobs is not None
     ids, values = completion.output_ids.tolist(), completion.logprobs.tolist()
     top = completion.top_logprobs
@@ -193,10 +198,11 @@ def logprobs_of(completion: Completion, start: int, stop: int) -> dict[str, Any]
         text = completion._decode([token], False)
         # A part of a character has no text of its own.
         known = list(text.encode()) if "\ufffd" not in text else None
-        return {"token": text, "logprob": logprob, "bytes": known}
+        name = token_text(completion, token, as_ids)
+        return {"token": name, "logprob": logprob, "bytes": known}
 
     found = []
-    for at in range(start, stop):
+    for at in range(len(ids)):
         others = (
             [] if top is None else zip(top.ids[at].tolist(), top.logprobs[at].tolist(), strict=True)
         )
@@ -236,7 +242,9 @@ class ChatAnswer(msgspec.Struct, frozen=True):
                 "weight_versions": weight_versions(completion),
             }
             if self.request.logprobs:
-                choice["logprobs"] = logprobs_of(completion, 0, len(completion.output_ids))
+                choice["logprobs"] = logprobs_of(
+                    completion, bool(self.request.return_tokens_as_token_ids)
+                )
             if self.request.return_token_ids:
                 choice["token_ids"] = completion.output_ids.tolist()
             choices.append(choice)
@@ -284,12 +292,17 @@ class ChatAnswer(msgspec.Struct, frozen=True):
             delta["tool_calls"] = [{"index": at, **call} for at, call in calls]
         extra: dict[str, Any] = {"weight_versions": weight_versions(completion)}
         if self.request.logprobs:
-            extra["logprobs"] = logprobs_of(completion, 0, len(completion.output_ids))
+            extra["logprobs"] = logprobs_of(
+                completion, bool(self.request.return_tokens_as_token_ids)
+            )
         if self.request.return_token_ids:
             extra["token_ids"] = completion.output_ids.tolist()
             extra["prompt_token_ids"] = completion.prompt_ids.tolist()
         found = self._chunk(index, delta) if delta else b""
         return found + self._chunk(index, {}, finish_of(completion, message), extra)
+
+    def _logprobs(self, completion: Completion) -> dict[str, Any]:
+        return logprobs_of(completion, bool(self.request.return_tokens_as_token_ids))
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}

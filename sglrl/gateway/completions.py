@@ -15,7 +15,7 @@ import msgspec
 from ..errors import InvalidRequest
 from ..inference.completion import Completion, StreamText
 from ..wire.engine import TokenChunk
-from .answers import weight_versions
+from .answers import token_text, weight_versions
 from .chat import ResponseFormat, StreamOptions, grammar_of
 from .dialect import (
     DONE,
@@ -60,6 +60,7 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
     best_of: int | None = None
     echo: bool | None = None
     logprobs: int | None = None
+    return_tokens_as_token_ids: bool | None = None
     max_tokens: int | None = None
     n: int | None = None
     response_format: ResponseFormat | None = None
@@ -179,7 +180,8 @@ class CompletionAnswer(msgspec.Struct, frozen=True):
             "finish_reason": finish,
         }
         if request.logprobs is not None:
-            choice["logprobs"] = _logprobs_of(completion, sent, request.logprobs)
+            as_ids = bool(request.return_tokens_as_token_ids)
+            choice["logprobs"] = _logprobs_of(completion, sent, request.logprobs, as_ids)
         if finish:
             choice["weight_versions"] = weight_versions(completion)
         if request.return_token_ids:
@@ -209,15 +211,16 @@ class CompletionAnswer(msgspec.Struct, frozen=True):
         return event({**self._head(), "choices": choices, **more})
 
 
-def _logprobs_of(completion: Completion, sent: Sent, count: int) -> dict[str, Any]:
+def _logprobs_of(completion: Completion, sent: Sent, count: int, as_ids: bool) -> dict[str, Any]:
     """Return the logprobs of the tokens that were not sent yet, in OpenAI's older format.
 
     Args:
         count: number of the likeliest tokens. The sampled token is listed in any case.
+        as_ids: see ``token_text``.
     """
 
     def text_of(token: int) -> str:
-        return completion._decode([token], False)
+        return token_text(completion, token, as_ids)
 
     rows = list(token_rows(completion, sent.tokens))
     top = [

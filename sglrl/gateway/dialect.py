@@ -216,6 +216,9 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
         """Return the fields of ``SamplingParams`` that are given."""
         found = {name: getattr(self, name) for name in _SAMPLING}
         found["min_new_tokens"] = self.min_tokens
+        if self.top_k == 0:
+            # vLLM's clients mean all tokens.
+            found["top_k"] = -1
         return {name: value for name, value in found.items() if value is not None}
 
 

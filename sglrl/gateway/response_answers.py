@@ -230,7 +230,7 @@ def _is_cut(completion: Completion) -> bool:
 
 
 def _logprobs_of(completion: Completion) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = logprobs_of(completion, 0, len(completion.output_ids))["content"]
+    found: list[dict[str, Any]] = logprobs_of(completion)["content"]
     for token in found:
         for one in (token, *token["top_logprobs"]):
             # This API knows no null here.

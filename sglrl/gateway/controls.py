@@ -1,0 +1,173 @@
+"""Endpoints of SGLang and vLLM that control the engines: pause, load, health, weights.
+
+https://docs.sglang.ai/basic_usage/native_api.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+from typing import Any, Final, Literal
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ..errors import InvalidRequest
+from ..inference.client import Client
+from ..version import __version__
+from .access import Access, json_response, route
+from .dialect import decode_body, openai_error
+from .errors import HttpError
+from .sglang_generate import sglang_error
+
+_VLLM_MODES: Final[dict[str, Literal["in_place", "abort"]]] = {"abort": "abort", "keep": "in_place"}
+_UNSUPPORTED: Final = {
+    "/update_weights_from_tensor": "its body is a pickle; the trainer calls Client.update_weights",
+    "/update_weights_from_ipc": "the trainer calls Client.update_weights",
+    "/release_memory_occupation": "engines cannot sleep",
+    "/resume_memory_occupation": "engines cannot sleep",
+}
+"""Endpoints of SGLang that are rejected, and why."""
+
+
+class _Pause(msgspec.Struct, frozen=True):
+    mode: Literal["abort", "retract", "in_place"] = "abort"
+
+
+class ControlEndpoints:
+    """Answers the requests. All but those that only read need the gateway's key.
+
+    Args:
+        client: of the pool.
+    """
+
+    def __init__(self, client: Client, access: Access) -> None:
+        self._client = client
+        self._access = access
+
+    def routes(self) -> list[Route]:
+        read, change = self._read, self._change
+        sglang: list[tuple[str, Any, list[str]]] = [
+            ("/health_generate", read(self._health_generate), ["GET"]),
+            ("/server_info", read(self._server_info), ["GET"]),
+            ("/get_server_info", read(self._server_info), ["GET"]),
+            ("/get_load", read(self._load), ["GET"]),
+            ("/v1/loads", read(self._loads), ["GET"]),
+            ("/weight_version", read(self._weight_version), ["GET"]),
+            ("/get_weight_version", read(self._weight_version), ["GET"]),
+            ("/pause_generation", change(self._pause_generation), ["POST"]),
+            ("/continue_generation", change(self._continue_generation), ["POST"]),
+            *[(path, change(_reject(path, why)), ["POST"]) for path, why in _UNSUPPORTED.items()],
+        ]
+        vllm: list[tuple[str, Any, list[str]]] = [
+            ("/get_world_size", read(self._world_size), ["GET"]),
+            ("/pause", change(self._pause), ["POST"]),
+            ("/resume", change(self._resume), ["POST"]),
+            ("/reset_prefix_cache", change(self._reset_prefix_cache), ["POST"]),
+        ]
+        return [
+            Route(path, route(handler, error), methods=methods)
+            for table, error in ((sglang, sglang_error), (vllm, openai_error))
+            for path, handler, methods in table
+        ]
+
+    def _read(self, answer: Callable[[], Awaitable[Any]]) -> Any:
+        async def handler(request: Request) -> Response:
+            self._access.session_of(request)
+            return json_response(await answer())
+
+        return handler
+
+    def _change(self, change: Callable[[Request], Awaitable[Any]]) -> Any:
+        async def handler(request: Request) -> Response:
+            if self._access.session_of(request) is not None:
+                raise HttpError(403, "a session cannot control the engines: use the gateway's key")
+            return json_response(await change(request))
+
+        return handler
+
+    # --- what engines report ----------------------------------------------------------------------
+
+    async def _health_generate(self) -> dict[str, str]:
+        """Sample one token."""
+        await self._client.generate(input_ids=[0], max_new_tokens=1)
+        return {"status": "ok"}
+
+    async def _server_info(self) -> dict[str, Any]:
+        client = self._client
+        return {
+            **msgspec.to_builtins(client.info),
+            "model_path": client.info.model,
+            "dp_size": len(client.workers),
+            "version": client.info.sglang_version,
+            "sglrl_version": __version__,
+            "weight_version": str(client.weight_version),
+            "internal_states": await self._load(),
+        }
+
+    async def _load(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "dp_rank": stats.worker,
+                "num_reqs": stats.engine.running + stats.engine.waiting,
+                "num_running_reqs": stats.engine.running,
+                "num_waiting_reqs": stats.engine.waiting,
+                "num_tokens": stats.engine.kv_tokens,
+                "num_used_tokens": stats.engine.kv_tokens,
+                "max_total_num_tokens": stats.engine.kv_capacity,
+                "token_usage": stats.engine.kv_usage,
+                "gen_throughput": stats.engine.tokens_per_second,
+                "cache_hit_rate": stats.engine.cache_hit_rate,
+            }
+            for stats in await self._client.stats()
+        ]
+
+    async def _loads(self) -> dict[str, Any]:
+        return {
+            "timestamp": datetime.now(UTC).isoformat(),
+            "version": self._client.info.sglang_version,
+            "loads": await self._load(),
+        }
+
+    async def _weight_version(self) -> dict[str, str]:
+        return {"weight_version": str(self._client.weight_version)}
+
+    async def _world_size(self) -> dict[str, int]:
+        client = self._client
+        return {"world_size": client.info.tp_size * len(client.workers)}
+
+    # --- what changes them ------------------------------------------------------------------------
+
+    async def _pause_generation(self, request: Request) -> dict[str, str]:
+        given = decode_body(await self._access.body(request) or b"{}", _Pause)
+        await self._client.pause(given.mode)
+        return {"status": "ok", "message": "generation is paused"}
+
+    async def _continue_generation(self, request: Request) -> dict[str, str]:
+        await self._client.resume()
+        return {"status": "ok", "message": "generation continues"}
+
+    async def _pause(self, request: Request) -> dict[str, str]:
+        mode = request.query_params.get("mode", "abort")
+        if mode not in _VLLM_MODES:
+            raise InvalidRequest(f"mode must be 'abort' or 'keep', got {mode!r:.200}")
+        await self._client.pause(_VLLM_MODES[mode])
+        return {"status": "paused"}
+
+    async def _resume(self, request: Request) -> dict[str, str]:
+        await self._client.resume()
+        return {"status": "resumed"}
+
+    async def _reset_prefix_cache(self, request: Request) -> dict[str, bool]:
+        if not await self._client.flush_cache():
+            raise InvalidRequest("an engine has requests and keeps its cache")
+        return {"success": True}
+
+
+def _reject(path: str, why: str) -> Callable[[Request], Awaitable[Any]]:
+    async def handler(request: Request) -> Any:
+        raise InvalidRequest(f"{path} is not supported: {why}")
+
+    return handler
