@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import warnings
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -42,6 +43,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Accept the warnings of libraries."""
     for line in ("default", "error:::sglrl"):
         config.addinivalue_line("filterwarnings", line)
+    # Some never close their connections.
+    warnings.simplefilter("ignore", ResourceWarning)
 
 
 class Judge:

@@ -55,22 +55,24 @@ class Relay:
         task.add_done_callback(self._tasks.discard)
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there = await asyncio.open_connection(self._target.hostname, self._target.port)
-        requests = httptools.HttpRequestParser(_Request(self.calls))
-        answer = _Answer(self.statuses)
-        answer.parser = httptools.HttpResponseParser(answer)
-        ways = (
-            asyncio.ensure_future(_forward(reader, there[1], requests)),
-            asyncio.ensure_future(_forward(there[0], writer, answer.parser)),
-        )
+        ways: list[asyncio.Future[None]] = []
+        ends = [writer]
         try:
+            target = self._target
+            back, there = await asyncio.open_connection(target.hostname, target.port)
+            ends.append(there)
+            requests = httptools.HttpRequestParser(_Request(self.calls))
+            answer = _Answer(self.statuses)
+            answer.parser = httptools.HttpResponseParser(answer)
+            ways.append(asyncio.ensure_future(_forward(reader, there, requests)))
+            ways.append(asyncio.ensure_future(_forward(back, writer, answer.parser)))
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            for end in ends:
+                end.close()
             for way in ways:
                 way.cancel()
-            await asyncio.wait(ways)
-            for end in (writer, there[1]):
-                end.close()
+            await asyncio.gather(*ways, return_exceptions=True)
 
 
 async def _forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, parser: Any) -> None:
