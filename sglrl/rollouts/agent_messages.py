@@ -47,7 +47,7 @@ class Settings(NamedTuple):
     max_staleness: int | None
     sampling: SamplingParams | None
     values: dict[str, Any]
-    gateway: bool
+    gateway: bool = False
 
     def __repr__(self) -> str:
         # The address and the keys hold secrets.
