@@ -7,7 +7,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -21,19 +21,17 @@ from sglrl.sessions.session import Session
 from .cases import Case
 from .parts import ROOT, Note, serve_part
 from .sglang_http import serve as serve_sglang
-from .tool_parts import _TOKENS_OF_QWEN3
+from .tool_parts import TOKENS_OF_QWEN3
 
 _LIMIT_SECONDS = 600
 
 
-def _load(**options: Any) -> Sequence[str]:
-    return [sys.executable, "-m", "bench.gateway_load", json.dumps({**options, "limit": 600})]
-
-
 async def _run_load(**options: Any) -> dict[str, Any]:
     """Run ``bench.gateway_load``, and return its figures."""
+    given = json.dumps({**options, "limit": _LIMIT_SECONDS})
+    command = [sys.executable, "-m", "bench.gateway_load", given]
     process = await asyncio.create_subprocess_exec(
-        *_load(**options), cwd=ROOT, stdout=asyncio.subprocess.PIPE
+        *command, cwd=ROOT, stdout=asyncio.subprocess.PIPE
     )
     async with asyncio.timeout(_LIMIT_SECONDS):
         output, _ = await process.communicate()
@@ -97,7 +95,7 @@ async def _cost_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
     load = {**options, "model": "tiny"}
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = make_tokenizer(Path(folder), 512)
-        tokenizer.add_tokens(_TOKENS_OF_QWEN3.split())
+        tokenizer.add_tokens(TOKENS_OF_QWEN3.split())
         tokenizer.save_pretrained(folder)
         note("starting")
         async with (

@@ -27,7 +27,7 @@ results of calls that a renderer parses and ``run_tools`` runs."""
 _CALL = '<tool_call>\n{"name": "look_up", "arguments": {"turn": 1}}\n</tool_call>'
 _QUESTION = f"{_CALL} {'and some other words ' * 8}"
 _RESULT = "the result of a tool"
-_TOKENS_OF_QWEN3 = "<think> </think> <tool_call> </tool_call> <tool_response> </tool_response>"
+TOKENS_OF_QWEN3 = "<think> </think> <tool_call> </tool_call> <tool_response> </tool_response>"
 
 
 def _agents(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
@@ -42,7 +42,7 @@ async def _agents_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]
     count, found = options["agents"], {}
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = make_tokenizer(Path(folder), 512)
-        tokenizer.add_tokens(_TOKENS_OF_QWEN3.split())
+        tokenizer.add_tokens(TOKENS_OF_QWEN3.split())
         tokenizer.save_pretrained(folder)
         result = tokenizer.encode(_RESULT)
         note("starting workers")

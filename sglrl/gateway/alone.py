@@ -8,7 +8,6 @@ from functools import partial
 from ..core.calls import Call
 from ..driver.driver import now
 from ..errors import Closed
-from ..inference.client import Client
 from ..inference.completion import Completion
 from ..inference.replies import GenerationReply, OnChunk
 from ..sessions.session import Session
@@ -22,6 +21,7 @@ class AloneTurn(Turn):
     """The choices of requests that belong to no session. They are sampled at the same time.
 
     Args:
+        base: its settings hold for all requests.
         on_tokens: called with new tokens, if the request is a stream.
 
     Raises:
@@ -29,12 +29,11 @@ class AloneTurn(Turn):
     """
 
     def __init__(
-        self, client: Client, requests: Sequence[TurnRequest], on_tokens: OnTokens
+        self, base: SessionSpec, requests: Sequence[TurnRequest], on_tokens: OnTokens
     ) -> None:
         self._choices: list[_Choice] = []
-        session = Session(SessionSpec(client, promptless=True))
         for request in requests:
-            spec = sibling(session, request)
+            spec = sibling(base, request)
             for number in range(request.choices):
                 on_chunk = partial(on_tokens, len(self._choices), spec)
                 self._choices.append(_Choice(spec, request, number, on_chunk))

@@ -23,7 +23,6 @@ from starlette.routing import Mount, Route
 from ..errors import InvalidRequest
 from ..inference.client import Client
 from ..inference.completion import Completion
-from ..sessions.session import Session
 from ..sessions.session_spec import SessionSpec
 from ..sessions.trajectory import Trajectory
 from .access import Access, error_response, json_response, key_of, route
@@ -76,6 +75,8 @@ class Endpoints:
         self.shows_tools = shows_tools
         self.running = RunningTurns()
         self._access = Access(registry, settings)
+        self._spec = SessionSpec(client, promptless=True)
+        """Settings of turns that belong to no session."""
         api = [
             *NativeEndpoints(client, self._access, self.running).routes(),
             *ControlEndpoints(client, self._access).routes(),
@@ -140,7 +141,7 @@ class Endpoints:
         answer: Any = parsed.answer(parsed.model or self.settings.names[0], call_ids)
         streamed: Any = StreamedTokens(wanted) if dialect.tokens else StreamedText(wanted)
         if session is None:
-            turn: Turn = AloneTurn(self.client, wanted, streamed.add)
+            turn: Turn = AloneTurn(self._spec, wanted, streamed.add)
         else:
             again = request.headers.get("x-stainless-retry-count", "0") != "0"
             digest = blake2b(dialect.path.encode() + body, digest_size=16).digest()
@@ -168,7 +169,7 @@ class Endpoints:
         session = self._access.session_of(request)
         parsed = ANTHROPIC.parse(await self._access.body(request))
         (wanted,) = self._wanted(session, parsed)
-        ids = await sibling(Session(SessionSpec(self.client, promptless=True)), wanted).ids()
+        ids = await sibling(self._spec, wanted).ids()
         return json_response({"input_tokens": len(ids) // 4})
 
     def _wanted(self, session: OpenSession | None, parsed: Body) -> Sequence[TurnRequest]:

@@ -14,7 +14,7 @@ import msgspec
 
 from ..errors import InvalidRequest
 from ..inference.completion import Completion
-from .answers import message_of, token_counts, token_text, unsent, weight_versions
+from .answers import message_of, token_text, unsent, weight_versions
 from .dialect import (
     DONE,
     Dialect,
@@ -30,6 +30,7 @@ from .dialect import (
     template_of,
 )
 from .errors import HttpError
+from .token_answers import token_rows, usage_of_prompts
 
 _IGNORED: Final = (
     "metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier",
@@ -173,26 +174,12 @@ def finish_of(completion: Completion, message: Message) -> str:
     return "tool_calls" if message.get("tool_calls") else completion.finish_reason
 
 
-def usage_of(completions: Sequence[Completion]) -> dict[str, Any]:
-    """Return the ``usage`` of the choices of a request. They share a prompt."""
-    prompt, sampled, cached = token_counts(completions)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": sampled,
-        "total_tokens": prompt + sampled,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
-
-
 def logprobs_of(completion: Completion, as_ids: bool = False) -> dict[str, Any]:
     """Return the logprobs of all tokens.
 
     Args:
         as_ids: see ``token_text``.
     """
-    assert completion.logprobs is not None
-    ids, values = completion.output_ids.tolist(), completion.logprobs.tolist()
-    top = completion.top_logprobs
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         text = completion._decode([token], False)
@@ -201,14 +188,10 @@ def logprobs_of(completion: Completion, as_ids: bool = False) -> dict[str, Any]:
         name = token_text(completion, token, as_ids)
         return {"token": name, "logprob": logprob, "bytes": known}
 
-    found = []
-    for at in range(len(ids)):
-        others = (
-            [] if top is None else zip(top.ids[at].tolist(), top.logprobs[at].tolist(), strict=True)
-        )
-        found.append(
-            {**entry(ids[at], values[at]), "top_logprobs": [entry(*one) for one in others]}
-        )
+    found = [
+        {**entry(row.id, row.logprob), "top_logprobs": [entry(*one) for one in row.others]}
+        for row in token_rows(completion)
+    ]
     return {"content": found, "refusal": None}
 
 
@@ -251,7 +234,7 @@ class ChatAnswer(msgspec.Struct, frozen=True):
         found = {
             **self._head("chat.completion"),
             "choices": choices,
-            "usage": usage_of(completions),
+            "usage": usage_of_prompts(completions, len(completions)),
         }
         if self.request.return_token_ids:
             found["prompt_token_ids"] = completions[0].prompt_ids.tolist()
@@ -274,7 +257,9 @@ class ChatAnswer(msgspec.Struct, frozen=True):
         options = self.request.stream_options
         if options is not None and options.include_usage:
             head = self._head("chat.completion.chunk")
-            events += event({**head, "choices": [], "usage": usage_of(completions)})
+            events += event(
+                {**head, "choices": [], "usage": usage_of_prompts(completions, len(completions))}
+            )
         return events + DONE
 
     def failed(self, error: HttpError) -> bytes:

@@ -139,26 +139,35 @@ class Conversations:
     async def _sample(
         self, requests: Sequence[TurnRequest], on_tokens: OnTokens
     ) -> list[Completion]:
-        made: list[Completion] = []
+        sampling: list[Callable[[], Coroutine[Any, Any, Completion]]] = []
         for request in requests:
-            made += await self._sample_one(request, len(made), on_tokens)
-        return made
+            sampling += self._choices(request, len(sampling), on_tokens)
+        return await gathered([sample() for sample in sampling])
 
-    async def _sample_one(
+    def _choices(
         self, request: TurnRequest, first: int, on_tokens: OnTokens
-    ) -> list[Completion]:
+    ) -> list[Callable[[], Coroutine[Any, Any, Completion]]]:
+        """Return what samples the choices of a request.
+
+        Args:
+            first: number of its first choice.
+        """
+        base = self._session._spec
         if request.messages is None:
-            spec, after, seen, digest = sibling(self._session, request), ROOT, None, None
+            spec, after, seen, digest = sibling(base, request), ROOT, None, None
         else:
             seen = check_conversation(request.messages)
             digest = Digest(seen, template_of(request))
             # At least the last message comes after the turn.
             known = reversed(digest.beginnings[:-1])
             ends = (self._ends[one] for one in known if one in self._ends)
-            spec, after = next(ends, None) or (sibling(self._session, request), ROOT)
+            spec, after = next(ends, None) or (sibling(base, request), ROOT)
+            spec = spec.with_priority(request.priority or base.priority)
 
         async def sample(number: int) -> Completion:
-            session = self._idle.pop(after, None) or self._session._fork(spec)
+            session = self._idle.pop(after, None)
+            if session is None or session._spec is not spec:
+                session = self._session._fork(spec)
             if seen is not None:
                 session.rewrite(seen, after=after)
             on_chunk = partial(on_tokens, first + number, spec)
@@ -170,7 +179,7 @@ class Conversations:
                 self._ends[digest.with_answer(message_of(completion))] = spec, turn
             return completion
 
-        return await gathered([sample(number) for number in range(request.choices)])
+        return [partial(sample, number) for number in range(request.choices)]
 
     # --- the end ----------------------------------------------------------------------------------
 
@@ -251,16 +260,14 @@ def template_of(request: TurnRequest) -> dict[str, Any]:
     return {"tools": request.tools, "chat_template_kwargs": request.chat_template_kwargs}
 
 
-def sibling(session: Session, request: TurnRequest) -> SessionSpec:
-    """Return the spec of the conversation that a request begins."""
+def sibling(spec: SessionSpec, request: TurnRequest) -> SessionSpec:
+    """Return the spec of the conversation that a request begins, with the settings of ``spec``."""
     priority = request.priority or None
     if request.messages is not None:
-        return session._spec.sibling(
-            messages=request.messages, priority=priority, **template_of(request)
-        )
+        return spec.sibling(messages=request.messages, priority=priority, **template_of(request))
     kind = "prompt" if isinstance(request.prompt, str) else "input_ids"
     prompt: dict[str, Any] = {kind: request.prompt}
-    return session._spec.sibling(priority=priority, **prompt)
+    return spec.sibling(priority=priority, **prompt)
 
 
 def options_of(

@@ -105,8 +105,7 @@ class Progress(NamedTuple):
 
     Attributes:
         completion: the tokens so far. It has no ``finish_reason`` yet.
-        text: the text so far, of which no later token can change anything. It is decoded when it
-            is called.
+        text: decodes and returns the text so far. Later tokens do not change it.
         sent: what earlier events of the stream had.
     """
 
@@ -180,14 +179,8 @@ class Dialect(NamedTuple):
     tokens: bool = False
 
 
-class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields of requests that are called the same in all dialects.
-
-    Attributes:
-        temperature, ...: the fields of ``SamplingParams`` with these names.
-        chat_template_kwargs, priority: see ``TurnRequest``.
-        return_token_ids: add the tokens of the prompt and of each choice to the answer.
-    """
+class CommonSampling(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of ``SamplingParams`` that all APIs call the same."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -195,8 +188,6 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     min_p: float | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
-    stop_regex: str | list[str] | None = None
-    no_stop_trim: bool | None = None
     seed: int | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
@@ -204,6 +195,19 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: dict[str, float] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+
+
+class SamplingFields(CommonSampling, frozen=True, kw_only=True):
+    """Fields of requests that OpenAI's and Anthropic's dialects call the same.
+
+    Attributes:
+        temperature, ...: the fields of ``SamplingParams`` with these names.
+        chat_template_kwargs, priority: see ``TurnRequest``.
+        return_token_ids: add the tokens of the prompt and of each choice to the answer.
+    """
+
+    stop_regex: str | list[str] | None = None
+    no_stop_trim: bool | None = None
     regex: str | None = None
     ebnf: str | None = None
     min_tokens: int | None = None

@@ -19,6 +19,7 @@ from ..inference.sampling import DEFAULT_MAX_NEW_TOKENS, own_names
 from .answers import weight_versions
 from .dialect import (
     DONE,
+    CommonSampling,
     Dialect,
     Progress,
     Sent,
@@ -58,28 +59,15 @@ _INSTEAD: Final = {
 _IGNORED_SAMPLING: Final = ("spaces_between_special_tokens", "stream_interval")
 
 
-class _Sampling(msgspec.Struct, frozen=True, kw_only=True):
+class _Sampling(CommonSampling, frozen=True, kw_only=True):
     """``sampling_params``, with SGLang's names."""
 
     max_new_tokens: int | None = None
     min_new_tokens: int | None = None
     n: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
     stop_regex: str | list[str] | None = None
     no_stop_trim: bool | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
     sampling_seed: int | None = None
-    seed: int | None = None
     json_schema: str | dict[str, Any] | None = None
     regex: str | None = None
     ebnf: str | None = None
@@ -178,7 +166,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     def _rids(self, count: int) -> list[str]:
         """Return the id of each prompt."""
-        rid = secrets.token_hex(16) if self.rid is None else self.rid
+        rid = self.rid or ""
         if isinstance(rid, str):
             return [f"{rid}_{at}" for at in range(count)] if count > 1 else [rid]
         if len(rid) != count or len(set(rid)) != count:
@@ -226,7 +214,9 @@ def parse(body: bytes) -> GenerateRequest:
         InvalidRequest: it is not JSON, a field has a wrong type, or a field asks for something that
             is not supported.
     """
-    return decode_body(body, GenerateRequest, ignored=_IGNORED, nothing=_NOTHING, instead=_INSTEAD)
+    made = decode_body(body, GenerateRequest, ignored=_IGNORED, nothing=_NOTHING, instead=_INSTEAD)
+    # The answer shows the id, and clients may abort by it.
+    return made if made.rid else msgspec.structs.replace(made, rid=secrets.token_hex(16))
 
 
 # --- answers --------------------------------------------------------------------------------------

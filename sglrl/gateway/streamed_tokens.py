@@ -61,7 +61,7 @@ class StreamedTokens:
 
 
 class _Choice:
-    """A choice of which tokens have arrived."""
+    """The tokens of a choice that have arrived."""
 
     def __init__(self, spec: SessionSpec, request: TurnRequest, began: float) -> None:
         self._spec = spec

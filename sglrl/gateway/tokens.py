@@ -5,7 +5,6 @@ Source: https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html#tok
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final
 
@@ -15,6 +14,7 @@ import numpy as np
 from ..errors import InvalidRequest
 from ..inference.client import Client
 from ..inference.prompts import load_tokenizer, template_arguments
+from ..inference.threads import in_thread
 from ..inference.tokens import check_ids
 from .dialect import Message, decode_body
 
@@ -88,7 +88,7 @@ async def tokenize(client: Client, body: bytes) -> dict[str, Any]:
         await load_tokenizer(box)
         plain = request.add_special_tokens is False
         work = box.encode_rendered if plain else box.encode_texts
-        (tokens,) = await asyncio.to_thread(work, [request.prompt])
+        (tokens,) = await in_thread(work, [request.prompt])
     made: dict[str, Any] = {
         "count": len(tokens),
         "max_model_len": client.info.context_length,
@@ -112,7 +112,7 @@ async def detokenize(client: Client, body: bytes) -> dict[str, Any]:
         check_ids(request.tokens, requests.vocab_size)
     await load_tokenizer(requests.box)
     skip = bool(request.skip_special_tokens)
-    return {"prompt": await asyncio.to_thread(requests.decode, request.tokens, skip)}
+    return {"prompt": await in_thread(requests.decode, request.tokens, skip)}
 
 
 Convert = Callable[[Client, bytes], Awaitable[dict[str, Any]]]

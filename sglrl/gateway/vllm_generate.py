@@ -20,6 +20,7 @@ from .answers import weight_versions
 from .chat import StreamOptions
 from .dialect import (
     DONE,
+    CommonSampling,
     Dialect,
     Progress,
     Sent,
@@ -86,26 +87,13 @@ class _Structured(msgspec.Struct, frozen=True, kw_only=True):
         return {name: value for name, value in found.items() if value is not None}
 
 
-class _Sampling(msgspec.Struct, frozen=True, kw_only=True):
+class _Sampling(CommonSampling, frozen=True, kw_only=True):
     """``sampling_params``, with vLLM's names."""
 
     max_tokens: int | None = None
     min_tokens: int | None = None
     n: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-    seed: int | None = None
     logprobs: int | None = None
     structured_outputs: dict[str, Any] | None = None
 
@@ -165,7 +153,7 @@ class TokenRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     def answer(self, model: str, call_ids: str) -> TokensAnswer:
         return TokensAnswer(
-            id=self.request_id or secrets.token_hex(16),
+            id=self.request_id or "",
             created=int(time.time()),
             model=model,
             request=self,
@@ -190,7 +178,11 @@ def parse(body: bytes) -> TokenRequest:
         InvalidRequest: it is not JSON, a field has a wrong type, or a field asks for something that
             is not supported.
     """
-    return decode_body(body, TokenRequest, ignored=_IGNORED, nothing=_NOTHING, instead=_INSTEAD)
+    made = decode_body(body, TokenRequest, ignored=_IGNORED, nothing=_NOTHING, instead=_INSTEAD)
+    if made.request_id:
+        return made
+    # The answer shows the id, and clients may abort by it.
+    return msgspec.structs.replace(made, request_id=secrets.token_hex(16))
 
 
 # --- answers --------------------------------------------------------------------------------------
@@ -275,7 +267,7 @@ class TokensAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _entry(row: TokenRow) -> dict[str, Any]:
-    """Return the logprobs of a token, of which the sampled one is the first."""
+    """Return the logprobs at a position. The sampled token comes first."""
     ranks = {id_: rank for rank, (id_, _) in enumerate(row.others, 1)}
     others = [(row.id, row.logprob), *[one for one in row.others if one[0] != row.id]]
     found = [_one(id_, logprob, ranks.get(id_)) for id_, logprob in others]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import Any, NoReturn, Protocol, SupportsFloat
 
 import numpy as np
@@ -180,6 +181,14 @@ class SessionSpec:
             **self.values,
             **prompt,
         )
+
+    def with_priority(self, priority: int) -> SessionSpec:
+        """Return this spec, or a copy with another priority."""
+        if priority == self.priority:
+            return self
+        made = copy(self)
+        made.priority, *_ = check_target(priority, None, None)
+        return made
 
     async def load(self) -> None:
         """Encode the prompt, or load the tokenizer if there is none."""

@@ -233,7 +233,7 @@ async def until_running(pool: sglrl.Client, http: httpx.AsyncClient, count: int)
 
 
 async def read(lines: AsyncIterator[str], tokens: int) -> dict[str, Any]:
-    """Read a stream until an event has so many tokens. Return that event."""
+    """Read a stream. Return the first event with at least ``count`` tokens."""
     async for line in lines:
         if line.startswith("data: {"):
             event: dict[str, Any] = json.loads(line.removeprefix("data: "))

@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
 import pytest_asyncio
+from engine.policies import until_running
 
 import sglrl
+from sglrl.gateway.conversations import Conversations
+from sglrl.gateway.dialect import TurnRequest
+from sglrl.inference.requests import Requests
+from sglrl.sessions.session import Session
+from sglrl.sessions.session_spec import SessionSpec
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def gateway() -> AsyncIterator[Any]:
-    async with (
-        sglrl.launch("tiny", engine="fake") as client,
-        sglrl.serve(client, name="tiny") as gateway,
-    ):
+async def client() -> AsyncIterator[sglrl.Client]:
+    options: dict[str, Any] = {"step_seconds": 0.001, "tokens_per_step": 1}
+    async with sglrl.launch("tiny", engine="fake", **options) as client:
+        yield client
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def gateway(client: sglrl.Client) -> AsyncIterator[Any]:
+    async with sglrl.serve(client, name="tiny") as gateway:
         yield gateway
 
 
@@ -70,3 +82,76 @@ async def test_text_and_several_prompts(gateway: Any) -> None:
         assert answer.raise_for_status().text.endswith("data: [DONE]\n\n")
     assert session.trajectory is not None
     assert [leaf.sampled_tokens for leaf in session.trajectory.leaves] == [3] * 5
+
+
+async def test_each_request_has_its_own_priority(
+    client: sglrl.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that continues a conversation."""
+    real, priorities = Requests.sample, []
+
+    def sample(self: Requests, *args: Any) -> Any:
+        priorities.append(args[7])
+        return real(self, *args)
+
+    monkeypatch.setattr(Requests, "sample", sample)
+    session = Session(SessionSpec(client, promptless=True))
+    conversations = Conversations(session)
+    messages: list[Any] = [{"role": "user", "content": "Hi"}]
+    for number, priority in enumerate((3, 3, 5, 0)):
+        asked = TurnRequest(
+            messages=messages, priority=priority, sampling={"max_new_tokens": 2, "seed": number}
+        )
+        turn = conversations.sample([asked], bytes([number]), False, True, lambda *new: None)
+        (made,) = await turn.result()
+        messages = [*messages, made.message.as_dict(), messages[0]]
+    assert priorities == [3, 3, 5, 0]
+    assert len(session.trajectories()) == 1
+
+
+async def test_the_prompts_of_a_request_are_sampled_at_the_same_time(
+    client: sglrl.Client, gateway: Any
+) -> None:
+    async with gateway.session() as session, httpx.AsyncClient(timeout=60) as http:
+        body = {"prompt": [[5], [6], [7]], "max_tokens": 1000}
+        turn = asyncio.ensure_future(http.post(f"{session.base_url}/completions", json=body))
+        await until_running(client, 3)
+        assert len((await turn).json()["choices"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "name", "abort", "key"),
+    [
+        (
+            "/generate",
+            {"input_ids": [5], "sampling_params": {"max_new_tokens": 100_000}},
+            "id",
+            "/abort_request",
+            "rid",
+        ),
+        (
+            "/inference/v1/generate",
+            {"token_ids": [5], "sampling_params": {"max_tokens": 100_000}},
+            "request_id",
+            "/inference/v1/abort_requests",
+            "request_ids",
+        ),
+    ],
+)
+async def test_an_abort_by_the_id_that_the_gateway_made(
+    gateway: Any, path: str, body: dict[str, Any], name: str, abort: str, key: str
+) -> None:
+    found = last = ""
+    async with (
+        asyncio.timeout(60),
+        httpx.AsyncClient(base_url=gateway.url, timeout=60) as http,
+        http.stream("POST", path, json={**body, "stream": True}) as answer,
+    ):
+        async for line in answer.aiter_lines():
+            if not found and line.startswith("data: {"):
+                event = json.loads(line.removeprefix("data: "))
+                found = event.get("meta_info", event)[name]
+                ids: Any = [found] if key == "request_ids" else found
+                assert (await http.post(abort, json={key: ids})).json() == {"aborted": 1}
+            last = line or last
+    assert last == "data: [DONE]"
