@@ -43,6 +43,7 @@ from .sglang_generate import SGLANG_GENERATE
 from .store import continued
 from .streamed_text import StreamedText
 from .streamed_tokens import StreamedTokens
+from .trained_weights import TrainedWeights
 from .vllm_generate import VLLM_GENERATE
 
 _T = TypeVar("_T")
@@ -75,11 +76,12 @@ class Endpoints:
         self.shows_tools = shows_tools
         self.running = RunningTurns()
         self._access = Access(registry, settings)
+        self._weights = TrainedWeights(client, settings)
         self._spec = SessionSpec(client, promptless=True)
         """Settings of turns that belong to no session."""
         api = [
             *NativeEndpoints(client, self._access, self.running).routes(),
-            *ControlEndpoints(client, self._access).routes(),
+            *ControlEndpoints(client, self._access, self._weights).routes(),
             Route("/v1/models", route(self.models), methods=["GET"]),
             Route("/v1/models/{model:path}", route(self.model), methods=["GET"]),
         ]
@@ -103,6 +105,7 @@ class Endpoints:
     def close(self) -> None:
         """End all running turns: their clients get an error."""
         self.running.close()
+        self._weights.close()
 
     # --- endpoints --------------------------------------------------------------------------------
 

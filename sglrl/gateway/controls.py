@@ -21,11 +21,14 @@ from .access import Access, json_response, route
 from .dialect import decode_body, openai_error
 from .errors import HttpError
 from .sglang_generate import sglang_error
+from .trained_weights import TrainedWeights, update_error
 
-_VLLM_MODES: Final[dict[str, Literal["in_place", "abort"]]] = {"abort": "abort", "keep": "in_place"}
+PauseMode = Literal["abort", "retract", "in_place"]
+_VLLM_MODES: Final[dict[str, PauseMode]] = {"abort": "abort", "keep": "in_place"}
 _UNSUPPORTED: Final = {
     "/update_weights_from_tensor": "its body is a pickle; the trainer calls Client.update_weights",
     "/update_weights_from_ipc": "the trainer calls Client.update_weights",
+    "/update_weight_version": "every update has a version; give it weight_version",
     "/release_memory_occupation": "engines cannot sleep",
     "/resume_memory_occupation": "engines cannot sleep",
 }
@@ -33,7 +36,7 @@ _UNSUPPORTED: Final = {
 
 
 class _Pause(msgspec.Struct, frozen=True):
-    mode: Literal["abort", "retract", "in_place"] = "abort"
+    mode: PauseMode = "abort"
 
 
 class ControlEndpoints:
@@ -41,11 +44,13 @@ class ControlEndpoints:
 
     Args:
         client: of the pool.
+        weights: those of trainers.
     """
 
-    def __init__(self, client: Client, access: Access) -> None:
+    def __init__(self, client: Client, access: Access, weights: TrainedWeights) -> None:
         self._client = client
         self._access = access
+        self._weights = weights
 
     def routes(self) -> list[Route]:
         read, change = self._read, self._change
@@ -67,11 +72,27 @@ class ControlEndpoints:
             ("/resume", change(self._resume), ["POST"]),
             ("/reset_prefix_cache", change(self._reset_prefix_cache), ["POST"]),
         ]
+        updates = [
+            (path, change(self._with_body(handler)), ["POST"])
+            for path, handler in self._weights.handlers().items()
+        ]
         return [
             Route(path, route(handler, error), methods=methods)
-            for table, error in ((sglang, sglang_error), (vllm, openai_error))
+            for table, error in (
+                (sglang, sglang_error),
+                (updates, update_error),
+                (vllm, openai_error),
+            )
             for path, handler, methods in table
         ]
+
+    def _with_body(
+        self, handle: Callable[[bytes], Awaitable[Any]]
+    ) -> Callable[[Request], Awaitable[Any]]:
+        async def handler(request: Request) -> Any:
+            return await handle(await self._access.body(request))
+
+        return handler
 
     def _read(self, answer: Callable[[], Awaitable[Any]]) -> Any:
         async def handler(request: Request) -> Response:
@@ -100,7 +121,11 @@ class ControlEndpoints:
         return {
             **msgspec.to_builtins(client.info),
             "model_path": client.info.model,
-            "dp_size": len(client.workers),
+            # For trainers, a pool is one rank.
+            "tp_size": 1,
+            "dp_size": 1,
+            "engine_tp_size": client.info.tp_size,
+            "replicas": len(client.workers),
             "version": client.info.sglang_version,
             "sglrl_version": __version__,
             "weight_version": str(client.weight_version),
@@ -135,30 +160,37 @@ class ControlEndpoints:
         return {"weight_version": str(self._client.weight_version)}
 
     async def _world_size(self) -> dict[str, int]:
-        client = self._client
-        return {"world_size": client.info.tp_size * len(client.workers)}
+        return {"world_size": 1}
 
     # --- what changes them ------------------------------------------------------------------------
 
     async def _pause_generation(self, request: Request) -> dict[str, str]:
         given = decode_body(await self._access.body(request) or b"{}", _Pause)
-        await self._client.pause(given.mode)
+        await self._paused(given.mode)
         return {"status": "ok", "message": "generation is paused"}
 
     async def _continue_generation(self, request: Request) -> dict[str, str]:
-        await self._client.resume()
+        await self._resumed()
         return {"status": "ok", "message": "generation continues"}
 
     async def _pause(self, request: Request) -> dict[str, str]:
         mode = request.query_params.get("mode", "abort")
         if mode not in _VLLM_MODES:
             raise InvalidRequest(f"mode must be 'abort' or 'keep', got {mode!r:.200}")
-        await self._client.pause(_VLLM_MODES[mode])
+        await self._paused(_VLLM_MODES[mode])
         return {"status": "paused"}
 
     async def _resume(self, request: Request) -> dict[str, str]:
-        await self._client.resume()
+        await self._resumed()
         return {"status": "resumed"}
+
+    async def _paused(self, mode: PauseMode) -> None:
+        await self._client.pause(mode)
+        self._weights.paused()
+
+    async def _resumed(self) -> None:
+        await self._weights.resuming()
+        await self._client.resume()
 
     async def _reset_prefix_cache(self, request: Request) -> dict[str, bool]:
         if not await self._client.flush_cache():

@@ -12,6 +12,7 @@ from ..errors import (
     MessageTooLarge,
     Overloaded,
     UsageError,
+    WeightUpdateError,
     WorkerLost,
 )
 
@@ -25,6 +26,7 @@ _STATUS: Sequence[tuple[type[Exception], int, str]] = (
     (Overloaded, 429, "rate_limit_error"),
     (DeadlineExceeded, 504, "server_error"),
     (EngineError, 500, "server_error"),
+    (WeightUpdateError, 503, "server_error"),
     (WorkerLost, 503, "server_error"),
     (Closed, 503, "server_error"),
 )

@@ -116,7 +116,10 @@ class Gateway:
             timeout=client._timeout,
             max_message_bytes=client._running().max_message_bytes,
         )
-        arguments = msgspec.structs.replace(settings, port=port), target
+        settings = msgspec.structs.replace(
+            settings, port=port, weights_host=client._pool.weights.host
+        )
+        arguments = settings, target
         birth = birth_of(GatewayProcess, arguments, replicas=1, window=_WINDOW)
         pool = Pool(
             [birth],
@@ -169,6 +172,7 @@ def serve(
     expire_after: float = 3600.0,
     max_sessions: int = 100_000,
     max_body_bytes: int = 16 << 20,
+    weight_device: str = "cuda:0",
 ) -> Gateway:
     """Return an HTTP gateway to a pool: ``async with sglrl.serve(client) as gateway``.
 
@@ -189,6 +193,9 @@ def serve(
         expire_after: seconds without a request after which a session ends.
         max_sessions: number of sessions that may be open.
         max_body_bytes: largest body of a request.
+        weight_device: the GPU, of those that this process sees, at which the gateway receives the
+            weights of trainers that use the requests of SGLang's server. NCCL does not allow that
+            the trainer uses it too.
 
     Raises:
         UsageError: an argument is wrong, or a package is missing. On entering: the address cannot
@@ -210,6 +217,7 @@ def serve(
             expire_after=expire_after,
             max_sessions=max_sessions,
             max_body_bytes=max_body_bytes,
+            weight_device=weight_device,
         ),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 
 import msgspec
 
@@ -11,7 +12,12 @@ from ..transport.addresses import is_loopback
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of a gateway. The constructor checks them. See ``serve``."""
+    """The settings of a gateway. The constructor checks them. See ``serve``.
+
+    Attributes:
+        weights_host: an address of this machine at which workers get weights. None: they are on
+            this machine.
+    """
 
     names: tuple[str, ...]
     host: str = "127.0.0.1"
@@ -25,6 +31,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     max_body_bytes: int = 16 << 20
     body_seconds: float = 30.0
     max_connections: int = 10_000
+    weight_device: str = "cuda:0"
+    weights_host: str | None = None
 
     def url(self, port: int) -> str:
         """Return the URL of a gateway with these settings that listens at a port."""
@@ -41,6 +49,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
                 raise UsageError(f"{name} must be more than 0, got {getattr(self, name)!r}")
         if bool(self.tls_cert) != bool(self.tls_key):
             raise UsageError("tls_cert and tls_key belong together: give both, or neither")
+        if not re.fullmatch(r"cuda:\d+", self.weight_device):
+            raise UsageError(f"weight_device must be 'cuda:N', got {self.weight_device!r}")
         for name in ("tls_cert", "tls_key"):
             file = getattr(self, name)
             if file and not os.access(file, os.R_OK):

@@ -62,6 +62,7 @@ class RemoteWeights:
         self.version = 0
         self.on_version: set[Callable[[], None]] = set()
         self.address = ""
+        self.host = "127.0.0.1"
 
     def set_version(self, version: int) -> None:
         """Record that the pool has this version, unless a later version is known.

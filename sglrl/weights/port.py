@@ -33,6 +33,11 @@ class WeightsPort(Protocol):
         """The address for ``sglrl.weights.Sender.connect``. It contains a secret."""
         ...
 
+    @property
+    def host(self) -> str:
+        """The address at which workers reach a sender on this machine."""
+        ...
+
     async def describe(self, timeout: float | None) -> ModelDescription:
         """Return the tensors of the model."""
         ...

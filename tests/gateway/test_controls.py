@@ -45,7 +45,8 @@ async def test_what_engines_report(client: sglrl.Client, http: httpx.AsyncClient
     for path in ("/server_info", "/get_server_info"):
         info = (await http.get(path)).json()
         assert info["model_path"] == client.info.model
-        assert (info["dp_size"], info["tp_size"], info["weight_version"]) == (2, 1, "0")
+        assert (info["replicas"], info["engine_tp_size"], info["weight_version"]) == (2, 1, "0")
+        assert (info["dp_size"], info["tp_size"]) == (1, 1), "for trainers, a pool is one rank"
         assert len(info["internal_states"]) == 2
     for path in ("/weight_version", "/get_weight_version"):
         assert (await http.get(path)).json() == {"weight_version": "0"}
@@ -164,4 +165,4 @@ async def test_trls_client(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> Non
                 assert token in known
                 assert row == sorted(row, reverse=True)
                 assert len(row) == len(known) >= 3
-    assert size == 2
+    assert size == 1

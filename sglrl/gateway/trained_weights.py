@@ -1,0 +1,228 @@
+"""Weights that trainers send with the requests of SGLang's server.
+
+https://docs.sglang.ai/advanced_features/sglang_for_rl.html
+
+For a trainer, the gateway is one rank of its process group. The weights go on to all workers
+through the pool's own channel, so an update reaches all of them or none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, Literal
+
+import msgspec
+
+from ..errors import InvalidRequest
+from ..inference.client import Client
+from ..wire.weights import TensorSpec
+from .dialect import decode_body
+from .errors import HttpError
+from .settings import Settings
+
+_SECONDS: Final = 300.0
+"""To form a group, and for each update. TorchRL's client waits as long."""
+_UNCHANGED: Final = ("flush_cache", "torch_empty_cache")
+"""Fields that change nothing: versions never share a prefix cache."""
+
+
+class _Join(msgspec.Struct, frozen=True):
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    group_name: str = "weight_update_group"
+    backend: str = "nccl"
+
+
+class _Leave(msgspec.Struct, frozen=True):
+    group_name: str = "weight_update_group"
+
+
+class _Update(msgspec.Struct, frozen=True):
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    group_name: str = "weight_update_group"
+    abort_all_requests: bool = False
+    weight_version: str | None = None
+    load_format: Literal["flattened_bucket"] | None = None
+
+    def specs(self) -> list[TensorSpec]:
+        if not len(self.names) == len(self.dtypes) == len(self.shapes):
+            raise InvalidRequest("names, dtypes and shapes must have the same length")
+        if any(size < 0 for shape in self.shapes for size in shape):
+            raise InvalidRequest("shapes must not be negative")
+        rows = zip(self.names, self.dtypes, self.shapes, strict=True)
+        return [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in rows]
+
+
+class _FromDisk(msgspec.Struct, frozen=True):
+    model_path: str
+    load_format: Literal["auto", "safetensors"] | None = None
+    abort_all_requests: bool = False
+    weight_version: str | None = None
+
+
+class TrainedWeights:
+    """Takes part in the groups of trainers, and updates the pool with what they send.
+
+    Weights that arrive while a trainer pauses generation become live together, when it continues.
+
+    Args:
+        client: of the pool.
+    """
+
+    def __init__(self, client: Client, settings: Settings) -> None:
+        self._client = client
+        self._settings = settings
+        self._groups: dict[str, Any] = {}
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="sglrl trainer")
+        """A group must not be used by two threads, and it waits for the trainer."""
+        self._lock = asyncio.Lock()
+        """Held by each update."""
+        self._paused = False
+        self._held: dict[str, Any] = {}
+        self._version: int | None = None
+        """Of the held weights."""
+
+    def handlers(self) -> dict[str, Callable[[bytes], Awaitable[Any]]]:
+        """Return what handles the body of a request, by its path."""
+        return {
+            "/init_weights_update_group": self._join,
+            "/destroy_weights_update_group": self._leave,
+            "/update_weights_from_distributed": self._update,
+            "/update_weights_from_disk": self._update_from_disk,
+        }
+
+    def close(self) -> None:
+        for group in self._groups.values():
+            group.abort()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    # --- pauses -----------------------------------------------------------------------------------
+
+    def paused(self) -> None:
+        """Hold weights until ``resuming``."""
+        self._paused = True
+
+    async def resuming(self) -> None:
+        """Make the held weights live.
+
+        Raises:
+            SglrlError: the update failed. The weights are dropped, and the pause goes on.
+        """
+        async with self._lock:
+            held, self._held = self._held, {}
+            if held:
+                await self._send(held, self._version, "continue")
+            self._paused = False
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    async def _join(self, body: bytes) -> Any:
+        given = decode_body(body, _Join)
+        await self._leave_group(given.group_name)
+        try:
+            from ..weights.trainer_group import TrainerGroup
+        except ImportError:
+            raise InvalidRequest("the gateway's process needs torch for this") from None
+
+        self._groups[given.group_name] = await self._in_thread(
+            TrainerGroup,
+            given.backend,
+            self._settings.weight_device,
+            given.master_address,
+            given.master_port,
+            given.rank_offset,
+            given.world_size,
+            given.group_name,
+            _SECONDS,
+        )
+        return _done(f"joined the group as rank {given.rank_offset} of {given.world_size}")
+
+    async def _leave(self, body: bytes) -> Any:
+        name = decode_body(body or b"{}", _Leave).group_name
+        if not await self._leave_group(name):
+            raise _no_group(name)
+        return _done("left the group")
+
+    async def _leave_group(self, name: str) -> bool:
+        group = self._groups.pop(name, None)
+        if group is not None:
+            await self._in_thread(group.close)
+        return group is not None
+
+    async def _update(self, body: bytes) -> Any:
+        given = decode_body(body, _Update, ignored=_UNCHANGED)
+        specs, version = given.specs(), _version(given.weight_version)
+        group = self._groups.get(given.group_name)
+        if group is None:
+            raise _no_group(given.group_name)
+        async with self._lock:
+            flat = given.load_format is not None
+            weights = await self._in_thread(lambda: group.receive(specs, flat=flat))
+            if self._paused:
+                self._held |= weights
+                self._version = version
+                return _done("the weights become live when generation continues")
+            await self._send(weights, version, _inflight(given.abort_all_requests))
+        return self._live()
+
+    def _live(self) -> Any:
+        return _done(f"the weights are version {self._client.weight_version}")
+
+    async def _update_from_disk(self, body: bytes) -> Any:
+        given = decode_body(body, _FromDisk, ignored=_UNCHANGED)
+        async with self._lock:
+            await self._client.update_weights_from_disk(
+                given.model_path,
+                version=_version(given.weight_version),
+                inflight="continue" if self._paused else _inflight(given.abort_all_requests),
+                timeout=_SECONDS,
+            )
+        return self._live()
+
+    async def _send(self, weights: dict[str, Any], version: int | None, inflight: str) -> None:
+        client, settings = self._client, self._settings
+        await client.update_weights(
+            weights,
+            version=version,
+            inflight=inflight,
+            # Complete weights are an ordinary update nevertheless.
+            partial=True,
+            timeout=_SECONDS,
+            device="cpu" if client.info.device == "cpu" else settings.weight_device,
+            host=settings.weights_host,
+        )
+
+    async def _in_thread(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+
+
+def _inflight(abort: bool) -> str:
+    """Return how an update treats running requests. SGLang lets them finish, or aborts them."""
+    return "abort" if abort else "drain"
+
+
+def _version(given: str | None) -> int | None:
+    if given is None:
+        return None
+    if not given.isascii() or not given.isdecimal():
+        raise InvalidRequest(f"weight_version must be a number, got {given!r:.200}")
+    return int(given)
+
+
+def _no_group(name: str) -> InvalidRequest:
+    return InvalidRequest(f"there is no group {name!r:.200}: use /init_weights_update_group first")
+
+
+def update_error(error: HttpError) -> dict[str, Any]:
+    """Return the body of an error of these requests."""
+    return {"success": False, "message": str(error)}
+
+
+def _done(message: str) -> dict[str, Any]:
+    return {"success": True, "message": message}

@@ -1,0 +1,123 @@
+"""A process group that a trainer forms, as clients of SGLang's server do, and that this one joins.
+
+Source: ``init_custom_process_group`` and ``update_weights_from_distributed`` of SGLang 0.5.17, and
+``_new_process_group_helper`` of torch, for the keys in the store. Rank 0 sends every tensor with
+one broadcast, or the bytes of all of them with a single one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import InvalidRequest, WeightUpdateError
+from ..wire.weights import TensorSpec
+from .group import Group, local_address
+
+
+class TrainerGroup:
+    """One rank that receives. The methods block; they may be called from one thread at a time.
+
+    Args:
+        backend: "nccl", or "gloo" for tensors on the CPU.
+        gpu: the device for NCCL.
+        address, port: of the trainer's store.
+        rank: of this process. Rank 0 is the trainer.
+        size: number of ranks.
+        timeout: in seconds, to form the group, and for all tensors of one ``receive``.
+
+    Raises:
+        InvalidRequest: the backend or the rank is wrong.
+        WeightUpdateError: the group was not formed in time.
+    """
+
+    def __init__(
+        self,
+        backend: str,
+        gpu: str,
+        address: str,
+        port: int,
+        rank: int,
+        size: int,
+        name: str,
+        timeout: float,
+    ) -> None:
+        if backend not in ("nccl", "gloo"):
+            raise InvalidRequest(f"backend must be nccl or gloo, got {backend!r:.200}")
+        if not 0 < rank < size:
+            raise InvalidRequest(f"rank_offset must be in 1..{size - 1}, got {rank}")
+        if backend == "nccl" and not torch.cuda.is_available():
+            raise InvalidRequest("backend 'nccl' needs a GPU in the gateway's process: use 'gloo'")
+        self._device = torch.device(gpu if backend == "nccl" else "cpu")
+        try:
+            store: dist.Store = dist.TCPStore(
+                address, port, size, False, timedelta(seconds=timeout)
+            )
+            for prefix in (name, f"{name}/"):
+                store = dist.PrefixStore(prefix, store)
+            host = local_address(address, port)
+            self._group = Group(
+                store, f"{self._device.type}/", rank, size, self._device, host, timeout
+            )
+        except (RuntimeError, OSError) as error:
+            raise WeightUpdateError(
+                f"the group of {size} ranks at {address}:{port} was not formed: {error}"
+            ) from error
+
+    def receive(self, specs: Sequence[TensorSpec], *, flat: bool = False) -> dict[str, Any]:
+        """Return the tensors that the trainer sends, by name, on the device of the group.
+
+        Args:
+            flat: they come in one broadcast, as bytes one after another.
+
+        Raises:
+            InvalidRequest: a dtype is unknown. Nothing was received.
+            WeightUpdateError: the trainer is lost, or did not send them in time. The
+                group cannot be used any more.
+        """
+        types = [_dtype(spec.dtype) for spec in specs]
+        sizes = [
+            prod(spec.shape) * type_.itemsize for spec, type_ in zip(specs, types, strict=True)
+        ]
+        pieces = [
+            torch.empty(size, dtype=torch.uint8, device=self._device)
+            for size in ([sum(sizes)] if flat else sizes)
+        ]
+        if not flat:
+            pieces = [
+                piece.view(type_).view(spec.shape)
+                for piece, type_, spec in zip(pieces, types, specs, strict=True)
+            ]
+        try:
+            with self._group.deadline():
+                for piece in pieces:
+                    self._group.broadcast([piece]).wait()
+                self._group.synchronize()
+        except RuntimeError as error:
+            self._group.abort()
+            raise WeightUpdateError(f"the trainer's weights did not arrive: {error}") from error
+        if flat:
+            parts = zip(pieces[0].split(sizes), types, specs, strict=True)
+            # A part may begin at an address that does not suit its dtype.
+            pieces = [part.clone().view(type_).view(spec.shape) for part, type_, spec in parts]
+        return {spec.name: piece for spec, piece in zip(specs, pieces, strict=True)}
+
+    def abort(self) -> None:
+        """End a running ``receive``. Can be called from any thread."""
+        self._group.abort()
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._group.close()
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise InvalidRequest(f"torch has no dtype {name!r:.200}")
+    return found
