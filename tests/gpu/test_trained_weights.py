@@ -25,7 +25,12 @@ OPTIONS: dict[str, Any] = {**ARGUMENTS, "cuda_graph_max_bs": 4}
 
 
 @needs_two
-async def test_torchrls_client(gpu_model: Path, other_gpu_model: Path) -> None:
+async def test_torchrls_client(
+    gpu_model: Path, other_gpu_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # TorchRL's client sets them too, and NCCL needs them to be equal in all ranks.
+    for name in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"):
+        monkeypatch.setenv(name, "1")
     (new, _), (old, _) = policies(other_gpu_model, gpu_model)
     async with (
         sglrl.launch(gpu_model, device="cuda", gpus=[1], **OPTIONS) as client,
