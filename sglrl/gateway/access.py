@@ -69,20 +69,44 @@ class Access:
         Raises:
             HttpError: it is too long, or takes too long.
         """
-        most = self._settings.max_body_bytes
-        parts, size = [], 0
-        try:
-            async with asyncio.timeout(self._settings.body_seconds):
-                async for part in request.stream():
-                    size += len(part)
-                    if size > most:
-                        raise HttpError(413, f"the body has more than {most:,} bytes")
-                    parts.append(part)
-        except TimeoutError:
-            raise HttpError(
-                408, f"the body took longer than {self._settings.body_seconds:g} s"
-            ) from None
-        return b"".join(parts)
+        return await read_body(request, self._settings)
+
+
+async def read_body(request: Request, settings: Settings) -> bytes:
+    """See ``Access.body``."""
+    most, seconds = settings.max_body_bytes, settings.body_seconds
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(seconds):
+            async for part in request.stream():
+                size += len(part)
+                if size > most:
+                    raise HttpError(413, f"the body has more than {most:,} bytes")
+                parts.append(part)
+    except TimeoutError:
+        raise HttpError(408, f"the body took longer than {seconds:g} s") from None
+    return b"".join(parts)
+
+
+async def until_done(request: Request, work: asyncio.Future[Any]) -> None:
+    """Wait until ``work`` is done. The body of the request was read before.
+
+    Raises:
+        ClientDisconnect: the client has disconnected before. ``work`` goes on.
+    """
+    leaving = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait((work, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            raise ClientDisconnect
+    finally:
+        leaving.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    """Return when the client disconnects."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def key_of(request: Request) -> str:

@@ -16,16 +16,22 @@ from typing import Any, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Mount, Route
 
 from ..errors import InvalidRequest
 from ..inference.client import Client
-from ..inference.completion import Completion
 from ..sessions.session_spec import SessionSpec
 from ..sessions.trajectory import Trajectory
-from .access import Access, error_response, json_response, key_of, route
+from .access import (
+    Access,
+    error_response,
+    json_response,
+    key_of,
+    route,
+    until_done,
+)
 from .alone import AloneTurn
 from .anthropic import ANTHROPIC, COUNT_PATH
 from .chat import CHAT
@@ -157,7 +163,8 @@ class Endpoints:
             stack.enter_context(turn)
             stack.enter_context(_Using(session))
             if not wanted[0].stream:
-                completions = await _unless_disconnected(request, turn)
+                await until_done(request, turn.task)
+                completions = await turn.result()
                 turn.delivered = True
                 return json_response(answer.whole(completions))
             # Until there is text, an error has a status of its own.
@@ -269,28 +276,6 @@ async def _stream(answer: Any, turn: Turn, streamed: Any, stack: ExitStack) -> A
             turn.delivered = True
     except Exception as error:
         yield answer.failed(error_of(error))
-
-
-async def _unless_disconnected(request: Request, turn: Turn) -> list[Completion]:
-    """Wait for an answer.
-
-    Raises:
-        ClientDisconnect: the client has disconnected before.
-    """
-    leaving = asyncio.ensure_future(_disconnected(request))
-    try:
-        await asyncio.wait((turn.task, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if not turn.task.done():
-            raise ClientDisconnect
-        return await turn.result()
-    finally:
-        leaving.cancel()
-
-
-async def _disconnected(request: Request) -> None:
-    """Return when the client disconnects. The body was read before."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 def _object(body: bytes, kind: type[_T]) -> _T:

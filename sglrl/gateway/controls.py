@@ -21,7 +21,7 @@ from .access import Access, json_response, route
 from .dialect import decode_body, openai_error
 from .errors import HttpError
 from .sglang_generate import sglang_error
-from .trained_weights import TrainedWeights, update_error
+from .trained_weights import PATHS, TrainedWeights, update_error
 
 PauseMode = Literal["abort", "retract", "in_place"]
 _VLLM_MODES: Final[dict[str, PauseMode]] = {"abort": "abort", "keep": "in_place"}
@@ -33,6 +33,10 @@ _UNSUPPORTED: Final = {
     "/resume_memory_occupation": "engines cannot sleep",
 }
 """Endpoints of SGLang that are rejected, and why."""
+OF_ONE_PROCESS: Final = frozenset(
+    {"/pause_generation", "/continue_generation", "/pause", "/resume", *PATHS}
+)
+"""Endpoints that belong together: of several processes, the first one answers."""
 
 
 class _Pause(msgspec.Struct, frozen=True):

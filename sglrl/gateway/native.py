@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 from starlette.requests import Request
@@ -18,6 +18,8 @@ from .errors import HttpError
 from .running_turns import RunningTurns
 from .sglang_generate import sglang_error
 from .tokens import CONVERTING, Convert
+
+ABORTS: Final = ("/abort_request", "/inference/v1/abort_requests")
 
 
 class _Abort(msgspec.Struct, frozen=True):
@@ -44,13 +46,13 @@ class NativeEndpoints:
 
     def routes(self) -> list[Route]:
         sglang: list[tuple[str, Any, list[str]]] = [
-            ("/abort_request", self.abort, ["POST"]),
+            (ABORTS[0], self.abort, ["POST"]),
             ("/flush_cache", self.flush_cache, ["GET", "POST"]),
             ("/get_model_info", self.model_info, ["GET"]),
             ("/model_info", self.model_info, ["GET"]),
         ]
         openai: list[tuple[str, Any, list[str]]] = [
-            ("/inference/v1/abort_requests", self.abort_several, ["POST"]),
+            (ABORTS[1], self.abort_several, ["POST"]),
             *[(path, partial(self.convert, with_), ["POST"]) for path, with_ in CONVERTING.items()],
         ]
         return [

@@ -16,7 +16,7 @@ from ..sessions.trajectory import Record, record_of
 from ..wire.processes import ClientKeys
 from .registry import Registry
 from .running import Running
-from .settings import Settings
+from .settings import Place, Settings
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,8 +45,9 @@ class Opened(msgspec.Struct, frozen=True):
 class GatewayProcess(Actor):
     """The actor that ``serve`` spawns."""
 
-    def __init__(self, settings: Settings, target: Target) -> None:
+    def __init__(self, settings: Settings, target: Target, place: Place) -> None:
         self._settings = settings
+        self._place = place
         self._target = target
         self._stack = AsyncExitStack()
         self._registry: Registry
@@ -63,7 +64,7 @@ class GatewayProcess(Actor):
         )
         made = client_of(pool, target.address, model=target.model, timeout=target.timeout)
         client: Client = await self._stack.enter_async_context(made)
-        running = Running(client, settings)
+        running = Running(client, settings, self._place)
         self._registry = (await self._stack.enter_async_context(running)).registry
 
     async def close(self) -> None:

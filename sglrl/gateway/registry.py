@@ -27,7 +27,7 @@ class OpenSession:
     """A session that agents use.
 
     Attributes:
-        id: part of its URL.
+        id: part of its URL. It begins with the number of the process, as the key does.
         key: selects it, as the API key of a request.
         used: time of its last request, on the loop's clock.
         requests: number of requests that are running.
@@ -36,9 +36,9 @@ class OpenSession:
 
     __slots__ = ("conversations", "id", "key", "requests", "store", "used")
 
-    def __init__(self, conversations: Conversations, used: float) -> None:
-        self.id = secrets.token_urlsafe(12)
-        self.key = KEY_PREFIX + secrets.token_urlsafe(24)
+    def __init__(self, conversations: Conversations, used: float, process: int) -> None:
+        self.id = f"{process}-{secrets.token_urlsafe(12)}"
+        self.key = f"{KEY_PREFIX}{process}-{secrets.token_urlsafe(24)}"
         self.conversations = conversations
         self.used = used
         self.requests = 0
@@ -52,12 +52,14 @@ class Registry:
         client: of the pool.
         expire_after: seconds without a request after which a session ends.
         most: number of sessions that may be open.
+        process: number of this process among those of the gateway.
     """
 
-    def __init__(self, client: Client, *, expire_after: float, most: int) -> None:
+    def __init__(self, client: Client, *, expire_after: float, most: int, process: int = 0) -> None:
         self._client = client
         self._expire_after = expire_after
         self._most = most
+        self._process = process
         self._by_id: dict[str, OpenSession] = {}
         self._by_key: dict[str, OpenSession] = {}
         self._expiring: asyncio.TimerHandle | None = None
@@ -85,7 +87,7 @@ class Registry:
 
     def add(self, session: Session) -> OpenSession:
         """Open a session whose turns belong to ``session``."""
-        made = OpenSession(Conversations(session), self._now())
+        made = OpenSession(Conversations(session), self._now(), self._process)
         self._by_id[made.id] = self._by_key[made.key] = made
         if self._expiring is None:
             self._look_again(self._expire_after)

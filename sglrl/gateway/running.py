@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Self
+from typing import Any, Self
+
+import msgspec
 
 from ..inference.client import Client
 from ..inference.prompts import load_tokenizer
@@ -16,7 +18,7 @@ from .app import Endpoints
 from .listening import bound
 from .registry import Registry
 from .server import serving
-from .settings import Settings, names_of
+from .settings import Place, Settings, names_of
 
 
 class Running:
@@ -24,6 +26,7 @@ class Running:
 
     Args:
         settings: port 0 is any free port.
+        place: of this process, if the gateway has several.
 
     Attributes:
         registry: the open sessions.
@@ -33,8 +36,9 @@ class Running:
     registry: Registry
     url: str
 
-    def __init__(self, client: Client, settings: Settings) -> None:
+    def __init__(self, client: Client, settings: Settings, place: Place | None = None) -> None:
         self._client = client
+        self._place = place or Place()
         self._settings = settings
         self._stack = AsyncExitStack()
 
@@ -45,12 +49,24 @@ class Running:
         await load_tokenizer(box)
         shows_tools = await in_thread(template_shows_tools, box)
         self.registry = Registry(
-            client, expire_after=settings.expire_after, most=settings.max_sessions
+            client,
+            expire_after=settings.expire_after,
+            most=settings.max_sessions,
+            process=self._place.index,
         )
         endpoints = Endpoints(client, self.registry, settings, shows_tools)
         listener = bound(settings.host, settings.port)
         self.url = settings.url(listener.getsockname()[1])
-        await self._stack.enter_async_context(serving(endpoints.app, settings, listener))
+        app: Any = endpoints.app
+        if self._place.sockets:
+            from .neighbours import Neighbours, unix_listener
+
+            inner = unix_listener(self._place.sockets[self._place.index])
+            plain = msgspec.structs.replace(settings, tls_cert="", tls_key="")
+            await self._stack.enter_async_context(serving(app, plain, inner))
+            neighbours = Neighbours(app, self._place, settings)
+            app = await self._stack.enter_async_context(neighbours)
+        await self._stack.enter_async_context(serving(app, settings, listener))
         # First the running turns end, so that their clients get an answer.
         self._stack.push_async_callback(self.registry.close)
         self._stack.callback(endpoints.close)

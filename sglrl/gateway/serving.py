@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from tempfile import TemporaryDirectory
 from typing import Any, Self
 
 import msgspec
 
+from ..actors.handles import WorkerHandle
 from ..actors.spawning import ActorHandle, birth_of
-from ..config import FabricConfig, PoolConfig, check_gateway_packages
+from ..config import FabricConfig, PoolConfig, check_gateway_packages, positive
 from ..driver.launcher import LocalLauncher
 from ..driver.pool import Pool
 from ..errors import Closed, RemoteError, SglrlError, UsageError
@@ -18,7 +21,7 @@ from ..inference.client import Client
 from ..sessions.rewards import RewardValue
 from ..sessions.trajectory import Trajectory
 from .listening import reserved
-from .settings import Settings, names_of
+from .settings import Place, Settings, names_of
 
 logger = logging.getLogger("sglrl.gateway")
 
@@ -52,18 +55,21 @@ class GatewaySession:
         self._metadata = dict(metadata)
         self._weights = None if reward_weights is None else dict(reward_weights)
         self._id = ""
+        self._process: WorkerHandle
         self.trajectory: Trajectory | None = None
 
     async def __aenter__(self) -> Self:
-        opened = await self._gateway._process.open_session(self._metadata, self._weights)
+        opened = await self._gateway._processes.open_session(self._metadata, self._weights)
         self._id = opened.id
+        # The number of the process that has the session.
+        self._process = self._gateway._processes[int(opened.id.partition("-")[0])]
         self.base_url = f"{self._gateway.url}/sessions/{opened.id}/v1"
         self.api_key = opened.key
         return self
 
     async def __aexit__(self, kind: object, *exc: object) -> None:
         try:
-            record = await self._gateway._process.end_session(self._id)
+            record = await self._process.end_session(self._id)
         except SglrlError as error:
             if kind is None:
                 raise Closed(f"the session was lost: {error}") from error
@@ -80,7 +86,7 @@ class GatewaySession:
             UsageError: no turn was sampled, or none has this call, or a value is not finite.
         """
         try:
-            await self._gateway._process.reward(self._id, value, name, call)
+            await self._process.reward(self._id, value, name, call)
         except RemoteError as error:
             raise UsageError(str(error)) from error
 
@@ -92,11 +98,12 @@ class Gateway:
         url: ``http://host:port``, or https, without the ``/v1`` of OpenAI's API.
     """
 
-    def __init__(self, client: Client, settings: Settings) -> None:
+    def __init__(self, client: Client, settings: Settings, processes: int) -> None:
         self._client = client
         self._settings = settings
-        self._reserved: Any = None
-        self._process: ActorHandle
+        self._count = processes
+        self._processes: ActorHandle
+        self._stack = AsyncExitStack()
         self.url = ""
 
     async def __aenter__(self) -> Self:
@@ -104,44 +111,43 @@ class Gateway:
 
         client, settings = self._client, self._settings
         address, keys, insecure, heartbeat_timeout = client._way_in
-        # A process that is replaced gets the same port.
-        self._reserved = reserved(settings.host, settings.port)
-        port = self._reserved.getsockname()[1]
-        target = Target(
-            address=address,
-            keys=keys,
-            insecure=insecure,
-            heartbeat_timeout=heartbeat_timeout,
-            model=client.model,
-            timeout=client._timeout,
-            max_message_bytes=client._running().max_message_bytes,
-        )
-        settings = msgspec.structs.replace(
-            settings, port=port, weights_host=client._pool.weights.host
-        )
-        arguments = settings, target
-        birth = birth_of(GatewayProcess, arguments, replicas=1, window=_WINDOW)
-        pool = Pool(
-            [birth],
-            more=lambda n, present: [birth] * n,
-            name="the gateway",
-            # The fork server imports the tokenizer's library, once for all gateways.
-            launcher=LocalLauncher("tokenizer", None, _START_SECONDS),
-            fabric=FabricConfig(),
-            config=PoolConfig(start_timeout=_START_SECONDS),
-        )
-        self._process = ActorHandle(GatewayProcess, pool)
-        try:
-            await self._process.__aenter__()
-        except BaseException:
-            self._reserved.close()
-            raise
-        self.url = settings.url(port)
+        async with AsyncExitStack() as stack:
+            # A process that is replaced gets the same port.
+            port = stack.enter_context(reserved(settings.host, settings.port)).getsockname()[1]
+            sockets: tuple[str, ...] = ()
+            if self._count > 1:
+                folder = stack.enter_context(TemporaryDirectory(prefix="sglrl-gateway-"))
+                sockets = tuple(os.path.join(folder, str(i)) for i in range(self._count))
+            target = Target(
+                address=address,
+                keys=keys,
+                insecure=insecure,
+                heartbeat_timeout=heartbeat_timeout,
+                model=client.model,
+                timeout=client._timeout,
+                max_message_bytes=client._running().max_message_bytes,
+            )
+            host = client._pool.weights.host
+            settings = msgspec.structs.replace(settings, port=port, weights_host=host)
+            arguments = [(settings, target, Place(i, sockets)) for i in range(self._count)]
+            births = [birth_of(GatewayProcess, a, replicas=1, window=_WINDOW) for a in arguments]
+            pool = Pool(
+                births,
+                more=lambda n, present: births[:n],
+                name="the gateway",
+                # The fork server imports the tokenizer's library, once for all gateways.
+                launcher=LocalLauncher("tokenizer", None, _START_SECONDS),
+                fabric=FabricConfig(),
+                config=PoolConfig(start_timeout=_START_SECONDS),
+            )
+            self._processes = ActorHandle(GatewayProcess, pool)
+            await stack.enter_async_context(self._processes)
+            self.url = settings.url(port)
+            self._stack = stack.pop_all()
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        self._reserved.close()
-        await self._process.close()
+        await self._stack.aclose()
 
     def session(
         self,
@@ -172,11 +178,12 @@ def serve(
     expire_after: float = 3600.0,
     max_sessions: int = 100_000,
     max_body_bytes: int = 16 << 20,
+    processes: int = 1,
     weight_device: str = "cuda:0",
 ) -> Gateway:
     """Return an HTTP gateway to a pool: ``async with sglrl.serve(client) as gateway``.
 
-    Clients of OpenAI's chat completions use ``gateway.url + "/v1"``. The gateway runs in a process
+    Clients of OpenAI's chat completions use ``gateway.url + "/v1"``. The gateway runs in processes
     of its own, so HTTP, JSON, rendering and parsing do not delay this process.
 
     Args:
@@ -191,8 +198,9 @@ def serve(
             the session's trajectory. If the client sends the request again, it gets this turn.
             False: abort it.
         expire_after: seconds without a request after which a session ends.
-        max_sessions: number of sessions that may be open.
+        max_sessions: number of sessions that may be open in each process.
         max_body_bytes: largest body of a request.
+        processes: number of processes that share the port.
         weight_device: the GPU, of those that this process sees, at which the gateway receives the
             weights of trainers that use the requests of SGLang's server. NCCL does not allow that
             the trainer uses it too.
@@ -219,6 +227,7 @@ def serve(
             max_body_bytes=max_body_bytes,
             weight_device=weight_device,
         ),
+        positive("processes", processes),
     )
 
 

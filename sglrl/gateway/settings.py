@@ -62,6 +62,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             )
 
 
+class Place(msgspec.Struct, frozen=True):
+    """The place of a process among those of its gateway.
+
+    Attributes:
+        sockets: paths of the Unix sockets of all processes; () if there is only one.
+    """
+
+    index: int = 0
+    sockets: tuple[str, ...] = ()
+
+
 def names_of(model: str) -> tuple[str, ...]:
     """Return the names of a model for clients: its name on the hub, or that of its folder."""
     return (os.path.basename(model) if os.path.isabs(model) else model,)

@@ -24,6 +24,12 @@ from .settings import Settings
 
 _SECONDS: Final = 300.0
 """To form a group, and for each update. TorchRL's client waits as long."""
+PATHS: Final = (
+    "/init_weights_update_group",
+    "/destroy_weights_update_group",
+    "/update_weights_from_distributed",
+    "/update_weights_from_disk",
+)
 _UNCHANGED: Final = ("flush_cache", "torch_empty_cache")
 """Fields that change nothing: versions never share a prefix cache."""
 
@@ -90,12 +96,8 @@ class TrainedWeights:
 
     def handlers(self) -> dict[str, Callable[[bytes], Awaitable[Any]]]:
         """Return what handles the body of a request, by its path."""
-        return {
-            "/init_weights_update_group": self._join,
-            "/destroy_weights_update_group": self._leave,
-            "/update_weights_from_distributed": self._update,
-            "/update_weights_from_disk": self._update_from_disk,
-        }
+        handlers = (self._join, self._leave, self._update, self._update_from_disk)
+        return dict(zip(PATHS, handlers, strict=True))
 
     def close(self) -> None:
         for group in self._groups.values():

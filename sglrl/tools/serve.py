@@ -46,6 +46,9 @@ def serve(
     expire_after: Annotated[
         float, typer.Option(min=1.0, help="Seconds without a request until a session ends.")
     ] = 3600.0,
+    processes: Annotated[
+        int, typer.Option(min=1, help="Processes that answer requests and share the port.")
+    ] = 1,
 ) -> None:
     """Serve a model to clients of OpenAI's API, until SIGTERM or Ctrl-C.
 
@@ -78,6 +81,7 @@ def serve(
             tls_key=tls_key,
             keep_disconnected=keep,
             expire_after=expire_after,
+            processes=processes,
         )
         async with client, gateway:
             for number in (signal.SIGINT, signal.SIGTERM):

@@ -168,7 +168,7 @@ async def test_the_end_of_a_session_aborts_its_turns(pool: sglrl.Client) -> None
         with pytest.raises(sglrl.Closed, match="the session was lost"):
             async with gateway.session() as other:
                 await http.delete(f"/sessions/{other._id}")
-        again = await gateway._process.open_session({}, None)
+        again = await gateway._processes.open_session({}, None)
         session._id = again.id
 
 
@@ -265,7 +265,7 @@ async def test_tls(pool: sglrl.Client, tmp_path: Path) -> None:
 async def test_a_gateway_that_dies_is_replaced(pool: sglrl.Client) -> None:
     async with serve(pool, name="tiny") as gateway, http_of(gateway) as http:
         before = (await http.post("/sessions")).json()
-        (worker,) = gateway._process.workers
+        (worker,) = gateway._processes.workers
         os.kill(worker.pid, signal.SIGKILL)
         async with asyncio.timeout(60):
             while True:

@@ -1,0 +1,159 @@
+"""Several processes of a gateway behind one port.
+
+The kernel gives each connection to any of them. A session lives in one process, whose number begins
+its id and its key. A request for another process is passed on to it over a Unix socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import socket
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
+from typing import Any, Final, Self
+
+import httpx
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from .access import json_response, key_of, read_body, route, until_done
+from .controls import OF_ONE_PROCESS
+from .errors import HttpError
+from .native import ABORTS
+from .registry import KEY_PREFIX
+from .settings import Place, Settings
+
+_CONNECT_SECONDS: Final = 10.0
+_KEEP_SECONDS: Final = 2.0
+"""Unused connections are closed before uvicorn closes them, which it does after 5 seconds."""
+_IN_URL: Final = re.compile(r"/sessions/(\d+)-")
+_IN_KEY: Final = re.compile(re.escape(KEY_PREFIX) + r"(\d+)-")
+_OF_CONNECTIONS: Final = {b"connection", b"content-length", b"keep-alive", b"transfer-encoding"}
+"""Headers that are not passed on."""
+
+
+class Neighbours:
+    """Passes requests on: an async context manager, and an ASGI application.
+
+    Args:
+        app: answers the requests for this process.
+    """
+
+    def __init__(self, app: Any, place: Place, settings: Settings) -> None:
+        self._app = app
+        self._index = place.index
+        self._settings = settings
+        self._stack = AsyncExitStack()
+        self._clients = [_client(path) for path in place.sockets]
+        self._handle = route(self._answer)
+
+    async def __aenter__(self) -> Self:
+        for client in self._clients:
+            await self._stack.enter_async_context(client)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._stack.aclose()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        answering = self._app
+        if scope["type"] == "http":
+            owner = self._owner(Request(scope))
+            if owner != self._index:
+                scope = {**scope, "owner": owner}
+                answering = await self._handle(Request(scope, receive))
+        await answering(scope, receive, send)
+
+    def _owner(self, request: Request) -> int | None:
+        """Return the process that must answer a request. None: all of them."""
+        path = request.scope["path"]
+        found = _IN_URL.match(path) or _IN_KEY.match(key_of(request))
+        if found is not None:
+            owner = int(found[1][:9])
+            return owner if owner < len(self._clients) else self._index
+        if path in ABORTS:
+            return None
+        return 0 if path in OF_ONE_PROCESS else self._index
+
+    async def _answer(self, request: Request) -> Response:
+        body = await read_body(request, self._settings)
+        owner = request.scope["owner"]
+        if owner is None:
+            return await self._from_all(request, body)
+        answer = await self._send(owner, request, body)
+        made = StreamingResponse(_rest_of(answer), answer.status_code)
+        # uvicorn adds the date.
+        made.raw_headers = [
+            (name, value)
+            for name, value in _passed_on(answer.headers.raw)
+            if name.lower() != b"date"
+        ]
+        return made
+
+    async def _from_all(self, request: Request, body: bytes) -> Response:
+        """Return the sum of all answers, or the error that all give."""
+        answers = [await self._send(owner, request, body) for owner in range(len(self._clients))]
+        bodies = [await answer.aread() for answer in answers]
+        if answers[0].status_code != 200:
+            return Response(bodies[0], answers[0].status_code, media_type="application/json")
+        return json_response({"aborted": sum(msgspec.json.decode(b)["aborted"] for b in bodies)})
+
+    async def _send(self, owner: int, request: Request, body: bytes) -> httpx.Response:
+        """Return the begin of the answer of a process.
+
+        Raises:
+            HttpError: the process has died.
+            ClientDisconnect: the client has disconnected before.
+        """
+        client = self._clients[owner]
+        url = request.scope["raw_path"].decode("latin-1")
+        if query := request.scope["query_string"].decode("latin-1"):
+            url += f"?{query}"
+        headers = _passed_on(request.headers.raw)
+        made = client.build_request(request.method, url, headers=headers, content=body)
+        sending = asyncio.ensure_future(client.send(made, stream=True))
+        try:
+            await until_done(request, sending)
+            return await sending
+        except httpx.TransportError as error:
+            raise HttpError(
+                503, f"the gateway's process with this session has died: {error}", "server_error"
+            ) from error
+        finally:
+            sending.cancel()
+
+
+def unix_listener(path: str) -> socket.socket:
+    """Return a socket bound to a path. It replaces that of a process that has died."""
+    if os.path.exists(path):
+        os.unlink(path)
+    made = socket.socket(socket.AF_UNIX)
+    made.bind(path)
+    return made
+
+
+def _client(path: str) -> httpx.AsyncClient:
+    limits = httpx.Limits(
+        max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEP_SECONDS
+    )
+    return httpx.AsyncClient(
+        base_url="http://neighbour",
+        transport=httpx.AsyncHTTPTransport(uds=path, limits=limits),
+        # A turn may take hours. If its process dies, the connection ends.
+        timeout=httpx.Timeout(None, connect=_CONNECT_SECONDS),
+    )
+
+
+def _passed_on(headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    return [(name, value) for name, value in headers if name.lower() not in _OF_CONNECTIONS]
+
+
+async def _rest_of(answer: httpx.Response) -> AsyncIterator[bytes]:
+    try:
+        async for part in answer.aiter_raw():
+            yield part
+    finally:
+        await answer.aclose()
