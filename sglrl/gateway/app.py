@@ -41,6 +41,7 @@ from .conversations import Turn, sibling
 from .dialect import Body, Dialect, TurnRequest
 from .errors import HttpError, error_of
 from .native import NativeEndpoints
+from .prompt_logprobs import score_prompts
 from .registry import OpenSession, Registry
 from .responses import RESPONSES
 from .running_turns import RunningTurns
@@ -165,6 +166,10 @@ class Endpoints:
             if not wanted[0].stream:
                 await until_done(request, turn.task)
                 completions = await turn.result()
+                prompts = [one.prompt_logprobs for one in wanted]
+                if any(one is not None for one in prompts):
+                    scored = await score_prompts(self.client, prompts, completions)
+                    answer = msgspec.structs.replace(answer, scored=scored)
                 turn.delivered = True
                 return json_response(answer.whole(completions))
             # Until there is text, an error has a status of its own.

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from ..errors import InvalidRequest
 from ..inference.completion import Completion, StreamText
@@ -31,6 +33,7 @@ from .dialect import (
     openai_error,
 )
 from .errors import HttpError
+from .prompt_logprobs import Scored, Wanted, by_token, check_whole, wanted_of
 from .prompts import check_completions, prompts_of
 from .token_answers import token_rows, usage_of_prompts
 
@@ -46,7 +49,6 @@ _INSTEAD: Final = {
     "json_schema": "response_format",
     "max_completion_tokens": "max_tokens",
     "messages": "POST /v1/chat/completions",
-    "prompt_logprobs": "Client.score",
     "suffix": "a prompt with the model's tokens for the middle of a text",
 }
 """Fields that are not supported, and those that take their place."""
@@ -63,6 +65,7 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
     return_tokens_as_token_ids: bool | None = None
     max_tokens: int | None = None
     n: int | None = None
+    prompt_logprobs: int | None = None
     response_format: ResponseFormat | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -73,10 +76,11 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
         check_completions(len(prompts), choices)
         if self.best_of not in (None, choices):
             raise InvalidRequest(f"best_of must equal n, got best_of={self.best_of}, n={choices}")
+        scored = wanted_of(self.prompt_logprobs)
         if self.echo and self.logprobs is not None:
-            raise InvalidRequest(
-                "echo with logprobs is not supported: use Client.score for the logprobs of a prompt"
-            )
+            scored = Wanted(top=max(self.logprobs, self.prompt_logprobs or 0))
+        if scored is not None:
+            check_whole("prompt_logprobs, or echo with logprobs,", self.stream)
         if self.chat_template_kwargs:
             raise InvalidRequest("chat_template_kwargs is for messages: omit it")
         sampling = {
@@ -92,6 +96,7 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
                 stream=bool(self.stream),
                 sampling=sampling,
                 top_logprobs=self.logprobs or 0,
+                prompt_logprobs=scored,
                 priority=self.priority or 0,
             )
             for prompt in prompts
@@ -123,12 +128,14 @@ class CompletionAnswer(msgspec.Struct, frozen=True):
         created: seconds since 1970.
         model: name of the model.
         request: the body of the request.
+        scored: by prompt, its tokens if their logprobs are wanted.
     """
 
     id: str
     created: int
     model: str
     request: CompletionRequest
+    scored: Sequence[Sequence[Scored]] = ()
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """Return an object of type "text_completion"."""
@@ -181,7 +188,18 @@ class CompletionAnswer(msgspec.Struct, frozen=True):
         }
         if request.logprobs is not None:
             as_ids = bool(request.return_tokens_as_token_ids)
-            choice["logprobs"] = _logprobs_of(completion, sent, request.logprobs, as_ids)
+            found = _logprobs_of(completion, sent, request.logprobs, as_ids)
+            if request.echo:
+                found = self._with_prompt(found, completion, self.scored[index // self._count])
+            choice["logprobs"] = found
+        if request.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = by_token(
+                [
+                    one._replace(others=one.others[: request.prompt_logprobs])
+                    for one in self.scored[index // self._count]
+                ],
+                lambda token: completion._decode([token], False),
+            )
         if finish:
             choice["weight_versions"] = weight_versions(completion)
         if request.return_token_ids:
@@ -189,6 +207,29 @@ class CompletionAnswer(msgspec.Struct, frozen=True):
             if finish:
                 choice["prompt_token_ids"] = completion.prompt_ids.tolist()
         return choice
+
+    def _with_prompt(
+        self, found: dict[str, Any], completion: Completion, prompt: Sequence[Scored]
+    ) -> dict[str, Any]:
+        """Return the logprobs of a prompt, and those of the output after it."""
+        as_ids = bool(self.request.return_tokens_as_token_ids)
+        count = self.request.logprobs or 0
+        *starts, end = _starts(completion, completion.prompt_ids)
+        top = [
+            None
+            if one.logprob is None
+            else {
+                token_text(completion, id_, as_ids): logprob
+                for id_, logprob in [*one.others[:count], (one.id, one.logprob)]
+            }
+            for one in prompt
+        ]
+        return {
+            "tokens": [token_text(completion, one.id, as_ids) for one in prompt] + found["tokens"],
+            "token_logprobs": [one.logprob for one in prompt] + found["token_logprobs"],
+            "top_logprobs": top + found["top_logprobs"] if count else None,
+            "text_offset": starts + [end + at for at in found["text_offset"]],
+        }
 
     def _prompt(self, index: int, completion: Completion) -> str:
         """Return the text of the prompt of a choice."""
@@ -237,16 +278,22 @@ def _logprobs_of(completion: Completion, sent: Sent, count: int, as_ids: bool) -
 
 def _offsets(completion: Completion, sent: Sent) -> list[int]:
     """Return, for each token that was not sent yet, the number of characters before it."""
+    # The text of a token depends on a few tokens before it.
+    before = max(0, sent.tokens - _CONTEXT_TOKENS)
+    starts = _starts(completion, completion.output_ids[before:])
+    context = completion.output_ids[before : sent.tokens].tolist()
+    skips = completion._params.skip_special_tokens
+    known = len(completion._decode(context, skips).rstrip("\ufffd"))
+    return [sent.text + max(0, at - known) for at in starts[sent.tokens - before : -1]]
+
+
+def _starts(completion: Completion, ids: NDArray[np.int32]) -> list[int]:
+    """Return, for each token, the number of characters before it, and at last that of all."""
     params = msgspec.structs.replace(completion._params, stop=())
     texts = StreamText(completion._decode, params)
-    # The text of a token depends on a few tokens before it.
-    before = completion.output_ids[max(0, sent.tokens - _CONTEXT_TOKENS) : sent.tokens]
-    known = len(completion._decode(before.tolist(), params.skip_special_tokens).rstrip("\ufffd"))
-    at = len(texts.add(TokenChunk(before.tobytes()))())
-    found = []
-    for token in completion.output_ids[sent.tokens :]:
-        found.append(sent.text + max(0, at - known))
-        at += len(texts.add(TokenChunk(token.tobytes()))())
+    found = [0]
+    for token in ids:
+        found.append(found[-1] + len(texts.add(TokenChunk(token.tobytes()))()))
     return found
 
 

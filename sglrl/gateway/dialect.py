@@ -14,6 +14,7 @@ import msgspec
 from ..errors import InvalidRequest
 from ..inference.completion import Completion
 from .errors import HttpError
+from .prompt_logprobs import Wanted
 
 _T = TypeVar("_T")
 Message = dict[str, Any]
@@ -50,6 +51,8 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
         sampling: fields of ``SamplingParams``. Without ``max_new_tokens``, a turn may fill the
             context.
         tool_choice, top_logprobs: as in ``Session.generate``.
+        prompt_logprobs: those of the prompt that are wanted. They need an answer with a field
+            ``scored``, and no stream.
         tools, chat_template_kwargs: as in ``Client.session``.
         priority: as in ``Client.generate``.
         stored: how the conversation is stored. There is one choice then.
@@ -63,6 +66,7 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: Mapping[str, Any] = {}
     tool_choice: Any = None
     top_logprobs: int = 0
+    prompt_logprobs: Wanted | None = None
     tools: Sequence[Any] | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
     priority: int = 0

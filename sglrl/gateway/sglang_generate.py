@@ -30,6 +30,7 @@ from .dialect import (
     event,
 )
 from .errors import HttpError
+from .prompt_logprobs import Scored, Wanted, check_whole
 from .prompts import Prompt, check_completions, prompts_of
 from .token_answers import token_rows
 
@@ -107,9 +108,13 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
         top = _each("top_logprobs_num", self.top_logprobs_num, 0, count)
         turns = []
         for at, prompt in enumerate(prompts):
-            if wants[at]:
-                _check_start(starts[at], prompt)
-            elif top[at]:
+            scored = None
+            if wants[at] and starts[at] != -1:
+                check_whole("logprob_start_len", self.stream)
+                if starts[at] < 0:
+                    raise InvalidRequest(f"logprob_start_len must be at least -1, got {starts[at]}")
+                scored = Wanted(starts[at], top[at])
+            if top[at] and not wants[at]:
                 raise InvalidRequest("top_logprobs_num needs return_logprob=true")
             turns.append(
                 TurnRequest(
@@ -118,6 +123,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
                     stream=bool(self.stream),
                     sampling=_given(params[at], self.sampling_params, at),
                     top_logprobs=top[at],
+                    prompt_logprobs=scored,
                     priority=self.priority or 0,
                     rid=rids[at],
                 )
@@ -186,14 +192,6 @@ def _each(name: str, value: _T | list[_T] | None, default: _T, count: int) -> li
     return value
 
 
-def _check_start(start: int, prompt: Prompt) -> None:
-    if start != -1 and (isinstance(prompt, str) or start != len(prompt)):
-        raise InvalidRequest(
-            f"logprob_start_len={start} is not supported: the logprobs of a prompt come from "
-            "Client.score; -1 asks for those of the output"
-        )
-
-
 def _given(params: _Sampling, fields: Any, at: int) -> dict[str, Any]:
     """Return the fields of ``SamplingParams`` that are given."""
     found = {
@@ -232,6 +230,7 @@ class GenerateAnswer(msgspec.Struct, frozen=True, kw_only=True):
         texts: add the text of tokens to logprobs.
         prompts: add the tokens of the prompt.
         decoded: texts of tokens.
+        scored: by prompt, its tokens whose logprobs are wanted.
     """
 
     ids: list[str]
@@ -240,6 +239,7 @@ class GenerateAnswer(msgspec.Struct, frozen=True, kw_only=True):
     texts: bool
     prompts: bool
     decoded: dict[int, str] = {}
+    scored: Sequence[Sequence[Scored]] = ()
 
     def whole(self, completions: Sequence[Completion]) -> Any:
         made = [self._made(index, one, one.text) for index, one in enumerate(completions)]
@@ -287,26 +287,35 @@ class GenerateAnswer(msgspec.Struct, frozen=True, kw_only=True):
         if completion.finish_reason:
             found["e2e_latency"] = completion.timing.total
         if self.logprobs[index]:
-            found |= self._logprobs(completion)
+            found |= self._logprobs(index, completion)
         return found
 
-    def _logprobs(self, completion: Completion) -> dict[str, Any]:
+    def _logprobs(self, index: int, completion: Completion) -> dict[str, Any]:
         """Return the logprobs, each with the token and its text or null."""
 
-        def entry(logprob: float, id_: int) -> list[Any]:
+        def entry(logprob: float | None, id_: int) -> list[Any]:
             text = self.decoded.get(id_) if self.texts else None
             if text is None and self.texts:
                 text = self.decoded[id_] = completion._decode([id_], False)
             return [logprob, id_, text]
 
         rows = list(token_rows(completion))
+        prompt: Sequence[Scored] = ()
+        if self.scored:
+            prompt = self.scored[index * len(self.scored) // len(self.ids)]
         found: dict[str, Any] = {
-            "input_token_logprobs": [],
+            # The first one has no logprob in SGLang, wherever it is.
+            "input_token_logprobs": [
+                entry(one.logprob if at else None, one.id) for at, one in enumerate(prompt)
+            ],
             "output_token_logprobs": [entry(row.logprob, row.id) for row in rows],
             "output_token_logprobs_length": len(rows),
         }
         if completion.top_logprobs is not None:
-            found["input_top_logprobs"] = []
+            found["input_top_logprobs"] = [
+                [entry(logprob, id_) for id_, logprob in one.others] if at else None
+                for at, one in enumerate(prompt)
+            ]
             found["output_top_logprobs"] = [
                 [entry(logprob, id_) for id_, logprob in row.others] for row in rows
             ]

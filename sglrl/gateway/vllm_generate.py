@@ -33,6 +33,7 @@ from .dialect import (
     openai_error,
 )
 from .errors import HttpError
+from .prompt_logprobs import Scored, by_token, check_whole, wanted_of
 from .token_answers import TokenRow, token_rows, usage_of_prompts
 
 LEAST_LOGPROB: Final = -9999.0
@@ -62,9 +63,11 @@ _INSTEAD_SAMPLING: Final = {
     "allowed_token_ids": "logit_bias or structured_outputs",
     "bad_words": "logit_bias",
     "logprob_token_ids": "logprobs",
-    "prompt_logprobs": "Client.score",
-    "prompt_logprob_token_ids": "Client.score",
+    "prompt_logprob_token_ids": "prompt_logprobs",
 }
+
+
+_NOT_SAMPLING: Final = ("n", "logprobs", "prompt_logprobs", "structured_outputs")
 
 
 class _Structured(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,6 +98,7 @@ class _Sampling(CommonSampling, frozen=True, kw_only=True):
     n: int | None = None
     include_stop_str_in_output: bool | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     structured_outputs: dict[str, Any] | None = None
 
     def given(self) -> dict[str, Any]:
@@ -103,7 +107,7 @@ class _Sampling(CommonSampling, frozen=True, kw_only=True):
         found = {
             name: value
             for name, value in msgspec.structs.asdict(self).items()
-            if value is not None and name not in ("n", "logprobs", "structured_outputs")
+            if value is not None and name not in _NOT_SAMPLING
         }
         if self.top_k == 0:
             found["top_k"] = -1
@@ -139,12 +143,15 @@ class TokenRequest(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidRequest(
                 f"logprobs={logprobs} is not supported: give the number of the likeliest tokens"
             )
+        if sampling.prompt_logprobs is not None:
+            check_whole("prompt_logprobs", self.stream)
         made = TurnRequest(
             prompt=self.token_ids,
             choices=check_choices(sampling.n),
             stream=bool(self.stream),
             sampling=sampling.given(),
             top_logprobs=logprobs,
+            prompt_logprobs=wanted_of(sampling.prompt_logprobs),
             # vLLM samples the lowest number first.
             priority=-(self.priority or 0),
             rid=self.request_id or "",
@@ -196,6 +203,7 @@ class TokensAnswer(msgspec.Struct, frozen=True, kw_only=True):
         created: seconds since 1970.
         model: name of the model.
         request, sampling: the body of the request, and its ``sampling_params``.
+        scored: the tokens of the prompt, if their logprobs are wanted.
     """
 
     id: str
@@ -203,6 +211,7 @@ class TokensAnswer(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     request: TokenRequest
     sampling: _Sampling
+    scored: Sequence[Sequence[Scored]] = ()
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         found = {
@@ -213,6 +222,8 @@ class TokensAnswer(msgspec.Struct, frozen=True, kw_only=True):
             "choices": [self._choice(index, one, 0) for index, one in enumerate(completions)],
             "usage": usage_of_prompts(completions, len(completions)),
         }
+        if self.scored:
+            found["prompt_logprobs"] = by_token(self.scored[0], lambda token: None)
         if self.request.return_token_ids:
             found["prompt_token_ids"] = self.request.token_ids
         return found

@@ -14,6 +14,7 @@ import openai
 import pytest
 import pytest_asyncio
 import torch
+from trl.generation import vllm_client
 
 import sglrl
 from sglrl.api.tiny_model import make_model
@@ -169,6 +170,90 @@ async def test_completions(http: httpx.AsyncClient, policy: Reference, prompt: l
             for at, offset in enumerate(offsets):
                 before = policy.tokenizer.decode(ids[:at], skip_special_tokens=True)
                 assert choice.text[:offset] == before.rstrip("\ufffd")
+
+
+def check_prompt(
+    policy: Reference, prompt: Sequence[int], found: Sequence[dict[str, Any] | None]
+) -> None:
+    """Compare vLLM's ``prompt_logprobs``, with two tokens at each position, with transformers."""
+    assert len(found) == len(prompt)
+    assert found[0] is None
+    for at, row in enumerate(found[1:], 1):
+        assert row is not None
+        expected = policy.logprobs(list(prompt))[at - 1]
+        tokens = [int(token) for token in sorted(row, key=lambda token: row[token]["rank"])]
+        assert tokens[:2] == list(np.argsort(-expected, kind="stable")[:2])
+        assert prompt[at] in tokens
+        for token in tokens:
+            assert abs(row[str(token)]["logprob"] - expected[token]) < 2e-4
+
+
+async def test_logprobs_of_prompts(
+    http: httpx.AsyncClient, policy: Reference, prompt: list[int]
+) -> None:
+    other = prompt[::-1]
+    expected = [policy.logprobs_of(ids[:1], np.array(ids[1:])) for ids in (prompt, other)]
+    # SGLang's.
+    asked: dict[str, Any] = {
+        "input_ids": [prompt, other], "return_logprob": True, "logprob_start_len": [0, 2],
+        "top_logprobs_num": [0, 2], "sampling_params": {"max_new_tokens": 2, "n": 2},
+    }  # fmt: skip
+    rows = [row["meta_info"] for row in (await http.post("/generate", json=asked)).json()]
+    for row in rows[:2]:
+        (none, *logprobs), tokens, _ = zip(*row["input_token_logprobs"], strict=True)
+        assert none is None
+        assert list(tokens) == prompt
+        np.testing.assert_allclose(logprobs, expected[0], atol=2e-4)
+    for row in rows[2:]:
+        (none, *logprobs), tokens, _ = zip(*row["input_token_logprobs"], strict=True)
+        assert none is None
+        assert list(tokens) == other[2:]
+        np.testing.assert_allclose(logprobs, expected[1][2:], atol=2e-4)
+        for at, top in enumerate(row["input_top_logprobs"][1:], 3):
+            values = np.sort(policy.logprobs(other)[at - 1])[:-3:-1]
+            np.testing.assert_allclose([logprob for logprob, *_ in top], values, atol=2e-4)
+    # vLLM's.
+    asked = {"token_ids": prompt, "sampling_params": {"max_tokens": 1, "prompt_logprobs": 2}}
+    made = (await http.post("/inference/v1/generate", json=asked)).json()
+    check_prompt(policy, prompt, made["prompt_logprobs"])
+    asked = {"model": "policy", "prompt": [prompt, other], "max_tokens": 1, "prompt_logprobs": 2}
+    choices = (await http.post("/v1/completions", json=asked)).json()["choices"]
+    for choice, ids in zip(choices, (prompt, other), strict=True):
+        check_prompt(policy, ids, choice["prompt_logprobs"])
+    # OpenAI's, as benchmarks of models use it.
+    asked = {"model": "policy", "prompt": TEXT, "max_tokens": 3, "echo": True, "logprobs": 1}
+    asked["return_token_ids"] = True
+    (choice,) = (await http.post("/v1/completions", json=asked)).json()["choices"]
+    found, ids = choice["logprobs"], prompt + choice["token_ids"]
+    assert found["tokens"] == [policy.tokenizer.decode([token]) for token in ids]
+    assert found["token_logprobs"][0] is found["top_logprobs"][0] is None
+    check(policy, ids[:1], ids[1:], found["token_logprobs"][1:])
+    for row, values in zip(found["top_logprobs"][1:], policy.logprobs(ids), strict=False):
+        assert abs(max(row.values()) - values.max()) < 2e-4
+    assert choice["text"].startswith(TEXT)
+    for offset, text in zip(found["text_offset"][: len(prompt)], found["tokens"], strict=False):
+        assert choice["text"][offset:].startswith(text)
+
+
+async def test_trls_teacher(
+    http: httpx.AsyncClient, policy: Reference, prompt: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TRL's client asks a teacher for the logprobs of given tokens."""
+    # It wants vLLM, which it uses only for weights.
+    monkeypatch.setattr(vllm_client, "is_vllm_available", lambda: True)
+
+    def work() -> Any:
+        client = vllm_client.VLLMClient(base_url=str(http.base_url))
+        return client.get_sequence_logprobs([prompt, prompt[::-1]], [2, 4], top_logprobs=3)
+
+    found = await asyncio.to_thread(work)
+    for at, (ids, start) in enumerate(((prompt, 2), (prompt[::-1], 4))):
+        rows = policy.logprobs(ids)[start - 1 : -1]
+        assert found["actual_token_ids"][at] == [[token] for token in ids[start:]]
+        actual = [logprob for (logprob,) in found["actual_logprobs"][at]]
+        np.testing.assert_allclose(actual, rows[np.arange(len(rows)), ids[start:]], atol=2e-4)
+        likeliest = np.sort(rows, axis=1)[:, :-4:-1]
+        np.testing.assert_allclose(found["logprobs"][at], likeliest, atol=2e-4)
 
 
 async def test_grammars(http: httpx.AsyncClient, policy: Reference) -> None:

@@ -91,8 +91,11 @@ def test_values_of_a_batch() -> None:
         ({"text": ["a", "b"], "rid": ["x", "x"]}, "rid must be text or 2 different texts"),
         ({"text": ["a", "b"], "rid": ["x"]}, "rid must be text or 2 different texts"),
         ({"text": ["a", "b"], "return_logprob": [True]}, "1 values of return_logprob"),
-        ({"return_logprob": True, "logprob_start_len": 0}, "come from Client.score"),
-        ({"input_ids": [1], "return_logprob": True, "logprob_start_len": 0}, "Client.score"),
+        (
+            {"return_logprob": True, "logprob_start_len": 0, "stream": True},
+            "logprob_start_len needs stream=false",
+        ),
+        ({"return_logprob": True, "logprob_start_len": -2}, "must be at least -1, got -2"),
         ({"top_logprobs_num": 2}, "top_logprobs_num needs return_logprob=true"),
         ({"lora_path": "x"}, "the field 'lora_path' is not supported"),
         ({"image_data": ["x"]}, "the field 'image_data' is not supported"),

@@ -60,7 +60,7 @@ def test_names_of_vllm_become_ours() -> None:
         ({"max_tokens": 0}, {}, "max_tokens must be at least 1"),
         ({"n": 200}, {}, "n must be in 1..128"),
         ({"logprobs": -1}, {}, "logprobs=-1 is not supported"),
-        ({"prompt_logprobs": 1}, {}, "'prompt_logprobs' is not supported; use Client.score"),
+        ({"prompt_logprobs": 1}, {"stream": True}, "prompt_logprobs needs stream=false"),
         ({"bad_words": ["x"]}, {}, "sampling_params: the field 'bad_words' is not supported"),
         ({"extra_args": {"x": 1}}, {}, "sampling_params: the field 'extra_args' is not supported"),
         (

@@ -1,0 +1,105 @@
+"""Logprobs of prompts. They come from ``Client.score``, once the choices are sampled."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from ..errors import InvalidRequest
+from ..inference.client import Client
+from ..inference.completion import Completion, Scores
+
+
+class Wanted(NamedTuple):
+    """Which logprobs of its prompt a request wants.
+
+    Attributes:
+        start: first position.
+        top: number of the likeliest tokens at each position.
+    """
+
+    start: int = 0
+    top: int = 0
+
+
+class Scored(NamedTuple):
+    """A token of a prompt.
+
+    Attributes:
+        logprob: None for the first token, which has no context.
+        others: the likeliest tokens and their logprobs, most likely first.
+    """
+
+    id: int
+    logprob: float | None
+    others: list[tuple[int, float]]
+
+
+def check_whole(name: str, stream: bool | None) -> None:
+    """Raise ``InvalidRequest`` if the answer is a stream."""
+    if stream:
+        raise InvalidRequest(f"{name} needs stream=false")
+
+
+def wanted_of(top: int | None) -> Wanted | None:
+    """Return what vLLM's ``prompt_logprobs`` asks for."""
+    return None if top is None else Wanted(top=top)
+
+
+async def score_prompts(
+    client: Client, wanted: Sequence[Wanted | None], completions: Sequence[Completion]
+) -> list[list[Scored]]:
+    """Return the tokens of each prompt, from the position that is wanted. None: no tokens.
+
+    Args:
+        wanted: by prompt.
+        completions: the same number for each prompt.
+    """
+    each = len(completions) // len(wanted)
+    firsts = completions[::each]
+
+    async def score(one: Wanted | None, completion: Completion) -> list[Scored]:
+        ids = completion.prompt_ids
+        if one is None or one.start >= len(ids):
+            return []
+        found = await client.score(ids, start=one.start, top_logprobs=one.top)
+        logprobs: list[float | None] = list(
+            (found.logprobs if isinstance(found, Scores) else found).tolist()
+        )
+        if one.start == 0:
+            logprobs[0] = None
+        rows: list[list[tuple[int, float]]] = [[]] * len(logprobs)
+        if isinstance(found, Scores):
+            top = zip(found.top_ids.tolist(), found.top_logprobs.tolist(), strict=True)
+            rows = [list(zip(*row, strict=True)) for row in top]
+        return [
+            Scored(id_, logprob, [] if logprob is None else row)
+            for id_, logprob, row in zip(ids[one.start :].tolist(), logprobs, rows, strict=True)
+        ]
+
+    return await asyncio.gather(*map(score, wanted, firsts))
+
+
+def by_token(
+    tokens: Sequence[Scored], text_of: Callable[[int], str | None]
+) -> list[dict[int, Any] | None]:
+    """Return vLLM's ``prompt_logprobs``: a dict for each token, and null for the first.
+
+    The rank of a token that is not among the likeliest is one more than their number.
+    """
+    found: list[dict[int, Any] | None] = []
+    for token in tokens:
+        if token.logprob is None:
+            found.append(None)
+            continue
+        row = [*token.others]
+        if token.id not in dict(row):
+            row.append((token.id, token.logprob))
+        found.append(
+            {
+                id_: {"logprob": logprob, "rank": rank, "decoded_token": text_of(id_)}
+                for rank, (id_, logprob) in enumerate(row, 1)
+            }
+        )
+    return found
