@@ -34,7 +34,7 @@ from .access import (
 )
 from .alone import AloneTurn
 from .anthropic import ANTHROPIC, COUNT_PATH
-from .chat import CHAT
+from .chat import CHAT, CHAT_TOKENS
 from .completions import COMPLETIONS
 from .controls import ControlEndpoints
 from .conversations import Turn, sibling
@@ -57,6 +57,7 @@ _T = TypeVar("_T")
 
 DIALECTS: Sequence[Dialect] = (
     CHAT,
+    CHAT_TOKENS,
     RESPONSES,
     ANTHROPIC,
     COMPLETIONS,

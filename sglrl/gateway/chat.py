@@ -8,7 +8,8 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Literal
+from functools import partial
+from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 
@@ -30,6 +31,7 @@ from .dialect import (
     template_of,
 )
 from .errors import HttpError
+from .prompt_logprobs import Scored, by_token, check_whole, wanted_of
 from .token_answers import token_rows, usage_of_prompts
 
 _IGNORED: Final = (
@@ -89,6 +91,7 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    prompt_logprobs: int | bool | None = None
     reasoning_effort: str | None = None
     verbosity: str | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -96,6 +99,9 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     def turns(self) -> list[TurnRequest]:
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs=true")
+        scored = wanted_of(self._top_of_prompt)
+        if scored is not None:
+            check_whole("prompt_logprobs", self.stream)
         shown = self.tools if self.tool_choice != "none" else None
         made = TurnRequest(
             messages=[_known_role(message) for message in self.messages],
@@ -104,6 +110,7 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
             sampling={**self.given_sampling(), **self._limit(), **grammar_of(self.response_format)},
             tool_choice=self._tool_choice(),
             top_logprobs=self.top_logprobs or 0,
+            prompt_logprobs=scored,
             tools=shown or None,
             chat_template_kwargs=template_of(
                 self.reasoning_effort, self.verbosity, self.chat_template_kwargs
@@ -115,6 +122,11 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     def answer(self, model: str, call_ids: str) -> ChatAnswer:
         made = f"chatcmpl-{secrets.token_hex(12)}", int(time.time())
         return ChatAnswer(*made, model, self, call_ids)
+
+    @property
+    def _top_of_prompt(self) -> int | None:
+        """The number of the likeliest tokens of the prompt. prime-rl's clients send true for 1."""
+        return None if self.prompt_logprobs in (None, False) else int(self.prompt_logprobs or 0)
 
     def _limit(self) -> dict[str, int]:
         old = check_limit("max_tokens", self.max_tokens)
@@ -137,14 +149,30 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
         return "auto" if choice in (None, "none") else choice
 
 
-def parse(body: bytes) -> ChatRequest:
+class ChatTokensRequest(ChatRequest, frozen=True, kw_only=True):
+    """The body of a request with the tokens of the prompt, as verifiers and prime-rl send it.
+
+    Attributes:
+        tokens: the prompt. The messages decide how the answer is parsed.
+    """
+
+    tokens: list[int]
+
+    def turns(self) -> list[TurnRequest]:
+        return [msgspec.structs.replace(made, prompt=self.tokens) for made in super().turns()]
+
+
+_Request = TypeVar("_Request", bound=ChatRequest)
+
+
+def parse(body: bytes, kind: type[_Request]) -> _Request:
     """Parse the body of a request.
 
     Raises:
         InvalidRequest: it is not JSON, a field has a wrong type, or a field asks for something that
             is not supported.
     """
-    return decode_body(body, ChatRequest, ignored=_IGNORED, nothing=_NOTHING, instead=_INSTEAD)
+    return decode_body(body, kind, ignored=_IGNORED, nothing=_NOTHING, instead=_INSTEAD)
 
 
 def _known_role(message: Message) -> Message:
@@ -204,6 +232,7 @@ class ChatAnswer(msgspec.Struct, frozen=True):
         model: name of the model.
         request: the body of the request.
         call_ids: begins the ids of calls. Those of a session are different anyway.
+        scored: the tokens of the prompt, if their logprobs are wanted.
     """
 
     id: str
@@ -211,6 +240,7 @@ class ChatAnswer(msgspec.Struct, frozen=True):
     model: str
     request: ChatRequest
     call_ids: str = ""
+    scored: Sequence[Sequence[Scored]] = ()
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """Return an object of type "chat.completion"."""
@@ -238,6 +268,9 @@ class ChatAnswer(msgspec.Struct, frozen=True):
         }
         if self.request.return_token_ids:
             found["prompt_token_ids"] = completions[0].prompt_ids.tolist()
+        if self.scored:
+            decode = completions[0]._decode
+            found["prompt_logprobs"] = by_token(self.scored[0], lambda id_: decode([id_], False))
         return found
 
     def begin(self) -> bytes:
@@ -303,4 +336,7 @@ class ChatAnswer(msgspec.Struct, frozen=True):
         return event({**self._head("chat.completion.chunk"), "choices": [choice]})
 
 
-CHAT: Final = Dialect("/v1/chat/completions", parse, openai_error)
+CHAT: Final = Dialect("/v1/chat/completions", partial(parse, kind=ChatRequest), openai_error)
+CHAT_TOKENS: Final = Dialect(
+    "/v1/chat/completions/tokens", partial(parse, kind=ChatTokensRequest), openai_error
+)

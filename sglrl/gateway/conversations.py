@@ -153,7 +153,7 @@ class Conversations:
             first: number of its first choice.
         """
         base = self._session._spec
-        if request.messages is None:
+        if request.messages is None or request.prompt is not None:
             spec, after, seen, digest = sibling(base, request), ROOT, None, None
         else:
             seen = check_conversation(request.messages)
@@ -263,10 +263,11 @@ def template_of(request: TurnRequest) -> dict[str, Any]:
 def sibling(spec: SessionSpec, request: TurnRequest) -> SessionSpec:
     """Return the spec of the conversation that a request begins, with the settings of ``spec``."""
     priority = request.priority or None
+    given = request.prompt
     if request.messages is not None:
-        return spec.sibling(messages=request.messages, priority=priority, **template_of(request))
-    kind = "prompt" if isinstance(request.prompt, str) else "input_ids"
-    prompt: dict[str, Any] = {kind: request.prompt}
+        made = spec.sibling(messages=request.messages, priority=priority, **template_of(request))
+        return made if given is None or isinstance(given, str) else made.with_ids(given)
+    prompt: dict[str, Any] = {"prompt" if isinstance(given, str) else "input_ids": given}
     return spec.sibling(priority=priority, **prompt)
 
 

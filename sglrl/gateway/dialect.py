@@ -44,8 +44,9 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What a request asks of the engines.
 
     Attributes:
-        messages: the conversation, as in OpenAI's chat completions. None: there is a prompt.
-        prompt: text or token ids, without messages.
+        messages: the conversation, as in OpenAI's chat completions. None: there is only a prompt.
+        prompt: text or token ids. With messages, token ids: the prompt of the model, while the
+            messages decide how the answer is parsed.
         choices: number of answers.
         stream: the text is wanted as it is sampled.
         sampling: fields of ``SamplingParams``. Without ``max_new_tokens``, a turn may fill the

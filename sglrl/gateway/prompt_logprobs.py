@@ -86,20 +86,24 @@ def by_token(
 ) -> list[dict[int, Any] | None]:
     """Return vLLM's ``prompt_logprobs``: a dict for each token, and null for the first.
 
-    The rank of a token that is not among the likeliest is one more than their number.
+    The token itself is the first in its dict. Its rank is one more than the number of the likeliest
+    tokens if it is not among them.
     """
     found: list[dict[int, Any] | None] = []
     for token in tokens:
         if token.logprob is None:
             found.append(None)
             continue
-        row = [*token.others]
-        if token.id not in dict(row):
-            row.append((token.id, token.logprob))
+        ranks = {id_: rank for rank, (id_, _) in enumerate(token.others, 1)}
+        row = {token.id: token.logprob, **dict(token.others)}
         found.append(
             {
-                id_: {"logprob": logprob, "rank": rank, "decoded_token": text_of(id_)}
-                for rank, (id_, logprob) in enumerate(row, 1)
+                id_: {
+                    "logprob": logprob,
+                    "rank": ranks.get(id_, len(ranks) + 1),
+                    "decoded_token": text_of(id_),
+                }
+                for id_, logprob in row.items()
             }
         )
     return found

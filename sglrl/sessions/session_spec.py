@@ -190,6 +190,12 @@ class SessionSpec:
         made.priority, *_ = check_target(priority, None, None)
         return made
 
+    def with_ids(self, ids: TokenIds) -> SessionSpec:
+        """Return a copy whose prompt is given tokens. Its messages decide how turns are parsed."""
+        made = copy(self)
+        made._ids = check_ids(ids, self.vocab_size)
+        return made
+
     async def load(self) -> None:
         """Encode the prompt, or load the tokenizer if there is none."""
         if self.promptless:
@@ -226,6 +232,7 @@ class SessionSpec:
                         raise InvalidRequest("a session has one prompt, got a list")
                     await self._find_renderer(None if self.begun else self.messages, prompts[0])
                     (self._ids,) = prompts
+        await self._find_renderer(None, self._ids)
         return self._ids
 
     async def _find_renderer(self, messages: Sequence[Message] | None, prompt: bytes) -> None:

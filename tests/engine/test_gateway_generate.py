@@ -14,6 +14,7 @@ import openai
 import pytest
 import pytest_asyncio
 import torch
+from openai.types.chat import ChatCompletion
 from trl.generation import vllm_client
 
 import sglrl
@@ -233,6 +234,52 @@ async def test_logprobs_of_prompts(
     assert choice["text"].startswith(TEXT)
     for offset, text in zip(found["text_offset"][: len(prompt)], found["tokens"], strict=False):
         assert choice["text"][offset:].startswith(text)
+
+
+async def test_chat_with_the_tokens_of_the_prompt(
+    pool: sglrl.Client, policy: Reference, prompt: list[int]
+) -> None:
+    """As verifiers and prime-rl ask: with messages, and the tokens that they are."""
+    messages: list[Any] = [{"role": "user", "content": TEXT}]
+    options = {"logprobs": True, "return_token_ids": True, "max_tokens": 8, "seed": 1}
+    async with (
+        serve(pool, name="policy") as gateway,
+        gateway.session() as session,
+        openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client,
+    ):
+
+        async def ask(path: str, **more: Any) -> Any:
+            body = {"model": "policy", "messages": messages, **options, **more}
+            headers = {"X-Session-ID": "rollout-1"}
+            return await client.post(
+                path, body=body, cast_to=ChatCompletion, options={"headers": headers}
+            )
+
+        first: Any = await ask("/chat/completions", ignore_eos=True)
+        tokens = first.prompt_token_ids + first.choices[0].token_ids + prompt
+        messages += [{"role": "assistant", "content": "?"}, {"role": "user", "content": TEXT}]
+        second: Any = await ask("/chat/completions/tokens", tokens=tokens)
+        assert second.prompt_token_ids == tokens
+        assert second.choices[0].message.role == "assistant"
+        for made in (first, second):
+            (choice,) = made.choices
+            logprobs = [row.logprob for row in choice.logprobs.content]
+            check(policy, made.prompt_token_ids, choice.token_ids, logprobs)
+        # prime-rl asks a teacher for the logprobs of all tokens.
+        third: Any = await ask("/chat/completions/tokens", tokens=tokens, prompt_logprobs=True)
+        found = [next(iter(row.values()))["logprob"] for row in third.prompt_logprobs[1:]]
+        check(policy, tokens[:1], tokens[1:], found)
+        for wrong in ({"tokens": [-1]}, {"tokens": None}, {}, {"tokens": tokens, "x": 1}):
+            with pytest.raises(openai.BadRequestError):
+                await ask("/chat/completions/tokens", **wrong)
+    assert session.trajectory is not None
+    # Both turns with tokens continue the first one, which has its loss in one of them.
+    leaves = session.trajectory.leaves
+    assert sorted(len(leaf.turns) for leaf in leaves) == [1, 2]
+    for leaf in leaves:
+        assert leaf.prompt_ids.tolist() == first.prompt_token_ids
+        made = leaf.response_ids.tolist()
+        assert first.prompt_token_ids + made[: len(tokens) - len(leaf.prompt_ids)] == tokens
 
 
 async def test_trls_teacher(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from sglrl.errors import InvalidRequest
 from sglrl.gateway.answers import json_text
-from sglrl.gateway.chat import ChatRequest, parse
+from sglrl.gateway.chat import CHAT, ChatRequest
 from sglrl.gateway.conversations import Digest
 from sglrl.gateway.dialect import TurnRequest
 
@@ -21,7 +21,7 @@ ASK = {"role": "user", "content": "Hi"}
 
 
 def parsed(**fields: Any) -> TurnRequest:
-    (made,) = parse(json.dumps({"messages": [ASK], **fields}).encode()).turns()
+    (made,) = CHAT.parse(json.dumps({"messages": [ASK], **fields}).encode()).turns()
     return made
 
 
@@ -122,7 +122,7 @@ def test_any_fields_are_parsed_or_rejected(fields: dict[str, Any]) -> None:
 @given(st.binary(max_size=64) | st.sampled_from([b"[" * 100_000, b'{"a":' * 100_000, b"\xff{}"]))
 def test_any_bytes_are_parsed_or_rejected(body: bytes) -> None:
     with contextlib.suppress(InvalidRequest):
-        parse(body)
+        CHAT.parse(body)
 
 
 # --- recognizing a conversation -------------------------------------------------------------------
