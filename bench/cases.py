@@ -122,11 +122,11 @@ def engine_arguments(case: Case, extra: dict[str, Any]) -> dict[str, Any]:
 
     Arguments that this SGLang version does not have are omitted. ``extra`` overrides the rest.
     """
-    from sglrl.api.engine_arguments import engine_argument_names
+    from sglrl.api.engine_arguments import engine_fields
 
     arguments: dict[str, Any] = {"random_seed": 1}
     if case.device == "cuda":
-        known = engine_argument_names()
+        known = engine_fields()
         # Capture a CUDA graph for the case's own batch size, so that full batches decode in one.
         wanted = GPU_ARGUMENTS | {"cuda_graph_max_bs_decode": case.in_flight}
         arguments |= {name: value for name, value in wanted.items() if name in known}

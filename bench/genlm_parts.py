@@ -15,7 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from sglrl.api.engine_arguments import engine_argument_names
+from sglrl.api.engine_arguments import engine_fields
 
 from .cases import GPU_ARGUMENTS
 from .parts import Note, serve_part
@@ -113,7 +113,7 @@ def _engine_arguments(device: str) -> dict[str, Any]:
     """Return the ``ServerArgs`` for both systems that run SGLang."""
     arguments: dict[str, Any] = {"device": device}
     if device == "cuda":
-        known = engine_argument_names()
+        known = engine_fields()
         arguments |= {name: value for name, value in GPU_ARGUMENTS.items() if name in known}
     return arguments
 

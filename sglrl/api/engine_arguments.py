@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+from collections.abc import Mapping
 from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Final
 
 from ..config import install
 from ..core.seeds import SEEDS
 from ..errors import UsageError
 from .engine_aliases import without_aliases
+from .rejected_arguments import check_rejected
 
 OWN_ARGUMENTS = {
     "model_path": "the first argument of launch",
@@ -63,6 +66,7 @@ DTYPES = {
     "fp16": "float16",
 }
 
+COMPUTED: Final = object()
 FAKE_ARGUMENTS = {
     "tokens_per_step",
     "request_seconds",
@@ -84,9 +88,11 @@ def check_engine_arguments(
         sglang: the folder of the workers' SGLang; None: the driver's SGLang.
 
     Raises:
-        UsageError: the engine has no such argument, sglrl sets it, or two names set one field.
+        UsageError: the engine has no such argument, it cannot work, sglrl sets it, or two names set
+            one field.
     """
-    known = engine_argument_names(sglang) if engine == "sglang" else FAKE_ARGUMENTS
+    fields = engine_fields(sglang) if engine == "sglang" else dict.fromkeys(FAKE_ARGUMENTS)
+    known = fields.keys()
     args = without_aliases(args, known)
     for name in args:
         if engine == "sglang" and name in OWN_ARGUMENTS:
@@ -101,6 +107,8 @@ def check_engine_arguments(
             raise UsageError(
                 f"{name!r} is neither an argument of launch nor of SGLang's ServerArgs{hint}"
             )
+    if engine == "sglang":
+        check_rejected(args, fields)
     seed = args.get("random_seed")
     if seed is not None and (type(seed) is not int or not 0 <= seed < SEEDS):
         raise UsageError(f"random_seed must be None or an integer in 0..{SEEDS - 1}, got {seed!r}")
@@ -122,10 +130,10 @@ def check_dtype(dtype: object) -> str | None:
 
 
 @lru_cache
-def engine_argument_names(sglang: str | None = None) -> frozenset[str]:
-    """Return the field names of SGLang's ``ServerArgs``, read from its source.
+def engine_fields(sglang: str | None = None) -> Mapping[str, Any]:
+    """Return the fields of SGLang's ``ServerArgs`` and their defaults, read from its source.
 
-    Importing ``ServerArgs`` takes 20 s.
+    Importing ``ServerArgs`` takes 20 s. A default that is computed is ``COMPUTED``.
 
     Args:
         sglang: the folder of SGLang's package; None: the installed one.
@@ -145,15 +153,22 @@ def engine_argument_names(sglang: str | None = None) -> frozenset[str]:
         found |= _class_fields(part)
     if "model_path" not in found:
         raise UsageError(f"{source} defines no ServerArgs; this sglang version is not supported")
-    return frozenset(found)
+    return MappingProxyType(found)
 
 
-def _class_fields(source: Path, name: str | None = None) -> set[str]:
-    """Return the annotated names in the classes of a module, or only in class ``name``."""
+def _class_fields(source: Path, name: str | None = None) -> dict[str, Any]:
+    """Return the fields in the classes of a module, or only in class ``name``."""
     return {
-        item.target.id
+        item.target.id: _literal(item.value)
         for node in ast.parse(source.read_text()).body
         if isinstance(node, ast.ClassDef) and name in (None, node.name)
         for item in node.body
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
     }
+
+
+def _literal(value: ast.expr | None) -> Any:
+    try:
+        return COMPUTED if value is None else ast.literal_eval(value)
+    except ValueError:
+        return COMPUTED

@@ -224,6 +224,10 @@ def launch(
         else:
             _check_device(device)
             groups = [None] * replicas
+        if (ep_size := engine_args.get("ep_size") or 1) > tp_size:
+            raise UsageError(f"ep_size={ep_size} is more than tp_size={tp_size}")
+        if machines is None and groups[0] is None and engine_args.get("enable_torch_compile"):
+            raise UsageError("enable_torch_compile needs a GPU: SGLang compiles no model for a CPU")
         if machines is None and groups[0] is None and engine_args.get("page_size") not in (None, 1):
             raise UsageError(
                 f"page_size={engine_args['page_size']} needs a GPU: SGLang's published wheels have "

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sglrl.api.engine_aliases import ALIASES, FLAGS, without_aliases
-from sglrl.api.engine_arguments import check_engine_arguments, engine_argument_names
+from sglrl.api.engine_arguments import check_engine_arguments, engine_fields
 from sglrl.errors import UsageError
 
 CONSTANTS = {
@@ -64,7 +64,7 @@ def name_of(option: str) -> str:
 
 
 def test_every_alias_of_sglang_is_known() -> None:
-    fields = engine_argument_names()
+    fields = engine_fields()
     options = {name: found for name, found in declared() if name not in fields}
     assert len(options) > 10
     for name, (field, value) in options.items():

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 import sglrl
-from sglrl.api.engine_arguments import engine_argument_names
+from sglrl.api.engine_arguments import engine_fields
 from sglrl.api.interpreter import examine
 from sglrl.driver import fork_server
 
@@ -67,7 +67,7 @@ def test_an_interpreter_describes_itself(other: Path) -> None:
     found = examine(str(other), needs_sglang=True)
     assert found.python == f"{sys.version_info.major}.{sys.version_info.minor}"
     assert found.sglrl == sglrl.__version__
-    assert engine_argument_names(found.sglang) == engine_argument_names()
+    assert engine_fields(found.sglang) == engine_fields()
 
 
 def test_interpreters_that_cannot_be_used(
