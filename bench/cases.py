@@ -122,7 +122,7 @@ def engine_arguments(case: Case, extra: dict[str, Any]) -> dict[str, Any]:
 
     Arguments that this SGLang version does not have are omitted. ``extra`` overrides the rest.
     """
-    from sglrl.api.engine_arguments import engine_fields
+    from sglrl.api.engine_fields import engine_fields
 
     arguments: dict[str, Any] = {"random_seed": 1}
     if case.device == "cuda":

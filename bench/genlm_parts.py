@@ -15,7 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from sglrl.api.engine_arguments import engine_fields
+from sglrl.api.engine_fields import engine_fields
 
 from .cases import GPU_ARGUMENTS
 from .parts import Note, serve_part

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import ast
-import importlib.util
-from collections.abc import Mapping
 from difflib import get_close_matches
-from functools import lru_cache
-from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Final
+from typing import Any
 
-from ..config import install
 from ..core.seeds import SEEDS
 from ..errors import UsageError
 from .engine_aliases import without_aliases
+from .engine_fields import engine_fields
 from .rejected_arguments import check_rejected
 
 OWN_ARGUMENTS = {
@@ -66,7 +60,6 @@ DTYPES = {
     "fp16": "float16",
 }
 
-COMPUTED: Final = object()
 FAKE_ARGUMENTS = {
     "tokens_per_step",
     "request_seconds",
@@ -82,17 +75,17 @@ FAKE_ARGUMENTS = {
 def check_engine_arguments(
     engine: str, args: dict[str, Any], sglang: str | None = None
 ) -> dict[str, Any]:
-    """Check the names of an engine's arguments and return them without SGLang's aliases.
+    """Check an engine's arguments and return them without SGLang's aliases.
 
     Args:
         sglang: the folder of the workers' SGLang; None: the driver's SGLang.
 
     Raises:
-        UsageError: the engine has no such argument, it cannot work, sglrl sets it, or two names set
-            one field.
+        UsageError: the engine has no such argument, it cannot work, sglrl sets it, two names set
+            one field, or a value is wrong.
     """
-    fields = engine_fields(sglang) if engine == "sglang" else dict.fromkeys(FAKE_ARGUMENTS)
-    known = fields.keys()
+    fields = engine_fields(sglang) if engine == "sglang" else {}
+    known = fields.keys() or FAKE_ARGUMENTS
     args = without_aliases(args, known)
     for name in args:
         if engine == "sglang" and name in OWN_ARGUMENTS:
@@ -107,8 +100,9 @@ def check_engine_arguments(
             raise UsageError(
                 f"{name!r} is neither an argument of launch nor of SGLang's ServerArgs{hint}"
             )
-    if engine == "sglang":
-        check_rejected(args, fields)
+        if name in fields:
+            check_rejected(name, args[name], fields[name].default)
+            fields[name].check(name, args[name])
     seed = args.get("random_seed")
     if seed is not None and (type(seed) is not int or not 0 <= seed < SEEDS):
         raise UsageError(f"random_seed must be None or an integer in 0..{SEEDS - 1}, got {seed!r}")
@@ -127,48 +121,3 @@ def check_dtype(dtype: object) -> str | None:
     if found is None:
         raise UsageError(f"dtype must be 'auto', 'float32', 'bfloat16' or 'float16', got {dtype!r}")
     return found
-
-
-@lru_cache
-def engine_fields(sglang: str | None = None) -> Mapping[str, Any]:
-    """Return the fields of SGLang's ``ServerArgs`` and their defaults, read from its source.
-
-    Importing ``ServerArgs`` takes 20 s. A default that is computed is ``COMPUTED``.
-
-    Args:
-        sglang: the folder of SGLang's package; None: the installed one.
-
-    Raises:
-        UsageError: sglang is not installed, or its source defines no ``ServerArgs``.
-    """
-    if sglang is None:
-        spec = importlib.util.find_spec("sglang")
-        if spec is None or not spec.submodule_search_locations:
-            raise UsageError(f"sglang is not installed: {install('sglang')}")
-        sglang = spec.submodule_search_locations[0]
-    source = Path(sglang, "srt")
-    # Newer SGLang versions assemble ServerArgs from the classes in this folder.
-    found = _class_fields(source / "server_args.py", "ServerArgs")
-    for part in sorted((source / "arg_groups" / "fields").glob("*.py")):
-        found |= _class_fields(part)
-    if "model_path" not in found:
-        raise UsageError(f"{source} defines no ServerArgs; this sglang version is not supported")
-    return MappingProxyType(found)
-
-
-def _class_fields(source: Path, name: str | None = None) -> dict[str, Any]:
-    """Return the fields in the classes of a module, or only in class ``name``."""
-    return {
-        item.target.id: _literal(item.value)
-        for node in ast.parse(source.read_text()).body
-        if isinstance(node, ast.ClassDef) and name in (None, node.name)
-        for item in node.body
-        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
-    }
-
-
-def _literal(value: ast.expr | None) -> Any:
-    try:
-        return COMPUTED if value is None else ast.literal_eval(value)
-    except ValueError:
-        return COMPUTED

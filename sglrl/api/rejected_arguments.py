@@ -6,7 +6,6 @@ without a message, hang, or fail in the middle of the start. Names are those of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Final
 
 from ..errors import UsageError
@@ -120,19 +119,16 @@ REJECTED: Final = {name: why for why, names in _GROUPS.items() for name in names
 """By field: why, and what takes its place."""
 
 
-def check_rejected(args: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-    """Check that no argument is one that cannot work.
+def check_rejected(name: str, value: Any, default: Any) -> None:
+    """Check that an argument is not one that cannot work.
 
     Args:
-        defaults: the value of each field that asks for nothing, where it is known. None and False
-            ask for nothing too.
+        default: a value that asks for nothing. None and False ask for nothing too.
 
     Raises:
-        UsageError: one is.
+        UsageError: it is.
     """
-    for name, value in args.items():
-        if name not in REJECTED or value is None or value is False:
-            continue
-        if name in defaults and type(value) is type(defaults[name]) and value == defaults[name]:
-            continue
+    if name not in REJECTED or value is None or value is False:
+        return
+    if type(value) is not type(default) or value != default:
         raise UsageError(f"{name}={value!r:.200} is not supported: {REJECTED[name]}")

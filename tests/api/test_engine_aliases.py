@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from sglrl.api.engine_aliases import ALIASES, FLAGS, without_aliases
-from sglrl.api.engine_arguments import check_engine_arguments, engine_fields
+from sglrl.api.engine_arguments import check_engine_arguments
+from sglrl.api.engine_fields import engine_fields
 from sglrl.errors import UsageError
 
 CONSTANTS = {

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 import sglrl
-from sglrl.api.engine_arguments import engine_fields
+from sglrl.api.engine_fields import engine_fields
 from sglrl.api.interpreter import examine
 from sglrl.driver import fork_server
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import sglrl
-from sglrl.api.engine_arguments import COMPUTED, check_engine_arguments, engine_fields
+from sglrl.api.engine_arguments import check_engine_arguments
+from sglrl.api.engine_fields import COMPUTED, engine_fields
 from sglrl.api.rejected_arguments import _GROUPS, REJECTED
 
 FIELDS = engine_fields()
@@ -61,8 +63,43 @@ def test_the_table_names_fields_of_sglang() -> None:
 @given(st.data())
 def test_values_that_ask_for_nothing_are_accepted(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted(REJECTED.keys() & FIELDS.keys())))
-    values = [None, False] + ([] if FIELDS[name] is COMPUTED else [FIELDS[name]])
-    value = data.draw(st.sampled_from(values))
+    field = FIELDS[name]
+    values = [] if field.default is COMPUTED else [field.default]
+    values += [None] * field.name.endswith(" or None") + [False] * (field.name == "bool")
+    value = data.draw(st.sampled_from(values or [field.default]))
     assert check_engine_arguments("sglang", {name: value}) == {name: value}
     with pytest.raises(sglrl.UsageError, match="is not supported"):
         check_engine_arguments("sglang", {name: object()})
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "mem_fraction_static": ("most", "must be float or None, got 'most'"),
+    "max_running_requests": (2.5, "must be int or None"),
+    "disable_cuda_graph": ("yes", "must be bool"),
+    "schedule_policy": ("best", "must be one of 'lpm', 'random', 'fcfs'"),
+    "attention_backend": ("fastest", "must be one of 'triton', 'torch_native'"),
+    "cuda_graph_bs": (["one"], "cuda_graph_bs_decode must be List[int] or None, got ['one']"),
+    "load_format": (1, "must be str"),
+    "schedule_conservativeness": (None, "must be float, got None"),
+    "kv_cache_dtype": ("float3", "must be one of 'auto', "),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_values(name: str) -> None:
+    value, why = WRONG[name]
+    with pytest.raises(sglrl.UsageError) as error:
+        check_engine_arguments("sglang", {name: value})
+    assert why in str(error.value)
+
+
+def test_a_wrong_type_of_any_field_is_rejected() -> None:
+    """The types of nearly all fields are known, and their defaults have them."""
+    unknown = {name for name, field in FIELDS.items() if field.type is Any}
+    assert len(unknown) < 30, unknown
+    for name, field in FIELDS.items():
+        if field.default is not COMPUTED and field.default is not None:
+            msgspec.convert(field.default, field.type)
+        if name not in unknown:
+            with pytest.raises(sglrl.UsageError, match=name):
+                field.check(name, object())

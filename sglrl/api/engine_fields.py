@@ -1,0 +1,145 @@
+"""The fields of SGLang's ``ServerArgs``, read from its source: importing it takes 20 s.
+
+A field is declared as ``name: A[type, Arg(choices=[...], ...)] = default``.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import typing
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from ..config import install
+from ..errors import UsageError
+
+COMPUTED: Final = object()
+"""A default that is no literal."""
+_TYPES: Final = {
+    **{kind.__name__: kind for kind in (bool, int, float, str)},
+    **{name: getattr(typing, name) for name in ("Any", "Dict", "List", "Literal", "Optional")},
+    **{name: getattr(typing, name) for name in ("Tuple", "Union")},
+    "Callable": Callable,
+}
+
+
+class EngineField(NamedTuple):
+    """A field.
+
+    Attributes:
+        default: its default, or ``COMPUTED``.
+        type: of its values. ``Any``: not known.
+        name: of the type, for errors.
+        choices: its values; () if it may have any.
+    """
+
+    default: Any
+    type: Any
+    name: str
+    choices: tuple[Any, ...]
+
+    def check(self, name: str, value: Any) -> None:
+        """Check a value.
+
+        Raises:
+            UsageError: it has the wrong type, or is none of the choices.
+        """
+        if type(value) is type(self.default) and value == self.default:
+            return
+        if self.choices and isinstance(value, str) and value not in self.choices:
+            known = ", ".join(map(repr, self.choices))
+            raise UsageError(f"{name} must be one of {known}, got {value!r:.200}")
+        try:
+            msgspec.convert(value, self.type)
+        except (msgspec.ValidationError, TypeError):
+            raise UsageError(f"{name} must be {self.name}, got {value!r:.200}") from None
+
+
+@lru_cache
+def engine_fields(sglang: str | None = None) -> Mapping[str, EngineField]:
+    """Return the fields by name.
+
+    Args:
+        sglang: the folder of SGLang's package; None: the installed one.
+
+    Raises:
+        UsageError: sglang is not installed, or its source defines no ``ServerArgs``.
+    """
+    if sglang is None:
+        spec = importlib.util.find_spec("sglang")
+        if spec is None or not spec.submodule_search_locations:
+            raise UsageError(f"sglang is not installed: {install('sglang')}")
+        sglang = spec.submodule_search_locations[0]
+    source = Path(sglang, "srt")
+    main = ast.parse((source / "server_args.py").read_text())
+    named = _constants(main)
+    found = _fields(main, named, "ServerArgs")
+    # Newer SGLang versions assemble ServerArgs from the classes in this folder.
+    groups = source / "arg_groups"
+    if (groups / "choices.py").exists():
+        named |= _constants(ast.parse((groups / "choices.py").read_text()))
+    for part in sorted((groups / "fields").glob("*.py")):
+        found |= _fields(ast.parse(part.read_text()), named)
+    if "model_path" not in found:
+        raise UsageError(f"{source} defines no ServerArgs; this sglang version is not supported")
+    return MappingProxyType(found)
+
+
+def _constants(module: ast.Module) -> dict[str, Any]:
+    """Return the literals that a module gives names."""
+    return {
+        item.targets[0].id: _literal(item.value)
+        for item in module.body
+        if isinstance(item, ast.Assign) and isinstance(item.targets[0], ast.Name)
+    }
+
+
+def _fields(
+    module: ast.Module, named: Mapping[str, Any], only: str | None = None
+) -> dict[str, EngineField]:
+    """Return the fields in the classes of a module, or only in class ``only``."""
+    return {
+        item.target.id: _field(item, named)
+        for node in module.body
+        if isinstance(node, ast.ClassDef) and only in (None, node.name)
+        for item in node.body
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+    }
+
+
+def _field(item: ast.AnnAssign, named: Mapping[str, Any]) -> EngineField:
+    default = COMPUTED if item.value is None else _literal(item.value)
+    options: dict[str | None, ast.expr] = {}
+    match item.annotation:
+        case ast.Subscript(value=ast.Name(id="A"), slice=ast.Tuple(elts=[kind, about, *_])):
+            if isinstance(about, ast.Call):
+                options = {option.arg: option.value for option in about.keywords}
+        case kind:
+            pass
+    choices = options.get("choices")
+    found = named.get(choices.id) if isinstance(choices, ast.Name) else None
+    if choices is not None and found is None:
+        found = _literal(choices)
+    known = tuple(found) if isinstance(found, (list, tuple, set)) else ()
+    name = ast.unparse(kind)
+    try:
+        # A parser of the command line may accept other values than those of the type.
+        type_ = Any if "type_parser" in options else eval(name, {"__builtins__": {}}, _TYPES)
+    except NameError:
+        type_ = Any
+    if name.startswith("Optional["):
+        name = f"{name[len('Optional[') : -1]} or None"
+    return EngineField(default, type_, name, known)
+
+
+def _literal(value: ast.expr) -> Any:
+    try:
+        return ast.literal_eval(value)
+    except ValueError:
+        return COMPUTED
