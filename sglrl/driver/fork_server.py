@@ -29,8 +29,9 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import cast
 
 import msgspec
@@ -50,7 +51,7 @@ even on a busy machine. Killing the fork server also kills all its workers."""
 LAST_SECONDS = 5.0
 """Seconds that a killed fork server may take to exit."""
 _decoder = msgspec.msgpack.Decoder(FromForkServer)
-_servers: dict[tuple[str, str | None], ForkServer] = {}
+_servers: dict[tuple[str, str | None, frozenset[tuple[str, str]]], ForkServer] = {}
 """The running fork servers, by preload and interpreter."""
 _dead: list[ForkServer] = []
 _lock = threading.Lock()
@@ -97,7 +98,7 @@ def _private_folder() -> Path:
 class ForkServer:
     """A running fork server process and the private folder (0700) that contains its sockets."""
 
-    def __init__(self, preload: str, python: str | None) -> None:
+    def __init__(self, preload: str, python: str | None, env: Mapping[str, str]) -> None:
         self.preload = preload
         self.python = python or sys.executable
         self.warm = False
@@ -108,7 +109,7 @@ class ForkServer:
         self.folder = _private_folder()
         self.path = self.folder / "fork.sock"
         self.log = self.folder / "fork.log"
-        self.environ = dict(os.environ)
+        self.environ = {**os.environ, **env}
         """Environment variables of the fork server process."""
         try:
             self.process = self._start()
@@ -140,7 +141,7 @@ class ForkServer:
                     pass_fds=[listener.fileno()],
                     # A package that SGLang imports would otherwise create a folder elsewhere and
                     # not remove it.
-                    env={"CUDA_TILE_TEMP_DIR": str(self.folder / "cuda-tile"), **os.environ},
+                    env={"CUDA_TILE_TEMP_DIR": str(self.folder / "cuda-tile"), **self.environ},
                     stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=subprocess.STDOUT,
@@ -196,15 +197,18 @@ class ForkServer:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def fork_server(preload: str, python: str | None = None) -> ForkServer:
-    """Return this process's fork server for ``preload``, and start it if needed.
+def fork_server(
+    preload: str, python: str | None = None, env: Mapping[str, str] = MappingProxyType({})
+) -> ForkServer:
+    """Return this process's fork server for ``preload`` and ``env``, and start it if needed.
 
     Args:
         preload: the kind of modules that it imports first: "plain", "tokenizer", "sglang" or
             "sglang-cuda" (``workers/preloads.py``).
         python: path of the interpreter that runs it. None: this process's interpreter.
+        env: variables that its modules read when they are imported.
     """
-    kind = preload, python
+    kind = preload, python, frozenset(env.items())
     with _lock:
         if _at_exit:
             raise WorkerStartError("the program ends: no fork server is started any more")
@@ -213,7 +217,7 @@ def fork_server(preload: str, python: str | None = None) -> ForkServer:
             if server is not None:
                 # Pools that had workers of the old fork server still use its folder.
                 _dead.append(server)
-            server = _servers[kind] = ForkServer(preload, python)
+            server = _servers[kind] = ForkServer(preload, python, env)
         return server
 
 

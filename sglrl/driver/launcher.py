@@ -10,6 +10,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final, Protocol
 
 import msgspec
@@ -136,12 +137,24 @@ class LocalLauncher:
         preload: kind of fork server, see ``fork_server``.
         python: the interpreter that runs the fork server, if it is not this one.
         timeout: seconds to connect to the fork server.
+        env: variables of the workers.
     """
 
-    def __init__(self, preload: str, python: str | None, timeout: float) -> None:
+    def __init__(
+        self,
+        preload: str,
+        python: str | None,
+        timeout: float,
+        env: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self._preload = preload
         self._python = python
         self._timeout = timeout
+        self._early: dict[str, str] = {}
+        """What the fork server reads when it imports SGLang. With GPUs, workers import SGLang."""
+        if preload == "sglang":
+            both = {**os.environ, **env}.items()
+            self._early = {name: value for name, value in both if name.startswith("SGLANG_")}
         self._on_forked: Callable[[int, int], None]
         self._on_exited: Callable[[int, int], None]
         self._folder: Path | None = None
@@ -183,7 +196,7 @@ class LocalLauncher:
         """Start the fork server, if it does not run."""
         self._on_forked = on_forked
         self._on_exited = on_exited
-        server = fork_server(self._preload, self._python)
+        server = fork_server(self._preload, self._python, self._early)
         try:
             self._folder = Path(tempfile.mkdtemp(prefix="pool-", dir=server.folder))
         except OSError as error:
@@ -209,7 +222,7 @@ class LocalLauncher:
                 ) from None
 
     async def _connect(self) -> ForkConnection:
-        server = fork_server(self._preload, self._python)
+        server = fork_server(self._preload, self._python, self._early)
         try:
             return await self._open(server)
         except WorkerStartError:
@@ -217,7 +230,7 @@ class LocalLauncher:
             # because it has workers of other pools.
             if not await asyncio.to_thread(server.ended, LAST_SECONDS):
                 raise
-            return await self._open(fork_server(self._preload, self._python))
+            return await self._open(fork_server(self._preload, self._python, self._early))
 
     async def _open(self, server: ForkServer) -> ForkConnection:
         self._server = server

@@ -38,7 +38,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (site / "ours.pth").write_text("".join(f"import site; site.addsitedir({p!r})\n" for p in ours))
     python = folder / "bin" / "python"
     yield python
-    server = fork_server._servers.pop(("plain", str(python)), None)
+    server = fork_server._servers.pop(("plain", str(python), frozenset()), None)
     if server is not None:
         server.close()
 
