@@ -263,7 +263,7 @@ class MessagesAnswer:
         message = self._message([], nothing, {"input_tokens": 0, "output_tokens": 0})
         return _event("message_start", message=message)
 
-    def text(self, index: int, part: Part, added: str) -> bytes:
+    def text(self, index: int, part: Part, added: str, new: Completion | None = None) -> bytes:
         kind, delta = _BLOCKS[part]
         events = b""
         if self._part != part:

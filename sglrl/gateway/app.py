@@ -131,7 +131,7 @@ class Endpoints:
         return json_response(self._card(self._known(request.path_params["model"])))
 
     def _card(self, name: str) -> dict[str, Any]:
-        found = {"id": name, "object": "model", "created": 0, "owned_by": "sglrl"}
+        found = {"id": name, "object": "model", "created": 0, "owned_by": "sglrl", "root": name}
         return {**found, "max_model_len": self.client.info.context_length}
 
     def _known(self, model: str) -> str:

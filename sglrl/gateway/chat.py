@@ -32,14 +32,18 @@ from .dialect import (
 )
 from .errors import HttpError
 from .prompt_logprobs import Scored, by_token, check_whole, wanted_of
-from .token_answers import token_rows, usage_of_prompts
+from .token_answers import reasoning_tokens, token_rows, usage_of_prompts
 
 _IGNORED: Final = (
     "metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier",
     "store", "user",
 )  # fmt: skip
 """Fields that do not change the answer."""
-_NOTHING: Final[dict[str, Any]] = {"modalities": (None, ["text"])}
+_NOTHING: Final[dict[str, Any]] = {
+    "modalities": (None, ["text"]),
+    "separate_reasoning": (None, True),
+    "stream_reasoning": (None, True),
+}
 """Values of fields that are not supported which ask for nothing. Of others: false, or empty."""
 _INSTEAD: Final = {
     "function_call": "tool_choice",
@@ -57,6 +61,11 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
     include_usage: bool = False
     include_obfuscation: bool = False
+    continuous_usage_stats: bool = False
+
+    def __post_init__(self) -> None:
+        if self.continuous_usage_stats:
+            raise ValueError("continuous_usage_stats is not supported; use include_usage")
 
 
 class JsonSchema(msgspec.Struct, frozen=True):
@@ -71,8 +80,11 @@ class JsonSchema(msgspec.Struct, frozen=True):
 class ResponseFormat(msgspec.Struct, frozen=True):
     """``response_format``."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
+    format: dict[str, Any] | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
 
 
 class ChatRequest(SamplingFields, frozen=True, kw_only=True):
@@ -190,9 +202,24 @@ def grammar_of(form: ResponseFormat | None) -> dict[str, Any]:
         return {}
     if form.type == "json_object":
         return {"json_schema": {"type": "object"}}
+    if form.type == "structural_tag":
+        return {"structural_tag": _tag_of(form)}
     if form.json_schema is None:
         raise InvalidRequest("response_format.json_schema is missing")
     return {"json_schema": form.json_schema.schema}
+
+
+def _tag_of(form: ResponseFormat) -> dict[str, Any]:
+    """Return the structural tag of ``response_format``, in its newer or its older form."""
+    older = (form.structures, form.triggers)
+    if form.format is not None and older == (None, None):
+        return {"type": form.type, "format": form.format}
+    if form.format is None and None not in older:
+        return {"type": form.type, "structures": form.structures, "triggers": form.triggers}
+    raise InvalidRequest(
+        "response_format of the type 'structural_tag' needs either format, or structures and "
+        "triggers"
+    )
 
 
 # --- answers --------------------------------------------------------------------------------------
@@ -202,11 +229,12 @@ def finish_of(completion: Completion, message: Message) -> str:
     return "tool_calls" if message.get("tool_calls") else completion.finish_reason
 
 
-def logprobs_of(completion: Completion, as_ids: bool = False) -> dict[str, Any]:
-    """Return the logprobs of all tokens.
+def logprobs_of(completion: Completion, as_ids: bool = False, start: int = 0) -> dict[str, Any]:
+    """Return the logprobs of the tokens.
 
     Args:
         as_ids: see ``token_text``.
+        start: position of the first token.
     """
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
@@ -218,9 +246,19 @@ def logprobs_of(completion: Completion, as_ids: bool = False) -> dict[str, Any]:
 
     found = [
         {**entry(row.id, row.logprob), "top_logprobs": [entry(*one) for one in row.others]}
-        for row in token_rows(completion)
+        for row in token_rows(completion, start)
     ]
     return {"content": found, "refusal": None}
+
+
+def _usage_of(completions: Sequence[Completion]) -> dict[str, Any]:
+    """Return ``usage``, with the tokens of the reasoning as OpenAI and as SGLang call them."""
+    reasoning = sum(reasoning_tokens(one, message_of(one)) for one in completions)
+    return {
+        **usage_of_prompts(completions, len(completions)),
+        "completion_tokens_details": {"reasoning_tokens": reasoning},
+        "reasoning_tokens": reasoning,
+    }
 
 
 class ChatAnswer(msgspec.Struct, frozen=True):
@@ -233,6 +271,7 @@ class ChatAnswer(msgspec.Struct, frozen=True):
         request: the body of the request.
         call_ids: begins the ids of calls. Those of a session are different anyway.
         scored: the tokens of the prompt, if their logprobs are wanted.
+        tokens_sent: by choice, the number of tokens whose logprobs a stream has sent.
     """
 
     id: str
@@ -241,6 +280,7 @@ class ChatAnswer(msgspec.Struct, frozen=True):
     request: ChatRequest
     call_ids: str = ""
     scored: Sequence[Sequence[Scored]] = ()
+    tokens_sent: dict[int, int] = {}
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """Return an object of type "chat.completion"."""
@@ -249,22 +289,21 @@ class ChatAnswer(msgspec.Struct, frozen=True):
             message = message_of(completion, self.call_ids)
             choice = {
                 "index": index,
-                "message": message,
+                "message": {"reasoning_content": None, **message},
                 "logprobs": None,
                 "finish_reason": finish_of(completion, message),
+                "matched_stop": completion.stop_match,
                 "weight_versions": weight_versions(completion),
             }
             if self.request.logprobs:
-                choice["logprobs"] = logprobs_of(
-                    completion, bool(self.request.return_tokens_as_token_ids)
-                )
+                choice["logprobs"] = self._logprobs(completion)
             if self.request.return_token_ids:
                 choice["token_ids"] = completion.output_ids.tolist()
             choices.append(choice)
         found = {
             **self._head("chat.completion"),
             "choices": choices,
-            "usage": usage_of_prompts(completions, len(completions)),
+            "usage": _usage_of(completions),
         }
         if self.request.return_token_ids:
             found["prompt_token_ids"] = completions[0].prompt_ids.tolist()
@@ -279,8 +318,12 @@ class ChatAnswer(msgspec.Struct, frozen=True):
             self._chunk(index, {"role": "assistant", "content": ""}) for index in choices
         )
 
-    def text(self, index: int, part: Part, added: str) -> bytes:
-        return self._chunk(index, {part: added})
+    def text(self, index: int, part: Part, added: str, new: Completion | None = None) -> bytes:
+        extra = {}
+        if self.request.logprobs and new is not None:
+            extra["logprobs"] = self._logprobs(new)
+            self.tokens_sent[index] = self.tokens_sent.get(index, 0) + len(new.output_ids)
+        return self._chunk(index, {part: added}, extra=extra)
 
     def end(self, completions: Sequence[Completion], sent: Sequence[Mapping[Part, str]]) -> bytes:
         events = b"".join(
@@ -290,9 +333,7 @@ class ChatAnswer(msgspec.Struct, frozen=True):
         options = self.request.stream_options
         if options is not None and options.include_usage:
             head = self._head("chat.completion.chunk")
-            events += event(
-                {**head, "choices": [], "usage": usage_of_prompts(completions, len(completions))}
-            )
+            events += event({**head, "choices": [], "usage": _usage_of(completions)})
         return events + DONE
 
     def failed(self, error: HttpError) -> bytes:
@@ -308,19 +349,23 @@ class ChatAnswer(msgspec.Struct, frozen=True):
         if "tool_calls" in message:
             calls = enumerate(message["tool_calls"])
             delta["tool_calls"] = [{"index": at, **call} for at, call in calls]
-        extra: dict[str, Any] = {"weight_versions": weight_versions(completion)}
-        if self.request.logprobs:
-            extra["logprobs"] = logprobs_of(
-                completion, bool(self.request.return_tokens_as_token_ids)
-            )
+        extra: dict[str, Any] = {
+            "matched_stop": completion.stop_match,
+            "weight_versions": weight_versions(completion),
+        }
         if self.request.return_token_ids:
             extra["token_ids"] = completion.output_ids.tolist()
             extra["prompt_token_ids"] = completion.prompt_ids.tolist()
-        found = self._chunk(index, delta) if delta else b""
-        return found + self._chunk(index, {}, finish_of(completion, message), extra)
+        logprobs = {}
+        if self.request.logprobs:
+            logprobs["logprobs"] = self._logprobs(completion, self.tokens_sent.get(index, 0))
+        finish = finish_of(completion, message)
+        if not delta:
+            return self._chunk(index, {}, finish, extra | logprobs)
+        return self._chunk(index, delta, extra=logprobs) + self._chunk(index, {}, finish, extra)
 
-    def _logprobs(self, completion: Completion) -> dict[str, Any]:
-        return logprobs_of(completion, bool(self.request.return_tokens_as_token_ids))
+    def _logprobs(self, completion: Completion, start: int = 0) -> dict[str, Any]:
+        return logprobs_of(completion, bool(self.request.return_tokens_as_token_ids), start)
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
@@ -332,6 +377,8 @@ class ChatAnswer(msgspec.Struct, frozen=True):
         finish: str | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> bytes:
+        # Clients of SGLang read the attribute of each delta.
+        delta = {"reasoning_content": None, **delta}
         choice = {"index": index, "delta": delta, "finish_reason": finish, **(extra or {})}
         return event({**self._head("chat.completion.chunk"), "choices": [choice]})
 

@@ -201,6 +201,7 @@ class CompletionAnswer(msgspec.Struct, frozen=True):
                 lambda token: completion._decode([token], False),
             )
         if finish:
+            choice["matched_stop"] = completion.stop_match
             choice["weight_versions"] = weight_versions(completion)
         if request.return_token_ids:
             choice["token_ids"] = completion.output_ids[sent.tokens :].tolist()

@@ -26,12 +26,13 @@ class Deltas:
     the turn if there are tools.
 
     Attributes:
+        params: of the turn.
         sent: the text of each part so far.
     """
 
     def __init__(self, spec: SessionSpec, params: SamplingParams) -> None:
         self._decode = spec.requests.decode
-        self._params = params
+        self.params = params
         self.sent: dict[Part, str] = {}
         self._special: Mapping[str, int] = {}
         self._ends: frozenset[int] = frozenset()
@@ -93,7 +94,7 @@ class Deltas:
             self._part = "reasoning_content"
         elif token == self._special.get(_CLOSING) and before == "reasoning_content":
             self._part = "content"
-        self._texts = StreamText(self._decode, self._params)
+        self._texts = StreamText(self._decode, self.params)
         self._space = ""
 
 

@@ -24,6 +24,8 @@ Part = Literal["reasoning_content", "content"]
 encode: Final = msgspec.json.Encoder(enc_hook=str).encode
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
 MOST_CHOICES: Final = 128
+_NOTHING: Final[Sequence[Any]] = (None, False, [], {}, "")
+"""Values that ask for nothing."""
 
 
 class Stored(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,8 +86,12 @@ class Answer(Protocol):
     def begin(self) -> bytes:
         """Return what begins a stream."""
 
-    def text(self, index: int, part: Part, added: str) -> bytes:
-        """Return new text of a choice."""
+    def text(self, index: int, part: Part, added: str, new: Completion | None = None) -> bytes:
+        """Return new text of a choice.
+
+        Args:
+            new: the tokens that have arrived since the text before. The rest comes at the end.
+        """
 
     def end(self, completions: Sequence[Completion], sent: Sequence[Mapping[Part, str]]) -> bytes:
         """Return what ends a stream.
@@ -251,7 +257,7 @@ def decode_body(
     Args:
         kind: a struct of the supported fields.
         ignored: fields that do not change the answer.
-        nothing: by field that is not supported, values that ask for nothing. Of others: null,
+        nothing: by field that is not supported, all values that ask for nothing. Of others: null,
             false and empty values.
         instead: by field that is not supported, the one that takes its place.
 
@@ -287,8 +293,8 @@ def convert_fields(
     at = f"{where}: " if where else ""
     known = getattr(kind, "__struct_fields__", ())
     for name in fields.keys() - {*ignored, *known}:
-        value, harmless = fields[name], (nothing or {}).get(name, (None, [], {}, ""))
-        if value not in harmless and value is not False:
+        value, harmless = fields[name], (nothing or {}).get(name, _NOTHING)
+        if not any(type(value) is type(one) and value == one for one in harmless):
             other = (instead or {}).get(name)
             hint = f"; use {other}" if other else ""
             raise InvalidRequest(f"{at}the field {name!r} is not supported{hint}")

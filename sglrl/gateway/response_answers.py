@@ -15,15 +15,12 @@ from .answers import message_of, token_counts, unsent, weight_versions
 from .chat import logprobs_of
 from .dialect import Message, Part, event
 from .errors import HttpError
+from .token_answers import reasoning_tokens
 
 Item = dict[str, Any]
 _PARTS: Final[tuple[Part, ...]] = ("reasoning_content", "content")
 _TEXT: Final[dict[Part, str]] = {"reasoning_content": "reasoning", "content": "output"}
 """Begins the names of events with text of a part."""
-_BLOCK: Final = 64
-"""Tokens that are decoded together."""
-_FRAME: Final = 64
-"""Most characters of a format before reasoning."""
 
 
 class ResponsesAnswer:
@@ -68,7 +65,7 @@ class ResponsesAnswer:
             for name in ("response.created", "response.in_progress")
         )
 
-    def text(self, index: int, part: Part, added: str) -> bytes:
+    def text(self, index: int, part: Part, added: str, new: Completion | None = None) -> bytes:
         return self._begin_part(part) + self._delta(part, added)
 
     def end(self, completions: Sequence[Completion], sent: Sequence[Mapping[Part, str]]) -> bytes:
@@ -240,7 +237,7 @@ def _logprobs_of(completion: Completion) -> list[dict[str, Any]]:
 
 def _usage_of(completion: Completion, message: Message) -> dict[str, Any]:
     prompt, sampled, cached = token_counts([completion])
-    reasoning = tokens_until(completion, (message.get("reasoning_content") or "").strip())
+    reasoning = reasoning_tokens(completion, message)
     return {
         "input_tokens": prompt,
         "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
@@ -248,31 +245,3 @@ def _usage_of(completion: Completion, message: Message) -> dict[str, Any]:
         "output_tokens_details": {"reasoning_tokens": reasoning},
         "total_tokens": prompt + sampled,
     }
-
-
-def tokens_until(completion: Completion, text: str) -> int:
-    """Return how many tokens a turn has up to the end of the text with which it begins.
-
-    Only these tokens are decoded, once each.
-
-    Args:
-        text: the format may add up to ``_FRAME`` characters before it. "": the result is 0.
-
-    Returns:
-        0 if the turn does not begin with the text.
-    """
-    ids = completion.output_ids.tolist()
-    before, start = "", 0
-    while text and start < len(ids) and len(before) <= len(text) + _FRAME:
-        stop = start + _BLOCK
-        while (block := completion._decode(ids[start:stop], False)).endswith("\ufffd"):
-            if stop >= len(ids):
-                break
-            stop += 1  # the rest of a character
-        if len(before) + len(block) >= len(text) and text in before + block:
-            for end in range(start + 1, stop):
-                if text in before + completion._decode(ids[start:end], False):
-                    return end
-            return stop
-        before, start = before + block, stop
-    return 0

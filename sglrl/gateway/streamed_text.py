@@ -4,24 +4,28 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 
+from ..inference.completion import Completion
 from ..sessions.session_spec import SessionSpec
 from ..wire.engine import TokenChunk
 from .arrivals import Arrivals
 from .deltas import Deltas
 from .dialect import Answer, Part, TurnRequest
+from .unfinished import unfinished
 
 
 class StreamedText:
     """Makes the events of a stream with the text of messages.
 
     Attributes:
-        arrived: for each new text, the number of its choice, the part of its message, and the text.
+        arrived: for each new text, the number of its choice, the part of its message, the text, and
+            the tokens that have arrived since the text before.
     """
 
     def __init__(self, requests: Sequence[TurnRequest]) -> None:
         self._requests = [one for one in requests for _ in range(one.choices)]
         self._deltas: list[Deltas | None] = [None] * len(self._requests)
-        self.arrived: Arrivals[tuple[int, Part, str]] = Arrivals()
+        self._chunks: list[list[TokenChunk]] = [[] for _ in self._requests]
+        self.arrived: Arrivals[tuple[int, Part, str, Completion | None]] = Arrivals()
 
     @property
     def sent(self) -> list[Mapping[Part, str]]:
@@ -34,14 +38,19 @@ class StreamedText:
         Args:
             spec: of its session.
         """
-        deltas = self._deltas[choice]
+        deltas, request = self._deltas[choice], self._requests[choice]
         if deltas is None:
-            sampling = self._requests[choice].sampling
-            deltas = self._deltas[choice] = Deltas(spec, spec.prepare(dict(sampling)).params)
+            params = spec.prepare(dict(request.sampling)).params
+            deltas = self._deltas[choice] = Deltas(spec, params)
+        self._chunks[choice].append(chunk)
         for part, text in deltas.add(chunk):
-            self.arrived.add((choice, part, text))
+            new, chunks = None, self._chunks[choice]
+            if chunks:
+                new = unfinished(spec, b"", chunks, deltas.params, request.top_logprobs, 0.0)
+            self._chunks[choice] = []
+            self.arrived.add((choice, part, text, new))
 
     async def events(self, answer: Answer) -> AsyncIterator[bytes]:
         """Yield the events of an answer."""
-        async for choice, part, text in self.arrived:
-            yield answer.text(choice, part, text)
+        async for choice, part, text, new in self.arrived:
+            yield answer.text(choice, part, text, new)

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from ..inference.completion import Completion
 from .answers import token_counts
+from .dialect import Message
+
+_BLOCK: Final = 64
+"""Tokens that are decoded together."""
+_FRAME: Final = 64
+"""Most characters of a format before reasoning."""
 
 
 class TokenRow(NamedTuple):
@@ -51,3 +57,40 @@ def usage_of_prompts(completions: Sequence[Completion], choices: int) -> dict[st
         "total_tokens": prompt + sampled,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
+
+
+def reasoning_tokens(completion: Completion, message: Message) -> int:
+    """Return the number of tokens up to the end of the reasoning. 0: there is none.
+
+    Args:
+        message: of the turn, from ``message_of``.
+    """
+    return tokens_until(completion, (message.get("reasoning_content") or "").strip())
+
+
+def tokens_until(completion: Completion, text: str) -> int:
+    """Return how many tokens a turn has up to the end of the text with which it begins.
+
+    Only these tokens are decoded, once each.
+
+    Args:
+        text: the format may add up to ``_FRAME`` characters before it. "": the result is 0.
+
+    Returns:
+        0 if the turn does not begin with the text.
+    """
+    ids = completion.output_ids.tolist()
+    before, start = "", 0
+    while text and start < len(ids) and len(before) <= len(text) + _FRAME:
+        stop = start + _BLOCK
+        while (block := completion._decode(ids[start:stop], False)).endswith("\ufffd"):
+            if stop >= len(ids):
+                break
+            stop += 1  # the rest of a character
+        if len(before) + len(block) >= len(text) and text in before + block:
+            for end in range(start + 1, stop):
+                if text in before + completion._decode(ids[start:end], False):
+                    return end
+            return stop
+        before, start = before + block, stop
+    return 0

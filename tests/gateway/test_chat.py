@@ -43,6 +43,11 @@ def test_names_of_openai_become_ours() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     assert parsed(response_format=form).sampling["json_schema"] == schema
+    newer = {"type": "structural_tag", "format": {"type": "const_string", "value": "Hi"}}
+    begin = {"begin": "<a>", "schema": schema, "end": "</a>"}
+    older = {"type": "structural_tag", "structures": [begin], "triggers": ["<a>"]}
+    for tag in (newer, older):
+        assert parsed(response_format=tag).sampling == {"structural_tag": tag}
 
 
 def test_the_role_developer_is_system() -> None:
@@ -89,6 +94,10 @@ def test_tools_are_hidden_if_none_may_be_called() -> None:
         ({"functions": [{}]}, "'functions' is not supported; use tools"),
         ({"response_format": {"type": "xml"}}, "Invalid enum value 'xml'"),
         ({"response_format": {"type": "json_schema"}}, "json_schema is missing"),
+        ({"response_format": {"type": "structural_tag", "triggers": ["<a>"]}}, "needs either"),
+        ({"separate_reasoning": False}, "the field 'separate_reasoning' is not supported"),
+        ({"stream_reasoning": 1}, "the field 'stream_reasoning' is not supported"),
+        ({"stream_options": {"continuous_usage_stats": True}}, "use include_usage"),
         ({"tools": [{}], "parallel_tool_calls": False}, "parallel_tool_calls=false"),
     ],
 )
@@ -100,7 +109,7 @@ def test_a_field_is_honoured_or_rejected(fields: dict[str, Any], message: str) -
 
 def test_fields_that_ask_for_nothing_are_accepted() -> None:
     parsed(audio=None, functions=[], modalities=None, parallel_tool_calls=False, logprobs=False)
-    parsed(modalities=["text"], voice=False)
+    parsed(modalities=["text"], voice=False, separate_reasoning=True, stream_reasoning=True)
     for fields in ({"modalities": ["audio"]}, {"voice": 0}, {"functions": [{}]}):
         with pytest.raises(InvalidRequest, match="is not supported"):
             parsed(**fields)

@@ -20,8 +20,8 @@ from sglrl.gateway.answers import message_of
 from sglrl.gateway.conversations import Digest
 from sglrl.gateway.dialect import Message, Part, TurnRequest
 from sglrl.gateway.errors import HttpError
-from sglrl.gateway.response_answers import tokens_until
 from sglrl.gateway.responses import parse
+from sglrl.gateway.token_answers import tokens_until
 from sglrl.inference.completion import Completion
 from sglrl.inference.message import AssistantMessage, ToolCall
 from sglrl.inference.sampling import SamplingParams
