@@ -288,6 +288,47 @@ async def test_reasoning_arrives_before_the_calls(gateway: Gateway, pool: sglrl.
     assert calls[0]["function"] == said["tool_calls"][0]["function"]
 
 
+async def test_logprobs_and_usage_of_a_stream(gateway: Gateway, pool: sglrl.Client) -> None:
+    """Each event has the logprobs of its tokens, also of those that no text shows."""
+    bias = {pool.tokenizer.convert_tokens_to_ids(tag): 100 for tag in ("<think>", "</think>")}
+    pattern = r"<think>\n[a-z]{9}\n</think>\n\n[a-z]{5}"
+    values: Any = {"model": "any", "messages": ASK, "logit_bias": bias, "seed": 5}
+    values |= {"extra_body": {"regex": pattern}, "logprobs": True, "top_logprobs": 3}
+    async with gateway.session() as session, agent_of(session) as agent:
+        whole = await agent.chat.completions.create(**values)
+        parts = [
+            part
+            async for part in await agent.chat.completions.create(
+                stream=True, stream_options={"include_usage": True}, **values
+            )
+        ]
+    (choice,) = whole.choices
+    assert choice.logprobs is not None
+    assert choice.logprobs.content is not None
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens_details is not None
+    names = [token.token for token in choice.logprobs.content]
+    assert whole.usage.completion_tokens == len(names)
+    thought = whole.usage.completion_tokens_details.reasoning_tokens
+    assert thought is not None
+    assert "".join(names[:thought]).strip().endswith(choice.message.reasoning_content.strip())  # type: ignore[attr-defined]
+    assert parts.pop().usage == whole.usage
+    streamed = [part.choices[0].logprobs for part in parts]
+    found = [token for one in streamed if one for token in one.content or ()]
+    assert found == choice.logprobs.content
+    assert sum(one is not None for one in streamed) > 2
+
+
+async def test_a_structural_tag(gateway: Gateway) -> None:
+    form: Any = {"type": "structural_tag", "format": {"type": "const_string", "value": "Six {.}"}}
+    async with gateway.session() as session, agent_of(session) as agent:
+        answer = await agent.chat.completions.create(
+            model="any", messages=ASK, response_format=form
+        )
+    (choice,) = answer.choices
+    assert (choice.message.content, choice.finish_reason) == ("Six {.}", "stop")
+
+
 async def test_a_repeated_request_is_the_same_turn(gateway: Gateway) -> None:
     """As OpenAI's client repeats one, with the number of the retry in a header."""
     async with gateway.session() as session, agent_of(session) as agent:
