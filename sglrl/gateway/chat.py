@@ -114,6 +114,7 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
         scored = wanted_of(self._top_of_prompt)
         if scored is not None:
             check_whole("prompt_logprobs", self.stream)
+        _check_tools(self.tools or ())
         shown = self.tools if self.tool_choice != "none" else None
         made = TurnRequest(
             messages=[_known_role(message) for message in self.messages],
@@ -190,6 +191,15 @@ def parse(body: bytes, kind: type[_Request]) -> _Request:
 def _known_role(message: Message) -> Message:
     """Return a message with a role that all chat templates know."""
     return {**message, "role": "system"} if message.get("role") == "developer" else message
+
+
+def _check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ``InvalidRequest`` if a tool has no name."""
+    for at, tool in enumerate(tools):
+        function = tool.get("function")
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(name, str) or not name:
+            raise InvalidRequest(f"tools[{at}].function.name is missing, or is not text")
 
 
 def grammar_of(form: ResponseFormat | None) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from sglrl.gateway.conversations import Digest
 from sglrl.gateway.dialect import TurnRequest
 
 ASK = {"role": "user", "content": "Hi"}
+TOOL = {"type": "function", "function": {"name": "add"}}
 
 
 def parsed(**fields: Any) -> TurnRequest:
@@ -73,7 +74,7 @@ def test_arguments_of_the_chat_template() -> None:
 
 
 def test_tools_are_hidden_if_none_may_be_called() -> None:
-    tools = [{"type": "function", "function": {"name": "add"}}]
+    tools = [TOOL]
     assert parsed(tools=tools).tools == tools
     assert parsed(tools=tools, tool_choice="none").tools is None
     assert parsed(tools=tools, tool_choice="none").tool_choice == "auto"
@@ -98,7 +99,10 @@ def test_tools_are_hidden_if_none_may_be_called() -> None:
         ({"separate_reasoning": False}, "the field 'separate_reasoning' is not supported"),
         ({"stream_reasoning": 1}, "the field 'stream_reasoning' is not supported"),
         ({"stream_options": {"continuous_usage_stats": True}}, "use include_usage"),
-        ({"tools": [{}], "parallel_tool_calls": False}, "parallel_tool_calls=false"),
+        ({"tools": [TOOL], "parallel_tool_calls": False}, "parallel_tool_calls=false"),
+        ({"tools": [TOOL, {"function": {}}]}, "tools[1].function.name is missing"),
+        ({"tools": [{"function": {"name": 7}}]}, "tools[0].function.name is missing, or is not"),
+        ({"tools": [{"name": "add"}]}, "tools[0].function.name is missing"),
     ],
 )
 def test_a_field_is_honoured_or_rejected(fields: dict[str, Any], message: str) -> None:
