@@ -63,6 +63,10 @@ def error_of(error: Exception) -> HttpError:
             full = str(error).startswith("the context is full")
             code = "context_length_exceeded" if full else None
             # The end of some messages names methods of Python.
-            return HttpError(status, str(error).partition("; see Session.")[0], kind, code)
+            message = str(error).partition("; see Session.")[0]
+            if full:
+                # Clients of SGLang look for these words.
+                message += ". The prompt is longer than the model's context length"
+            return HttpError(status, message, kind, code)
     logger.error("a request failed", exc_info=error)
     return HttpError(500, "internal error; the log of the gateway has its stack", "server_error")

@@ -256,7 +256,11 @@ async def test_errors(client: openai.AsyncOpenAI) -> None:
         ({"prompt": ""}, openai.BadRequestError, "the prompt is empty"),
         ({"prompt": [10**7]}, openai.BadRequestError, "token id 10000000 is outside"),
         ({"prompt": [[1], []]}, openai.BadRequestError, "the prompt is empty"),
-        ({"prompt": [1] * 40_000}, openai.BadRequestError, "the context is full"),
+        (
+            {"prompt": [1] * 40_000},
+            openai.BadRequestError,
+            "is longer than the model's context length",
+        ),
         ({"temperature": -1}, openai.BadRequestError, "temperature must be in"),
         ({"logprobs": 2000}, openai.BadRequestError, "top_logprobs must be in"),
     ]

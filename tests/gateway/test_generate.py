@@ -284,7 +284,7 @@ async def test_errors(http: httpx.AsyncClient) -> None:
         ({"text": ""}, 400, "the prompt is empty"),
         ({"text": "a", "sampling_params": {"max_new_tokens": 0}}, 400, "at least 1, got 0"),
         ({"input_ids": [-1]}, 400, "token id -1 is outside"),
-        ({"input_ids": [1] * 40_000}, 400, "the context is full"),
+        ({"input_ids": [1] * 40_000}, 400, "is longer than the model's context length"),
         ({"text": "a", "sampling_params": {"temperature": -1}}, 400, "temperature must be in"),
     ):
         for stream in (False, True):
