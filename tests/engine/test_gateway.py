@@ -360,9 +360,13 @@ async def test_updates_and_lost_workers_are_not_seen(
     async with gateway.session() as session, agent_of(session) as agent:
         messages: list[Any] = list(ASK)
         spans: list[Any] = []
+        updated = asyncio.Event()
 
         async def talk() -> None:
-            for _ in range(3):
+            for number in range(3):
+                if number == 2:
+                    # At least this turn has the version of the first update.
+                    await updated.wait()
                 answer = await agent.chat.completions.create(
                     model="any", messages=messages, max_tokens=150, **words
                 )
@@ -374,6 +378,7 @@ async def test_updates_and_lost_workers_are_not_seen(
             await asyncio.sleep(0.5)
             updates.append(await pool.update_weights(states[0], inflight="abort"))
             if number == 0:
+                updated.set()
                 os.kill(pool.workers[0].pid, signal.SIGKILL)
         await asyncio.wait_for(talking, 120)
     trajectory = session.trajectory
