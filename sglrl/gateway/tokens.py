@@ -112,7 +112,9 @@ async def detokenize(client: Client, body: bytes) -> dict[str, Any]:
         check_ids(request.tokens, requests.vocab_size)
     await load_tokenizer(requests.box)
     skip = bool(request.skip_special_tokens)
-    return {"prompt": await in_thread(requests.decode, request.tokens, skip)}
+    text = await in_thread(requests.decode, request.tokens, skip)
+    # As vLLM and as SGLang call it.
+    return {"prompt": text, "text": text}
 
 
 Convert = Callable[[Client, bytes], Awaitable[dict[str, Any]]]

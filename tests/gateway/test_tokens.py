@@ -207,10 +207,10 @@ async def test_tokenize(http: httpx.AsyncClient, pool: sglrl.Client) -> None:
             "token_strs": None,
         }
         back = await http.post(f"{prefix}/detokenize", json={"tokens": tokens})
-        assert back.json() == {"prompt": text}
+        assert back.json() == {"prompt": text, "text": text}
     skips = {"tokens": tokens, "skip_special_tokens": True}
-    assert (await http.post("/detokenize", json=skips)).json() == {"prompt": "Hé 🙂 "}
-    assert (await http.post("/detokenize", json={"tokens": []})).json() == {"prompt": ""}
+    assert (await http.post("/detokenize", json=skips)).json()["text"] == "Hé 🙂 "
+    assert (await http.post("/detokenize", json={"tokens": []})).json()["text"] == ""
     named = {"prompt": text, "return_token_strs": True, "add_special_tokens": False}
     made = (await http.post("/tokenize", json=named)).json()
     assert made["tokens"] == tokenizer(text, add_special_tokens=False)["input_ids"]
