@@ -412,6 +412,6 @@ def check_gateway_packages() -> None:
     Raises:
         UsageError: one is missing.
     """
-    for module in ("httpx", "starlette", "uvicorn"):
+    for module in ("httpx", "prometheus_client", "starlette", "uvicorn"):
         if find_spec(module) is None:
             raise UsageError(f"the gateway needs {module}: {install('gateway')}")

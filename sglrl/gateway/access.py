@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from .dialect import encode, openai_error
 from .errors import RETRY_SECONDS, HttpError, error_of
+from .metrics import Metrics
 from .registry import KEY_PREFIX, OpenSession, Registry
 from .settings import Settings
 
@@ -19,15 +20,42 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 class Access:
-    """Finds the session of a request, and reads its body.
+    """Finds the session of a request, reads its body, and counts it.
 
     Args:
         registry: the open sessions.
+        metrics: counts the requests.
     """
 
-    def __init__(self, registry: Registry, settings: Settings) -> None:
+    def __init__(self, registry: Registry, settings: Settings, metrics: Metrics) -> None:
         self._registry = registry
         self._settings = settings
+        self._metrics = metrics
+
+    def route(
+        self,
+        endpoint: str,
+        handler: Handler,
+        error_body: Callable[[HttpError], Any] = openai_error,
+    ) -> Handler:
+        """Return a handler that counts requests, and answers with an error if ``handler`` raises.
+
+        Args:
+            endpoint: the path, for the metrics.
+            error_body: makes the body of the answer.
+        """
+
+        async def run(request: Request) -> Response:
+            try:
+                response = await handler(request)
+            except ClientDisconnect:
+                response = Response(status_code=499)
+            except Exception as error:
+                response = error_response(error_of(error), error_body)
+            self._metrics.answered(endpoint, response.status_code)
+            return response
+
+        return run
 
     def session_of(self, request: Request) -> OpenSession | None:
         """Return the session of a request, or None if it has none.
@@ -113,24 +141,6 @@ def key_of(request: Request) -> str:
     """Return the API key of a request, or ""."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     return str(key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", ""))
-
-
-def route(handler: Handler, error_body: Callable[[HttpError], Any] = openai_error) -> Handler:
-    """Return a handler that answers with an error if ``handler`` raises.
-
-    Args:
-        error_body: makes the body of the answer.
-    """
-
-    async def run(request: Request) -> Response:
-        try:
-            return await handler(request)
-        except ClientDisconnect:
-            return Response(status_code=499)
-        except Exception as error:
-            return error_response(error_of(error), error_body)
-
-    return run
 
 
 def error_response(error: HttpError, body: Any = openai_error) -> Response:

@@ -24,14 +24,7 @@ from ..errors import InvalidRequest
 from ..inference.client import Client
 from ..sessions.session_spec import SessionSpec
 from ..sessions.trajectory import Trajectory
-from .access import (
-    Access,
-    error_response,
-    json_response,
-    key_of,
-    route,
-    until_done,
-)
+from .access import Access, error_response, json_response, key_of, until_done
 from .alone import AloneTurn
 from .anthropic import ANTHROPIC, COUNT_PATH
 from .chat import CHAT, CHAT_TOKENS
@@ -40,6 +33,7 @@ from .controls import ControlEndpoints
 from .conversations import Turn, sibling
 from .dialect import Body, Dialect, TurnRequest
 from .errors import HttpError, error_of
+from .metrics import Metrics
 from .native import NativeEndpoints
 from .prompt_logprobs import score_prompts
 from .registry import OpenSession, Registry
@@ -82,32 +76,40 @@ class Endpoints:
         self.registry = registry
         self.settings = settings
         self.shows_tools = shows_tools
-        self.running = RunningTurns()
-        self._access = Access(registry, settings)
+        self._metrics = Metrics(client)
+        self.running = RunningTurns(self._metrics)
+        self._access = Access(registry, settings, self._metrics)
         self._weights = TrainedWeights(client, settings)
         self._spec = SessionSpec(client, promptless=True)
         """Settings of turns that belong to no session."""
+        route = self._access.route
         api = [
             *NativeEndpoints(client, self._access, self.running).routes(),
             *ControlEndpoints(client, self._access, self._weights).routes(),
-            Route("/v1/models", route(self.models), methods=["GET"]),
-            Route("/v1/models/{model:path}", route(self.model), methods=["GET"]),
+            Route("/v1/models", route("/v1/models", self.models), methods=["GET"]),
+            Route("/v1/models/{model:path}", route("/v1/models", self.model), methods=["GET"]),
         ]
-        posts = {d.path: route(partial(self.turn, d), d.error) for d in DIALECTS}
-        posts[COUNT_PATH] = route(self.count_tokens, ANTHROPIC.error)
+        posts = {d.path: route(d.path, partial(self.turn, d), d.error) for d in DIALECTS}
+        posts[COUNT_PATH] = route(COUNT_PATH, self.count_tokens, ANTHROPIC.error)
         for path, handler in posts.items():
             # Anthropic's clients append /v1 to the URL of a session, which ends with it.
             api += [Route(at, handler, methods=["POST"]) for at in (path, "/v1" + path)]
         self.app = Starlette(
             routes=[
-                Route("/health", self.health, methods=["GET"]),
-                Route("/sessions", route(self.open_session), methods=["POST"]),
-                Route("/sessions/{session}", route(self.end_session), methods=["DELETE"]),
-                Route("/sessions/{session}/reward", route(self.reward), methods=["POST"]),
+                *[
+                    Route(path, route(path, handler), methods=[method])
+                    for method, path, handler in (
+                        ("GET", "/health", self.health),
+                        ("GET", "/metrics", self.metrics),
+                        ("POST", "/sessions", self.open_session),
+                        ("DELETE", "/sessions/{session}", self.end_session),
+                        ("POST", "/sessions/{session}/reward", self.reward),
+                    )
+                ],
                 Mount("/sessions/{session}", routes=api),
                 *api,
             ],
-            exception_handlers={404: _not_found, 405: _not_found},
+            exception_handlers={404: self._not_found, 405: self._not_found},
         )
 
     def close(self) -> None:
@@ -119,6 +121,12 @@ class Endpoints:
 
     async def health(self, request: Request) -> Response:
         return json_response({"status": "ok"})
+
+    async def metrics(self, request: Request) -> Response:
+        self._access.check_key(key_of(request))
+        accept = request.headers.get("accept", "")
+        text, type_ = await self._metrics.exposition(accept, len(self.running), len(self.registry))
+        return Response(text, headers={"content-type": type_})
 
     async def models(self, request: Request) -> Response:
         self._access.session_of(request)
@@ -225,6 +233,12 @@ class Endpoints:
         session.conversations.reward(given.reward, given.name, given.tool_call_id)
         return json_response({"id": session.id})
 
+    async def _not_found(self, request: Request, error: Exception) -> Response:
+        status = getattr(error, "status_code", 404)
+        self._metrics.answered("other", status)
+        what = f"{request.method} {request.url.path}"
+        return error_response(HttpError(status, f"there is no endpoint {what}"))
+
 
 def _row_of(trajectory: Trajectory) -> dict[str, Any]:
     """Return a trajectory as JSON. The arrays are those of ``Trajectory``."""
@@ -289,9 +303,3 @@ def _object(body: bytes, kind: type[_T]) -> _T:
         return msgspec.json.decode(body or b"{}", type=kind)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"the body is wrong: {error}") from None
-
-
-async def _not_found(request: Request, error: Exception) -> Response:
-    status = getattr(error, "status_code", 404)
-    what = f"{request.method} {request.url.path}"
-    return error_response(HttpError(status, f"there is no endpoint {what}"))

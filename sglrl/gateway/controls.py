@@ -17,7 +17,7 @@ from starlette.routing import Route
 from ..errors import InvalidRequest
 from ..inference.client import Client
 from ..version import __version__
-from .access import Access, json_response, route
+from .access import Access, json_response
 from .dialect import decode_body, openai_error
 from .errors import HttpError
 from .sglang_generate import sglang_error
@@ -81,7 +81,7 @@ class ControlEndpoints:
             for path, handler in self._weights.handlers().items()
         ]
         return [
-            Route(path, route(handler, error), methods=methods)
+            Route(path, self._access.route(path, handler, error), methods=methods)
             for table, error in (
                 (sglang, sglang_error),
                 (updates, update_error),

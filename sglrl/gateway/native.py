@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from ..errors import InvalidRequest
 from ..inference.client import Client
-from .access import Access, json_response, route
+from .access import Access, json_response
 from .dialect import decode_body, openai_error
 from .errors import HttpError
 from .running_turns import RunningTurns
@@ -56,7 +56,7 @@ class NativeEndpoints:
             *[(path, partial(self.convert, with_), ["POST"]) for path, with_ in CONVERTING.items()],
         ]
         return [
-            Route(path, route(handler, error), methods=methods)
+            Route(path, self._access.route(path, handler, error), methods=methods)
             for table, error in ((sglang, sglang_error), (openai, openai_error))
             for path, handler, methods in table
         ]

@@ -16,12 +16,14 @@ from typing import Any, Final, Self
 
 import httpx
 import msgspec
-from starlette.requests import Request
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
-from .access import json_response, key_of, read_body, route, until_done
+from .access import error_response, json_response, key_of, read_body, until_done
 from .controls import OF_ONE_PROCESS
-from .errors import HttpError
+from .errors import HttpError, error_of
+from .metrics import METRICS, merged
 from .native import ABORTS
 from .registry import KEY_PREFIX
 from .settings import Place, Settings
@@ -48,7 +50,6 @@ class Neighbours:
         self._settings = settings
         self._stack = AsyncExitStack()
         self._clients = [_client(path) for path in place.sockets]
-        self._handle = route(self._answer)
 
     async def __aenter__(self) -> Self:
         for client in self._clients:
@@ -64,7 +65,7 @@ class Neighbours:
             owner = self._owner(Request(scope))
             if owner != self._index:
                 scope = {**scope, "owner": owner}
-                answering = await self._handle(Request(scope, receive))
+                answering = await self._passed_on(Request(scope, receive))
         await answering(scope, receive, send)
 
     def _owner(self, request: Request) -> int | None:
@@ -74,9 +75,17 @@ class Neighbours:
         if found is not None:
             owner = int(found[1][:9])
             return owner if owner < len(self._clients) else self._index
-        if path in ABORTS:
+        if path in ABORTS or path == METRICS:
             return None
         return 0 if path in OF_ONE_PROCESS else self._index
+
+    async def _passed_on(self, request: Request) -> Response:
+        try:
+            return await self._answer(request)
+        except ClientDisconnect:
+            return Response(status_code=499)
+        except Exception as error:
+            return error_response(error_of(error))
 
     async def _answer(self, request: Request) -> Response:
         body = await read_body(request, self._settings)
@@ -94,11 +103,13 @@ class Neighbours:
         return made
 
     async def _from_all(self, request: Request, body: bytes) -> Response:
-        """Return the sum of all answers, or the error that all give."""
+        """Return what all answers are together, or the error that all give."""
         answers = [await self._send(owner, request, body) for owner in range(len(self._clients))]
         bodies = [await answer.aread() for answer in answers]
         if answers[0].status_code != 200:
             return Response(bodies[0], answers[0].status_code, media_type="application/json")
+        if request.scope["path"] == METRICS:
+            return Response(merged([body.decode() for body in bodies]), media_type=CONTENT_TYPE_LATEST)
         return json_response({"aborted": sum(msgspec.json.decode(b)["aborted"] for b in bodies)})
 
     async def _send(self, owner: int, request: Request, body: bytes) -> httpx.Response:
@@ -113,6 +124,8 @@ class Neighbours:
         if query := request.scope["query_string"].decode("latin-1"):
             url += f"?{query}"
         headers = _passed_on(request.headers.raw)
+        if request.scope["owner"] is None:
+            headers = [one for one in headers if one[0] != b"accept"]
         made = client.build_request(request.method, url, headers=headers, content=body)
         sending = asyncio.ensure_future(client.send(made, stream=True))
         try:

@@ -6,9 +6,12 @@ import asyncio
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ..driver.driver import now
+from ..inference.completion import Completion
 from .alone import AloneTurn
 from .conversations import Turn
 from .dialect import TurnRequest
+from .metrics import Metrics
 from .registry import OpenSession
 
 
@@ -18,22 +21,32 @@ class _Entry(NamedTuple):
 
 
 class RunningTurns:
-    """All turns that are running."""
+    """All turns that are running.
 
-    def __init__(self) -> None:
+    Args:
+        metrics: counts the turns that have ended.
+    """
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
         self._turns: dict[Turn, _Entry] = {}
 
     def __len__(self) -> int:
         return len(self._turns)
 
     def add(self, turn: Turn, session: OpenSession | None, requests: Sequence[TurnRequest]) -> None:
-        """Add a turn until it ends."""
+        """Add a turn until it ends. A request that is sent again has a turn that was added."""
+        began = now()
 
-        def ended(task: asyncio.Task[object]) -> None:
+        def ended(task: asyncio.Task[list[Completion]]) -> None:
             self._turns.pop(turn, None)
+            self._metrics.turn_ended(requests, began, task)
 
+        if turn.task.done():
+            return
+        if turn not in self._turns:
+            turn.task.add_done_callback(ended)
         self._turns[turn] = _Entry(session, frozenset(one.rid for one in requests))
-        turn.task.add_done_callback(ended)
 
     def abort(self, rid: str | None = None, session: OpenSession | None = None) -> int:
         """Abort the choices with an id, or all.

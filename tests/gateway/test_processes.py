@@ -16,6 +16,7 @@ import pytest
 import pytest_asyncio
 import trustme
 from engine.policies import until_idle, until_running
+from prometheus_client.parser import text_string_to_metric_families
 
 import sglrl
 from sglrl.gateway.serving import Gateway, serve
@@ -131,6 +132,21 @@ async def test_aborts_and_pauses_reach_all(pool: sglrl.Client, gateway: Gateway)
         turn = asyncio.ensure_future(send(gateway, "/v1/chat/completions", ASK))
         assert (await send(gateway, "/continue_generation", {})).status_code == 200
         assert (await turn).status_code == 200
+
+
+async def test_metrics_of_all(gateway: Gateway) -> None:
+    for _ in range(12):
+        assert (await send(gateway, "/v1/models", method="GET")).status_code == 200
+    answer = await send(gateway, "/metrics", method="GET")
+    found = {family.name: family for family in text_string_to_metric_families(answer.text)}
+    asked = [
+        sample
+        for sample in found["sglrl_gateway_requests"].samples
+        if sample.name.endswith("_total") and sample.labels["endpoint"] == "/v1/models"
+    ]
+    assert sum(sample.value for sample in asked) == 12
+    assert {sample.labels["process"] for sample in asked} <= {"0", "1", "2"}
+    assert len({sample.labels["process"] for sample in asked}) > 1
 
 
 async def test_a_client_that_disconnects(pool: sglrl.Client) -> None:

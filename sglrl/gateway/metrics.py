@@ -1,0 +1,187 @@
+"""The metrics of a gateway, for Prometheus."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter as Counts
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+import prometheus_client as prometheus
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+from ..core.members import GONE
+from ..driver.driver import now
+from ..driver.worker_info import WorkerInfo
+from ..errors import SglrlError
+from ..inference.client import Client
+from ..inference.completion import Completion
+from ..inference.engine_controls import WorkerStats
+from .answers import token_counts
+from .dialect import TurnRequest
+
+METRICS: Final = "/metrics"
+_PREFIX: Final = "sglrl_gateway_"
+_FIRST_TOKEN_SECONDS: Final = (
+    0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0,
+)  # fmt: skip
+_TURN_SECONDS: Final = (
+    0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0,
+)  # fmt: skip
+"""Upper bounds of the buckets. Agents take minutes for a turn."""
+_STATS_SECONDS: Final = 5.0
+"""Prometheus waits 10 s by default."""
+
+
+class Metrics:
+    """Counts the requests and turns of one gateway. It has a registry of its own.
+
+    Args:
+        client: of the pool.
+    """
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._registry = prometheus.CollectorRegistry()
+        self._requests = self._counter("requests", "HTTP requests.", "endpoint", "status")
+        self._choices = self._counter("choices", "Sampled choices.", "finish_reason")
+        self._prompt = self._counter("prompt_tokens", "Prompt tokens of finished turns.")
+        self._cached = self._counter("cached_tokens", "Prompt tokens from the prefix cache.")
+        self._generated = self._counter("generation_tokens", "Sampled tokens of finished turns.")
+        self._first = self._histogram(
+            "time_to_first_token_seconds",
+            "From the request to the first token, of streams.",
+            _FIRST_TOKEN_SECONDS,
+        )
+        self._seconds = self._histogram(
+            "e2e_request_latency_seconds", "From the request to the last token.", _TURN_SECONDS
+        )
+        self._running = self._gauge("running_requests", "Requests that are being sampled.")
+        self._sessions = self._gauge("open_sessions", "Open sessions.")
+        self._version = self._gauge("weight_version", "Policy version of the pool.")
+        self._workers = self._gauge("workers", "Workers of the pool.", "state")
+        self._engine_running = self._gauge(
+            "worker_running_requests", "Requests that a worker runs.", "worker"
+        )
+        self._engine_waiting = self._gauge(
+            "worker_waiting_requests", "Requests that wait at a worker.", "worker"
+        )
+        self._engine_kv = self._gauge(
+            "worker_kv_cache_usage", "Share of the KV cache in use, 0..1.", "worker"
+        )
+        self._engine_version = self._gauge(
+            "worker_weight_version", "Policy version of a worker.", "worker"
+        )
+
+    def answered(self, endpoint: str, status: int) -> None:
+        """Count a request.
+
+        Args:
+            endpoint: its path, without a session and without ids.
+            status: of HTTP. That of a stream is known when it begins.
+        """
+        self._requests.labels(endpoint, str(status)).inc()
+
+    def turn_ended(
+        self, requests: Sequence[TurnRequest], began: float, task: asyncio.Task[list[Completion]]
+    ) -> None:
+        """Count the choices of a turn.
+
+        Args:
+            requests: what was sampled.
+            began: when the request was read.
+            task: returns the choices. It has ended.
+        """
+        if task.cancelled() or task.exception() is not None:
+            reason = "cancelled" if task.cancelled() else "error"
+            self._choices.labels(reason).inc(sum(one.choices for one in requests))
+            return
+        completions = task.result()
+        start = 0
+        for request in requests:
+            choices = completions[start : start + request.choices]
+            start += request.choices
+            prompt, generated, cached = token_counts(choices)
+            self._prompt.inc(prompt)
+            self._generated.inc(generated)
+            self._cached.inc(cached)
+        for one in completions:
+            self._choices.labels(one.finish_reason).inc()
+        self._seconds.observe(now() - began)
+        # Without a stream, the first tokens arrive late: workers report several at a time.
+        if requests[0].stream and (first := [one._first for one in completions if one._first]):
+            self._first.observe(min(first) - began)
+
+    async def exposition(self, accept: str, running: int, sessions: int) -> tuple[bytes, str]:
+        """Return all metrics as text, and its media type.
+
+        Args:
+            accept: header of the request.
+            running: number of turns that are running.
+            sessions: number of open sessions.
+        """
+        try:
+            async with asyncio.timeout(_STATS_SECONDS):
+                stats = await self._client.stats()
+        except (SglrlError, TimeoutError):
+            # The other metrics are wanted most when engines do not answer.
+            stats = []
+        self._running.set(running)
+        self._sessions.set(sessions)
+        self._version.set(self._client.weight_version)
+        self._report(self._client.workers, stats)
+        encode, media_type = choose_encoder(accept)
+        return encode(self._registry), media_type
+
+    def _report(self, workers: Sequence[WorkerInfo], stats: Sequence[WorkerStats]) -> None:
+        """Replace what is known about the workers."""
+        engine = self._engine_running, self._engine_waiting, self._engine_kv
+        for gauge in (self._workers, self._engine_version, *engine):
+            gauge.clear()
+        for state, count in Counts(worker.state for worker in workers).items():
+            self._workers.labels(state).set(count)
+        for worker in workers:
+            if worker.state not in GONE:
+                self._engine_version.labels(str(worker.id)).set(worker.weight_version)
+        for one in stats:
+            values = one.engine.running, one.engine.waiting, one.engine.kv_usage
+            for gauge, value in zip(engine, values, strict=True):
+                gauge.labels(str(one.worker)).set(value)
+
+    def _counter(self, name: str, what: str, *labels: str) -> prometheus.Counter:
+        return prometheus.Counter(_PREFIX + name, what, labels, registry=self._registry)
+
+    def _gauge(self, name: str, what: str, *labels: str) -> prometheus.Gauge:
+        return prometheus.Gauge(_PREFIX + name, what, labels, registry=self._registry)
+
+    def _histogram(self, name: str, what: str, buckets: Sequence[float]) -> prometheus.Histogram:
+        return prometheus.Histogram(_PREFIX + name, what, buckets=buckets, registry=self._registry)
+
+
+def merged(texts: Sequence[str]) -> bytes:
+    """Return the metrics of several processes as one text. The label ``process`` tells them apart.
+
+    Args:
+        texts: by process.
+    """
+    registry = prometheus.CollectorRegistry()
+    registry.register(_Merged(texts))
+    return prometheus.generate_latest(registry)
+
+
+class _Merged(Collector):  # type: ignore[misc]
+    def __init__(self, texts: Sequence[str]) -> None:
+        self._texts = texts
+
+    def collect(self) -> Iterable[prometheus.Metric]:
+        found: dict[str, prometheus.Metric] = {}
+        for process, text in enumerate(self._texts):
+            for family in text_string_to_metric_families(text):
+                made = prometheus.Metric(family.name, family.documentation, family.type)
+                samples = found.setdefault(family.name, made).samples
+                for sample in family.samples:
+                    labels = {**sample.labels, "process": str(process)}
+                    samples.append(sample._replace(labels=labels))
+        return found.values()
