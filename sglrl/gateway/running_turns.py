@@ -65,6 +65,9 @@ class RunningTurns:
                 rid is not None and rid not in entry.rids
             ):
                 continue
+            if turn.task.cancelling():
+                # It was aborted before, and has not ended yet.
+                continue
             if isinstance(turn, AloneTurn):
                 count += turn.abort(rid) > 0
             else:
