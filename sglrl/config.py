@@ -412,6 +412,7 @@ def check_gateway_packages() -> None:
     Raises:
         UsageError: one is missing.
     """
-    for module in ("httpx", "prometheus_client", "starlette", "uvicorn"):
+    packages = ("httpx", "jinja2", "prometheus_client", "starlette", "transformers", "uvicorn")
+    for module in packages:
         if find_spec(module) is None:
             raise UsageError(f"the gateway needs {module}: {install('gateway')}")

@@ -9,6 +9,7 @@ import msgspec
 
 from ..config import install
 from ..errors import ModelError, UsageError
+from ..inference.tokens import is_hub_name
 from .interpreter import make_tiny_model
 
 
@@ -44,8 +45,7 @@ def check_model(model: str) -> str:
     """
     folder = Path(model).expanduser()
     if not folder.exists():
-        looks_like_path = model.startswith((".", "/", "~")) or model.count("/") != 1
-        if looks_like_path:
+        if not is_hub_name(model):
             raise ModelError(
                 f"there is no model at {model!r}; give a folder, or 'owner/name' on the hub"
             )

@@ -18,6 +18,7 @@ from ..driver.launcher import LocalLauncher
 from ..driver.pool import Pool
 from ..errors import Closed, RemoteError, SglrlError, UsageError
 from ..inference.client import Client
+from ..inference.prompts import load_tokenizer
 from ..sessions.rewards import RewardValue
 from ..sessions.trajectory import Trajectory
 from .listening import reserved
@@ -110,6 +111,8 @@ class Gateway:
         from .process import GatewayProcess, Target
 
         client, settings = self._client, self._settings
+        # The process loads it too, but its errors would come with its stack.
+        await load_tokenizer(client._started().box)
         address, keys, insecure, heartbeat_timeout = client._way_in
         async with AsyncExitStack() as stack:
             # A process that is replaced gets the same port.
@@ -207,7 +210,7 @@ def serve(
 
     Raises:
         UsageError: an argument is wrong, or a package is missing. On entering: the address cannot
-            be used.
+            be used, or the model has no usable tokenizer.
         Closed: on leaving a session: it has expired, or the gateway's process has died.
     """
     check_gateway_packages()

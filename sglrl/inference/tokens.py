@@ -138,6 +138,11 @@ def has_words(tokenizer: Any) -> bool:
     return len(tokenizer) > len(tokenizer.all_special_tokens)
 
 
+def is_hub_name(model: str) -> bool:
+    """Return whether a model that is not a folder may be "owner/name" on the hub."""
+    return model.count("/") == 1 and not model.startswith((".", "/", "~"))
+
+
 class TokenizerBox:
     """Holds the model's Hugging Face tokenizer.
 
@@ -210,7 +215,7 @@ class TokenizerBox:
                 end(error)
 
     def _load(self) -> Any:
-        if self.fake and not os.path.isdir(self.model) and self.model.count("/") != 1:
+        if self.fake and not os.path.isdir(self.model) and not is_hub_name(self.model):
             # This is not a name on the hub, so do not send a request to the hub.
             raise InvalidRequest(
                 f"{self.model!r} is neither a folder nor 'owner/name' on the hub, so the fake "

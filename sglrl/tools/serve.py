@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from ..config import check_gateway_packages
 from .display import quiet_transformers
 from .options import Device, Engine, Model, Replicas, TpSize
 
@@ -59,6 +60,7 @@ def serve(
     from ..api.launching import launch
     from ..gateway.serving import serve as gateway_of
 
+    check_gateway_packages()
     quiet_transformers()
     console = Console(stderr=True)
 

@@ -23,6 +23,7 @@ import trustme
 from engine.policies import until_idle
 
 import sglrl
+from sglrl import config
 from sglrl.gateway.chat import ChatRequest
 from sglrl.gateway.serving import Gateway, serve
 
@@ -237,6 +238,16 @@ async def test_wrong_arguments(pool: sglrl.Client) -> None:
     # The port is free again at once.
     async with serve(pool, port=port) as gateway, http_of(gateway) as http:
         assert (await http.get("/health")).status_code == 200
+
+
+@pytest.mark.parametrize("package", ["jinja2", "prometheus_client", "transformers"])
+async def test_a_package_that_is_missing(
+    pool: sglrl.Client, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    find = config.find_spec
+    monkeypatch.setattr(config, "find_spec", lambda name: None if name == package else find(name))
+    with pytest.raises(sglrl.UsageError, match=f"the gateway needs {package}: pip install"):
+        serve(pool)
 
 
 async def test_tls(pool: sglrl.Client, tmp_path: Path) -> None:

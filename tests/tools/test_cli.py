@@ -23,7 +23,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(make_model(tmp_path_factory.mktemp("models") / "tiny"))
 
 
-COMMANDS = ("demo", "check", "generate", "eval", "node", "doctor", "keys")
+COMMANDS = ("demo", "check", "generate", "eval", "node", "serve", "doctor", "keys")
 
 
 def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
@@ -154,6 +154,8 @@ def test_generate_prints_text() -> None:
         (["generate", "/no/such/model", "hi"], "no model at '/no/such/model'"),
         (["generate", "tiny", "--engine", "fake"], "there is no prompt"),
         (["generate", "tiny", "hi", "--engine", "fake", "--top-p", "3"], "top_p must be in"),
+        (["serve", "/no", "--engine", "fake"], "'/no' is neither a folder nor 'owner/name'"),
+        (["serve", "no/such model", "--engine", "fake"], "no/such model has no usable tokenizer"),
         (["check", "--model", "/no/such/model"], "no model at '/no/such/model'"),
         (["check", "--device", "tpu"], "device must be"),
         (["demo", "--json", "/no/such/folder/x.json"], "there is no such folder"),
