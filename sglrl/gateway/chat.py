@@ -32,6 +32,7 @@ from .dialect import (
 )
 from .errors import HttpError
 from .prompt_logprobs import Scored, by_token, check_whole, wanted_of
+from .structured_outputs import with_structured_outputs
 from .token_answers import reasoning_tokens, token_rows, usage_of_prompts
 
 _IGNORED: Final = (
@@ -51,7 +52,7 @@ _INSTEAD: Final = {
     "guided_grammar": "ebnf",
     "guided_json": "response_format",
     "guided_regex": "regex",
-    "guided_choice": "regex",
+    "guided_choice": "structured_outputs",
 }
 """Fields that are not supported, and those that take their place."""
 
@@ -100,6 +101,7 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
+    structured_outputs: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -116,11 +118,16 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
             check_whole("prompt_logprobs", self.stream)
         _check_tools(self.tools or ())
         shown = self.tools if self.tool_choice != "none" else None
+        sampling = {
+            **self.given_sampling(),
+            **self._limit(),
+            **grammar_of(self.response_format),
+        }
         made = TurnRequest(
             messages=[_known_role(message) for message in self.messages],
             choices=check_choices(self.n),
             stream=bool(self.stream),
-            sampling={**self.given_sampling(), **self._limit(), **grammar_of(self.response_format)},
+            sampling=with_structured_outputs(sampling, self.structured_outputs),
             tool_choice=self._tool_choice(),
             top_logprobs=self.top_logprobs or 0,
             prompt_logprobs=scored,

@@ -35,6 +35,7 @@ from .dialect import (
 from .errors import HttpError
 from .prompt_logprobs import Scored, Wanted, by_token, check_whole, wanted_of
 from .prompts import check_completions, prompts_of
+from .structured_outputs import with_structured_outputs
 from .token_answers import token_rows, usage_of_prompts
 
 DEFAULT_MAX_TOKENS: Final = 16
@@ -42,7 +43,7 @@ _CONTEXT_TOKENS: Final = 16
 _IGNORED: Final = ("metadata", "service_tier", "store", "user")
 """Fields that do not change the answer."""
 _INSTEAD: Final = {
-    "guided_choice": "regex",
+    "guided_choice": "structured_outputs",
     "guided_grammar": "ebnf",
     "guided_json": "response_format",
     "guided_regex": "regex",
@@ -67,6 +68,7 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
     n: int | None = None
     prompt_logprobs: int | None = None
     response_format: ResponseFormat | None = None
+    structured_outputs: dict[str, Any] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -94,7 +96,7 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
                 prompt=prompt,
                 choices=choices,
                 stream=bool(self.stream),
-                sampling=sampling,
+                sampling=with_structured_outputs(sampling, self.structured_outputs),
                 top_logprobs=self.logprobs or 0,
                 prompt_logprobs=scored,
                 priority=self.priority or 0,

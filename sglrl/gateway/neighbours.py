@@ -109,7 +109,9 @@ class Neighbours:
         if answers[0].status_code != 200:
             return Response(bodies[0], answers[0].status_code, media_type="application/json")
         if request.scope["path"] == METRICS:
-            return Response(merged([body.decode() for body in bodies]), media_type=CONTENT_TYPE_LATEST)
+            return Response(
+                merged([body.decode() for body in bodies]), media_type=CONTENT_TYPE_LATEST
+            )
         return json_response({"aborted": sum(msgspec.json.decode(b)["aborted"] for b in bodies)})
 
     async def _send(self, owner: int, request: Request, body: bytes) -> httpx.Response:

@@ -34,6 +34,7 @@ from .dialect import (
 )
 from .errors import HttpError
 from .prompt_logprobs import Scored, by_token, check_whole, wanted_of
+from .structured_outputs import with_structured_outputs
 from .token_answers import TokenRow, token_rows, usage_of_prompts
 
 LEAST_LOGPROB: Final = -9999.0
@@ -70,26 +71,6 @@ _INSTEAD_SAMPLING: Final = {
 _NOT_SAMPLING: Final = ("n", "logprobs", "prompt_logprobs", "structured_outputs")
 
 
-class _Structured(msgspec.Struct, frozen=True, kw_only=True):
-    """``sampling_params.structured_outputs``."""
-
-    json: str | dict[str, Any] | None = None
-    regex: str | None = None
-    grammar: str | None = None
-    json_object: bool | None = None
-    structural_tag: str | dict[str, Any] | None = None
-
-    def given(self) -> dict[str, Any]:
-        """Return the field of ``SamplingParams``."""
-        found = {
-            "json_schema": {"type": "object"} if self.json_object else self.json,
-            "regex": self.regex,
-            "ebnf": self.grammar,
-            "structural_tag": self.structural_tag,
-        }
-        return {name: value for name, value in found.items() if value is not None}
-
-
 class _Sampling(CommonSampling, frozen=True, kw_only=True):
     """``sampling_params``, with vLLM's names."""
 
@@ -113,15 +94,7 @@ class _Sampling(CommonSampling, frozen=True, kw_only=True):
             found["top_k"] = -1
         if self.seed == -1:
             del found["seed"]
-        if self.structured_outputs:
-            made = convert_fields(
-                self.structured_outputs,
-                _Structured,
-                instead={"choice": "regex"},
-                where="structured_outputs",
-            )
-            found |= made.given()
-        return own_names(found)
+        return with_structured_outputs(own_names(found), self.structured_outputs)
 
 
 class TokenRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -63,11 +63,6 @@ def test_names_of_vllm_become_ours() -> None:
         ({"prompt_logprobs": 1}, {"stream": True}, "prompt_logprobs needs stream=false"),
         ({"bad_words": ["x"]}, {}, "sampling_params: the field 'bad_words' is not supported"),
         ({"extra_args": {"x": 1}}, {}, "sampling_params: the field 'extra_args' is not supported"),
-        (
-            {"structured_outputs": {"choice": ["a"]}},
-            {},
-            "structured_outputs: the field 'choice'",
-        ),
         ({"voice": 1}, {}, "sampling_params: the field 'voice' is not supported"),
         ([], {}, "Expected `object`, got `array`"),
     ],
