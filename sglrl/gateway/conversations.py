@@ -42,23 +42,43 @@ class Turn:
 
     Args:
         keeps: sample to the end if nobody waits any more, because the client has disconnected.
+        repeated: the client has sent the request before. That first attempt may still arrive.
+        late: this is probably such a first attempt. Its client has disconnected, so it is not kept.
 
     Attributes:
         delivered: a client has got the choices.
+        repeated: see above.
     """
 
-    def __init__(self, sampling: Coroutine[Any, Any, list[Completion]], keeps: bool) -> None:
+    def __init__(
+        self,
+        sampling: Coroutine[Any, Any, list[Completion]],
+        keeps: bool,
+        *,
+        repeated: bool = False,
+        late: bool = False,
+    ) -> None:
         self.task = asyncio.ensure_future(sampling)
         # Nobody may be left to get its error.
         self.task.add_done_callback(lambda task: task.cancelled() or task.exception())
         self.delivered = False
-        self._keeps = keeps
+        self.repeated = repeated
+        self._keeps = keeps and not late
+        self._late = late
         self._waiting = 0
 
     @property
     def failed(self) -> bool:
+        """Whether there are no choices: the turn has raised an error, or is being cancelled."""
         task = self.task
-        return task.done() and (task.cancelled() or task.exception() is not None)
+        if not task.done():
+            return task.cancelling() > 0
+        return task.cancelled() or task.exception() is not None
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether a client that repeats the request may get the choices."""
+        return self.delivered or not self._late
 
     @property
     def orphaned(self) -> bool:
@@ -131,9 +151,11 @@ class Conversations:
         self._answers[body] = turns
         if len(self._answers) > _REMEMBERED:
             del self._answers[next(iter(self._answers))]
-        if repeated and turns:
-            return next((turn for turn in turns if turn.orphaned), turns[-1])
-        turns.append(Turn(self._sample(requests, on_tokens), keeps))
+        if repeated and (known := [turn for turn in turns if turn.repeatable]):
+            return next((turn for turn in known if turn.orphaned), known[-1])
+        late = not repeated and any(turn.repeated for turn in turns)
+        sampling = self._sample(requests, on_tokens)
+        turns.append(Turn(sampling, keeps, repeated=repeated, late=late))
         return turns[-1]
 
     async def _sample(

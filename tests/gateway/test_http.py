@@ -196,6 +196,38 @@ async def test_equal_requests_that_are_repeated(pool: sglrl.Client) -> None:
     assert sum(len(leaf.turns) for leaf in session.trajectory.leaves) == 2
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_first_attempt_that_arrives_after_its_retry(
+    pool: sglrl.Client, stream: bool
+) -> None:
+    """Its client has left, so it is no turn. An equal request whose client waits is one."""
+    again = {"x-stainless-retry-count": "1"}
+    async with (
+        serve(pool, name="tiny") as gateway,
+        gateway.session() as session,
+        http_of(gateway) as http,
+    ):
+        url = f"{session.base_url}/chat/completions"
+        body = {**SLOW, "stream": stream}
+
+        async def until_load(least: int) -> None:
+            async with asyncio.timeout(60):
+                while sum(worker.load for worker in pool.workers) < least:
+                    assert (await http.get("/health")).status_code == 200
+
+        retry = asyncio.ensure_future(http.post(url, json=body, headers=again))
+        await until_load(1)
+        first = asyncio.ensure_future(http.post(url, json=body))
+        await until_load(2)
+        first.cancel()
+        await asyncio.wait([first])
+        second = await http.post(url, json=body, headers=again)
+        other = await http.post(url, json=body)
+        assert [one.status_code for one in (await retry, second, other)] == [200] * 3
+    assert session.trajectory is not None
+    assert sum(len(leaf.turns) for leaf in session.trajectory.leaves) == 2
+
+
 async def test_the_end_of_the_gateway(pool: sglrl.Client) -> None:
     """Clients get an answer, and nothing has to be killed."""
     async with http_of_nothing() as http:
