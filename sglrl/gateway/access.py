@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -16,6 +16,7 @@ from .metrics import Metrics
 from .registry import KEY_PREFIX, OpenSession, Registry
 from .settings import Settings
 
+_T = TypeVar("_T")
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -116,18 +117,21 @@ async def read_body(request: Request, settings: Settings) -> bytes:
     return b"".join(parts)
 
 
-async def until_done(request: Request, work: asyncio.Future[Any]) -> None:
-    """Wait until ``work`` is done. The body of the request was read before.
+async def unless_disconnected(request: Request, answer: Coroutine[Any, Any, _T]) -> _T:
+    """Wait for an answer, or for its beginning. The body of the request was read before.
 
     Raises:
-        ClientDisconnect: the client has disconnected before. ``work`` goes on.
+        ClientDisconnect: the client has disconnected before.
     """
+    waiting = asyncio.ensure_future(answer)
     leaving = asyncio.ensure_future(_disconnected(request))
     try:
-        await asyncio.wait((work, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if not work.done():
+        await asyncio.wait((waiting, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not waiting.done():
             raise ClientDisconnect
+        return waiting.result()
     finally:
+        waiting.cancel()
         leaving.cancel()
 
 

@@ -24,7 +24,7 @@ from ..errors import InvalidRequest
 from ..inference.client import Client
 from ..sessions.session_spec import SessionSpec
 from ..sessions.trajectory import Trajectory
-from .access import Access, error_response, json_response, key_of, until_done
+from .access import Access, error_response, json_response, key_of, unless_disconnected
 from .alone import AloneTurn
 from .anthropic import ANTHROPIC, COUNT_PATH
 from .chat import CHAT, CHAT_TOKENS
@@ -173,8 +173,7 @@ class Endpoints:
             stack.enter_context(turn)
             stack.enter_context(_Using(session))
             if not wanted[0].stream:
-                await until_done(request, turn.task)
-                completions = await turn.result()
+                completions = await unless_disconnected(request, turn.result())
                 prompts = [one.prompt_logprobs for one in wanted]
                 if any(one is not None for one in prompts):
                     scored = await score_prompts(self.client, prompts, completions)
@@ -182,7 +181,7 @@ class Endpoints:
                 turn.delivered = True
                 return json_response(answer.whole(completions))
             # Until there is text, an error has a status of its own.
-            await streamed.arrived.begun()
+            await unless_disconnected(request, streamed.arrived.begun())
             if turn.failed:
                 await turn.result()
             stream = _stream(answer, turn, streamed, stack.pop_all())

@@ -168,7 +168,7 @@ def merged(texts: Sequence[str]) -> bytes:
     """
     registry = prometheus.CollectorRegistry()
     registry.register(_Merged(texts))
-    return prometheus.generate_latest(registry)
+    return bytes(prometheus.generate_latest(registry))
 
 
 class _Merged(Collector):  # type: ignore[misc]

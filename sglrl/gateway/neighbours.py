@@ -6,7 +6,6 @@ its id and its key. A request for another process is passed on to it over a Unix
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import socket
@@ -20,7 +19,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
-from .access import error_response, json_response, key_of, read_body, until_done
+from .access import error_response, json_response, key_of, read_body, unless_disconnected
 from .controls import OF_ONE_PROCESS
 from .errors import HttpError, error_of
 from .metrics import METRICS, merged
@@ -129,16 +128,12 @@ class Neighbours:
         if request.scope["owner"] is None:
             headers = [one for one in headers if one[0] != b"accept"]
         made = client.build_request(request.method, url, headers=headers, content=body)
-        sending = asyncio.ensure_future(client.send(made, stream=True))
         try:
-            await until_done(request, sending)
-            return await sending
+            return await unless_disconnected(request, client.send(made, stream=True))
         except httpx.TransportError as error:
             raise HttpError(
                 503, f"the gateway's process with this session has died: {error}", "server_error"
             ) from error
-        finally:
-            sending.cancel()
 
 
 def unix_listener(path: str) -> socket.socket:

@@ -98,6 +98,35 @@ async def test_a_client_that_disconnects(pool: sglrl.Client, keeps: bool) -> Non
     assert len(sizes) == (3 if keeps else 1), sizes
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_disconnects_before_the_first_token(
+    pool: sglrl.Client, stream: bool
+) -> None:
+    body = {**ASK, "max_tokens": 1, "stream": stream}
+    async with (
+        serve(pool, name="tiny", keep_disconnected=False) as gateway,
+        gateway.session() as session,
+        http_of(gateway) as http,
+    ):
+        url = f"{session.base_url}/chat/completions"
+        await pool.pause("in_place")
+        try:
+            leaving = asyncio.ensure_future(http.post(url, json=body))
+            async with asyncio.timeout(60):
+                while not any(worker.load for worker in pool.workers):
+                    assert (await http.get("/health")).status_code == 200
+            leaving.cancel()
+            await asyncio.wait([leaving])
+            # Each lets the gateway notice what has happened before.
+            for _ in range(10):
+                assert (await http.get("/health")).status_code == 200
+        finally:
+            await pool.resume()
+        assert (await http.post(url, json=ASK)).status_code == 200
+    assert session.trajectory is not None
+    assert [len(leaf.turns) for leaf in session.trajectory.leaves] == [1]
+
+
 def hostile(chance: random.Random) -> tuple[str, bytes, dict[str, str]]:
     """Return the path, body and headers of a request that is probably wrong."""
     odd: list[Any] = [
