@@ -20,7 +20,7 @@ FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
 
 def of_chat(fields: dict[str, Any]) -> Mapping[str, Any]:
     body = {"messages": [{"role": "user", "content": "Hi"}], **fields}
-    return chat.parse(json.dumps(body).encode()).turns()[0].sampling
+    return chat.CHAT.parse(json.dumps(body).encode()).turns()[0].sampling
 
 
 def of_completions(fields: dict[str, Any]) -> Mapping[str, Any]:
