@@ -103,7 +103,7 @@ async def _cost_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
             sglrl.serve(client, name="tiny") as gateway,
             sglrl.spawn(Direct, client.address) as direct,
         ):
-            (worker,) = gateway._process.workers
+            (worker,) = gateway._processes.workers
             process = psutil.Process(worker.pid)
 
             def seconds() -> float:

@@ -87,6 +87,9 @@ def check_engine_arguments(
     fields = engine_fields(sglang) if engine == "sglang" else {}
     known = fields.keys() or FAKE_ARGUMENTS
     args = without_aliases(args, known)
+    seed = args.get("random_seed")
+    if seed is not None and (type(seed) is not int or not 0 <= seed < SEEDS):
+        raise UsageError(f"random_seed must be None or an integer in 0..{SEEDS - 1}, got {seed!r}")
     for name in args:
         if engine == "sglang" and name in OWN_ARGUMENTS:
             raise UsageError(f"{name!r} is set by sglrl; use {OWN_ARGUMENTS[name]}")
@@ -103,9 +106,6 @@ def check_engine_arguments(
         if name in fields:
             check_rejected(name, args[name], fields[name].default)
             fields[name].check(name, args[name])
-    seed = args.get("random_seed")
-    if seed is not None and (type(seed) is not int or not 0 <= seed < SEEDS):
-        raise UsageError(f"random_seed must be None or an integer in 0..{SEEDS - 1}, got {seed!r}")
     return args
 
 
