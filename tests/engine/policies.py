@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -151,27 +151,11 @@ class Lab:
         policies computed stays as it is. With ``again`` all KV is recomputed where the version
         changes. All KV is always recomputed where another worker resumed the request.
         """
+        spans = completion.versions
+        renewed = {*completion.resumed_at, *(span.start for span in spans if again)}
+        versions = [span.version for span in spans for _ in range(span.start, span.stop)]
         prompt, output = completion.prompt_ids.tolist(), completion.output_ids.tolist()
-        ids = [*prompt, *output]
-        cache, held = DynamicCache(), 0
-        rows = []
-        cuts = sorted({*completion.resumed_at, *(span.stop for span in completion.versions)})
-        start = 0
-        for stop in cuts:
-            version = next(s.version for s in completion.versions if s.start <= start < s.stop)
-            begins = start in {span.start for span in completion.versions}
-            if start in completion.resumed_at or (again and begins):
-                cache, held = DynamicCache(), 0
-            tokens = ids[held : len(prompt) + stop - 1]
-            with torch.inference_mode():
-                logits = (
-                    self.by_version[version]
-                    .model(torch.tensor([tokens]), past_key_values=cache, use_cache=True)
-                    .logits[0, start - stop :]
-                )
-            held, start = held + len(tokens), stop
-            rows.append(torch.log_softmax(logits.float(), dim=-1).numpy())
-        return np.concatenate(rows)[np.arange(len(output)), output]  # type: ignore[no-any-return]
+        return logprobs_of_versions(self.by_version, prompt, output, versions, renewed)
 
     def check_history(self, completion: sglrl.Completion, *, again: bool = False) -> None:
         """Check that spans are contiguous and ascending, with the logprobs of their versions."""
@@ -188,6 +172,44 @@ class Lab:
             atol=self.tolerance,
             rtol=0,
         )
+
+
+def logprobs_of_versions(
+    policies: Mapping[int, Reference],
+    prompt: Sequence[int],
+    output: Sequence[int],
+    versions: Sequence[int],
+    renewed: Collection[int],
+    banned: Sequence[int] = (),
+) -> NDArray[np.float32]:
+    """Return float32 [t]: logprobs of the output, each by the policy of its token's version.
+
+    Args:
+        policies: by version.
+        versions: of each token of the output.
+        renewed: positions in the output at which all KV is computed again. KV stays as it is where
+            the version changes at another position.
+        banned: tokens with a logit bias of -100.
+    """
+    ids = [*prompt, *output]
+    changes = [at for at in range(1, len(output)) if versions[at] != versions[at - 1]]
+    cache, held, start = DynamicCache(), 0, 0
+    rows = []
+    for stop in sorted({*changes, *renewed, len(output)} - {0}):
+        if start in renewed:
+            cache, held = DynamicCache(), 0
+        tokens = ids[held : len(prompt) + stop - 1]
+        with torch.inference_mode():
+            logits = (
+                policies[versions[start]]
+                .model(torch.tensor([tokens]), past_key_values=cache, use_cache=True)
+                .logits[0, start - stop :]
+                .float()
+            )
+            logits[:, list(banned)] -= 100
+        held, start = held + len(tokens), stop
+        rows.append(torch.log_softmax(logits, dim=-1).numpy())
+    return np.concatenate(rows)[np.arange(len(output)), output]  # type: ignore[no-any-return]
 
 
 def without(weights: Weights, name: str) -> Weights:

@@ -70,12 +70,19 @@ def agent_of(session: Any) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key)
 
 
+def rewritten_tokens(tokenizer: Any) -> list[int]:
+    """Return tokens that Qwen3's template rewrites when the user asks again.
+
+    They are special tokens, and tokens with white space at their ends.
+    """
+    texts = {token: tokenizer.decode([token]) for token in range(len(tokenizer))}
+    odd = [token for token, text in texts.items() if not text or text != text.strip()]
+    return sorted({*odd, *tokenizer.get_added_vocab().values()})
+
+
 @pytest.fixture(scope="module")
 def banned(policy: Reference) -> list[int]:
-    """Tokens that Qwen3's template rewrites when the user asks again: special ones, white space."""
-    texts = {token: policy.tokenizer.decode([token]) for token in range(len(policy.tokenizer))}
-    odd = [token for token, text in texts.items() if not text or text != text.strip()]
-    return sorted({*odd, *policy.tokenizer.get_added_vocab().values()})
+    return rewritten_tokens(policy.tokenizer)
 
 
 @pytest.fixture(scope="module")
