@@ -154,6 +154,9 @@ def error_response(error: HttpError, body: Any = openai_error) -> Response:
         body: makes it, from the error.
     """
     headers = {"retry-after": str(RETRY_SECONDS)} if error.status == 429 else {}
+    if error.status == 408:
+        # The rest of the request is not read.
+        headers = {"connection": "close"}
     return json_response(body(error), error.status, headers)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
@@ -24,6 +24,8 @@ from .settings import Settings
 
 _SECONDS: Final = 300.0
 """To form a group, and for each update. TorchRL's client waits as long."""
+_MOST_DIGITS: Final = 10
+"""Of a version."""
 PATHS: Final = (
     "/init_weights_update_group",
     "/destroy_weights_update_group",
@@ -36,9 +38,9 @@ _UNCHANGED: Final = ("flush_cache", "torch_empty_cache")
 
 class _Join(msgspec.Struct, frozen=True):
     master_address: str
-    master_port: int
+    master_port: Annotated[int, msgspec.Meta(ge=1, le=65_535)]
     rank_offset: int
-    world_size: int
+    world_size: Annotated[int, msgspec.Meta(ge=2, le=2**31 - 1)]
     group_name: str = "weight_update_group"
     backend: str = "nccl"
 
@@ -212,8 +214,10 @@ def _inflight(abort: bool) -> str:
 def _version(given: str | None) -> int | None:
     if given is None:
         return None
-    if not given.isascii() or not given.isdecimal():
-        raise InvalidRequest(f"weight_version must be a number, got {given!r:.200}")
+    if not given.isascii() or not given.isdecimal() or len(given) > _MOST_DIGITS:
+        raise InvalidRequest(
+            f"weight_version must be a number of at most {_MOST_DIGITS} digits, got {given!r:.200}"
+        )
     return int(given)
 
 

@@ -166,3 +166,23 @@ async def test_trls_client(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> Non
                 assert row == sorted(row, reverse=True)
                 assert len(row) == len(known) >= 3
     assert size == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/init_weights_update_group", {"master_port": -1}),
+        ("/init_weights_update_group", {"master_port": 70_000}),
+        ("/init_weights_update_group", {"world_size": 2**31}),
+        ("/update_weights_from_disk", {"weight_version": "9" * 5000}),
+    ],
+)
+async def test_numbers_out_of_range(
+    http: httpx.AsyncClient, path: str, fields: dict[str, Any]
+) -> None:
+    base: dict[str, Any] = {"model_path": "/x"}
+    if path == "/init_weights_update_group":
+        base = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
+    answer = await http.post(path, json={**base, **fields})
+    assert answer.status_code == 400
+    assert next(iter(fields)) in answer.json()["message"]

@@ -13,6 +13,7 @@ import ssl
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,10 @@ from engine.policies import until_idle
 
 import sglrl
 from sglrl import config
+from sglrl.gateway import serving
 from sglrl.gateway.chat import ChatRequest
 from sglrl.gateway.serving import Gateway, serve
+from sglrl.gateway.settings import Settings
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -75,6 +78,19 @@ async def test_limits(pool: sglrl.Client) -> None:
         assert "2 sessions are open" in full.json()["error"]["message"]
         for body in ("[", "[1]", '{"metadata": 1}', '{"other": 1}'):
             assert (await http.post("/sessions", content=body)).status_code == 400
+
+
+async def test_a_slow_body(pool: sglrl.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "Settings", partial(Settings, body_seconds=0.3))
+    async with serve(pool, name="tiny") as gateway:
+        port = int(gateway.url.rpartition(":")[2])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+        async with asyncio.timeout(60):
+            answer = await reader.read()
+        writer.close()
+    assert answer.startswith(b"HTTP/1.1 408")
+    assert b"the body took longer than 0.3 s" in answer
 
 
 @pytest.mark.parametrize("keeps", [True, False])
