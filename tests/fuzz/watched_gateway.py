@@ -1,0 +1,269 @@
+"""A gateway of which tests see the inside, and a client that may send anything."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import json
+import logging
+import os
+import threading
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple
+
+import msgspec
+import psutil
+import pytest
+from uvicorn.server import ServerState
+
+import sglrl
+from sglrl.gateway import process
+from sglrl.gateway.process import GatewayProcess
+from sglrl.gateway.running_turns import RunningTurns
+from sglrl.gateway.serving import Gateway
+from sglrl.gateway.settings import Settings
+
+REQUESTS = int(os.environ.get("SGLRL_FUZZ_REQUESTS", "2000"))
+ASK = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+CONTEXT = 256
+MOST_BYTES = 100_000
+BODY_SECONDS = 0.5
+_POOLS = ("sglrl text", "sglrl trainer")
+_SECONDS = 30.0
+"""For an answer, and for the gateway to settle."""
+
+
+class State(msgspec.Struct, frozen=True, kw_only=True):
+    """What a gateway's process holds.
+
+    Attributes:
+        answered: number of requests so far.
+        threads: without those of pools, of which there are a few.
+        memory: resident, in bytes.
+        errors: what was logged as an error.
+    """
+
+    sessions: list[str]
+    turns: int
+    tasks: int
+    files: int
+    threads: int
+    answered: int
+    memory: int
+    errors: list[str]
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """What must not depend on the number of requests."""
+        return len(self.sessions), self.turns, self.tasks, self.files, self.threads
+
+
+class _Errors(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.texts: list[str] = []
+        self.setFormatter(logging.Formatter())
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(self.format(record)[-3000:])
+
+
+class WatchedProcess(GatewayProcess):
+    async def open(self) -> None:
+        self._errors = _Errors()
+        logging.getLogger().addHandler(self._errors)
+        await super().open()
+
+    @sglrl.endpoint
+    async def state(self) -> State:
+        # Tasks that wait for each other in a cycle are warned about when they are collected.
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        alive = gc.get_objects()
+        turns = [one for one in alive if isinstance(one, RunningTurns)]
+        servers = [one for one in alive if isinstance(one, ServerState)]
+        pooled = [one for one in threading.enumerate() if one.name.startswith(_POOLS)]
+        return State(
+            sessions=list(self._registry._by_id),
+            turns=sum(map(len, turns)),
+            tasks=len(asyncio.all_tasks()),
+            files=len(os.listdir("/proc/self/fd")),
+            threads=len(os.listdir("/proc/self/task")) - len(pooled),
+            answered=sum(one.total_requests for one in servers),
+            memory=psutil.Process().memory_info().rss,
+            errors=self._errors.texts,
+        )
+
+
+class Watched:
+    """A running gateway.
+
+    Attributes:
+        seen: number of answers by status.
+    """
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self.url = gateway.url
+        self.seen: dict[int, int] = {}
+        self._begin: State
+
+    async def state(self) -> State:
+        return await self._gateway._processes.state()  # type: ignore[no-any-return]
+
+    async def connect(self) -> Connection:
+        host, _, port = self.url.removeprefix("http://").rpartition(":")
+        return Connection(*await asyncio.open_connection(host, int(port)))
+
+    @asynccontextmanager
+    async def connected(self) -> AsyncIterator[Connection]:
+        made = await self.connect()
+        try:
+            yield made
+        finally:
+            await made.close()
+
+    async def begin(self) -> None:
+        """Take what the process holds now as what it must hold at the end."""
+        async with self.connected() as http:
+            for _ in range(40):
+                assert (await http.request("POST", "/v1/chat/completions", ASK)).status == 200
+        await self.end_sessions()
+        self._begin = await self.settled()
+
+    async def settled(self, at: State | None = None) -> State:
+        """Return the state when it is as before, or, without ``at``, when it does not change."""
+        before = at
+        async with asyncio.timeout(_SECONDS):
+            while True:
+                now = await self.state()
+                if before is not None and _less(now.held, before.held):
+                    return now
+                before = at or now
+
+    async def end_sessions(self) -> None:
+        async with self.connected() as http:
+            for session in (await self.state()).sessions:
+                assert (await http.request("DELETE", f"/sessions/{session}")).status == 200
+
+    async def check(self) -> State:
+        """Check that nothing is left of the requests, and that others are answered."""
+        await self.end_sessions()
+        async with self.connected() as http:
+            assert (await http.request("POST", "/v1/chat/completions", ASK)).status == 200
+            made = json.loads((await http.request("POST", "/sessions")).body)
+            at = f"/sessions/{made['id']}"
+            answer = await http.request("POST", f"{at}/v1/chat/completions", ASK)
+            assert answer.status == 200
+            answer = await http.request("DELETE", at)
+            assert len(json.loads(answer.body)["trajectories"]) == 1
+        try:
+            state = await self.settled(self._begin)
+        except TimeoutError:
+            raise AssertionError(f"{await self.state()}\nwas\n{self._begin}") from None
+        assert not state.errors, state.errors[0]
+        return state
+
+    def check_answer(self, path: str, answer: Answer) -> None:
+        """Check that an answer is no internal error, and that an error has a message."""
+        self.seen[answer.status] = self.seen.get(answer.status, 0) + 1
+        assert answer.status < 500, answer
+        if answer.headers.get("content-type") == "text/event-stream":
+            assert answer.body.count(b"\n\n"), answer
+            # An error after the begin of a stream.
+            assert b'"server_error"' not in answer.body, answer
+        elif answer.status >= 400:
+            assert _message_of(json.loads(answer.body)), (path, answer)
+
+
+def _less(now: tuple[int, ...], before: tuple[int, ...]) -> bool:
+    return all(a <= b for a, b in zip(now, before, strict=True))
+
+
+def _message_of(error: Any) -> str:
+    """Return the message of an error in OpenAI's, Anthropic's or SGLang's form."""
+    found: str = error["message"] if error.get("success") is False else error["error"]["message"]
+    return found
+
+
+class Answer(NamedTuple):
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+
+class Connection:
+    """One connection of a client."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    async def send(self, data: bytes) -> None:
+        self._writer.write(data)
+        try:
+            await self._writer.drain()
+        except ConnectionError:
+            # The gateway has closed the connection. There may be an answer nevertheless.
+            return
+
+    async def request(
+        self, method: str, path: str, body: Any = b"", headers: bytes = b""
+    ) -> Answer:
+        """Send a request.
+
+        Args:
+            body: bytes, or an object for JSON.
+        """
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        head = f"{method} {path} HTTP/1.1\r\nContent-Length: {len(content)}\r\n".encode()
+        host = b"" if b"Host:" in headers else b"Host: x\r\n"
+        await self.send(head + headers + host + b"\r\n" + content)
+        answer = await self.answer(method)
+        assert answer is not None, (method, path, content)
+        return answer
+
+    async def answer(self, method: str = "POST") -> Answer | None:
+        """Return the next answer. None: the connection was closed."""
+        async with asyncio.timeout(_SECONDS):
+            try:
+                head = await self._reader.readuntil(b"\r\n\r\n")
+                first, *lines = head.decode("latin-1").strip().split("\r\n")
+                status = int(first.split()[1])
+                pairs = (line.partition(": ")[::2] for line in lines)
+                headers = {name.lower(): value for name, value in pairs}
+                if method == "HEAD":
+                    return Answer(status, headers, b"")
+                if headers.get("transfer-encoding") == "chunked":
+                    return Answer(status, headers, b"".join([part async for part in self._parts()]))
+                size = int(headers.get("content-length", "0"))
+                return Answer(status, headers, await self._reader.readexactly(size))
+            except (asyncio.IncompleteReadError, ConnectionError):
+                return None
+
+    async def _parts(self) -> AsyncIterator[bytes]:
+        while size := int(await self._reader.readline() or b"0", 16):
+            yield await self._reader.readexactly(size)
+            await self._reader.readexactly(2)
+        await self._reader.readline()
+
+    async def close(self) -> None:
+        self._writer.close()
+        try:
+            await self._writer.wait_closed()
+        except ConnectionError:
+            return
+
+
+@asynccontextmanager
+async def watched_gateway(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Watched]:
+    monkeypatch.setattr(process, "GatewayProcess", WatchedProcess)
+    settings = Settings(names=("tiny",), max_body_bytes=MOST_BYTES, body_seconds=BODY_SECONDS)
+    async with (
+        sglrl.launch("tiny", engine="fake", context_length=CONTEXT) as client,
+        Gateway(client, settings, 1) as gateway,
+    ):
+        watched = Watched(gateway)
+        await watched.begin()
+        yield watched
