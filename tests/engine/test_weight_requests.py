@@ -147,12 +147,12 @@ async def test_drain_lets_them_end(lab: Lab, monkeypatch: pytest.MonkeyPatch, mo
             # Draining has its own timeout.
             update = asyncio.ensure_future(lab.other(inflight="drain", mode=mode, timeout=0.7))
         # After this many tokens the worker has also received the message.
-        if draining.is_set() and (since := since + len(chunk.output_ids)) > 20 and not meanwhile:
+        if draining.is_set() and (since := since + len(chunk.output_ids)) > 60 and not meanwhile:
             meanwhile = asyncio.ensure_future(
                 client.generate(input_ids=PROMPTS[3], max_new_tokens=20, logprobs=True)
             )
             cancelled = asyncio.ensure_future(client.generate(input_ids=PROMPTS[3], **LONG))
-        elif cancelled is not None and since > 40:
+        elif cancelled is not None and since > 80:
             cancelled.cancel()
     assert update is not None
     assert meanwhile is not None
