@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -13,6 +13,7 @@ from starlette.responses import Response
 from .dialect import encode, openai_error
 from .errors import RETRY_SECONDS, HttpError, error_of
 from .metrics import Metrics
+from .openapi import ApiRoute
 from .registry import KEY_PREFIX, OpenSession, Registry
 from .settings import Settings
 
@@ -35,15 +36,21 @@ class Access:
 
     def route(
         self,
-        endpoint: str,
+        path: str,
         handler: Handler,
-        error_body: Callable[[HttpError], Any] = openai_error,
-    ) -> Handler:
-        """Return a handler that counts requests, and answers with an error if ``handler`` raises.
+        methods: Sequence[str],
+        error: Callable[[HttpError], Any] = openai_error,
+        *,
+        at: str = "",
+        **described: Any,
+    ) -> ApiRoute:
+        """Return a route that counts requests, and answers with an error if ``handler`` raises.
 
         Args:
-            endpoint: the path, for the metrics.
-            error_body: makes the body of the answer.
+            path: for the metrics.
+            error: makes the body of an answer with an error.
+            at: where the endpoint is; "": at ``path``.
+            described: what else an ``ApiRoute`` takes.
         """
 
         async def run(request: Request) -> Response:
@@ -51,12 +58,12 @@ class Access:
                 response = await handler(request)
             except ClientDisconnect:
                 response = Response(status_code=499)
-            except Exception as error:
-                response = error_response(error_of(error), error_body)
-            self._metrics.answered(endpoint, response.status_code)
+            except Exception as failure:
+                response = error_response(error_of(failure), error)
+            self._metrics.answered(path, response.status_code)
             return response
 
-        return run
+        return ApiRoute(at or path, run, methods, error=error, **described)
 
     def session_of(self, request: Request) -> OpenSession | None:
         """Return the session of a request, or None if it has none.

@@ -359,4 +359,4 @@ def _event(name: str, **fields: Any) -> bytes:
     return event({"type": name, **fields}, name)
 
 
-ANTHROPIC: Final = Dialect("/v1/messages", parse, anthropic_error)
+ANTHROPIC: Final = Dialect("/v1/messages", parse, anthropic_error, MessagesRequest)

@@ -18,7 +18,7 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
-from starlette.routing import Mount, Route
+from starlette.routing import Mount
 
 from ..errors import InvalidRequest
 from ..inference.client import Client
@@ -31,10 +31,11 @@ from .chat import CHAT, CHAT_TOKENS
 from .completions import COMPLETIONS
 from .controls import ControlEndpoints
 from .conversations import Turn, sibling
-from .dialect import Body, Dialect, TurnRequest
+from .dialect import Body, Dialect, TurnRequest, openai_error
 from .errors import HttpError, error_of
-from .metrics import Metrics
+from .metrics import METRICS, Metrics
 from .native import NativeEndpoints
+from .openapi import document
 from .prompt_logprobs import score_prompts
 from .registry import OpenSession, Registry
 from .responses import RESPONSES
@@ -86,31 +87,33 @@ class Endpoints:
         api = [
             *NativeEndpoints(client, self._access, self.running).routes(),
             *ControlEndpoints(client, self._access, self._weights).routes(),
-            Route("/v1/models", route("/v1/models", self.models), methods=["GET"]),
-            Route("/v1/models/{model:path}", route("/v1/models", self.model), methods=["GET"]),
+            route("/v1/models", self.models, ["GET"]),
+            route("/v1/models", self.model, ["GET"], at="/v1/models/{model:path}"),
         ]
-        posts = {d.path: route(d.path, partial(self.turn, d), d.error) for d in DIALECTS}
-        posts[COUNT_PATH] = route(COUNT_PATH, self.count_tokens, ANTHROPIC.error)
-        for path, handler in posts.items():
+        posts: list[tuple[str, Any, Dialect]] = [
+            *[(dialect.path, partial(self.turn, dialect), dialect) for dialect in DIALECTS],
+            (COUNT_PATH, self.count_tokens, ANTHROPIC),
+        ]
+        api += [
+            route(path, handler, ["POST"], dialect.error, at=at, body=dialect.body)
+            for path, handler, dialect in posts
             # Anthropic's clients append /v1 to the URL of a session, which ends with it.
-            api += [Route(at, handler, methods=["POST"]) for at in (path, "/v1" + path)]
+            for at in (path, "/v1" + path)
+        ]
         self.app = Starlette(
             routes=[
-                *[
-                    Route(path, route(path, handler), methods=[method])
-                    for method, path, handler in (
-                        ("GET", "/health", self.health),
-                        ("GET", "/metrics", self.metrics),
-                        ("POST", "/sessions", self.open_session),
-                        ("DELETE", "/sessions/{session}", self.end_session),
-                        ("POST", "/sessions/{session}/reward", self.reward),
-                    )
-                ],
+                route("/health", self.health, ["GET"], public=True),
+                route("/openapi.json", self.openapi, ["GET"], public=True),
+                route(METRICS, self.metrics, ["GET"], media_type="text/plain"),
+                route("/sessions", self.open_session, ["POST"], body=_NewSession),
+                route("/sessions/{session}", self.end_session, ["DELETE"]),
+                route("/sessions/{session}/reward", self.reward, ["POST"], body=_Reward),
                 Mount("/sessions/{session}", routes=api),
                 *api,
             ],
             exception_handlers={404: self._not_found, 405: self._not_found},
         )
+        self._document = document(self.app.routes, needs_key=bool(settings.api_key))
 
     def close(self) -> None:
         """End all running turns: their clients get an error."""
@@ -121,6 +124,9 @@ class Endpoints:
 
     async def health(self, request: Request) -> Response:
         return json_response({"status": "ok"})
+
+    async def openapi(self, request: Request) -> Response:
+        return json_response(self._document)
 
     async def metrics(self, request: Request) -> Response:
         self._access.check_key(key_of(request))
@@ -236,7 +242,11 @@ class Endpoints:
         status = getattr(error, "status_code", 404)
         self._metrics.answered("other", status)
         what = f"{request.method} {request.url.path}"
-        return error_response(HttpError(status, f"there is no endpoint {what}"))
+        wrong = HttpError(status, f"there is no endpoint {what}")
+        answer = error_response(wrong, request.scope.get("error_body", openai_error))
+        # The methods that are allowed.
+        answer.headers.update(getattr(error, "headers", None) or {})
+        return answer
 
 
 def _row_of(trajectory: Trajectory) -> dict[str, Any]:

@@ -400,7 +400,12 @@ class ChatAnswer(msgspec.Struct, frozen=True):
         return event({**self._head("chat.completion.chunk"), "choices": [choice]})
 
 
-CHAT: Final = Dialect("/v1/chat/completions", partial(parse, kind=ChatRequest), openai_error)
+CHAT: Final = Dialect(
+    "/v1/chat/completions", partial(parse, kind=ChatRequest), openai_error, ChatRequest
+)
 CHAT_TOKENS: Final = Dialect(
-    "/v1/chat/completions/tokens", partial(parse, kind=ChatTokensRequest), openai_error
+    "/v1/chat/completions/tokens",
+    partial(parse, kind=ChatTokensRequest),
+    openai_error,
+    ChatTokensRequest,
 )

@@ -300,4 +300,4 @@ def _starts(completion: Completion, ids: NDArray[np.int32]) -> list[int]:
     return found
 
 
-COMPLETIONS: Final = Dialect("/v1/completions", parse, openai_error, tokens=True)
+COMPLETIONS: Final = Dialect("/v1/completions", parse, openai_error, CompletionRequest, tokens=True)

@@ -12,7 +12,6 @@ from typing import Any, Final, Literal
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from ..errors import InvalidRequest
 from ..inference.client import Client
@@ -20,8 +19,9 @@ from ..version import __version__
 from .access import Access, json_response
 from .dialect import decode_body, openai_error
 from .errors import HttpError
+from .openapi import ApiRoute
 from .sglang_generate import sglang_error
-from .trained_weights import PATHS, TrainedWeights, update_error
+from .trained_weights import BODIES, TrainedWeights, update_error
 
 PauseMode = Literal["abort", "retract", "in_place"]
 _VLLM_MODES: Final[dict[str, PauseMode]] = {"abort": "abort", "keep": "in_place"}
@@ -34,7 +34,7 @@ _UNSUPPORTED: Final = {
 }
 """Endpoints of SGLang that are rejected, and why."""
 OF_ONE_PROCESS: Final = frozenset(
-    {"/pause_generation", "/continue_generation", "/pause", "/resume", *PATHS}
+    {"/pause_generation", "/continue_generation", "/pause", "/resume", *BODIES}
 )
 """Endpoints that belong together: of several processes, the first one answers."""
 
@@ -56,38 +56,37 @@ class ControlEndpoints:
         self._access = access
         self._weights = weights
 
-    def routes(self) -> list[Route]:
-        read, change = self._read, self._change
-        sglang: list[tuple[str, Any, list[str]]] = [
-            ("/health_generate", read(self._health_generate), ["GET"]),
-            ("/server_info", read(self._server_info), ["GET"]),
-            ("/get_server_info", read(self._server_info), ["GET"]),
-            ("/get_load", read(self._load), ["GET"]),
-            ("/v1/loads", read(self._loads), ["GET"]),
-            ("/weight_version", read(self._weight_version), ["GET"]),
-            ("/get_weight_version", read(self._weight_version), ["GET"]),
-            ("/pause_generation", change(self._pause_generation), ["POST"]),
-            ("/continue_generation", change(self._continue_generation), ["POST"]),
-            *[(path, change(_reject(path, why)), ["POST"]) for path, why in _UNSUPPORTED.items()],
+    def routes(self) -> list[ApiRoute]:
+        read, change, route = self._read, self._change, self._access.route
+        reads = [
+            ("/health_generate", self._health_generate),
+            ("/server_info", self._server_info),
+            ("/get_server_info", self._server_info),
+            ("/get_load", self._load),
+            ("/v1/loads", self._loads),
+            ("/weight_version", self._weight_version),
+            ("/get_weight_version", self._weight_version),
         ]
-        vllm: list[tuple[str, Any, list[str]]] = [
-            ("/get_world_size", read(self._world_size), ["GET"]),
-            ("/pause", change(self._pause), ["POST"]),
-            ("/resume", change(self._resume), ["POST"]),
-            ("/reset_prefix_cache", change(self._reset_prefix_cache), ["POST"]),
+        changes: list[tuple[str, Any, Any, Any]] = [
+            ("/pause_generation", self._pause_generation, sglang_error, _Pause),
+            ("/continue_generation", self._continue_generation, sglang_error, None),
+            *[(path, _reject(path, why), sglang_error, None) for path, why in _UNSUPPORTED.items()],
+            ("/resume", self._resume, openai_error, None),
+            ("/reset_prefix_cache", self._reset_prefix_cache, openai_error, None),
+            *[
+                (path, self._with_body(handler), update_error, BODIES[path])
+                for path, handler in self._weights.handlers().items()
+            ],
         ]
-        updates = [
-            (path, change(self._with_body(handler)), ["POST"])
-            for path, handler in self._weights.handlers().items()
-        ]
+        modes = {"mode": list(_VLLM_MODES)}
         return [
-            Route(path, self._access.route(path, handler, error), methods=methods)
-            for table, error in (
-                (sglang, sglang_error),
-                (updates, update_error),
-                (vllm, openai_error),
-            )
-            for path, handler, methods in table
+            *[route(path, read(answer), ["GET"], sglang_error) for path, answer in reads],
+            route("/get_world_size", read(self._world_size), ["GET"]),
+            *[
+                route(path, change(handler), ["POST"], error, body=body)
+                for path, handler, error, body in changes
+            ],
+            route("/pause", change(self._pause), ["POST"], query=modes),
         ]
 
     def _with_body(
@@ -169,7 +168,7 @@ class ControlEndpoints:
     # --- what changes them ------------------------------------------------------------------------
 
     async def _pause_generation(self, request: Request) -> dict[str, str]:
-        given = decode_body(await self._access.body(request) or b"{}", _Pause)
+        given = decode_body(await self._access.body(request), _Pause)
         await self._paused(given.mode)
         return {"status": "ok", "message": "generation is paused"}
 

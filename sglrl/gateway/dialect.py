@@ -181,12 +181,14 @@ class Dialect(NamedTuple):
         path: without the prefix of a session.
         parse: makes the body of a request from JSON.
         error: makes the body of an answer with an error.
+        body: a struct, the fields of a request.
         tokens: answers are a ``TokenAnswer``.
     """
 
     path: str
     parse: Callable[[bytes], Body]
     error: Callable[[HttpError], Any]
+    body: type[msgspec.Struct]
     tokens: bool = False
 
 
@@ -252,7 +254,7 @@ def decode_body(
     nothing: Mapping[str, Sequence[Any]] | None = None,
     instead: Mapping[str, str] | None = None,
 ) -> _T:
-    """Make the fields of a request from JSON.
+    """Make the fields of a request from JSON. An empty body has no fields.
 
     Args:
         kind: a struct of the supported fields.
@@ -266,7 +268,7 @@ def decode_body(
             is not supported.
     """
     try:
-        fields = _decode(body)
+        fields = _decode(body or b"{}")
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"the body is not a JSON object: {error}") from None
     return convert_fields(fields, kind, ignored=ignored, nothing=nothing, instead=instead)

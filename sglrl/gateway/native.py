@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from ..errors import InvalidRequest
 from ..inference.client import Client
 from .access import Access, json_response
-from .dialect import decode_body, openai_error
+from .dialect import decode_body
 from .errors import HttpError
+from .openapi import ApiRoute
 from .running_turns import RunningTurns
 from .sglang_generate import sglang_error
 from .tokens import CONVERTING, Convert
@@ -44,21 +44,18 @@ class NativeEndpoints:
         self._access = access
         self._running = running
 
-    def routes(self) -> list[Route]:
-        sglang: list[tuple[str, Any, list[str]]] = [
-            (ABORTS[0], self.abort, ["POST"]),
-            ("/flush_cache", self.flush_cache, ["GET", "POST"]),
-            ("/get_model_info", self.model_info, ["GET"]),
-            ("/model_info", self.model_info, ["GET"]),
-        ]
-        openai: list[tuple[str, Any, list[str]]] = [
-            (ABORTS[1], self.abort_several, ["POST"]),
-            *[(path, partial(self.convert, with_), ["POST"]) for path, with_ in CONVERTING.items()],
-        ]
+    def routes(self) -> list[ApiRoute]:
+        route = self._access.route
         return [
-            Route(path, self._access.route(path, handler, error), methods=methods)
-            for table, error in ((sglang, sglang_error), (openai, openai_error))
-            for path, handler, methods in table
+            route(ABORTS[0], self.abort, ["POST"], sglang_error, body=_Abort),
+            route("/flush_cache", self.flush_cache, ["GET", "POST"], sglang_error),
+            route("/get_model_info", self.model_info, ["GET"], sglang_error),
+            route("/model_info", self.model_info, ["GET"], sglang_error),
+            route(ABORTS[1], self.abort_several, ["POST"], body=_AbortSeveral),
+            *[
+                route(path, partial(self.convert, convert), ["POST"], body=body)
+                for path, (convert, body) in CONVERTING.items()
+            ],
         ]
 
     async def abort(self, request: Request) -> Response:

@@ -220,4 +220,4 @@ def _grammar(text: Mapping[str, Any]) -> dict[str, Any]:
     )
 
 
-RESPONSES: Final = Dialect("/v1/responses", parse, openai_error)
+RESPONSES: Final = Dialect("/v1/responses", parse, openai_error, ResponsesRequest)

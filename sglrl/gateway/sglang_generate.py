@@ -339,4 +339,4 @@ def sglang_error(error: HttpError) -> dict[str, Any]:
     return {"error": {"message": str(error), "type": error.kind, "code": error.status}}
 
 
-SGLANG_GENERATE: Final = Dialect("/generate", parse, sglang_error, tokens=True)
+SGLANG_GENERATE: Final = Dialect("/generate", parse, sglang_error, GenerateRequest, tokens=True)

@@ -118,10 +118,10 @@ async def detokenize(client: Client, body: bytes) -> dict[str, Any]:
 
 
 Convert = Callable[[Client, bytes], Awaitable[dict[str, Any]]]
-CONVERTING: Final[Mapping[str, Convert]] = {
-    "/tokenize": tokenize,
-    "/detokenize": detokenize,
-    "/v1/tokenize": tokenize,
-    "/v1/detokenize": detokenize,
+CONVERTING: Final[Mapping[str, tuple[Convert, type[msgspec.Struct]]]] = {
+    "/tokenize": (tokenize, TokenizeRequest),
+    "/detokenize": (detokenize, DetokenizeRequest),
+    "/v1/tokenize": (tokenize, TokenizeRequest),
+    "/v1/detokenize": (detokenize, DetokenizeRequest),
 }
-"""By path."""
+"""By path, with the body of a request."""

@@ -26,12 +26,6 @@ _SECONDS: Final = 300.0
 """To form a group, and for each update. TorchRL's client waits as long."""
 _MOST_DIGITS: Final = 10
 """Of a version."""
-PATHS: Final = (
-    "/init_weights_update_group",
-    "/destroy_weights_update_group",
-    "/update_weights_from_distributed",
-    "/update_weights_from_disk",
-)
 _UNCHANGED: Final = ("flush_cache", "torch_empty_cache")
 """Fields that change nothing: versions never share a prefix cache."""
 
@@ -74,6 +68,15 @@ class _FromDisk(msgspec.Struct, frozen=True):
     weight_version: str | None = None
 
 
+BODIES: Final[dict[str, type[msgspec.Struct]]] = {
+    "/init_weights_update_group": _Join,
+    "/destroy_weights_update_group": _Leave,
+    "/update_weights_from_distributed": _Update,
+    "/update_weights_from_disk": _FromDisk,
+}
+"""The bodies of requests, by path."""
+
+
 class TrainedWeights:
     """Takes part in the groups of trainers, and updates the pool with what they send.
 
@@ -99,7 +102,7 @@ class TrainedWeights:
     def handlers(self) -> dict[str, Callable[[bytes], Awaitable[Any]]]:
         """Return what handles the body of a request, by its path."""
         handlers = (self._join, self._leave, self._update, self._update_from_disk)
-        return dict(zip(PATHS, handlers, strict=True))
+        return dict(zip(BODIES, handlers, strict=True))
 
     def close(self) -> None:
         for group in self._groups.values():
@@ -148,7 +151,7 @@ class TrainedWeights:
         return _done(f"joined the group as rank {given.rank_offset} of {given.world_size}")
 
     async def _leave(self, body: bytes) -> Any:
-        name = decode_body(body or b"{}", _Leave).group_name
+        name = decode_body(body, _Leave).group_name
         if not await self._leave_group(name):
             raise _no_group(name)
         return _done("left the group")

@@ -269,4 +269,6 @@ def _one(id_: int, logprob: float, rank: int | None) -> dict[str, Any]:
     }
 
 
-VLLM_GENERATE: Final = Dialect("/inference/v1/generate", parse, openai_error, tokens=True)
+VLLM_GENERATE: Final = Dialect(
+    "/inference/v1/generate", parse, openai_error, TokenRequest, tokens=True
+)
