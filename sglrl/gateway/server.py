@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from typing import Any
 
 import uvicorn
 
+from .protocol import LimitedProtocol
 from .settings import Settings
 
 _SHUTDOWN_SECONDS = 2
@@ -41,6 +43,8 @@ async def serving(app: Any, settings: Settings, listener: socket.socket) -> Asyn
     """
     config = uvicorn.Config(
         app,
+        http=partial(LimitedProtocol, seconds=settings.body_seconds),
+        ws="none",
         loop="none",
         lifespan="off",
         log_config=None,

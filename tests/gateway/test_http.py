@@ -93,6 +93,43 @@ async def test_a_slow_body(pool: sglrl.Client, monkeypatch: pytest.MonkeyPatch) 
     assert b"the body took longer than 0.3 s" in answer
 
 
+async def sent(gateway: Gateway, data: bytes) -> bytes:
+    """Send bytes, and return all that arrives until the gateway closes the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(gateway.url.rpartition(":")[2]))
+    found = b""
+    try:
+        writer.write(data)
+        async with asyncio.timeout(60):
+            while part := await reader.read(1 << 16):
+                found += part
+    except ConnectionResetError:
+        # The gateway has not read all that was sent.
+        pass
+    finally:
+        writer.close()
+    return found
+
+
+async def test_slow_and_long_heads(pool: sglrl.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "Settings", partial(Settings, body_seconds=0.3))
+    begin = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
+    body = json.dumps(SLOW).encode()
+    whole = begin + b"content-length: %d\r\n\r\n" % len(body) + body
+    async with serve(pool, name="tiny", max_body_bytes=1000) as gateway, http_of(gateway) as http:
+        for slow in (b"", b"POST", begin, b"GET /health HTTP/1.1\r\n\r\nPOST"):
+            answer = await sent(gateway, slow)
+            assert answer.count(b"HTTP/1.1") == slow.count(b"health"), slow
+        for long in (b"x: " + b"y" * 300_000, b"x: y\r\n" * 20_000 + b"\r\n"):
+            answer = await sent(gateway, begin + long)
+            assert answer[:12] in (b"", b"HTTP/1.1 400")
+        # The rest of a body that is too large does not arrive.
+        answer = await sent(gateway, begin + b"content-length: 9000\r\n\r\n" + b"x" * 2000)
+        assert answer.startswith(b"HTTP/1.1 413")
+        # A turn may take longer, and the client may begin to send another request meanwhile.
+        assert (await http.post("/v1/chat/completions", json=SLOW)).status_code == 200
+        assert (await sent(gateway, whole + b"GET /")).startswith(b"HTTP/1.1 200")
+
+
 @pytest.mark.parametrize("keeps", [True, False])
 async def test_a_client_that_disconnects(pool: sglrl.Client, keeps: bool) -> None:
     async with (

@@ -1,0 +1,87 @@
+"""HTTP connections that limit the time and the size of a request's head."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Final
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+MOST_HEAD_BYTES: Final = 64 << 10
+"""Largest URL and headers of a request together."""
+
+
+class LimitedProtocol(HttpToolsProtocol):  # type: ignore[misc]
+    """Closes a connection if the head of a request takes too long or is too large.
+
+    ``read_body`` limits the body while a handler waits for it. The rest of a body that no handler
+    wants has the same time here.
+
+    Args:
+        seconds: from the connection, or from the first byte of a request, to the end of its head.
+            As long again from there to the end of the request.
+    """
+
+    def __init__(self, *args: Any, seconds: float, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._seconds = seconds
+        self._timer: asyncio.TimerHandle | None = None
+        self._in_head = True
+        self._received = 0
+        """Bytes of an incomplete head."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._start_timer()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(error)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if not self._in_head:
+            return
+        self._received += len(data)
+        if self._received > MOST_HEAD_BYTES and not self.transport.is_closing():
+            self.send_400_response(f"The head has more than {MOST_HEAD_BYTES:,} bytes.")
+
+    # --- callbacks of the parser ------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head, self._received = True, 0
+        self._start_timer()
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+        if size > MOST_HEAD_BYTES:
+            # The parser makes this an error of the request.
+            raise ValueError(f"the head has {size:,} bytes")
+        self._stop_timer()
+        self._start_timer()
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._stop_timer()
+        super().on_message_complete()
+
+    # --- time -------------------------------------------------------------------------------------
+
+    def _start_timer(self) -> None:
+        if self._timer is None:
+            self._timer = self.loop.call_later(self._seconds, self._late)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _late(self) -> None:
+        self._timer = None
+        if self.cycle is not None and not self.cycle.response_complete:
+            # The client gets the answer first.
+            self._start_timer()
+        else:
+            self.transport.close()
