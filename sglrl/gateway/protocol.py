@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from typing import Any, Final
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -29,6 +30,8 @@ class LimitedProtocol(HttpToolsProtocol):  # type: ignore[misc]
         self._in_head = True
         self._received = 0
         """Bytes of an incomplete head."""
+        self._cycles: deque[Any] = deque()
+        """Requests without an answer. Of these, uvicorn ends only the last with the connection."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -37,6 +40,10 @@ class LimitedProtocol(HttpToolsProtocol):  # type: ignore[misc]
     def connection_lost(self, error: Exception | None) -> None:
         self._stop_timer()
         super().connection_lost(error)
+        for cycle in self._cycles:
+            cycle.disconnected = not cycle.response_complete
+            cycle.message_event.set()
+        self._cycles.clear()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -62,6 +69,9 @@ class LimitedProtocol(HttpToolsProtocol):  # type: ignore[misc]
         self._stop_timer()
         self._start_timer()
         super().on_headers_complete()
+        while self._cycles and self._cycles[0].response_complete:
+            self._cycles.popleft()
+        self._cycles.append(self.cycle)
 
     def on_message_complete(self) -> None:
         self._stop_timer()

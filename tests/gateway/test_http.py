@@ -21,7 +21,7 @@ import httpx
 import pytest
 import pytest_asyncio
 import trustme
-from engine.policies import until_idle
+from engine.policies import until_idle, until_running
 
 import sglrl
 from sglrl import config
@@ -128,6 +128,20 @@ async def test_slow_and_long_heads(pool: sglrl.Client, monkeypatch: pytest.Monke
         # A turn may take longer, and the client may begin to send another request meanwhile.
         assert (await http.post("/v1/chat/completions", json=SLOW)).status_code == 200
         assert (await sent(gateway, whole + b"GET /")).startswith(b"HTTP/1.1 200")
+
+
+async def test_a_client_that_sends_two_requests_and_disconnects(pool: sglrl.Client) -> None:
+    """The request that is being answered ends, although it is not the last one."""
+    body = json.dumps({**ASK, "max_tokens": 30_000}).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % len(body)
+    async with serve(pool, name="tiny") as gateway:
+        port = int(gateway.url.rpartition(":")[2])
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head + body + b"GET /health HTTP/1.1\r\n\r\n")
+        await until_running(pool, 1)
+        writer.close()
+        async with asyncio.timeout(20):
+            await until_idle(pool)
 
 
 @pytest.mark.parametrize("keeps", [True, False])
