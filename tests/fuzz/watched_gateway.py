@@ -8,10 +8,13 @@ import gc
 import json
 import logging
 import os
+import re
 import threading
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from time import time
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 import msgspec
 import psutil
@@ -25,7 +28,7 @@ from sglrl.gateway.running_turns import RunningTurns
 from sglrl.gateway.serving import Gateway
 from sglrl.gateway.settings import Settings
 
-REQUESTS = int(os.environ.get("SGLRL_FUZZ_REQUESTS", "2000"))
+REQUESTS = int(os.environ.get("SGLRL_FUZZ_REQUESTS", "4000"))
 ASK = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
 CONTEXT = 256
 MOST_BYTES = 100_000
@@ -101,14 +104,18 @@ class Watched:
     """A running gateway.
 
     Attributes:
+        document: its OpenAPI document.
         seen: number of answers by status.
+        began, before: when ``begin`` was called, in seconds since 1970, and what the process held.
     """
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self.url = gateway.url
+        self.document: dict[str, Any] = {}
         self.seen: dict[int, int] = {}
-        self._begin: State
+        self.began = 0.0
+        self.before: State
 
     async def state(self) -> State:
         return await self._gateway._processes.state()  # type: ignore[no-any-return]
@@ -127,11 +134,15 @@ class Watched:
 
     async def begin(self) -> None:
         """Take what the process holds now as what it must hold at the end."""
+        self.seen.clear()
         async with self.connected() as http:
+            answer = await http.request("GET", "/openapi.json")
+            self.document = json.loads(answer.body)
             for _ in range(40):
                 assert (await http.request("POST", "/v1/chat/completions", ASK)).status == 200
         await self.end_sessions()
-        self._begin = await self.settled()
+        self.before = await self.settled()
+        self.began = time()
 
     async def settled(self, at: State | None = None) -> State:
         """Return the state when it is as before, or, without ``at``, when it does not change."""
@@ -160,32 +171,55 @@ class Watched:
             answer = await http.request("DELETE", at)
             assert len(json.loads(answer.body)["trajectories"]) == 1
         try:
-            state = await self.settled(self._begin)
+            state = await self.settled(self.before)
         except TimeoutError:
-            raise AssertionError(f"{await self.state()}\nwas\n{self._begin}") from None
+            raise AssertionError(f"{await self.state()}\nwas\n{self.before}") from None
         assert not state.errors, state.errors[0]
         return state
 
     def check_answer(self, path: str, answer: Answer) -> None:
-        """Check that an answer is no internal error, and that an error has a message."""
+        """Check that an answer is no internal error, and that an error has the right form.
+
+        Args:
+            path: of the request. "": it is unknown, and an error may have the form of any API.
+        """
         self.seen[answer.status] = self.seen.get(answer.status, 0) + 1
-        assert answer.status < 500, answer
+        assert answer.status < 500, (path, answer)
         if answer.headers.get("content-type") == "text/event-stream":
             assert answer.body.count(b"\n\n"), answer
             # An error after the begin of a stream.
             assert b'"server_error"' not in answer.body, answer
         elif answer.status >= 400:
-            assert _message_of(json.loads(answer.body)), (path, answer)
+            error = json.loads(answer.body)
+            assert any(_fits(form, error) for form in self._forms(path)), (path, answer)
+
+    def _forms(self, path: str) -> list[Any]:
+        """Return the schemas of the errors of an endpoint, or of all."""
+        plain = unquote(path.partition("?")[0])
+        found = {
+            pattern: operation["responses"]["4XX"]["content"]["application/json"]["schema"]
+            for pattern, item in self.document["paths"].items()
+            for method, operation in item.items()
+            if method != "parameters"
+        }
+        fitting = [
+            form
+            for pattern, form in found.items()
+            if not path or re.fullmatch(re.sub(r"\{\w+\}", "[^/]+", pattern), plain)
+        ]
+        return fitting or [found["/v1/chat/completions"]]
 
 
 def _less(now: tuple[int, ...], before: tuple[int, ...]) -> bool:
     return all(a <= b for a, b in zip(now, before, strict=True))
 
 
-def _message_of(error: Any) -> str:
-    """Return the message of an error in OpenAI's, Anthropic's or SGLang's form."""
-    found: str = error["message"] if error.get("success") is False else error["error"]["message"]
-    return found
+def _fits(schema: Any, value: Any) -> bool:
+    kinds = {"object": dict, "string": str, "integer": int, "boolean": bool}
+    return isinstance(value, kinds.get(schema.get("type"), object)) and all(
+        name in value and _fits(schema["properties"][name], value[name])
+        for name in schema.get("required", ())
+    )
 
 
 class Answer(NamedTuple):
@@ -224,23 +258,33 @@ class Connection:
         assert answer is not None, (method, path, content)
         return answer
 
-    async def answer(self, method: str = "POST") -> Answer | None:
-        """Return the next answer. None: the connection was closed."""
-        async with asyncio.timeout(_SECONDS):
-            try:
-                head = await self._reader.readuntil(b"\r\n\r\n")
-                first, *lines = head.decode("latin-1").strip().split("\r\n")
-                status = int(first.split()[1])
-                pairs = (line.partition(": ")[::2] for line in lines)
-                headers = {name.lower(): value for name, value in pairs}
-                if method == "HEAD":
-                    return Answer(status, headers, b"")
-                if headers.get("transfer-encoding") == "chunked":
-                    return Answer(status, headers, b"".join([part async for part in self._parts()]))
-                size = int(headers.get("content-length", "0"))
-                return Answer(status, headers, await self._reader.readexactly(size))
-            except (asyncio.IncompleteReadError, ConnectionError):
-                return None
+    async def answer(self, method: str = "POST", what: bytes = b"") -> Answer | None:
+        """Return the next answer. None: the connection was closed.
+
+        Args:
+            what: was sent, for errors.
+        """
+        try:
+            async with asyncio.timeout(_SECONDS):
+                return await self._answer(method)
+        except TimeoutError:
+            raise AssertionError(f"there is no answer and no end: {what[-1000:]!r}") from None
+
+    async def _answer(self, method: str) -> Answer | None:
+        try:
+            head = await self._reader.readuntil(b"\r\n\r\n")
+            first, *lines = head.decode("latin-1").strip().split("\r\n")
+            status = int(first.split()[1])
+            pairs = (line.partition(": ")[::2] for line in lines)
+            headers = {name.lower(): value for name, value in pairs}
+            if method == "HEAD":
+                return Answer(status, headers, b"")
+            if headers.get("transfer-encoding") == "chunked":
+                return Answer(status, headers, b"".join([part async for part in self._parts()]))
+            size = int(headers.get("content-length", "0"))
+            return Answer(status, headers, await self._reader.readexactly(size))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return None
 
     async def _parts(self) -> AsyncIterator[bytes]:
         while size := int(await self._reader.readline() or b"0", 16):
@@ -264,6 +308,4 @@ async def watched_gateway(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Watc
         sglrl.launch("tiny", engine="fake", context_length=CONTEXT) as client,
         Gateway(client, settings, 1) as gateway,
     ):
-        watched = Watched(gateway)
-        await watched.begin()
-        yield watched
+        yield Watched(gateway)
