@@ -20,7 +20,7 @@ from ..config import install
 from ..errors import UsageError
 
 COMPUTED: Final = object()
-"""A default that is no literal."""
+"""Stands for a default value that the source computes."""
 _TYPES: Final = {
     **{kind.__name__: kind for kind in (bool, int, float, str)},
     **{name: getattr(typing, name) for name in ("Any", "Dict", "List", "Literal", "Optional")},

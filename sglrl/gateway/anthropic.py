@@ -19,6 +19,7 @@ from .anthropic_messages import Content, InputMessage, openai_messages, openai_t
 from .dialect import (
     Dialect,
     Message,
+    NewTokens,
     Part,
     SamplingFields,
     TurnRequest,
@@ -263,7 +264,7 @@ class MessagesAnswer:
         message = self._message([], nothing, {"input_tokens": 0, "output_tokens": 0})
         return _event("message_start", message=message)
 
-    def text(self, index: int, part: Part, added: str, new: Completion | None = None) -> bytes:
+    def text(self, index: int, part: Part, added: str, new: NewTokens = None) -> bytes:
         kind, delta = _BLOCKS[part]
         events = b""
         if self._part != part:

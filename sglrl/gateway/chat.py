@@ -20,6 +20,7 @@ from .dialect import (
     DONE,
     Dialect,
     Message,
+    NewTokens,
     Part,
     SamplingFields,
     TurnRequest,
@@ -268,9 +269,9 @@ def logprobs_of(completion: Completion, as_ids: bool = False, start: int = 0) ->
     return {"content": found, "refusal": None}
 
 
-def _usage_of(completions: Sequence[Completion]) -> dict[str, Any]:
+def _usage_of(completions: Sequence[Completion], messages: Sequence[Message]) -> dict[str, Any]:
     """Return ``usage``, with the tokens of the reasoning as OpenAI and as SGLang call them."""
-    reasoning = sum(reasoning_tokens(one, message_of(one)) for one in completions)
+    reasoning = sum(map(reasoning_tokens, completions, messages))
     return {
         **usage_of_prompts(completions, len(completions)),
         "completion_tokens_details": {"reasoning_tokens": reasoning},
@@ -302,8 +303,8 @@ class ChatAnswer(msgspec.Struct, frozen=True):
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """Return an object of type "chat.completion"."""
         choices = []
-        for index, completion in enumerate(completions):
-            message = message_of(completion, self.call_ids)
+        messages = [message_of(completion, self.call_ids) for completion in completions]
+        for index, (completion, message) in enumerate(zip(completions, messages, strict=True)):
             choice = {
                 "index": index,
                 "message": {"reasoning_content": None, **message},
@@ -320,7 +321,7 @@ class ChatAnswer(msgspec.Struct, frozen=True):
         found = {
             **self._head("chat.completion"),
             "choices": choices,
-            "usage": _usage_of(completions),
+            "usage": _usage_of(completions, messages),
         }
         if self.request.return_token_ids:
             found["prompt_token_ids"] = completions[0].prompt_ids.tolist()
@@ -335,30 +336,30 @@ class ChatAnswer(msgspec.Struct, frozen=True):
             self._chunk(index, {"role": "assistant", "content": ""}) for index in choices
         )
 
-    def text(self, index: int, part: Part, added: str, new: Completion | None = None) -> bytes:
+    def text(self, index: int, part: Part, added: str, new: NewTokens = None) -> bytes:
         extra = {}
         if self.request.logprobs and new is not None:
-            extra["logprobs"] = self._logprobs(new)
-            self.tokens_sent[index] = self.tokens_sent.get(index, 0) + len(new.output_ids)
+            tokens = new()
+            extra["logprobs"] = self._logprobs(tokens)
+            self.tokens_sent[index] = self.tokens_sent.get(index, 0) + len(tokens.output_ids)
         return self._chunk(index, {part: added}, extra=extra)
 
     def end(self, completions: Sequence[Completion], sent: Sequence[Mapping[Part, str]]) -> bytes:
-        events = b"".join(
-            self._end(index, completion, sent[index])
-            for index, completion in enumerate(completions)
-        )
+        messages = [message_of(completion, self.call_ids) for completion in completions]
+        events = b"".join(map(self._end, range(len(messages)), completions, messages, sent))
         options = self.request.stream_options
         if options is not None and options.include_usage:
             head = self._head("chat.completion.chunk")
-            events += event({**head, "choices": [], "usage": _usage_of(completions)})
+            events += event({**head, "choices": [], "usage": _usage_of(completions, messages)})
         return events + DONE
 
     def failed(self, error: HttpError) -> bytes:
         return event(openai_error(error)) + DONE
 
-    def _end(self, index: int, completion: Completion, sent: Mapping[Part, str]) -> bytes:
+    def _end(
+        self, index: int, completion: Completion, message: Message, sent: Mapping[Part, str]
+    ) -> bytes:
         """Return the last chunks of a choice."""
-        message = message_of(completion, self.call_ids)
         parts: tuple[Part, ...] = ("reasoning_content", "content")
         delta: dict[str, Any] = {
             part: text for part in parts if (text := unsent(message, part, sent))

@@ -36,7 +36,7 @@ _UNSUPPORTED: Final = {
 OF_ONE_PROCESS: Final = frozenset(
     {"/pause_generation", "/continue_generation", "/pause", "/resume", *BODIES}
 )
-"""Endpoints that belong together: of several processes, the first one answers."""
+"""Endpoints with common state. If the gateway has several processes, the first one answers."""
 
 
 class _Pause(msgspec.Struct, frozen=True):

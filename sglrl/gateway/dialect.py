@@ -20,6 +20,8 @@ _T = TypeVar("_T")
 Message = dict[str, Any]
 Part = Literal["reasoning_content", "content"]
 """A part of a message that is text."""
+NewTokens = Callable[[], Completion] | None
+"""Makes a completion of some tokens of a choice."""
 
 encode: Final = msgspec.json.Encoder(enc_hook=str).encode
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
@@ -86,11 +88,12 @@ class Answer(Protocol):
     def begin(self) -> bytes:
         """Return what begins a stream."""
 
-    def text(self, index: int, part: Part, added: str, new: Completion | None = None) -> bytes:
+    def text(self, index: int, part: Part, added: str, new: NewTokens = None) -> bytes:
         """Return new text of a choice.
 
         Args:
-            new: the tokens that have arrived since the text before. The rest comes at the end.
+            new: returns the tokens that have arrived since the text before. None: there are none.
+                The last tokens come at the end.
         """
 
     def end(self, completions: Sequence[Completion], sent: Sequence[Mapping[Part, str]]) -> bytes:

@@ -96,17 +96,18 @@ class Neighbours:
         # uvicorn adds the date.
         made.raw_headers = [
             (name, value)
-            for name, value in _passed_on(answer.headers.raw)
+            for name, value in _end_to_end(answer.headers.raw)
             if name.lower() != b"date"
         ]
         return made
 
     async def _from_all(self, request: Request, body: bytes) -> Response:
-        """Return what all answers are together, or the error that all give."""
+        """Return the answers of all processes as one, or the first error."""
         answers = [await self._send(owner, request, body) for owner in range(len(self._clients))]
         bodies = [await answer.aread() for answer in answers]
-        if answers[0].status_code != 200:
-            return Response(bodies[0], answers[0].status_code, media_type="application/json")
+        for answer, wrong in zip(answers, bodies, strict=True):
+            if answer.status_code != 200:
+                return Response(wrong, answer.status_code, media_type="application/json")
         if request.scope["path"] == METRICS:
             return Response(
                 merged([body.decode() for body in bodies]), media_type=CONTENT_TYPE_LATEST
@@ -124,8 +125,9 @@ class Neighbours:
         url = request.scope["raw_path"].decode("latin-1")
         if query := request.scope["query_string"].decode("latin-1"):
             url += f"?{query}"
-        headers = _passed_on(request.headers.raw)
+        headers = _end_to_end(request.headers.raw)
         if request.scope["owner"] is None:
+            # Metrics of a single format can be joined.
             headers = [one for one in headers if one[0] != b"accept"]
         made = client.build_request(request.method, url, headers=headers, content=body)
         try:
@@ -157,7 +159,7 @@ def _client(path: str) -> httpx.AsyncClient:
     )
 
 
-def _passed_on(headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+def _end_to_end(headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
     return [(name, value) for name, value in headers if name.lower() not in _OF_CONNECTIONS]
 
 

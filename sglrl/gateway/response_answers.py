@@ -13,7 +13,7 @@ from typing import Any, Final
 from ..inference.completion import Completion
 from .answers import message_of, token_counts, unsent, weight_versions
 from .chat import logprobs_of
-from .dialect import Message, Part, event
+from .dialect import Message, NewTokens, Part, event
 from .errors import HttpError
 from .token_answers import reasoning_tokens
 
@@ -65,7 +65,7 @@ class ResponsesAnswer:
             for name in ("response.created", "response.in_progress")
         )
 
-    def text(self, index: int, part: Part, added: str, new: Completion | None = None) -> bytes:
+    def text(self, index: int, part: Part, added: str, new: NewTokens = None) -> bytes:
         return self._begin_part(part) + self._delta(part, added)
 
     def end(self, completions: Sequence[Completion], sent: Sequence[Mapping[Part, str]]) -> bytes:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
 
-from ..inference.completion import Completion
 from ..sessions.session_spec import SessionSpec
 from ..wire.engine import TokenChunk
 from .arrivals import Arrivals
 from .deltas import Deltas
-from .dialect import Answer, Part, TurnRequest
+from .dialect import Answer, NewTokens, Part, TurnRequest
 from .unfinished import unfinished
 
 
@@ -18,14 +18,14 @@ class StreamedText:
 
     Attributes:
         arrived: for each new text, the number of its choice, the part of its message, the text, and
-            the tokens that have arrived since the text before.
+            what returns the tokens that have arrived since the text before.
     """
 
     def __init__(self, requests: Sequence[TurnRequest]) -> None:
         self._requests = [one for one in requests for _ in range(one.choices)]
         self._deltas: list[Deltas | None] = [None] * len(self._requests)
         self._chunks: list[list[TokenChunk]] = [[] for _ in self._requests]
-        self.arrived: Arrivals[tuple[int, Part, str, Completion | None]] = Arrivals()
+        self.arrived: Arrivals[tuple[int, Part, str, NewTokens]] = Arrivals()
 
     @property
     def sent(self) -> list[Mapping[Part, str]]:
@@ -44,10 +44,9 @@ class StreamedText:
             deltas = self._deltas[choice] = Deltas(spec, params)
         self._chunks[choice].append(chunk)
         for part, text in deltas.add(chunk):
-            new, chunks = None, self._chunks[choice]
-            if chunks:
-                new = unfinished(spec, b"", chunks, deltas.params, request.top_logprobs, 0.0)
-            self._chunks[choice] = []
+            chunks, self._chunks[choice] = self._chunks[choice], []
+            given = spec, b"", chunks, deltas.params, request.top_logprobs, 0.0
+            new = partial(unfinished, *given) if chunks else None
             self.arrived.add((choice, part, text, new))
 
     async def events(self, answer: Answer) -> AsyncIterator[bytes]:

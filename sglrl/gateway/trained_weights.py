@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated, Any, Final, Literal
+from functools import partial
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import msgspec
 
@@ -23,7 +24,7 @@ from .errors import HttpError
 from .settings import Settings
 
 _SECONDS: Final = 300.0
-"""To form a group, and for each update. TorchRL's client waits as long."""
+"""Time limit for forming a group and for each update. TorchRL's client has the same limit."""
 _MOST_DIGITS: Final = 10
 """Of a version."""
 _UNCHANGED: Final = ("flush_cache", "torch_empty_cache")
@@ -77,6 +78,18 @@ BODIES: Final[dict[str, type[msgspec.Struct]]] = {
 """The bodies of requests, by path."""
 
 
+class _Member(NamedTuple):
+    """This process in a group.
+
+    Attributes:
+        group: a ``TrainerGroup``.
+        thread: only it may use the group. It waits for the trainer.
+    """
+
+    group: Any
+    thread: ThreadPoolExecutor
+
+
 class TrainedWeights:
     """Takes part in the groups of trainers, and updates the pool with what they send.
 
@@ -89,9 +102,7 @@ class TrainedWeights:
     def __init__(self, client: Client, settings: Settings) -> None:
         self._client = client
         self._settings = settings
-        self._groups: dict[str, Any] = {}
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="sglrl trainer")
-        """A group must not be used by two threads, and it waits for the trainer."""
+        self._groups: dict[str, _Member] = {}
         self._lock = asyncio.Lock()
         """Held by each update."""
         self._paused = False
@@ -105,9 +116,9 @@ class TrainedWeights:
         return dict(zip(BODIES, handlers, strict=True))
 
     def close(self) -> None:
-        for group in self._groups.values():
-            group.abort()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for member in self._groups.values():
+            member.group.abort()
+            member.thread.shutdown(wait=False, cancel_futures=True)
 
     # --- pauses -----------------------------------------------------------------------------------
 
@@ -137,7 +148,9 @@ class TrainedWeights:
         except ImportError:
             raise InvalidRequest("the gateway's process needs torch for this") from None
 
-        self._groups[given.group_name] = await self._in_thread(
+        thread = ThreadPoolExecutor(1, thread_name_prefix="sglrl trainer")
+        group = await _run(
+            thread,
             TrainerGroup,
             given.backend,
             self._settings.weight_device,
@@ -148,6 +161,7 @@ class TrainedWeights:
             given.group_name,
             _SECONDS,
         )
+        self._groups[given.group_name] = _Member(group, thread)
         return _done(f"joined the group as rank {given.rank_offset} of {given.world_size}")
 
     async def _leave(self, body: bytes) -> Any:
@@ -157,20 +171,22 @@ class TrainedWeights:
         return _done("left the group")
 
     async def _leave_group(self, name: str) -> bool:
-        group = self._groups.pop(name, None)
-        if group is not None:
-            await self._in_thread(group.close)
-        return group is not None
+        member = self._groups.pop(name, None)
+        if member is None:
+            return False
+        await _run(member.thread, member.group.close)
+        member.thread.shutdown(wait=False)
+        return True
 
     async def _update(self, body: bytes) -> Any:
         given = decode_body(body, _Update, ignored=_UNCHANGED)
         specs, version = given.specs(), _version(given.weight_version)
-        group = self._groups.get(given.group_name)
-        if group is None:
+        member = self._groups.get(given.group_name)
+        if member is None:
             raise _no_group(given.group_name)
         async with self._lock:
             flat = given.load_format is not None
-            weights = await self._in_thread(lambda: group.receive(specs, flat=flat))
+            weights = await _run(member.thread, partial(member.group.receive, flat=flat), specs)
             if self._paused:
                 self._held |= weights
                 self._version = version
@@ -198,15 +214,16 @@ class TrainedWeights:
             weights,
             version=version,
             inflight=inflight,
-            # Complete weights are an ordinary update nevertheless.
+            # Also for complete weights: the pool sees that nothing is missing.
             partial=True,
             timeout=_SECONDS,
             device="cpu" if client.info.device == "cpu" else settings.weight_device,
             host=settings.weights_host,
         )
 
-    async def _in_thread(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+
+async def _run(thread: ThreadPoolExecutor, work: Callable[..., Any], *arguments: Any) -> Any:
+    return await asyncio.get_running_loop().run_in_executor(thread, work, *arguments)
 
 
 def _inflight(abort: bool) -> str:

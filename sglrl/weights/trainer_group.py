@@ -76,7 +76,7 @@ class TrainerGroup:
             flat: they come in one broadcast, as bytes one after another.
 
         Raises:
-            InvalidRequest: a dtype is unknown. Nothing was received.
+            InvalidRequest: a dtype is unknown, or there is no memory. Nothing was received.
             WeightUpdateError: the trainer is lost, or did not send them in time. The
                 group cannot be used any more.
         """
@@ -84,10 +84,13 @@ class TrainerGroup:
         sizes = [
             prod(spec.shape) * type_.itemsize for spec, type_ in zip(specs, types, strict=True)
         ]
-        pieces = [
-            torch.empty(size, dtype=torch.uint8, device=self._device)
-            for size in ([sum(sizes)] if flat else sizes)
-        ]
+        try:
+            pieces = [
+                torch.empty(size, dtype=torch.uint8, device=self._device)
+                for size in ([sum(sizes)] if flat else sizes)
+            ]
+        except (RuntimeError, TypeError) as error:
+            raise InvalidRequest(f"no memory for these tensors: {error}") from None
         if not flat:
             pieces = [
                 piece.view(type_).view(spec.shape)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import socket
 from collections.abc import AsyncIterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -215,6 +216,8 @@ async def test_wrong_updates_change_nothing(lab: Lab, trainer: Trainer) -> None:
         (trainer.announce(good, dtypes=["float31"] * len(good)), "torch has no dtype 'float31'"),
         (trainer.announce(good, shapes=[]), "must have the same length"),
         (trainer.announce(good, shapes=[[-1]] * len(good)), "must not be negative"),
+        (trainer.announce(good, shapes=[[1 << 61]] * len(good)), "no memory for these tensors"),
+        (trainer.announce(good, shapes=[[1 << 62, 4]] * len(good)), "no memory for these tensors"),
         (trainer.announce(good, load_fast=True), "load_fast"),
         (trainer.join(1, group_name="y", backend="mpi"), "backend must be nccl or gloo"),
         (trainer.join(1, group_name="y", rank_offset=2), "rank_offset must be in 1..1, got 2"),
@@ -234,6 +237,18 @@ async def test_wrong_updates_change_nothing(lab: Lab, trainer: Trainer) -> None:
     assert (await trainer.post("/continue_generation")).status_code == 200
     await lab.check()
     assert (await trainer.update(good)).json()["success"]
+    recorded(lab, 1, 1)
+    await lab.check()
+
+
+async def test_a_trainer_that_does_not_answer(lab: Lab, trainer: Trainer) -> None:
+    """Other groups do not wait for it."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        joining = asyncio.ensure_future(trainer.join(port, group_name="silent"))
+        assert (await trainer.update(weights_of(lab, 1))).json()["success"]
+        assert not joining.done()
+        joining.cancel()
     recorded(lab, 1, 1)
     await lab.check()
 

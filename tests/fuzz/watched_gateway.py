@@ -1,4 +1,4 @@
-"""A gateway of which tests see the inside, and a client that may send anything."""
+"""A gateway whose internal state tests can read, and a client that sends raw bytes."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ class Watched:
         return state
 
     def check_answer(self, path: str, answer: Answer) -> None:
-        """Check that an answer is no internal error, and that an error has the right form.
+        """Check that the status is below 500, and that an error has the form of its API.
 
         Args:
             path: of the request. "": it is unknown, and an error may have the form of any API.
@@ -268,7 +268,9 @@ class Connection:
             async with asyncio.timeout(_SECONDS):
                 return await self._answer(method)
         except TimeoutError:
-            raise AssertionError(f"there is no answer and no end: {what[-1000:]!r}") from None
+            raise AssertionError(
+                f"neither an answer nor the end of the connection: {what[-1000:]!r}"
+            ) from None
 
     async def _answer(self, method: str) -> Answer | None:
         try:

@@ -1,4 +1,4 @@
-"""Make completions without an engine."""
+"""Make completions without an engine, and clients."""
 
 from __future__ import annotations
 
@@ -6,10 +6,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import openai
 
 from sglrl.inference.completion import Completion
 from sglrl.inference.sampling import SamplingParams
 from sglrl.wire.engine import TokenChunk
+
+
+def client_of(gateway: Any) -> openai.AsyncOpenAI:
+    """Return a client of a gateway or of a session. It does not repeat requests."""
+    url = getattr(gateway, "base_url", None) or gateway.url + "/v1"
+    key = getattr(gateway, "api_key", "x")
+    return openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0)
 
 
 def letters(ids: Sequence[int], skip_special_tokens: bool) -> str:

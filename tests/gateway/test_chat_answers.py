@@ -14,7 +14,7 @@ import sglrl
 from sglrl.gateway.chat import CHAT
 from sglrl.gateway.serving import Gateway, serve
 
-from .made import completion
+from .made import client_of, completion
 
 ASK: Any = [{"role": "user", "content": "Hé🙂!"}]
 
@@ -54,7 +54,7 @@ def test_each_logprob_is_sent_once() -> None:
     """Those of tokens that add no text come with the next text, or at the end."""
     made = answer(stream=True, logprobs=True, top_logprobs=2)
     ended = completion([0, 1, 2, 3], top=2)
-    stream = made.text(0, "content", "a", completion([0, 1], top=2))
+    stream = made.text(0, "content", "a", lambda: completion([0, 1], top=2))
     stream += made.text(0, "content", "b") + made.end([ended], [{"content": "ab"}])
     found = [part["choices"][0].get("logprobs") for part in chunks(stream)]
     assert [len(one["content"]) if one else None for one in found] == [2, None, 2, None]
@@ -76,9 +76,7 @@ async def gateway() -> AsyncIterator[Gateway]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def client(gateway: Gateway) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(
-        base_url=f"{gateway.url}/v1", api_key="x", max_retries=0
-    ) as client:
+    async with client_of(gateway) as client:
         yield client
 
 

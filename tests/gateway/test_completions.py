@@ -19,7 +19,7 @@ from sglrl.gateway.completions import CompletionAnswer, CompletionRequest, parse
 from sglrl.gateway.dialect import Sent
 from sglrl.gateway.serving import Gateway, serve
 
-from .made import chunk, completion
+from .made import chunk, client_of, completion
 from .test_chat import JSON
 
 
@@ -184,9 +184,7 @@ async def gateway(pool: sglrl.Client) -> AsyncIterator[Gateway]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def client(gateway: Gateway) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(
-        base_url=f"{gateway.url}/v1", api_key="x", max_retries=0
-    ) as client:
+    async with client_of(gateway) as client:
         yield client
 
 

@@ -249,9 +249,7 @@ async def test_the_end_of_a_session_aborts_its_turns(pool: sglrl.Client) -> None
         assert (await http.post(url, json=ASK)).status_code == 200
         slow = asyncio.ensure_future(http.post(url, json=SLOW))
         alone = asyncio.ensure_future(http.post("/v1/chat/completions", json=SLOW))
-        async with asyncio.timeout(60):
-            while sum(worker.load for worker in pool.workers) < 2:
-                assert (await http.get("/health")).status_code == 200
+        await until_running(pool, 2)
         assert (await http.delete(f"/sessions/{session._id}")).status_code == 200
         ended = await slow
         assert (ended.status_code, "has ended" in ended.text) == (503, True)
@@ -296,7 +294,7 @@ async def test_equal_requests_that_are_repeated(pool: sglrl.Client) -> None:
 async def test_a_first_attempt_that_arrives_after_its_retry(
     pool: sglrl.Client, stream: bool
 ) -> None:
-    """Its client has left, so it is no turn. An equal request whose client waits is one."""
+    """Its client has left, so it adds no turn. An equal request with a waiting client adds one."""
     again = {"x-stainless-retry-count": "1"}
     async with (
         serve(pool, name="tiny") as gateway,
@@ -305,16 +303,10 @@ async def test_a_first_attempt_that_arrives_after_its_retry(
     ):
         url = f"{session.base_url}/chat/completions"
         body = {**SLOW, "stream": stream}
-
-        async def until_load(least: int) -> None:
-            async with asyncio.timeout(60):
-                while sum(worker.load for worker in pool.workers) < least:
-                    assert (await http.get("/health")).status_code == 200
-
         retry = asyncio.ensure_future(http.post(url, json=body, headers=again))
-        await until_load(1)
+        await until_running(pool, 1)
         first = asyncio.ensure_future(http.post(url, json=body))
-        await until_load(2)
+        await until_running(pool, 2)
         first.cancel()
         await asyncio.wait([first])
         second = await http.post(url, json=body, headers=again)

@@ -18,6 +18,8 @@ import sglrl
 from sglrl.gateway.responses import ResponsesRequest
 from sglrl.gateway.serving import Gateway, serve
 
+from .made import client_of
+
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 VALUES: dict[str, Any] = {"model": "tiny", "max_output_tokens": 20}
@@ -35,12 +37,6 @@ async def pool() -> AsyncIterator[sglrl.Client]:
 async def gateway(pool: sglrl.Client) -> AsyncIterator[Gateway]:
     async with serve(pool, name="tiny") as gateway:
         yield gateway
-
-
-def client_of(gateway: Any) -> openai.AsyncOpenAI:
-    url = getattr(gateway, "base_url", None) or gateway.url + "/v1"
-    key = getattr(gateway, "api_key", "x")
-    return openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0)
 
 
 async def test_texts_items_and_streams(gateway: Gateway) -> None:
