@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from actor_classes import Gate, Values
-from processes import strike, wait_for_end
+from processes import descendants, strike, wait_for_end
 
 import sglrl
 from sglrl.driver import fork_server
@@ -148,12 +148,16 @@ def fifos(tmp_path: Path) -> Fifos:
 
 @FAULTS
 async def test_the_pool_is_starting(fault: signal.Signals, fifos: Fifos) -> None:
+    others = set(descendants())
     starting = asyncio.ensure_future(sglrl.spawn(Waits, *fifos.arguments).__aenter__())
     await fifos.until_begun()
+    begun = [pid for pid, name in descendants().items() if name == "sglrl worker"]
     strike(plain_server().process.pid, fault)
     why = "its fork server ended" if fault == signal.SIGKILL else "the fork server did not answer"
     with pytest.raises(sglrl.WorkerStartError, match=f"ended before it was ready: {why}"):
         await starting
+    # The kernel ends them a moment after the fork server.
+    assert wait_for_end(list(set(begun) - others), 5.0) == []
 
 
 @FAULTS

@@ -164,7 +164,7 @@ async def test_updates_reach_every_worker(lab: Lab, trainer: Trainer) -> None:
 
 async def test_tensors_of_a_pause_become_live_together(lab: Lab, trainer: Trainer) -> None:
     made = asyncio.ensure_future(
-        lab.client.generate(input_ids=[5, 6], max_new_tokens=200, ignore_eos=True, logprobs=True)
+        lab.client.generate(input_ids=[5, 6], max_new_tokens=900, ignore_eos=True, logprobs=True)
     )
     await until_running(lab.client, 1)
     await trainer.post("/pause_generation", mode="retract")
@@ -189,9 +189,9 @@ async def test_tensors_of_a_pause_become_live_together(lab: Lab, trainer: Traine
 
 @pytest.mark.parametrize("abort", [False, True])
 async def test_running_requests(lab: Lab, trainer: Trainer, abort: bool) -> None:
-    made = asyncio.ensure_future(
-        lab.client.generate(input_ids=[5, 6], max_new_tokens=200, ignore_eos=True, logprobs=True)
-    )
+    # The update must come before the end of a request that it aborts.
+    options = {"max_new_tokens": 1900 if abort else 200, "ignore_eos": True, "logprobs": True}
+    made = asyncio.ensure_future(lab.client.generate(input_ids=[5, 6], **options))
     await until_running(lab.client, 1)
     answer = await trainer.update(weights_of(lab, 1), abort_all_requests=abort)
     assert answer.json()["success"], answer.text

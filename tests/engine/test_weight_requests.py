@@ -239,18 +239,18 @@ async def test_a_drain_that_is_given_up_lets_new_calls_run(
 ) -> None:
     client = lab.client
     old = client.weight_version
-    stream = client.stream(input_ids=PROMPTS[2], **LONG)
+    stream = client.stream(input_ids=PROMPTS[2], **ENDLESS)
     draining = phase_event(monkeypatch, client, "prepare")
     update = meanwhile = late = None
     since = 0
     async for chunk in stream:
         if update is None:
             update = asyncio.ensure_future(lab.other(inflight="drain", mode=mode))
-        if draining.is_set() and (since := since + len(chunk.output_ids)) > 20 and not meanwhile:
+        if draining.is_set() and (since := since + len(chunk.output_ids)) > 60 and not meanwhile:
             meanwhile = asyncio.ensure_future(
                 client.generate(input_ids=PROMPTS[3], max_new_tokens=4, logprobs=True)
             )
-        elif since > 40 and late is None:
+        elif since > 120 and late is None:
             assert not meanwhile.done()
             update.cancel()
             late = await asyncio.wait_for(meanwhile, 100)
@@ -261,7 +261,7 @@ async def test_a_drain_that_is_given_up_lets_new_calls_run(
         await update
     assert late.versions[0].version == old
     lab.check_history(late)
-    assert stream.completion.versions == ((0, LONG["max_new_tokens"], old),)
+    assert stream.completion.versions == ((0, ENDLESS["max_new_tokens"], old),)
     await lab.other(inflight="drain", mode=mode)
     await lab.check()
 
