@@ -141,6 +141,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         the prefix cache served.
     uptime: seconds since the engine was ready.
     tokens_per_second: generated tokens over ``uptime``.
+    draining: whether new requests wait, because an update waits until the running ones have ended.
     """
 
     running: int
@@ -152,6 +153,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     generated_tokens: int
     uptime: float
     tokens_per_second: float
+    draining: bool = False
 
     @property
     def kv_usage(self) -> float:

@@ -288,6 +288,12 @@ async def until_idle(client: sglrl.Client) -> None:
         pass
 
 
+async def until_draining(client: sglrl.Client, held: int = 0) -> None:
+    """Wait until a worker drains and holds ``held`` requests back."""
+    while not any(s.engine.draining and s.engine.waiting >= held for s in await client.stats()):
+        pass
+
+
 async def collect(stream: sglrl.Stream) -> sglrl.Completion:
     """Read a stream to its end and return the completion."""
     async for _ in stream:

@@ -20,7 +20,7 @@ import pytest_asyncio
 
 import sglrl
 
-from .policies import PROMPTS, Lab, Policies, collect, phase_event, until_idle, until_running
+from .policies import PROMPTS, Lab, Policies, collect, until_draining, until_idle, until_running
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -132,38 +132,27 @@ async def test_abort_returns_what_there_is(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize("mode", ["full", "bucketed"])
-async def test_drain_lets_them_end(lab: Lab, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+async def test_drain_lets_them_end(lab: Lab, mode: str) -> None:
     client = lab.client
     old = client.weight_version
-    running = [
-        asyncio.ensure_future(client.generate(input_ids=prompt, **LONG)) for prompt in PROMPTS[:2]
-    ]
-    stream = client.stream(input_ids=PROMPTS[2], **LONG)
-    draining = phase_event(monkeypatch, client, "prepare")
-    update = meanwhile = cancelled = None
-    since = 0
-    async for chunk in stream:
-        if update is None:
-            # Draining has its own timeout.
-            update = asyncio.ensure_future(lab.other(inflight="drain", mode=mode, timeout=0.7))
-        # After this many tokens the worker has also received the message.
-        if draining.is_set() and (since := since + len(chunk.output_ids)) > 60 and not meanwhile:
-            meanwhile = asyncio.ensure_future(
-                client.generate(input_ids=PROMPTS[3], max_new_tokens=20, logprobs=True)
-            )
-            cancelled = asyncio.ensure_future(client.generate(input_ids=PROMPTS[3], **LONG))
-        elif cancelled is not None and since > 80:
-            cancelled.cancel()
-    assert update is not None
-    assert meanwhile is not None
-    assert cancelled is not None
+    running = [asyncio.ensure_future(client.generate(input_ids=p, **ENDLESS)) for p in PROMPTS[:2]]
+    await until_running(client, 2)
+    # Draining has its own timeout.
+    update = asyncio.ensure_future(lab.other(inflight="drain", mode=mode, timeout=0.7))
+    await until_draining(client)
+    meanwhile = asyncio.ensure_future(
+        client.generate(input_ids=PROMPTS[3], max_new_tokens=20, logprobs=True)
+    )
+    cancelled = asyncio.ensure_future(client.generate(input_ids=PROMPTS[3], **LONG))
+    await until_draining(client, held=2)
+    cancelled.cancel()
     with pytest.raises(asyncio.CancelledError):
         await cancelled
     report = await update
     assert report.version == old + 1
-    for completion in [*await asyncio.gather(*running), stream.completion]:
+    for completion in await asyncio.gather(*running):
         assert completion.finish_reason == "length"
-        assert completion.versions == ((0, LONG["max_new_tokens"], old),)
+        assert completion.versions == ((0, ENDLESS["max_new_tokens"], old),)
         lab.check_history(completion)
     late = await meanwhile
     assert [s.version for s in late.versions] == [old + 1]
@@ -172,45 +161,37 @@ async def test_drain_lets_them_end(lab: Lab, monkeypatch: pytest.MonkeyPatch, mo
     assert (await client.stats())[0].engine.running == 0
 
 
-async def test_calls_that_come_and_go_in_one_look_of_a_draining_worker(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_calls_that_come_and_go_in_one_look_of_a_draining_worker(lab: Lab) -> None:
     """Cancelled calls never run, neither during the drain nor with the new weights."""
     client = lab.client
     await until_idle(client)
     before = (await client.stats())[0].engine.generated_tokens
     worker = psutil.Process(client.workers[0].pid)
-    stream = client.stream(input_ids=PROMPTS[2], **LONG)
-    draining = phase_event(monkeypatch, client, "prepare")
-    update = calls = None
-    since = 0
-    async for chunk in stream:
-        if update is None:
-            update = asyncio.ensure_future(lab.other(inflight="drain", mode="bucketed"))
-        # After this many tokens the worker has also received the message.
-        if draining.is_set() and (since := since + len(chunk.output_ids)) > 20 and calls is None:
-            worker.suspend()
-            try:
-                calls = [
-                    *(client.generate(input_ids=[*PROMPTS[3], i], **LONG) for i in range(4)),
-                    client.score(PROMPTS[3]),
-                    client.next_token_logprobs(PROMPTS[3]),
-                ]
-                calls = [asyncio.ensure_future(call) for call in calls]
-                while client.workers[0].load < 1 + len(calls):
-                    await asyncio.wait(calls, timeout=0.01)
-                for call in calls:
-                    call.cancel()
-                ended = await asyncio.gather(*calls, return_exceptions=True)
-            finally:
-                worker.resume()
-            assert all(isinstance(e, asyncio.CancelledError) for e in ended), ended
-    assert calls is not None
-    assert update is not None
+    running = asyncio.ensure_future(client.generate(input_ids=PROMPTS[2], **ENDLESS))
+    await until_running(client, 1)
+    update = asyncio.ensure_future(lab.other(inflight="drain", mode="bucketed"))
+    await until_draining(client)
+    worker.suspend()
+    try:
+        started = [
+            *(client.generate(input_ids=[*PROMPTS[3], i], **LONG) for i in range(4)),
+            client.score(PROMPTS[3]),
+            client.next_token_logprobs(PROMPTS[3]),
+        ]
+        calls = [asyncio.ensure_future(call) for call in started]
+        while client.workers[0].load < 1 + len(calls):
+            await asyncio.wait(calls, timeout=0.01)
+        for call in calls:
+            call.cancel()
+        ended = await asyncio.gather(*calls, return_exceptions=True)
+    finally:
+        worker.resume()
+    assert all(isinstance(e, asyncio.CancelledError) for e in ended), ended
+    await running
     await update
     await until_idle(client)
     made = (await client.stats())[0].engine.generated_tokens - before
-    assert made == LONG["max_new_tokens"]
+    assert made == ENDLESS["max_new_tokens"]
     await lab.check()
 
 
@@ -234,34 +215,27 @@ async def test_a_drain_that_takes_too_long_is_given_up(lab: Lab, mode: str) -> N
 
 
 @pytest.mark.parametrize("mode", ["full", "bucketed"])
-async def test_a_drain_that_is_given_up_lets_new_calls_run(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch, mode: str
-) -> None:
+async def test_a_drain_that_is_given_up_lets_new_calls_run(lab: Lab, mode: str) -> None:
     client = lab.client
     old = client.weight_version
-    stream = client.stream(input_ids=PROMPTS[2], **ENDLESS)
-    draining = phase_event(monkeypatch, client, "prepare")
-    update = meanwhile = late = None
-    since = 0
-    async for chunk in stream:
-        if update is None:
-            update = asyncio.ensure_future(lab.other(inflight="drain", mode=mode))
-        if draining.is_set() and (since := since + len(chunk.output_ids)) > 60 and not meanwhile:
-            meanwhile = asyncio.ensure_future(
-                client.generate(input_ids=PROMPTS[3], max_new_tokens=4, logprobs=True)
-            )
-        elif since > 120 and late is None:
-            assert not meanwhile.done()
-            update.cancel()
-            late = await asyncio.wait_for(meanwhile, 100)
-            # The long request still runs.
-            assert (await client.stats())[0].engine.running > 0
-    assert update is not None
+    running = asyncio.ensure_future(client.generate(input_ids=PROMPTS[2], **ENDLESS))
+    await until_running(client, 1)
+    update = asyncio.ensure_future(lab.other(inflight="drain", mode=mode))
+    await until_draining(client)
+    meanwhile = asyncio.ensure_future(
+        client.generate(input_ids=PROMPTS[3], max_new_tokens=4, logprobs=True)
+    )
+    await until_draining(client, held=1)
+    assert not meanwhile.done()
+    update.cancel()
+    late = await asyncio.wait_for(meanwhile, 100)
+    # The long request still runs.
+    assert (await client.stats())[0].engine.running > 0
     with pytest.raises(asyncio.CancelledError):
         await update
     assert late.versions[0].version == old
     lab.check_history(late)
-    assert stream.completion.versions == ((0, ENDLESS["max_new_tokens"], old),)
+    assert (await running).versions == ((0, ENDLESS["max_new_tokens"], old),)
     await lab.other(inflight="drain", mode=mode)
     await lab.check()
 

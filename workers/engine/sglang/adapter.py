@@ -214,7 +214,7 @@ class Adapter:
         uptime = time.monotonic() - self.begun
         return EngineStats(
             running=scheduler.sglrl_running(),
-            waiting=scheduler.sglrl_waiting(),
+            waiting=scheduler.sglrl_waiting() + len(self.held_back),
             kv_tokens=used,
             kv_capacity=capacity,
             prompt_tokens=self.prompt_tokens,
@@ -222,6 +222,7 @@ class Adapter:
             generated_tokens=self.generated_tokens,
             uptime=uptime,
             tokens_per_second=self.generated_tokens / uptime if uptime else 0.0,
+            draining=self.draining is not None,
         )
 
     def info(self) -> EngineInfo:
