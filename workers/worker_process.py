@@ -75,7 +75,7 @@ def _run(spec: WorkerSpec) -> None:
 
             run_actor(spec, spec.body)
         case EngineSpec(engine="sglang"):
-            from .engine.sglang.hub import explained
+            from .engine.sglang.explained import explained
             from .engine.sglang.run import run_scheduler
 
             with explained(spec.body.model):

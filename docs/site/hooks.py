@@ -1,9 +1,9 @@
 """MkDocs hooks: pages from files outside ``docs/``, and their links.
 
 README, CONTRIBUTING, the changelog and the benchmarks' README are pages of the site. The page of
-examples also shows their code. Links are relative to their own folder, so that they also work in
-the repository. The hooks turn each link into a link between pages. A link to a file that is not on
-the site becomes the file's name.
+examples also shows their code, and the page of SGLang's arguments their table. Links are relative
+to their own folder, so that they also work in the repository. The hooks turn each link into a link
+between pages. A link to a file that is not on the site becomes the file's name.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+from sglrl.api import argument_table
+
 ROOT = Path(__file__).parents[2]
 INCLUDED = {
     "README.md": "index.md",
@@ -27,6 +29,7 @@ INCLUDED = {
 }
 """Files of the repository that are pages, and the names of the pages."""
 EXAMPLES = "examples.md"
+ARGUMENTS = "engine-arguments.md"
 PAGES = {**INCLUDED, "examples": EXAMPLES}
 """Files and folders of the repository that a link may name, and the page that shows them."""
 _SOURCES = {page: source for source, page in INCLUDED.items()}
@@ -79,6 +82,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"{image}[{text}]({relative}{anchor or ''})"
 
     markdown = _LINK.sub(link, markdown)
+    if here == ARGUMENTS:
+        return f"{markdown}\n\n{argument_table.markdown()}"
     return f"{markdown}\n\n{_examples()}" if here == EXAMPLES else markdown
 
 

@@ -7,25 +7,9 @@ from typing import Any
 
 from ..core.seeds import SEEDS
 from ..errors import UsageError
+from .argument_table import check_argument
 from .engine_aliases import without_aliases
 from .engine_fields import engine_fields
-from .rejected_arguments import check_rejected
-
-OWN_ARGUMENTS = {
-    "model_path": "the first argument of launch",
-    "device": "device=",
-    "tp_size": "tp_size=",
-    "dp_size": "replicas=",
-    "dtype": "dtype=",
-    "base_gpu_id": "CUDA_VISIBLE_DEVICES",
-    "nccl_port": "nothing: sglrl picks it",
-    "dist_init_addr": "nothing: sglrl picks it",
-    "host": "nothing: there is no HTTP server",
-    "port": "nothing: there is no HTTP server",
-    "watchdog_timeout": "hang_timeout=",
-    "skip_tokenizer_init": "nothing: the scheduler needs the tokenizer for stop strings",
-}
-"""SGLang arguments that ``launch`` sets itself; the value names the replacement."""
 
 FOREIGN_ARGUMENTS = {
     "n_gpus": "tp_size= or replicas=",
@@ -91,8 +75,6 @@ def check_engine_arguments(
     if seed is not None and (type(seed) is not int or not 0 <= seed < SEEDS):
         raise UsageError(f"random_seed must be None or an integer in 0..{SEEDS - 1}, got {seed!r}")
     for name in args:
-        if engine == "sglang" and name in OWN_ARGUMENTS:
-            raise UsageError(f"{name!r} is set by sglrl; use {OWN_ARGUMENTS[name]}")
         if name in FOREIGN_ARGUMENTS and name not in known:
             raise UsageError(
                 f"{name!r} is not an argument of launch; use {FOREIGN_ARGUMENTS[name]}"
@@ -104,8 +86,7 @@ def check_engine_arguments(
                 f"{name!r} is neither an argument of launch nor of SGLang's ServerArgs{hint}"
             )
         if name in fields:
-            check_rejected(name, args[name], fields[name].default)
-            fields[name].check(name, args[name])
+            check_argument(name, args[name], fields[name])
     return args
 
 

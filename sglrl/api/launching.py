@@ -317,6 +317,8 @@ def launch(
     return Client(
         pool,
         model=path,
+        tokenizer=engine_args.get("tokenizer_path") or "",
+        trust_tokenizer=bool(engine_args.get("trust_remote_code")),
         timeout=timeout,
         sender=LocalSender(pool.weights),
         pausing=PoolPausing(pool),

@@ -6,9 +6,7 @@ without a message, hang, or fail in the middle of the start. Names are those of 
 
 from __future__ import annotations
 
-from typing import Any, Final
-
-from ..errors import UsageError
+from typing import Final
 
 _GROUPS: Final = {
     "workers have no HTTP server: use sglrl.serve or the command sglrl serve": """
@@ -28,12 +26,13 @@ _GROUPS: Final = {
         tool_call_parser
     """,
     "the driver tokenizes": """
-        tokenizer_worker_num detokenizer_worker_num enable_dynamic_batch_tokenizer
+        gc_warning_threshold_secs show_time_cost tokenizer_worker_num detokenizer_worker_num
+        enable_dynamic_batch_tokenizer
         dynamic_batch_tokenizer_batch_size dynamic_batch_tokenizer_batch_timeout
         enable_tokenizer_batch_encode disable_tokenizer_batch_decode
     """,
     "give sampling parameters to generate, session or rollout": """
-        sampling_defaults preferred_sampling_params allow_auto_truncate
+        sampling_defaults preferred_sampling_params allow_auto_truncate default_priority_value
     """,
     "every Completion has them": """
         enable_cache_report return_input_ids return_output_ids
@@ -47,7 +46,12 @@ _GROUPS: Final = {
         enable_request_time_stats_logging kv_events_config enable_forward_pass_metrics
         forward_pass_metrics_worker_id forward_pass_metrics_ipc_name enable_trace trace_modules
         otlp_traces_endpoint otlp_service_name export_metrics_to_file export_metrics_to_file_dir
-        stat_loggers enable_expert_distribution_metrics
+        stat_loggers enable_expert_distribution_metrics prefill_delayer_forward_passes_buckets
+        prefill_delayer_wait_seconds_buckets
+    """,
+    "nothing reads the record of the experts": """
+        expert_distribution_recorder_mode expert_distribution_recorder_buffer_size
+        expert_balancedness_report_mode
     """,
     "workers get no requests of users to log: use log_dir= for their output": """
         log_requests log_requests_level log_requests_format log_requests_target crash_dump_folder
@@ -62,7 +66,9 @@ _GROUPS: Final = {
         enable_dp_attention enable_dp_attention_local_control_broadcast enable_dp_lm_head
         attn_dp_size attn_cp_size dcp_size moe_dp_size enable_prefill_cp cp_strategy
         enable_prefill_context_parallel prefill_cp_mode enable_dsa_prefill_context_parallel
-        dsa_prefill_cp_mode
+        dsa_prefill_cp_mode dcp_comm_backend dcp_replicate_q_proj enable_cp_tp_group_sharing
+        enable_dsa_cache_layer_split enable_cp_decode_attn_tp enable_kv_cache_sharding
+        speculative_skip_dp_mlp_sync
     """,
     "the driver selects workers: use routing=": "load_balance_method",
     "the driver finds workers that hang: use hang_timeout=": "soft_watchdog_timeout",
@@ -79,6 +85,67 @@ _GROUPS: Final = {
         enable_adaptive_dispatch_to_encoder enable_pdmux pdmux_config_path sm_group_num
         decoupled_spec_bind_endpoint decoupled_spec_connect_endpoints decoupled_spec_rank
         decoupled_spec_role
+    """,
+    "updates of weights do not reach a draft model": """
+        speculative_algorithm speculative_draft_model_path speculative_boundary_reduction
+        speculative_draft_model_revision speculative_draft_load_format speculative_num_steps
+        speculative_eagle_topk speculative_num_draft_tokens speculative_dflash_block_size
+        speculative_domino_candidate_pool_size speculative_dspark_block_size
+        speculative_dspark_sps_table_path speculative_dspark_confidence_sts_path
+        speculative_dspark_align_verify_tokens_to_graph_tier speculative_accept_threshold_single
+        speculative_accept_threshold_acc speculative_use_rejection_sampling
+        speculative_use_block_verification speculative_token_map speculative_attention_mode
+        speculative_draft_attention_backend speculative_dsa_topk_backend
+        speculative_draft_kv_cache_dtype speculative_draft_window_size
+        speculative_draft_sink_size speculative_moe_runner_backend speculative_moe_a2a_backend
+        speculative_enable_w4a4_mxfp4_megamoe speculative_draft_model_quantization
+        enable_multi_layer_eagle speculative_adaptive speculative_adaptive_config spec_trace_dir
+        speculative_ngram_min_bfs_breadth speculative_ngram_max_bfs_breadth
+        speculative_ngram_match_type speculative_ngram_max_trie_depth speculative_ngram_capacity
+        speculative_ngram_external_corpus_path speculative_ngram_external_sam_budget
+        speculative_ngram_external_corpus_max_tokens decrypted_draft_config_file
+    """,
+    "the engine samples one token after the other": """
+        dllm_algorithm dllm_algorithm_config dllm_fdfo
+    """,
+    "a watermark changes the distribution to which logprobs refer": """
+        enable_watermark watermark_config watermark_key watermark_key_b watermark_context_window
+        watermark_mixing_probability watermark_max_probability watermark_default_enabled
+        watermark_enforce_all
+    """,
+    "the KV cache is in the memory of the device only": """
+        enable_hierarchical_cache hicache_host_memory_mode hicache_ratio hicache_size
+        hicache_host_memory_fraction hicache_write_policy hicache_io_backend hicache_mem_layout
+        hicache_storage_backend hicache_storage_prefetch_policy
+        hicache_storage_backend_extra_config hicache_storage_prefetch_retry_poll_interval
+        hicache_storage_prefetch_retry_max_attempts enable_unified_cache_external_linker
+        unified_cache_external_linker_backend unified_cache_external_linker_config
+        enable_linker_mla_dedup enable_hisparse hisparse_config enable_lmcache
+        lmcache_config_file enable_flexkv flexkv_config_file radix_cache_backend
+        prefill_only_disable_kv_cache
+    """,
+    "update_weights writes to the memory of the device only": """
+        cpu_offload_gb offload_group_size offload_num_in_group offload_prefetch_step offload_mode
+        ple_offload_embedding ple_offload_backend ple_offload_dir enable_paged_experts
+        paged_experts_num_resident kt_weight_path kt_method kt_cpuinfer kt_threadpool_count
+        kt_num_gpu_experts kt_max_deferred_experts_per_token
+    """,
+    "update_weights needs experts that keep their places": """
+        ep_num_redundant_experts ep_dispatch_algorithm init_expert_location enable_eplb
+        eplb_algorithm eplb_rebalance_num_iterations eplb_rebalance_layers_per_chunk
+        eplb_min_rebalancing_utilization_threshold
+    """,
+    "quantize the checkpoint before": """
+        modelopt_checkpoint_restore_path modelopt_checkpoint_save_path modelopt_export_path
+        quantize_and_serve
+    """,
+    "SGLang computes it": """
+        uses_mamba_radix_cache _radix_eviction_policy_explicitly_set
+        _swa_full_tokens_ratio_explicitly_set _speculative_draft_quantization_explicitly_set
+    """,
+    "no worker reads it": """
+        num_continuous_decode_steps delete_ckpt_after_loading debug_tensor_dump_input_file
+        triton_attention_reduce_in_fp32
     """,
     "there are no adapters: merge them into the weights, and use update_weights": """
         enable_lora enable_lora_overlap_loading max_lora_rank lora_target_modules lora_paths
@@ -99,14 +166,20 @@ _GROUPS: Final = {
         is_embedding enable_multimodal mm_attention_backend enable_broadcast_mm_inputs_process
         enable_prefix_mm_cache mm_enable_dp_encoder mm_process_config mm_processor_worker_num
         mm_io_worker_num limit_mm_data_per_request enable_mm_global_cache
-        disable_fast_image_processor mm_feature_transport keep_mm_feature_on_device
+        disable_fast_image_processor language_model_only mm_feature_transport
+        keep_mm_feature_on_device
         allowed_media_domains media_url_max_file_size_mb mm_preprocess_cache_size_mb
         trust_mm_content_hashes image_processor_backend mm_global_cache_backend enable_mis
     """,
+    "a call with a higher priority= of generate is the more urgent one": """
+        schedule_low_priority_values_first abort_on_priority_when_disabled
+    """,
     "use client.session": "enable_streaming_session enable_session_radix_cache",
+    "download the revision, and give launch its folder": "revision",
     "use version= of update_weights": "weight_version",
     "use update_weights": """
-        checkpoint_engine_wait_weights_before_ready weight_cache_mode weight_cache_socket
+        custom_weight_loader checkpoint_engine_wait_weights_before_ready weight_cache_mode
+        weight_cache_socket
         weight_cache_timeout remote_instance_weight_loader_seed_instance_ip
         remote_instance_weight_loader_seed_instance_service_port
         remote_instance_weight_loader_send_weights_group_ports
@@ -117,18 +190,3 @@ _GROUPS: Final = {
 }
 REJECTED: Final = {name: why for why, names in _GROUPS.items() for name in names.split()}
 """By field: why, and what takes its place."""
-
-
-def check_rejected(name: str, value: Any, default: Any) -> None:
-    """Check that an argument is not one that cannot work.
-
-    Args:
-        default: a value that asks for nothing. None and False ask for nothing too.
-
-    Raises:
-        UsageError: it is.
-    """
-    if name not in REJECTED or value is None or value is False:
-        return
-    if type(value) is not type(default) or value != default:
-        raise UsageError(f"{name}={value!r:.200} is not supported: {REJECTED[name]}")

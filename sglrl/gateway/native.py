@@ -84,7 +84,7 @@ class NativeEndpoints:
         client = self._client
         found = {
             "model_path": client.info.model,
-            "tokenizer_path": client.info.model,
+            "tokenizer_path": client.info.tokenizer or client.info.model,
             "is_generation": True,
             "weight_version": str(client.weight_version),
         }

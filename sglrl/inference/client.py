@@ -56,6 +56,8 @@ class Client(WeightMethods, ControlMethods, ScoreMethods):
         pool: PoolPort,
         *,
         model: str,
+        tokenizer: str = "",
+        trust_tokenizer: bool = False,
         timeout: float | None,
         sender: WeightSender,
         pausing: Pausing,
@@ -69,7 +71,7 @@ class Client(WeightMethods, ControlMethods, ScoreMethods):
         self._timeout = timeout
         self.model = model
         """The model's folder, or its name on the Hugging Face hub."""
-        self._tokenizer_box = TokenizerBox(model)
+        self._tokenizer_box = TokenizerBox(tokenizer or model, trust_tokenizer)
         self._serve = serve
         self._server: RemoteServer | None = None
         self._pausing = pausing
@@ -84,7 +86,8 @@ class Client(WeightMethods, ControlMethods, ScoreMethods):
         info = self._pool.engine
         assert info is not None
         if not self.model:
-            self.model = self._tokenizer_box.model = info.model
+            self.model = info.model
+            self._tokenizer_box.model = info.tokenizer or info.model
         self._tokenizer_box.fake = not info.sglang_version
         self._requests = Requests(
             self._driver, info, self._tokenizer_box, self._pool.weights, self._timeout

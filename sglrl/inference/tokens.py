@@ -148,10 +148,15 @@ class TokenizerBox:
 
     Loading takes seconds, so the tokenizer is loaded on first use, or while the engines start
     (``load_early``). Several threads may encode at the same time.
+
+    Args:
+        model: folder of the tokenizer, or its name on the hub.
+        trust: run the tokenizer's own code, if its folder has some.
     """
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, trust: bool = False) -> None:
         self.model = model
+        self._trust = trust
         self.fake = False
         """Whether the engine is the fake engine. Its model may be a name without a tokenizer."""
         self._tokenizer: Any = None
@@ -232,7 +237,7 @@ class TokenizerBox:
                 "input_ids"
             ) from None
         try:
-            tokenizer = AutoTokenizer.from_pretrained(self.model)
+            tokenizer = AutoTokenizer.from_pretrained(self.model, trust_remote_code=self._trust)
             if not has_words(tokenizer):
                 raise ValueError("it has special tokens only")
         except (OSError, ValueError, KeyError, TypeError) as error:

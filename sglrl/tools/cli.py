@@ -273,13 +273,26 @@ def doctor(
     seconds: Annotated[
         float, typer.Option(min=1.0, help="How long --hosts waits for nodes to connect.")
     ] = 15.0,
+    arguments: Annotated[
+        bool,
+        typer.Option(
+            "--arguments", help="List the arguments of the installed SGLang instead, with states."
+        ),
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="As one JSON object.")] = False,
 ) -> None:
     """Show versions, devices and patches of SGLang, and make one call to test whether it works."""
-    from .doctor import examine, table_of
+    from .doctor import argument_rows, argument_table, examine, table_of
     from .doctor_hosts import examine_hosts
 
     quiet_warnings()
+    if arguments:
+        rows = argument_rows()
+        if json:
+            print_json(msgspec.json.format(msgspec.json.encode(rows)))
+        else:
+            Console().print(argument_table(rows))
+        return
     if hosts is None:
         findings = examine(engine)
     else:

@@ -15,6 +15,8 @@ import msgspec
 from rich.table import Column, Table
 
 from .. import __version__
+from ..api.argument_table import counted, listed
+from ..api.engine_fields import COMPUTED, engine_fields
 from ..api.launching import cuda_devices, launch
 from ..config import install
 from ..errors import SglrlError
@@ -34,6 +36,16 @@ class Finding(msgspec.Struct, frozen=True):
     detail: str
 
 
+class ArgumentRow(msgspec.Struct, frozen=True):
+    """One argument of SGLang. ``type``, ``default``: as in its source. See ``Argument``."""
+
+    field: str
+    type: str
+    default: str
+    state: str
+    note: str
+
+
 def examine(engine: str) -> list[Finding]:
     """Return all findings. The last one is a real call to one worker with this engine."""
     findings = [
@@ -50,6 +62,7 @@ def examine(engine: str) -> list[Finding]:
     findings += [_package(name, needed=True) for name in NEEDED]
     findings += [_package(name, needed=engine == "sglang") for name in OPTIONAL]
     findings += _patches()
+    findings += _arguments()
     gpus = cuda_devices()
     findings.append(Finding("GPUs", True, f"{len(gpus)} visible" if gpus else "none: CPU only"))
     findings.append(Finding("CPUs", True, f"{os.cpu_count()} cores, {_memory()}"))
@@ -96,6 +109,41 @@ def _patch(row: dict[str, str]) -> Finding:
         detail = f"{kind}, does not fit this SGLang: {row['unknown']}"
     optional = row["kind"] == "acceleration"
     return Finding(f"patch {row['name']}", optional or not row["unknown"], detail)
+
+
+def _arguments() -> list[Finding]:
+    """Return one line about SGLang's arguments."""
+    if find_spec("sglang") is None:
+        return []
+    detail = f"{counted(engine_fields())}; --arguments lists them"
+    return [Finding("arguments of SGLang", True, detail)]
+
+
+def argument_rows() -> list[ArgumentRow]:
+    """Return what ``launch`` does with each argument of the installed SGLang.
+
+    Raises:
+        UsageError: sglang is not installed.
+    """
+    fields = engine_fields()
+    return [
+        ArgumentRow(
+            name,
+            fields[name].name,
+            "computed" if fields[name].default is COMPUTED else repr(fields[name].default),
+            argument.state,
+            argument.note,
+        )
+        for name, argument in listed(fields)
+    ]
+
+
+def argument_table(rows: list[ArgumentRow]) -> Table:
+    """Return the rows as a table for the terminal."""
+    table = Table(Column("field", no_wrap=True), "state", Column("note", overflow="fold"), box=None)
+    for row in rows:
+        table.add_row(row.field, row.state, row.note.replace("[", r"\["))
+    return table
 
 
 def _memory() -> str:

@@ -11,6 +11,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     Lengths and cache sizes are in tokens.
 
     accelerations: names of sglrl's accelerations of SGLang that are on.
+    tokenizer: folder or name of the tokenizer; "": that of the model.
     """
 
     model: str
@@ -27,6 +28,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     sglang_version: str = ""
     tp_size: int = 1
     accelerations: tuple[str, ...] = ()
+    tokenizer: str = ""
 
 
 class Sampling(msgspec.Struct, array_like=True, gc=False, frozen=True):

@@ -78,6 +78,23 @@ def test_doctor_makes_a_call() -> None:
     assert "one call (fake)" in table.stdout
 
 
+def test_doctor_lists_the_arguments_of_sglang() -> None:
+    process = run("doctor", "--arguments", "--json")
+    assert process.returncode == 0, process.stderr
+    rows = {row["field"]: row for row in msgspec.json.decode(process.stdout)}
+    assert len(rows) > 400
+    assert rows["context_length"] == {
+        "field": "context_length",
+        "type": "int or None",
+        "default": "None",
+        "state": "tested",
+        "note": "tests/engine/test_arguments.py",
+    }
+    table = run("doctor", "--arguments")
+    assert len(table.stdout.splitlines()) > len(rows)
+    assert "enable_metrics" in table.stdout
+
+
 def test_doctor_finds_what_does_not_work() -> None:
     process = run("doctor", "--engine", "vllm", "--json")
     assert process.returncode == 1

@@ -99,7 +99,11 @@ class Adapter:
     @cached_property
     def samplings(self) -> convert.Samplings:
         scheduler = self.scheduler
-        return convert.Samplings(scheduler.tokenizer, scheduler.model_config.vocab_size)
+        return convert.Samplings(
+            scheduler.tokenizer,
+            scheduler.model_config.vocab_size,
+            scheduler.server_args.stream_interval,
+        )
 
     def score(self, id_: int, args: ScoreArgs) -> None:
         count = len(args.input_ids) // 4
@@ -247,6 +251,7 @@ class Adapter:
             sglang_version=compat.VERSION,
             tp_size=scheduler.server_args.tp_size,
             accelerations=self.accelerations,
+            tokenizer=scheduler.server_args.tokenizer_path or "",
         )
 
     # --- calls of the scheduler -------------------------------------------------------------------

@@ -2,17 +2,60 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from dataclasses import MISSING, fields
 from typing import Any
 
 import sglang
+from sglang.srt.entrypoints.engine import _set_envs_and_config
 from sglang.srt.managers.scheduler_components.ipc_channels import SchedulerIpcChannels
+from sglang.srt.plugins import load_plugins
 from sglang.srt.runtime_context import publish
 from sglang.srt.server_args import PortArgs, ServerArgs
+from sglang.srt.utils.numa_utils import numa_bind_to_node
+
+from sglrl.errors import UsageError
 
 VERSION: str = sglang.__version__
 _RELEASE = tuple(int(part) for part in VERSION.split(".")[:3] if part.isdigit())
 _RANKS_FROM_CONTEXT = _RELEASE >= (0, 5, 21)
+
+
+def checked_arguments(args: dict[str, Any], gpu_id: int) -> ServerArgs:
+    """Return SGLang's arguments after the steps that its own server takes before it starts workers.
+
+    These are SGLang's plugins, environment variables of kernels (and of NCCL, if an argument asks
+    for it), limits of the process, and SGLang's checks, which compare arguments with each other.
+
+    Args:
+        gpu_id: the index in ``numa_node``, which has one NUMA node for each GPU of the engine.
+
+    Raises:
+        UsageError: SGLang rejects the arguments.
+    """
+    load_plugins()
+    sigquit = signal.getsignal(signal.SIGQUIT)
+    nccl = {name for name in os.environ if name.startswith("NCCL_")}
+    try:
+        server_args = ServerArgs(**args)
+        # From 0.5.23 on, defaults that depend on other arguments are computed here.
+        getattr(server_args, "resolve_once", lambda: None)()
+        _set_envs_and_config(server_args)
+        server_args.check_server_args()
+    except (AssertionError, ValueError, NotImplementedError) as error:
+        raise UsageError(f"SGLang rejects its arguments: {error}") from error
+    finally:
+        # SGLang's handler kills the whole process tree.
+        signal.signal(signal.SIGQUIT, sigquit)
+    if not (server_args.enable_symm_mem or server_args.enable_nccl_nvls):
+        # A trainer that sends weights must have the same settings of NCCL as the workers.
+        for name in [name for name in os.environ if name.startswith("NCCL_")]:
+            if name not in nccl:
+                del os.environ[name]
+    if server_args.numa_node is not None:
+        numa_bind_to_node(server_args.numa_node[gpu_id])
+    return server_args
 
 
 def publish_arguments(server_args: ServerArgs, rank: int, gpu_id: int) -> None:

@@ -55,11 +55,16 @@ def token_array(ids: bytes) -> array[int]:
 
 
 class Samplings:
-    """A cache of SGLang's sampling parameters, with one entry for each distinct value."""
+    """A cache of SGLang's sampling parameters, with one entry for each distinct value.
 
-    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+    Args:
+        stream_interval: number of tokens in each report of a request that streams.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, stream_interval: int = 1) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
+        self._stream_interval = stream_interval
         self._known: dict[tuple[bytes, bool], SamplingParams] = {}
 
     def get(self, raw: bytes, stream: bool) -> SamplingParams:
@@ -70,7 +75,8 @@ class Samplings:
         """
         found = self._known.get((raw, stream))
         if found is None:
-            found = sampling_params(raw, stream, self._tokenizer, self._vocab_size)
+            interval = self._stream_interval if stream else PROGRESS_TOKENS
+            found = sampling_params(raw, interval, self._tokenizer, self._vocab_size)
             if len(self._known) >= _SAMPLINGS:
                 self._known.clear()
             self._known[raw, stream] = found
@@ -78,8 +84,11 @@ class Samplings:
         return copy.copy(found)
 
 
-def sampling_params(raw: bytes, stream: bool, tokenizer: Any, vocab_size: int) -> SamplingParams:
+def sampling_params(raw: bytes, interval: int, tokenizer: Any, vocab_size: int) -> SamplingParams:
     """Convert an encoded ``Sampling`` to SGLang's parameters.
+
+    Args:
+        interval: number of tokens in each report.
 
     Raises:
         InvalidRequest: SGLang rejects the values, or they need a tokenizer and the model has none.
@@ -113,7 +122,7 @@ def sampling_params(raw: bytes, stream: bool, tokenizer: Any, vocab_size: int) -
         ignore_eos=s.ignore_eos,
         skip_special_tokens=s.skip_special_tokens,
         sampling_seed=s.seed,
-        stream_interval=1 if stream else PROGRESS_TOKENS,
+        stream_interval=interval,
     )
     try:
         params.normalize(tokenizer)

@@ -37,12 +37,16 @@ def _server_args(body: EngineSpec) -> ServerArgs:
         "tp_size": body.tp_size,
         "log_level": "warning",
         "base_gpu_id": body.gpu_id - body.rank,
+        # SGLang's check rejects a name with a colon, and the default is the model's path.
+        "served_model_name": "sglrl",
         "trust_remote_code": False,
         # SGLang's own watchdog kills the parent process of a scheduler that takes too long. Here
         # the parent is the fork server, whose end would end every worker. The driver detects
         # hanging workers instead, and kills only these.
         "watchdog_timeout": 1e9,
-        "skip_tokenizer_init": not has_tokenizer(body.model),
+        "skip_tokenizer_init": not has_tokenizer(
+            str(body.args.get("tokenizer_path") or body.model)
+        ),
     }
     if body.device == "cpu":
         from . import cpu
@@ -53,7 +57,7 @@ def _server_args(body: EngineSpec) -> ServerArgs:
         sys.setswitchinterval(0.0005)
         args |= cpu.engine_arguments(body.memory_share)
     args |= body.args
-    return ServerArgs(**args)
+    return compat.checked_arguments(args, body.gpu_id)
 
 
 def _memory(body: EngineSpec) -> AbstractContextManager[Any]:
@@ -103,6 +107,8 @@ def run_scheduler(spec: WorkerSpec, body: EngineSpec) -> None:
     logging.basicConfig(
         level=str(body.args.get("log_level", "warning")).upper(),
         format=f"worker {spec.index}: %(levelname)s %(name)s: %(message)s",
+        # Some versions of SGLang have set handlers of their own.
+        force=True,
     )
     mailbox = Mailbox(spec) if body.rank == 0 else None
     if mailbox is not None:

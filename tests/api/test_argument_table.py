@@ -1,7 +1,12 @@
-"""Fields of SGLang's ``ServerArgs`` that cannot work are rejected before a worker starts."""
+"""Every field of SGLang's ``ServerArgs`` is in the table, and wrong values are rejected at once."""
 
 from __future__ import annotations
 
+import ast
+import random
+import time
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -10,13 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sglrl
+from sglrl.api.accepted_arguments import HARMLESS, PASSED_ON, TESTED
+from sglrl.api.argument_table import ARGUMENTS, OWN_ARGUMENTS, counted, listed, markdown
 from sglrl.api.engine_arguments import check_engine_arguments
-from sglrl.api.engine_fields import COMPUTED, engine_fields
+from sglrl.api.engine_fields import COMPUTED, EngineField, engine_fields
 from sglrl.api.rejected_arguments import _GROUPS, REJECTED
 
 FIELDS = engine_fields()
-# Of the two versions that the tests run with, each has fields that the other one lacks.
-OTHERS = 30
+ROOT = Path(__file__).parents[2]
+# Fields of SGLang 0.5.23 that 0.5.17 lacks, and the other way round.
+OTHERS = 100
 DOUBTFUL: dict[str, tuple[Any, str]] = {
     "pp_size": (2, "use replicas= and tp_size=, and hosts= for other machines"),
     "pipeline_parallel_size": (2, "an engine is one machine's"),
@@ -53,11 +61,77 @@ def test_what_cannot_work_is_rejected(name: str) -> None:
     assert repr(value) in str(error.value) or name == "enable_torch_compile"
 
 
-def test_the_table_names_fields_of_sglang() -> None:
-    unknown = REJECTED.keys() - FIELDS.keys()
-    assert len(unknown) < OTHERS, unknown
-    # A field is in one group.
+def test_every_field_has_one_state() -> None:
+    assert FIELDS.keys() - ARGUMENTS.keys() == set()
+    others = ARGUMENTS.keys() - FIELDS.keys()
+    assert len(others) < OTHERS, others
+    parts = (TESTED, PASSED_ON, OWN_ARGUMENTS, HARMLESS, REJECTED)
+    assert sum(map(len, parts)) == len(ARGUMENTS)
     assert sum(len(names.split()) for names in _GROUPS.values()) == len(REJECTED)
+
+
+def test_a_field_that_sglrl_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A newer SGLang may have more fields."""
+    field = EngineField(1, int, "int", ())
+    fields = MappingProxyType({**FIELDS, "best_field": field})
+    monkeypatch.setattr("sglrl.api.engine_arguments.engine_fields", lambda sglang: fields)
+    with pytest.raises(sglrl.UsageError, match=r"'best_field' is a field .* sglrl does not know"):
+        check_engine_arguments("sglang", {"best_field": 1})
+    assert listed(["best_field"]) == [("best_field", ("rejected", "sglrl does not know it"))]
+
+
+def test_the_tests_of_the_table_use_the_fields() -> None:
+    """Each field is a keyword, a key or a name in the test that the table names."""
+    for name, test in TESTED.items():
+        nodes = list(ast.walk(ast.parse((ROOT / test).read_text())))
+        used = {node.value for node in nodes if isinstance(node, ast.Constant)}
+        used |= {node.arg for node in nodes if isinstance(node, ast.keyword)}
+        assert name in used, (name, test)
+
+
+def test_passed_on_fields_are_read_by_sglang() -> None:
+    """SGLang's code reads each of them outside of its HTTP server and its tokenizer's process."""
+    import sglang
+
+    source = Path(sglang.__path__[0], "srt")
+    theirs = (
+        *("entrypoints/http", "entrypoints/openai", "entrypoints/grpc"),
+        *("managers/tokenizer", "managers/detokenizer", "parser"),
+    )
+    files = [f for f in source.rglob("*.py") if not str(f.relative_to(source)).startswith(theirs)]
+    code = "\n".join(file.read_text() for file in files if file.name != "choices.py")
+    unread = {
+        name
+        for name in PASSED_ON.keys() & FIELDS.keys()
+        if f".{name}" not in code and f'"{name}"' not in code
+    }
+    assert unread == set()
+
+
+def test_the_table_as_text() -> None:
+    text = markdown()
+    assert f"Of the {len(ARGUMENTS)} fields, " in text
+    assert text.count("\n| `") == len(ARGUMENTS)
+    assert "| `context_length` | tested | `tests/engine/test_arguments.py` |" in text
+    assert sum(int(part.split()[0]) for part in counted(FIELDS).split(", ")) == len(FIELDS)
+
+
+def test_wrong_values_of_40_arguments_are_found_at_once() -> None:
+    """Of any type, and without a worker: a typed error that names the argument."""
+    rng = random.Random(time.time_ns())
+    known = [n for n, f in FIELDS.items() if f.type is not Any and n not in OWN_ARGUMENTS]
+    for name in rng.sample(known, 40):
+        for value in (object(), ["x", None, 3], {"x": -1}, "no such choice", -7, float("nan")):
+            field = FIELDS[name]
+            try:
+                msgspec.convert(value, field.type)
+                fits = not (field.choices and isinstance(value, str))
+            except (msgspec.ValidationError, TypeError):
+                fits = False
+            if fits and not (isinstance(value, (int, float)) and value != abs(value)):
+                continue
+            with pytest.raises(sglrl.UsageError, match=name):
+                sglrl.launch("tiny", device="cpu", **{name: value})
 
 
 @given(st.data())
