@@ -11,6 +11,8 @@ import pytest
 
 import sglrl
 
+from .policies import until_running
+
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
@@ -38,12 +40,19 @@ async def test_the_more_urgent_first(qwen: Path, options: dict[str, Any]) -> Non
             )
             return [note(priority, kind, call) for kind, call in enumerate(made)]
 
-        first = asyncio.create_task(
-            client.generate(input_ids=[1, 2, 3], max_new_tokens=200, ignore_eos=True)
+        first = asyncio.ensure_future(
+            client.generate(input_ids=[1, 2, 3], max_new_tokens=1900, ignore_eos=True)
         )
-        await asyncio.sleep(0)
-        await asyncio.gather(*(call for priority in (0, 2, 1) for call in calls(priority)))
-        await first
+        await until_running(client, 1)
+        others = [asyncio.ensure_future(call) for priority in (0, 2, 1) for call in calls(priority)]
+        # All of them wait when the first one ends.
+        at_driver = options["window"] == 1
+        while True:
+            waiting = (await client.stats())[0].engine.waiting
+            if (client.queue.calls >= len(others)) if at_driver else (waiting >= 6):
+                break
+        first.cancel()
+        await asyncio.gather(*others)
     # The engine answers some next-token logprobs at once, even if more urgent calls wait.
     count = 3 if options["window"] == 1 else 2
     found = [priority for priority, kind in ended if kind < count]

@@ -135,7 +135,8 @@ async def test_abort_returns_what_there_is(lab: Lab) -> None:
 async def test_drain_lets_them_end(lab: Lab, mode: str) -> None:
     client = lab.client
     old = client.weight_version
-    running = [asyncio.ensure_future(client.generate(input_ids=p, **ENDLESS)) for p in PROMPTS[:2]]
+    some = {**LONG, "max_new_tokens": 900}
+    running = [asyncio.ensure_future(client.generate(input_ids=p, **some)) for p in PROMPTS[:2]]
     await until_running(client, 2)
     # Draining has its own timeout.
     update = asyncio.ensure_future(lab.other(inflight="drain", mode=mode, timeout=0.7))
@@ -152,7 +153,7 @@ async def test_drain_lets_them_end(lab: Lab, mode: str) -> None:
     assert report.version == old + 1
     for completion in await asyncio.gather(*running):
         assert completion.finish_reason == "length"
-        assert completion.versions == ((0, ENDLESS["max_new_tokens"], old),)
+        assert completion.versions == ((0, some["max_new_tokens"], old),)
         lab.check_history(completion)
     late = await meanwhile
     assert [s.version for s in late.versions] == [old + 1]

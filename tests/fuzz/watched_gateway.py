@@ -155,8 +155,9 @@ class Watched:
                 before = at or now
 
     async def end_sessions(self) -> None:
-        async with self.connected() as http:
-            for session in (await self.state()).sessions:
+        for session in (await self.state()).sessions:
+            # The gateway closes a connection that has been idle for some seconds.
+            async with self.connected() as http:
                 assert (await http.request("DELETE", f"/sessions/{session}")).status == 200
 
     async def check(self) -> State:
