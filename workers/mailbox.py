@@ -41,8 +41,10 @@ from sglrl.wire.engine import (
     GenerateArgs,
     NextTokenArgs,
     PauseArgs,
+    ProfileArgs,
     ScoreArgs,
     TokenChunk,
+    WeightNames,
 )
 from sglrl.wire.processes import WorkerSpec
 
@@ -64,11 +66,15 @@ ENDPOINTS = [
     "abort",
     "flush_cache",
     "generate",
+    "get_weights",
     "next_token_logprobs",
     "pause",
     "resume",
     "score",
+    "server_info",
+    "start_profile",
     "stats",
+    "stop_profile",
 ]
 
 
@@ -120,6 +126,8 @@ class Mailbox:
         self.rows: RowsWriter | None = None
         self._generate = msgspec.msgpack.Decoder(GenerateArgs)
         self._score = msgspec.msgpack.Decoder(ScoreArgs)
+        self._profile = msgspec.msgpack.Decoder(ProfileArgs)
+        self._weights = msgspec.msgpack.Decoder(WeightNames)
         self._pause = msgspec.msgpack.Decoder(PauseArgs)
         self._next_token = msgspec.msgpack.Decoder(NextTokenArgs)
         self._encode = msgspec.msgpack.Encoder().encode
@@ -347,6 +355,15 @@ class Mailbox:
                     self.put_value(call.id, engine.stats())
                 case "flush_cache":
                     engine.flush_cache(call.id)
+                case "server_info":
+                    self.put_value(call.id, engine.server_info())
+                case "start_profile":
+                    engine.start_profile(call.id, self._profile.decode(call.args))
+                case "stop_profile":
+                    engine.stop_profile(call.id)
+                case "get_weights":
+                    names = self._weights.decode(call.args).names
+                    self.put_value(call.id, engine.get_weights(names))
                 case other:
                     self.put_error(
                         call.id, "UnknownEndpoint", f"the engine has no endpoint {other!r}"

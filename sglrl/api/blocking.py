@@ -207,6 +207,24 @@ class BlockingClient:
         """See ``Client.flush_cache``."""
         return self._wait(self._client.flush_cache())
 
+    def server_info(self) -> list[dict[str, Any]]:
+        """See ``Client.server_info``."""
+        return self._wait(self._client.server_info())
+
+    def start_profile(self, folder: str | os.PathLike[str], **options: Any) -> None:
+        """See ``Client.start_profile``."""
+        self._wait(self._client.start_profile(folder, **options))
+
+    def stop_profile(self, *, timeout: float = 600.0) -> list[str]:
+        """See ``Client.stop_profile``."""
+        return self._wait(self._client.stop_profile(timeout=timeout))
+
+    def get_weights(
+        self, names: Sequence[str], *, worker: int | None = None, timeout: float = 60.0
+    ) -> dict[str, Any]:
+        """See ``Client.get_weights``."""
+        return self._wait(self._client.get_weights(names, worker=worker, timeout=timeout))
+
     def broadcast(self, endpoint: str, *args: Any, **kwargs: Any) -> list[Any]:
         """See ``Client.broadcast``."""
         return self._wait(self._client.broadcast(endpoint, *args, **kwargs))

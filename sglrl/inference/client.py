@@ -28,6 +28,7 @@ from .completion import Completion
 from .completion_parser import CompletionParser, completion_parser
 from .control_methods import ControlMethods
 from .engine_controls import Pausing
+from .inspection_methods import InspectionMethods
 from .options import GenerateOptions, MessageOptions, SamplingOptions
 from .prompts import Message, check_given_ids, template_arguments
 from .requests import Requests
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from ..sessions.session import Session
 
 
-class Client(WeightMethods, ControlMethods, ScoreMethods):
+class Client(WeightMethods, ControlMethods, InspectionMethods, ScoreMethods):
     """Generates with a pool of engine workers. ``sglrl.launch`` returns one.
 
     ``async with sglrl.launch(...) as client`` closes the client at the end of the block. After

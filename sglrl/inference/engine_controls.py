@@ -20,7 +20,7 @@ from ..driver.gathering import submit_all
 from ..driver.port import PoolPort
 from ..errors import Closed, UsageError, WorkerLost
 from ..wire.codec import encode
-from ..wire.engine import EngineStats, TokenChunk
+from ..wire.engine import EngineStats, TensorValue, TokenChunk
 
 _FIRST: Final = 1 << 62
 """Priority of control calls, which are sent to a worker before all other calls."""
@@ -42,6 +42,24 @@ class _Engine(_Actor):
 
     @endpoint(idempotent=True)
     async def flush_cache(self) -> bool:
+        raise NotImplementedError  # served by workers/mailbox.py
+
+    @endpoint(idempotent=True)
+    async def server_info(self) -> dict[str, Any]:
+        raise NotImplementedError  # served by workers/mailbox.py
+
+    @endpoint
+    async def start_profile(
+        self, folder: str, activities: tuple[str, ...], with_stack: bool, record_shapes: bool
+    ) -> list[str]:
+        raise NotImplementedError  # served by workers/mailbox.py
+
+    @endpoint
+    async def stop_profile(self) -> list[str]:
+        raise NotImplementedError  # served by workers/mailbox.py
+
+    @endpoint(idempotent=True)
+    async def get_weights(self, names: list[str]) -> list[TensorValue]:
         raise NotImplementedError  # served by workers/mailbox.py
 
 

@@ -134,6 +134,30 @@ class PauseArgs(msgspec.Struct, array_like=True, frozen=True):
     mode: str
 
 
+class ProfileArgs(msgspec.Struct, array_like=True, frozen=True):
+    """Arguments of ``start_profile``. See ``Client.start_profile``."""
+
+    folder: str
+    activities: tuple[str, ...]
+    with_stack: bool
+    record_shapes: bool
+
+
+class WeightNames(msgspec.Struct, array_like=True, frozen=True):
+    """Arguments of ``get_weights``."""
+
+    names: list[str]
+
+
+class TensorValue(msgspec.Struct, array_like=True, frozen=True):
+    """A tensor: its name, its dtype and shape in torch's terms, and its bytes in C order."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """The load of one engine, and its totals since it was ready.
 

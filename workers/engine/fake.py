@@ -36,8 +36,10 @@ from sglrl.wire.engine import (
     EngineStats,
     GenerateArgs,
     NextTokenArgs,
+    ProfileArgs,
     Sampling,
     ScoreArgs,
+    TensorValue,
     TokenChunk,
 )
 from sglrl.wire.processes import EngineSpec
@@ -240,6 +242,18 @@ class FakeEngine:
 
     def flush_cache(self, id_: int) -> None:
         self.mailbox.put_value(id_, not self.requests)
+
+    def server_info(self) -> dict[str, Any]:
+        return {"engine": "fake", "model_path": self.model, "version": ""}
+
+    def start_profile(self, id_: int, args: ProfileArgs) -> None:
+        raise InvalidRequest("engine='fake' has no profiler")
+
+    def stop_profile(self, id_: int) -> None:
+        raise InvalidRequest("engine='fake' has no profiler")
+
+    def get_weights(self, names: list[str]) -> list[TensorValue]:
+        raise InvalidRequest("engine='fake' has no weights")
 
     def stats(self) -> EngineStats:
         uptime = time.monotonic() - self.begun

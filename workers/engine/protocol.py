@@ -6,10 +6,18 @@ answers later, through ``Mailbox.put``.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from sglrl.errors import InvalidRequest
-from sglrl.wire.engine import EngineInfo, EngineStats, GenerateArgs, NextTokenArgs, ScoreArgs
+from sglrl.wire.engine import (
+    EngineInfo,
+    EngineStats,
+    GenerateArgs,
+    NextTokenArgs,
+    ProfileArgs,
+    ScoreArgs,
+    TensorValue,
+)
 
 
 def check_top(wanted: int, vocab_size: int) -> None:
@@ -84,6 +92,30 @@ class Engine(Protocol):
 
     def stats(self) -> EngineStats:
         """Return the engine's load and counters."""
+        ...
+
+    def server_info(self) -> dict[str, Any]:
+        """Return the engine's arguments and limits as plain values."""
+        ...
+
+    def start_profile(self, id_: int, args: ProfileArgs) -> None:
+        """Start the profiler, then answer None through ``Mailbox.put_value``.
+
+        Raises:
+            InvalidRequest: the engine has no profiler.
+        """
+        ...
+
+    def stop_profile(self, id_: int) -> None:
+        """Stop the profiler, then answer the paths of its files through ``Mailbox.put_value``."""
+        ...
+
+    def get_weights(self, names: list[str]) -> list[TensorValue]:
+        """Return copies of live tensors.
+
+        Raises:
+            InvalidRequest: the engine cannot return a tensor of such a name.
+        """
         ...
 
     def info(self) -> EngineInfo:

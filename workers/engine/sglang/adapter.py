@@ -14,6 +14,8 @@ from sglang.srt.managers.io_struct import (
     BatchTokenIDOutput,
     FlushCacheReqInput,
     FlushCacheReqOutput,
+    ProfileReq,
+    ProfileReqOutput,
     ShutdownReq,
     TokenizedGenerateReqInput,
 )
@@ -25,14 +27,16 @@ from sglrl.wire.engine import (
     EngineStats,
     GenerateArgs,
     NextTokenArgs,
+    ProfileArgs,
     ScoreArgs,
+    TensorValue,
     TokenChunk,
 )
 
 from ...mailbox import Mailbox
 from ..loop import IDLE_WAIT
 from ..protocol import check_mode, check_top
-from . import compat, convert
+from . import compat, convert, inspection
 from .accelerations.queries import Known
 from .commands import PauseCommand, Resume, WeightCommand
 from .next_token import NextTokens, Rows
@@ -75,6 +79,7 @@ class Adapter:
         self.draining: WeightCommand | None = None
         """The command that waits until no request runs."""
         self.held_back: list[Any] = []
+        self.profiling = inspection.Profiling()
         self.next_tokens = NextTokens(mailbox)
         self.rows: Rows | None = None
         """Next-token logprobs of the batch whose results are being processed."""
@@ -211,6 +216,20 @@ class Adapter:
 
     def flush_cache(self, id_: int) -> None:
         self.flushes.append(id_)
+
+    def server_info(self) -> dict[str, Any]:
+        return inspection.server_info(self.scheduler)
+
+    def start_profile(self, id_: int, args: ProfileArgs) -> None:
+        self.incoming.append(self.profiling.start(id_, args))
+
+    def stop_profile(self, id_: int) -> None:
+        self.incoming.append(self.profiling.stop(id_))
+
+    def get_weights(self, names: list[str]) -> list[TensorValue]:
+        assert self.scheduler.sglrl_weights is not None
+        found: list[TensorValue] = self.scheduler.sglrl_weights.named(names)
+        return found
 
     def stats(self) -> EngineStats:
         scheduler = self.scheduler
@@ -454,15 +473,25 @@ class Adapter:
             at = produced.get(convert.request_id(id_), 0)
             request.changes.append((at, version))
 
+    def _profiled(self, request: ProfileReq, output: ProfileReqOutput) -> None:
+        id_ = convert.call_id(request.rid)
+        try:
+            self.mailbox.put_value(id_, self.profiling.answered(request, output))
+        except InvalidRequest as error:
+            self.mailbox.put_error(id_, "InvalidRequest", error.message)
+        self.mailbox.flush()
+
     def control(self, output: Any, about: Any) -> None:
         """Handle a message of SGLang to its tokenizer manager.
 
-        Two kinds of messages matter: the answer to a flush, and a request that SGLang aborted. In
-        the second case ``about`` is the aborted request.
+        Three kinds of messages matter: the answers to a flush and to the profiler's requests, and a
+        request that SGLang aborted. ``about`` is the request.
         """
         if isinstance(output, FlushCacheReqOutput):
             self._flushed(output.success)
             self.mailbox.flush()
+        if isinstance(output, ProfileReqOutput):
+            self._profiled(about, output)
         if not isinstance(output, AbortReq) or not output.rid:
             return
         id_ = convert.call_id(output.rid)

@@ -22,11 +22,13 @@ import torch
 
 from sglrl.errors import EngineError
 from sglrl.weights.checksum import checksum
+from sglrl.wire.engine import TensorValue
 from sglrl.wire.weights import ModelDescription, Shard
 
 from ..loop import IDLE_WAIT
 from . import compat
 from .commands import WeightCommand
+from .inspection import live_weights
 from .weight_plan import Plan, Spare, checkpoint_folder, plan_of
 
 if TYPE_CHECKING:
@@ -86,6 +88,13 @@ class SglangWeights:
     @property
     def _model(self) -> Any:
         return self._scheduler.tp_worker.model_runner.model
+
+    def named(self, names: list[str]) -> list[TensorValue]:
+        """Return copies of live tensors. See ``inspection.live_weights``."""
+        self.describe()
+        self._synchronize()
+        with self.reading():
+            return live_weights(self._plan, names)
 
     def checksums(self, names: Sequence[str]) -> list[Shard]:
         assert self._plan is not None

@@ -1,0 +1,114 @@
+"""What an engine tells about itself: its arguments, its weights, and traces of its profiler."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from sglang.srt.managers.io_struct import ProfileReq, ProfileReqOutput, ProfileReqType
+
+from sglrl.errors import InvalidRequest
+from sglrl.wire.engine import ProfileArgs, TensorValue
+
+from . import compat, convert
+from .weight_plan import Plan
+
+
+def server_info(scheduler: Any) -> dict[str, Any]:
+    """Return SGLang's arguments with their final values, and the limits of the scheduler.
+
+    A value that is not made of plain values is its ``repr``.
+    """
+    args = scheduler.server_args
+    if hasattr(args, "resolved_dict"):
+        found = args.resolved_dict()
+    else:
+        found = {field.name: getattr(args, field.name) for field in dataclasses.fields(args)}
+    found |= scheduler.get_init_info() | {"version": compat.VERSION}
+    plain: dict[str, Any] = msgspec.to_builtins(found, enc_hook=repr, str_keys=True)
+    return plain
+
+
+class Profiling:
+    """SGLang's profiler, which makes one trace at a time."""
+
+    def __init__(self) -> None:
+        self._folder = ""
+        """The folder of the running profile, or ""."""
+        self._name = f"worker-pid-{os.getpid()}"
+
+    def start(self, id_: int, args: ProfileArgs) -> ProfileReq:
+        """Return SGLang's request to start.
+
+        Raises:
+            InvalidRequest: the profiler is running.
+        """
+        if self._folder:
+            raise InvalidRequest("the profiler is running: call stop_profile first")
+        self._folder = args.folder
+        return ProfileReq(
+            rid=convert.request_id(id_),
+            req_type=ProfileReqType.START_PROFILE,
+            output_dir=args.folder,
+            activities=list(args.activities),
+            with_stack=args.with_stack,
+            record_shapes=args.record_shapes,
+            profile_id=self._name,
+        )
+
+    def stop(self, id_: int) -> ProfileReq:
+        """Return SGLang's request to stop and to write the trace.
+
+        Raises:
+            InvalidRequest: the profiler is not running.
+        """
+        if not self._folder:
+            raise InvalidRequest("the profiler is not running: call start_profile first")
+        return ProfileReq(rid=convert.request_id(id_), req_type=ProfileReqType.STOP_PROFILE)
+
+    def answered(self, request: ProfileReq, output: ProfileReqOutput) -> list[str]:
+        """Return the files after a stop. Return [] after a start.
+
+        Raises:
+            InvalidRequest: SGLang's profiler did not start or stop.
+        """
+        starts = request.req_type == ProfileReqType.START_PROFILE
+        folder = self._folder
+        if not starts or not output.success:
+            self._folder = ""
+        if not output.success:
+            raise InvalidRequest(output.message)
+        return [] if starts else sorted(map(str, Path(folder).glob(f"{self._name}*")))
+
+
+def live_weights(plan: Plan | None, names: list[str]) -> list[TensorValue]:
+    """Return copies of live tensors under their Hugging Face names.
+
+    Raises:
+        InvalidRequest: this rank does not hold a whole tensor of that name.
+    """
+    found = []
+    specs = {} if plan is None else {spec.name: spec for spec in plan.description.tensors}
+    for name in names:
+        if name not in specs:
+            raise InvalidRequest(f"the model has no tensor {name!r}; see model_metadata()")
+        assert plan is not None
+        spec, copies = specs[name], plan.copies[name]
+        if sum(copy.target.numel() for copy in copies) != prod(spec.shape):
+            raise InvalidRequest(
+                f"{name} is spread over the GPUs of an engine with tp_size > 1; verify_weights "
+                "compares such tensors"
+            )
+        whole = torch.empty(spec.shape, dtype=copies[0].target.dtype)
+        for copy in copies:
+            part = whole.as_strided(copy.size, copy.stride, copy.offset)
+            part.copy_(copy.target.view(copy.size))
+        data = whole.reshape(-1).view(torch.uint8).numpy().tobytes()
+        dtype = str(whole.dtype).removeprefix("torch.")
+        found.append(TensorValue(name, dtype, tuple(spec.shape), data))
+    return found
