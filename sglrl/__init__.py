@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from .inference.engine_controls import WorkerStats
     from .inference.message import AssistantMessage, ToolCall
     from .inference.sampling import SamplingParams
+    from .inference.sampling_mask import SamplingMask
     from .inference.stream import Stream
     from .remote.client import connect
     from .rollouts.group import Group
@@ -110,6 +111,7 @@ _HOME = {
     "Rollout": "rollouts.run",
     "RolloutFailed": "errors",
     "RolloutMetrics": "rollouts.metrics",
+    "SamplingMask": "inference.sampling_mask",
     "SamplingParams": "inference.sampling",
     "ScoreLogprobs": "inference.completion",
     "Scores": "inference.completion",
@@ -179,6 +181,7 @@ __all__ = [
     "Rollout",
     "RolloutFailed",
     "RolloutMetrics",
+    "SamplingMask",
     "SamplingParams",
     "ScoreLogprobs",
     "Scores",

@@ -113,6 +113,8 @@ def _joined(one: TokenChunk, other: TokenChunk) -> TokenChunk:
         logprobs=one.logprobs + other.logprobs,
         top_ids=one.top_ids + other.top_ids,
         top_logprobs=one.top_logprobs + other.top_logprobs,
+        mask_ids=one.mask_ids + other.mask_ids,
+        mask_lengths=one.mask_lengths + other.mask_lengths,
     )
 
 

@@ -288,7 +288,7 @@ class Client(WeightMethods, ControlMethods, InspectionMethods, ScoreMethods):
                 samples of all prompts are submitted at once, or none. The limit is the number of
                 calls in the workers' windows plus ``max_queue``, the calls that may wait at the
                 driver. More samples raise ``InvalidRequest``.
-            logprobs: return the logprob of every output token.
+            logprobs: return the logprob of every output token. See ``Completion.logprobs``.
             top_logprobs: also return this many most likely tokens at each position.
             session: turns with the same name go to the worker that holds their prefix.
             priority: of the calls that wait at the driver, the highest priority is sent first.

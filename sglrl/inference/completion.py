@@ -16,6 +16,7 @@ from ..wire.engine import TokenChunk
 from .display import html, preview
 from .message import AssistantMessage, ToolCall
 from .sampling import SamplingParams
+from .sampling_mask import SamplingMask, mask_of
 
 Decode = Callable[[Sequence[int], bool], str]
 """``decode(token_ids, skip_special_tokens) -> text``"""
@@ -256,9 +257,10 @@ class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False)
     def logprobs(self) -> NDArray[np.float32] | None:
         """Logprobs of the output tokens, float32 [t], read-only. None unless requested.
 
-        A logprob is the natural log of the probability that the model gave the token. Temperature,
-        penalties and grammar are applied; top-p, top-k and min-p are not. With temperature 0, the
-        values are those of temperature 1.
+        A logprob is the natural log of the token's probability. ``logprobs_mode`` selects the
+        distribution (see ``SamplingParams``). By default, "scaled_logprobs", temperature,
+        penalties, ``logit_bias`` and grammar are applied; top-p, top-k and min-p are not. With
+        temperature 0, the values are those of temperature 1.
         """
         if not self._wants_logprobs:
             return None
@@ -266,7 +268,11 @@ class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False)
 
     @cached_property
     def top_logprobs(self) -> TopLogprobs | None:
-        """The most likely tokens at each output position. None unless requested."""
+        """The most likely tokens at each output position. None unless requested.
+
+        Their logprobs are of the same distribution as ``logprobs``. A token that could not be drawn
+        has the smallest float32.
+        """
         k = self._top_logprobs
         if not k:
             return None
@@ -274,6 +280,14 @@ class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False)
             np.frombuffer(b"".join([c.top_ids for c in self._chunks]), "<i4").reshape(-1, k),
             np.frombuffer(b"".join([c.top_logprobs for c in self._chunks]), "<f4").reshape(-1, k),
         )
+
+    @cached_property
+    def sampling_mask(self) -> SamplingMask | None:
+        """The tokens that could be drawn at each position. None unless requested.
+
+        Limits (top-p, top-k, min-p), grammar, ``logit_bias`` and ``min_new_tokens`` are applied.
+        """
+        return mask_of(self._chunks) if self._params.return_sampling_mask else None
 
     @cached_property
     def text(self) -> str:
@@ -366,6 +380,7 @@ class Chunk(msgspec.Struct, frozen=True, dict=True, eq=False):
     _ids: bytes
     _logprobs: bytes | None
     _text: Callable[[], str]
+    _mask: TokenChunk | None = None
 
     @cached_property
     def output_ids(self) -> NDArray[np.int32]:
@@ -376,6 +391,11 @@ class Chunk(msgspec.Struct, frozen=True, dict=True, eq=False):
     def logprobs(self) -> NDArray[np.float32] | None:
         """Logprobs of the new tokens, float32 [t], read-only. None unless requested."""
         return None if self._logprobs is None else np.frombuffer(self._logprobs, dtype="<f4")
+
+    @property
+    def sampling_mask(self) -> SamplingMask | None:
+        """The tokens that could be drawn at each new position. None unless requested."""
+        return None if self._mask is None else mask_of([self._mask])
 
     @property
     def text(self) -> str:

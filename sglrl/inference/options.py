@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
-from .sampling import SamplingParams
+from .sampling import LogprobsMode, SamplingParams
 from .tool_choice import ToolChoice
 
 
@@ -32,6 +32,8 @@ class _SamplingOptions(TypedDict, total=False):
     no_stop_trim: bool
     logit_bias: Mapping[int | str, float] | None
     structural_tag: str | Mapping[str, Any] | None
+    logprobs_mode: LogprobsMode
+    return_sampling_mask: bool
     max_tokens: int | None
     max_completion_tokens: int | None
     min_tokens: int

@@ -31,6 +31,7 @@ from .completion import (
     VersionSpan,
 )
 from .sampling import Prepared
+from .sampling_mask import is_whole
 
 _decode_chunk = msgspec.msgpack.Decoder(TokenChunk).decode
 _DONE: Final = ItemKind.DONE
@@ -124,7 +125,8 @@ class GenerationReply:
         """Decode a chunk and check its contents.
 
         Raises:
-            ProtocolError: the chunk is malformed, or lacks requested logprobs of a token.
+            ProtocolError: the chunk is malformed, or lacks requested logprobs or sampling masks of
+                a token.
         """
         try:
             chunk = _decode_chunk(item.body)
@@ -137,6 +139,8 @@ class GenerationReply:
             raise _malformed("tokens without logprobs")
         if self.top and not len(chunk.top_ids) == len(chunk.top_logprobs) == self.top * size:
             raise _malformed("tokens without logprobs")
+        if self.prepared.params.return_sampling_mask and not is_whole(chunk):
+            raise _malformed("tokens without sampling masks")
         return chunk
 
     def restart(self, call: Call) -> None:

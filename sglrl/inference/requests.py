@@ -260,6 +260,7 @@ class Requests:
         prompts: Sequence[bytes],
         start: int,
         top: int,
+        temperature: float,
         deadline: float | None,
         priority: int,
         worker: int | None,
@@ -294,7 +295,7 @@ class Requests:
                 )
             future: asyncio.Future[Any] = loop.create_future()
             futures.append(future)
-            args = ScoreArgs(ids, start, top, priority)
+            args = ScoreArgs(ids, start, top, priority, temperature)
             if len(ids) > self._max_ids:
                 self._check_size(args)
             calls.append(

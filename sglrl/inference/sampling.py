@@ -6,8 +6,7 @@ import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from operator import index
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 import numpy as np
@@ -15,12 +14,18 @@ import numpy as np
 from ..errors import InvalidRequest
 from ..wire.codec import encode
 from ..wire.engine import Sampling
+from .number_checks import check_integer, check_number
 from .tokens import check_text
 
 DEFAULT_MAX_NEW_TOKENS: Final = 128
 TOP_K_ALL: Final = 1 << 30
 MOST_BIAS: Final = 1e6
 """Largest bias of a logit. With a larger bias, rounding would erase the logit itself."""
+RAW_LOGPROBS: Final = "raw_logprobs"
+SCALED_LOGPROBS: Final = "scaled_logprobs"
+PROCESSED_LOGPROBS: Final = "processed_logprobs"
+LogprobsMode = Literal["raw_logprobs", "scaled_logprobs", "processed_logprobs"]
+LOGPROBS_MODES: Final = (RAW_LOGPROBS, SCALED_LOGPROBS, PROCESSED_LOGPROBS)
 GRAMMARS: Final = ("json_schema", "regex", "ebnf", "structural_tag")
 
 ALIASES: Final = {
@@ -68,6 +73,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             of them may be given. A schema or a tag (see XGrammar, https://xgrammar.mlc.ai) may be a
             dict or JSON text.
         skip_special_tokens: leave special tokens out of ``text``.
+        logprobs_mode: the distribution of ``logprobs`` and ``top_logprobs``.
+
+            * "raw_logprobs": the softmax of the model's logits, as ``Client.score`` returns it.
+            * "scaled_logprobs": the same after penalties, ``logit_bias``, grammar and temperature.
+              With temperature 0, that of temperature 1.
+            * "processed_logprobs": the distribution that the token was drawn from: also after
+              top-k, top-p and min-p, and normalized again. With temperature 0, all logprobs are 0.
+        return_sampling_mask: return the tokens that could be drawn (``Completion.sampling_mask``).
+            Needs top_p, top_k, min_p, temperature 0 or a grammar.
 
     Raises:
         InvalidRequest: a value is out of range or of the wrong type.
@@ -94,20 +108,22 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     no_stop_trim: bool = False
     logit_bias: Mapping[int | str, float] | None = None
     structural_tag: str | Mapping[str, Any] | None = None
+    logprobs_mode: LogprobsMode = SCALED_LOGPROBS
+    return_sampling_mask: bool = False
 
     def __post_init__(self) -> None:
         if self.max_new_tokens is not None:
-            _integer("max_new_tokens", self.max_new_tokens, 1)
-        _number("temperature", self.temperature, 0.0, math.inf)
-        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, 2.0, open_low=True)
-        _integer("top_k", self.top_k, -1, math.inf)
+            check_integer("max_new_tokens", self.max_new_tokens, 1)
+        check_number("temperature", self.temperature, 0.0, math.inf)
+        check_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        check_number("min_p", self.min_p, 0.0, 1.0)
+        check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        check_number("repetition_penalty", self.repetition_penalty, 0.0, 2.0, open_low=True)
+        check_integer("top_k", self.top_k, -1, math.inf)
         if self.top_k == 0:
             raise InvalidRequest("top_k must be at least 1, or -1 for all tokens, got 0")
-        _integer("min_new_tokens", self.min_new_tokens, 0)
+        check_integer("min_new_tokens", self.min_new_tokens, 0)
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             raise InvalidRequest(
                 f"min_new_tokens={self.min_new_tokens} is more than max_new_tokens="
@@ -115,7 +131,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.seed is not None:
             # seed + i of n samples must fit an int64.
-            _integer("seed", self.seed, 0, (1 << 62) - 1)
+            check_integer("seed", self.seed, 0, (1 << 62) - 1)
         for text in _texts("stop", self.stop):
             if not text:
                 raise InvalidRequest("a stop string is empty; it would end every output at once")
@@ -140,12 +156,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 f"stop_token_ids must be a list of token ids, got {self.stop_token_ids!r}"
             ) from None
         for token in tokens:
-            _integer("stop_token_ids", token, 0)
-        for name in ("ignore_eos", "skip_special_tokens", "no_stop_trim"):
+            check_integer("stop_token_ids", token, 0)
+        for name in ("ignore_eos", "skip_special_tokens", "no_stop_trim", "return_sampling_mask"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequest(f"{name} must be True or False, got {getattr(self, name)!r}")
         self._check_bias()
         self._check_grammar()
+        self._check_reports()
 
     def _check_bias(self) -> None:
         if self.logit_bias is None:
@@ -157,9 +174,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for token, bias in self.logit_bias.items():
             # Keys may be text, as in JSON objects and in the APIs of SGLang and OpenAI.
             decimal = isinstance(token, str) and token.isdecimal() and len(token) < 20
-            _integer("logit_bias", int(token) if decimal else token, 0)
+            check_integer("logit_bias", int(token) if decimal else token, 0)
             if not (isinstance(bias, (float, np.floating)) and bias == -math.inf):
-                _number("logit_bias", bias, -math.inf, MOST_BIAS)
+                check_number("logit_bias", bias, -math.inf, MOST_BIAS)
 
     def _check_grammar(self) -> None:
         for name in ("json_schema", "structural_tag"):
@@ -183,6 +200,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 check_grammar(name, value)
         if len(self.grammars) > 1:
             raise InvalidRequest(f"give only one of {' and '.join(self.grammars)}")
+
+    def _check_reports(self) -> None:
+        if not isinstance(self.logprobs_mode, str) or self.logprobs_mode not in LOGPROBS_MODES:
+            raise InvalidRequest(
+                f"logprobs_mode must be one of {', '.join(map(repr, LOGPROBS_MODES))}, got "
+                f"{self.logprobs_mode!r}"
+            )
+        limited = self.temperature == 0 or self.top_p < 1 or self.top_k != -1 or self.min_p > 0
+        if self.return_sampling_mask and not limited and not self.grammars:
+            raise InvalidRequest(
+                "return_sampling_mask is for limited sampling, and all tokens may be drawn: set "
+                "top_p, top_k or min_p, or leave it out"
+            )
 
     @property
     def grammars(self) -> list[str]:
@@ -222,6 +252,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             stop_regex=tuple(map(str, self.stop_patterns)),
             logit_bias={int(token): max(-MOST_BIAS, float(bias)) for token, bias in biases.items()},
             structural_tag=_sent(self.structural_tag),
+            logprobs_mode=None if self.logprobs_mode == SCALED_LOGPROBS else self.logprobs_mode,
+            return_sampling_mask=self.return_sampling_mask,
         )
 
 
@@ -292,39 +324,6 @@ def _texts(name: str, value: Any) -> Sequence[str]:
     for text in texts:
         check_text(name, text)
     return texts
-
-
-def _integer(name: str, value: Any, low: int, high: float = (1 << 31) - 1) -> None:
-    try:
-        # Arrays and tensors have __index__ too, but it works only for a single integer.
-        number = index(value)
-    except TypeError:
-        number = None
-    if number is None or isinstance(value, (bool, np.bool_)):
-        raise InvalidRequest(f"{name} must be an integer, got {value!r}")
-    if number < low:
-        raise InvalidRequest(f"{name} must be at least {low}, got {value}")
-    if number > high:
-        raise InvalidRequest(f"{name} must be at most {high}, got {value}")
-
-
-def _number(name: str, value: Any, low: float, high: float, open_low: bool = False) -> None:
-    if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__float__"):
-        raise InvalidRequest(f"{name} must be a number, got {value!r}")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    except (TypeError, ValueError):
-        raise InvalidRequest(f"{name} must be a number, got {value!r}") from None
-    # Engines compute in float32, where 1e39 is infinite and 1e-46 is 0.
-    with np.errstate(over="ignore", under="ignore"):
-        narrow = float(np.float32(number))
-    finite = math.isfinite(number) and narrow < math.inf
-    if not finite or number > high or number < low or (open_low and narrow == low):
-        bracket = "(" if open_low else "["
-        upper = "inf)" if high == math.inf else f"{high:g}]"
-        raise InvalidRequest(f"{name} must be in {bracket}{low:g}, {upper}, got {value}")
 
 
 class Prepared:

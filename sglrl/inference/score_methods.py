@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from typing import Any, Literal, overload
 
@@ -11,6 +12,7 @@ from ..driver.gathering import submit_all
 from ..errors import InvalidRequest
 from .client_base import ClientBase
 from .completion import NextTokenLogprobs, ScoreLogprobs, Scores
+from .number_checks import check_number
 from .prompts import check_given_ids
 from .tokens import TokenIds, check_ids
 
@@ -25,6 +27,7 @@ class ScoreMethods(ClientBase):
         *,
         start: int = 0,
         top_logprobs: Literal[0] = 0,
+        temperature: float = 1.0,
         timeout: float | None = None,
         worker: int | None = None,
         priority: int = 0,
@@ -36,6 +39,7 @@ class ScoreMethods(ClientBase):
         *,
         start: int = 0,
         top_logprobs: int,
+        temperature: float = 1.0,
         timeout: float | None = None,
         worker: int | None = None,
         priority: int = 0,
@@ -47,6 +51,7 @@ class ScoreMethods(ClientBase):
         *,
         start: int = 0,
         top_logprobs: Literal[0] = 0,
+        temperature: float = 1.0,
         timeout: float | None = None,
         worker: int | None = None,
         priority: int = 0,
@@ -58,6 +63,7 @@ class ScoreMethods(ClientBase):
         *,
         start: int = 0,
         top_logprobs: int,
+        temperature: float = 1.0,
         timeout: float | None = None,
         worker: int | None = None,
         priority: int = 0,
@@ -69,6 +75,7 @@ class ScoreMethods(ClientBase):
         *,
         start: int = 0,
         top_logprobs: int = 0,
+        temperature: float = 1.0,
         timeout: float | None = None,
         worker: int | None = None,
         priority: int = 0,
@@ -80,11 +87,12 @@ class ScoreMethods(ClientBase):
                 ``generate``.
             start: first position to return. Earlier positions are context only.
             top_logprobs: also return this many most likely tokens at each position.
+            temperature: the logits are divided by it, above 0.
             timeout, worker, priority: as for ``generate``.
 
         Returns:
             ``ScoreLogprobs``, an array float32 [length - start]: ``log p(token i | tokens before
-            i)`` at temperature 1. Position 0 has no context and is NaN. With ``top_logprobs``:
+            i)`` at this temperature. Position 0 has no context and is NaN. With ``top_logprobs``:
             ``Scores``. For a list of sequences: a list of these.
 
             Both have ``.version``: the weight version with which the forward pass that computed
@@ -103,7 +111,10 @@ class ScoreMethods(ClientBase):
             raise InvalidRequest(f"start must be an integer of at least 0, got {start!r}")
         priority, worker, _ = check_target(priority, worker, None)
         requests.check_top(top_logprobs)
-        calls, futures = requests.scores(prompts, start, top_logprobs, deadline, priority, worker)
+        check_number("temperature", temperature, 0.0, math.inf, open_low=True)
+        calls, futures = requests.scores(
+            prompts, start, top_logprobs, float(temperature), deadline, priority, worker
+        )
         results = await submit_all(requests.driver, calls, futures)
         return results if several else results[0]
 

@@ -87,6 +87,7 @@ class Stream:
                             chunk.ids,
                             chunk.logprobs if logprobs else None,
                             texts.add(chunk),
+                            chunk if prepared.params.return_sampling_mask else None,
                         )
                 outcome = reply.outcome
                 if outcome is not None:

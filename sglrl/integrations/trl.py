@@ -215,6 +215,8 @@ def _check(trainer: Any) -> None:
         raise UsageError("the engines have no prompt tuning; use an adapter that can be merged")
     if getattr(trainer.model, "is_quantized", False):
         raise UsageError("quantized weights are not supported; load the model without quantization")
+    if (trainer.args.generation_kwargs or {}).get("return_sampling_mask"):
+        raise UsageError("return_sampling_mask has no effect: TRL's loss takes no masks")
 
 
 def _is_sharded(accelerator: Any) -> bool:

@@ -16,6 +16,7 @@ from ..core.calls import Call
 from ..core.prefixes import Route
 from ..driver.driver import ENVELOPE_BYTES, Driver, now
 from ..errors import DeadlineExceeded, InvalidRequest, SglrlError, UnknownEndpoint
+from ..inference.number_checks import check_number
 from ..inference.sampling import GRAMMARS, MOST_BIAS, check_grammar, most_top_logprobs
 from ..inference.tokens import in_range
 from ..weights.port import WeightsPort
@@ -212,6 +213,7 @@ class Admission:
         count = len(ids) // 4
         if not 0 <= wanted.start < count:
             raise InvalidRequest(f"start={wanted.start} is beyond the tokens given")
+        check_number("temperature", wanted.temperature, 0.0, math.inf, open_low=True)
         _check_top(wanted.top_logprobs, self._most_top)
         return wanted, ids, (count - wanted.start) * (4 + 8 * wanted.top_logprobs)
 

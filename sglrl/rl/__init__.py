@@ -10,6 +10,7 @@ The value at a token belongs to this token. Everything is computed in float32.
 from .advantages import group_advantages, has_signal, leave_one_out, turn_advantages
 from .losses import (
     PolicyStats,
+    apply_sampling_mask,
     importance_ratios,
     kl_estimate,
     masked_mean,
@@ -21,6 +22,7 @@ from .losses import (
 
 __all__ = [
     "PolicyStats",
+    "apply_sampling_mask",
     "group_advantages",
     "has_signal",
     "importance_ratios",

@@ -53,6 +53,38 @@ def token_logprobs(logits: Tensor, ids: Tensor) -> Tensor:
     return torch.nn.functional.pad(chosen, (1, 0))
 
 
+def apply_sampling_mask(logits: Tensor, mask_ids: Tensor, mask_lengths: Tensor) -> Tensor:
+    """Return the logits with -inf for the tokens that could not be drawn.
+
+    With logits over the sampling temperature, ``token_logprobs`` of the result are the logprobs of
+    the distribution that the tokens were drawn from ("processed_logprobs"). Without the mask, the
+    policy that is trained is not the one that sampled, if top-p, top-k or min-p limit it.
+
+    Args:
+        logits: [b, t, v], as in ``token_logprobs``.
+        mask_ids: int64 [b, m], padded with -1, from ``sglrl.rollouts.stack``.
+        mask_lengths: int64 [b, t], from ``stack`` too. Where it is 0, the logits of the token do
+            not change.
+
+    Raises:
+        UsageError: wrong shapes, or ids and lengths do not belong together.
+    """
+    if logits.dim() != 3 or logits.shape[:2] != mask_lengths.shape:
+        raise UsageError(
+            f"logits must be [b, t, v] and mask_lengths [b, t], got {list(logits.shape)} and "
+            f"{list(mask_lengths.shape)}"
+        )
+    lengths = mask_lengths.flatten()
+    ids = mask_ids[mask_ids >= 0]
+    if len(ids) != int(lengths.sum()) or mask_lengths[:, :1].any():
+        raise UsageError("mask_ids and mask_lengths do not belong together")
+    # The logits of a token are those of the position before it, in the same row.
+    rows = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths) - 1
+    out = torch.nn.functional.pad(mask_lengths[:, 1:] > 0, (0, 1)).flatten()[:, None]
+    out = out.repeat(1, logits.shape[2]).index_put((rows, ids), out.new_tensor(False))
+    return logits.masked_fill(out.view(logits.shape), float("-inf"))
+
+
 def token_entropies(logits: Tensor) -> Tensor:
     """Return the entropy, in nats, of the distribution of each token.
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from ..config import install
 from ..errors import UsageError
+from ..inference.sampling_mask import SamplingMask
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -24,6 +25,7 @@ _PADDING: Final[dict[str, float]] = {
     "versions": -1,
     "turn_ids": -1,
     "rewards": 0.0,
+    "mask_lengths": 0,
 }
 
 
@@ -45,6 +47,8 @@ class TrajectoryArrays(Protocol):
     def reward(self) -> float: ...
     @property
     def finish_reason(self) -> str: ...
+    @property
+    def sampling_mask(self) -> SamplingMask | None: ...
 
 
 def stack(
@@ -76,7 +80,14 @@ def stack(
     turn_ids         int64   -1      index of the turn that generated the token, otherwise -1
     rewards          float32 0       the turn's reward, at the last token of each turn (for a turn
                                      without tokens: at the token before it)
+    mask_lengths     int64   0       number of tokens that could be drawn at this position; 0 if
+                                     it was not sampled, or its sampling mask is not known
     ================ ======= ======= ============================================================
+
+    ``mask_lengths`` is there if a trajectory has a ``sampling_mask``. So is ``mask_ids``, int64
+    [n, m]: the tokens of all positions of the row, one position after the other. In the padded
+    layout, m is that of the row with most, and the padding on the right is -1. In the jagged layout
+    it is a nested tensor. ``sglrl.rl.apply_sampling_mask`` takes both.
 
     Keys per row have the shape [n]:
 
@@ -121,6 +132,9 @@ def stack(
             raise UsageError(f"{name} must be an integer, not {given!r}")
     lengths = np.array([len(t.prompt_ids) + len(t.response_ids) for t in batch])
     flat = _flat(batch, lengths)
+    masked = any(t.sampling_mask is not None for t in batch)
+    if masked:
+        flat["mask_lengths"] = _mask_lengths(batch, lengths)
     values: dict[str, Any]
     if layout == "padded":
         width = _width(int(lengths.max()), pad_to, pad_to_multiple_of)
@@ -151,6 +165,8 @@ def stack(
         }
     else:
         raise UsageError(f'layout must be "padded" or "jagged", not {layout!r}')
+    if masked:
+        values["mask_ids"] = _mask_ids(batch, layout)
     for key, numbers, dtype in (
         ("reward", [whole[i].reward for i, _ in rows], torch.float32),
         ("sample", [i for i, _ in rows], torch.int64),
@@ -203,6 +219,32 @@ def _flat(batch: Sequence[TrajectoryArrays], lengths: NDArray[np.int64]) -> dict
             flat["rewards"][response + turn.stop - 1] += turn.reward
         begin = end
     return flat
+
+
+def _mask_lengths(
+    batch: Sequence[TrajectoryArrays], lengths: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Return the number of drawable tokens at each position of all trajectories."""
+    found = np.zeros(int(lengths.sum()), np.int64)
+    for trajectory, end in zip(batch, lengths.cumsum().tolist(), strict=True):
+        mask = trajectory.sampling_mask
+        if mask is not None:
+            found[end - len(trajectory.response_ids) : end] = mask.lengths
+    return found
+
+
+def _mask_ids(batch: Sequence[TrajectoryArrays], layout: Layout) -> Any:
+    """Return the drawable tokens of each trajectory."""
+    import torch
+
+    masks = [trajectory.sampling_mask for trajectory in batch]
+    rows = [
+        torch.from_numpy(np.zeros(0, np.int64) if mask is None else mask.ids.astype(np.int64))
+        for mask in masks
+    ]
+    if layout == "jagged":
+        return torch.nested.nested_tensor(rows, layout=torch.jagged)
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)
 
 
 def _metadata(batch: Sequence[TrajectoryArrays], name: str) -> Any:

@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from ..errors import ProtocolError, UsageError
 from ..inference.completion import Completion, Decode
 from ..inference.display import html, preview
+from ..inference.sampling_mask import SamplingMask, mask_from
+from .arrays import checked_mask, is_consistent, joined_masks, read_only
 from .rewards import Reward, number
 from .tensors import Layout, stack
 from .turn import TrajectoryTiming, Turn, checked_turn
@@ -35,7 +37,6 @@ _DTYPES: Final = {
     "logprobs": _FLOAT32,
     "versions": _INT32,
 }
-_KINDS: Final = {"i": "iu", "b": "biu", "f": "fiu"}
 _NO_VERSION: Final = (-1).to_bytes(4, "little", signed=True)
 _NAN: Final = np.array(np.nan, _FLOAT32).tobytes()
 
@@ -57,12 +58,15 @@ class Record(msgspec.Struct, array_like=True, frozen=True):
     metadata: dict[Any, Any]
     messages: list[dict[str, Any]] | None = None
     branches: tuple[Record, ...] = ()
+    mask_ids: bytes = b""
+    mask_lengths: bytes | None = None
 
 
 def record_of(trajectory: Trajectory) -> Record:
     """Return the record of a trajectory, for encoding. Its arrays are views, not copies."""
     arrays: list[Any] = [getattr(trajectory, name).data for name in _DTYPES]
     prompt, response, mask, logprobs, versions = arrays
+    allowed = trajectory.sampling_mask
     return Record(
         prompt,
         response,
@@ -74,6 +78,8 @@ def record_of(trajectory: Trajectory) -> Record:
         trajectory.metadata,
         trajectory.messages,
         tuple(map(record_of, trajectory.branches)),
+        b"" if allowed is None else allowed.ids.tobytes(),
+        None if allowed is None else allowed.lengths.tobytes(),
     )
 
 
@@ -100,6 +106,9 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
         branches: the other conversations of the same run, in the order in which they ended, if the
             agent went back or began anew, or if the chat template rewrote earlier turns. Each turn
             is in one of them, or in this trajectory. ``leaves`` has them all.
+        sampling_mask: the tokens that could be drawn at each position of the response, or None. The
+            set is empty where ``loss_mask`` is False, and in turns without
+            ``return_sampling_mask``.
     """
 
     prompt_ids: NDArray[np.int32]
@@ -112,10 +121,11 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
     metadata: dict[str, Any] = {}
     messages: list[dict[str, Any]] | None = None
     branches: tuple[Trajectory, ...] = ()
+    sampling_mask: SamplingMask | None = None
 
     def __post_init__(self) -> None:
         for name, dtype in _DTYPES.items():
-            force_setattr(self, name, _read_only(name, getattr(self, name), dtype))
+            force_setattr(self, name, read_only(name, getattr(self, name), dtype))
         if not len(self.prompt_ids):
             raise UsageError("prompt_ids is empty; a trajectory begins with at least one token")
         size = len(self.response_ids)
@@ -136,6 +146,8 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
             raise UsageError("versions must be >= 0 where loss_mask is True, -1 where it is False")
         if (self.logprobs[~sampled] != 0).any():
             raise UsageError("logprobs must be 0 where loss_mask is False")
+        allowed = checked_mask(self.sampling_mask, self.response_ids, sampled)
+        force_setattr(self, "sampling_mask", allowed)
         try:
             timing = TrajectoryTiming(*self.timing)
         except TypeError as error:
@@ -255,6 +267,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
             metadata,
             messages,
             oldest,
+            joined_masks(size, starts, turns),
         )
 
     @classmethod
@@ -271,7 +284,14 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
         """
         size = len(record.response_ids)
         sizes = (4 * len(record.loss_mask), len(record.logprobs), len(record.versions))
-        if not record.prompt_ids or len(record.prompt_ids) % 4 or sizes != (size, size, size):
+        lengths = record.mask_lengths
+        allowed = None if lengths is None else mask_from(record.mask_ids, lengths)
+        if (
+            not record.prompt_ids
+            or len(record.prompt_ids) % 4
+            or sizes != (size, size, size)
+            or (allowed is not None and not is_consistent(allowed, size // 4))
+        ):
             raise ProtocolError("a trajectory whose arrays do not belong together")
         return cls._unchecked(
             record.prompt_ids,
@@ -284,6 +304,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
             record.metadata,
             record.messages,
             oldest,
+            allowed,
         ).with_branches([cls.from_record(branch) for branch in record.branches])
 
     @classmethod
@@ -299,6 +320,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
         metadata: dict[str, Any],
         messages: list[dict[str, Any]] | None,
         oldest: int | None,
+        allowed: SamplingMask | None,
     ) -> Trajectory:
         # Copying a blank instance avoids the checks of the constructor.
         self = copy(_BLANK)
@@ -311,6 +333,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
         force_setattr(self, "timing", timing)
         force_setattr(self, "metadata", metadata)
         force_setattr(self, "messages", messages)
+        force_setattr(self, "sampling_mask", allowed)
         if oldest is not None:
             self.__dict__["oldest_version"] = oldest
         return self
@@ -454,33 +477,6 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
         if self.branches:
             raise UsageError("a trajectory with branches has several rows: use stack, or leaves")
         return stack([self], layout, **options)[0]
-
-
-def _read_only(name: str, values: Any, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Return ``values`` as a read-only array of this dtype. Copy them only if necessary.
-
-    Raises:
-        UsageError: the values are not a one-dimensional array, or do not fit the dtype.
-    """
-    try:
-        array = np.asarray(values)
-    except ValueError as error:
-        raise UsageError(f"{name} is no array: {error}") from error
-    if array.ndim != 1:
-        raise UsageError(f"{name} must have one dimension, not {array.ndim}")
-    if array.dtype != dtype:
-        # numpy makes a float array of an empty list, so check the kind only if there are values.
-        if len(array) and array.dtype.kind not in _KINDS[dtype.kind]:
-            raise UsageError(f"{name} must be {dtype.name}, not {array.dtype.name}")
-        with np.errstate(over="ignore"):
-            narrow = array.astype(dtype)
-        if dtype.kind != "f" and (narrow != array).any():
-            raise UsageError(f"{name} holds a value that does not fit into {dtype.name}")
-        array = narrow
-    elif array.flags.writeable or not array.flags.c_contiguous:
-        array = array.copy()
-    array.flags.writeable = False
-    return array
 
 
 _BLANK: Final = Trajectory(

@@ -24,6 +24,7 @@ import msgspec
 import numpy as np
 
 from ..errors import UsageError
+from ..inference.sampling_mask import mask_from
 from .atomic_file import new_content
 from .trajectory import Record, Trajectory, record_of
 from .turn import Turn
@@ -112,7 +113,7 @@ def to_jsonl(path: str | os.PathLike[str], trajectories: Iterable[Trajectory]) -
 
     ``save`` and ``load`` are smaller and faster. An object has the fields of ``Trajectory``, and
     ``reward``, ``finish_reason``, ``oldest_version`` and ``text`` (null without a tokenizer). A NaN
-    in ``logprobs`` is null.
+    in ``logprobs`` is null. ``sampling_mask`` is null, or a list of token ids for each position.
 
     Raises:
         UsageError: an item is not a ``Trajectory``, or its metadata cannot be encoded.
@@ -137,6 +138,7 @@ def _fields(trajectory: Trajectory) -> dict[str, Any]:
     text = None
     with contextlib.suppress(UsageError):
         text = trajectory.text
+    mask = trajectory.sampling_mask
     return {
         "text": text,
         "messages": trajectory.messages,
@@ -144,6 +146,7 @@ def _fields(trajectory: Trajectory) -> dict[str, Any]:
         "finish_reason": trajectory.finish_reason,
         "oldest_version": trajectory.oldest_version,
         **{name: getattr(trajectory, name).tolist() for name in _ARRAYS},
+        "sampling_mask": None if mask is None else [ids.tolist() for ids in mask.sets()],
         "turns": [_turn_fields(turn) for turn in trajectory.turns],
         "timing": trajectory.timing._asdict(),
         "metadata": trajectory.metadata,
@@ -209,4 +212,7 @@ def _trajectory(record: Record) -> Trajectory:
         metadata=record.metadata,
         messages=record.messages,
         branches=tuple(map(_trajectory, record.branches)),
+        sampling_mask=(
+            None if record.mask_lengths is None else mask_from(record.mask_ids, record.mask_lengths)
+        ),
     )

@@ -54,6 +54,8 @@ class Sampling(msgspec.Struct, array_like=True, gc=False, frozen=True):
     stop_regex: tuple[str, ...] = ()
     logit_bias: dict[int, float] = {}
     structural_tag: str | None = None
+    logprobs_mode: str | None = None
+    return_sampling_mask: bool = False
 
 
 class GenerateArgs(msgspec.Struct, array_like=True, gc=False, frozen=True):
@@ -86,6 +88,9 @@ class TokenChunk(msgspec.Struct, array_like=True, gc=False, frozen=True):
     parts: only in the answer to ``ScoreArgs``, which has logprobs and no ids. int32 [p, 2]: the
         number of logprobs that one version computed, and that version. Empty if ``version``
         computed all of them.
+    mask_ids: int32 [m], the token ids that could be drawn at each position, one position after the
+        other; empty if they are not wanted.
+    mask_lengths: int32 [t], the number of ids at each position, or empty.
     """
 
     ids: bytes
@@ -97,6 +102,8 @@ class TokenChunk(msgspec.Struct, array_like=True, gc=False, frozen=True):
     top_logprobs: bytes = b""
     stop_match: str | int | None = None
     parts: bytes = b""
+    mask_ids: bytes = b""
+    mask_lengths: bytes = b""
 
 
 class ScoreArgs(msgspec.Struct, array_like=True, gc=False, frozen=True):
@@ -105,12 +112,14 @@ class ScoreArgs(msgspec.Struct, array_like=True, gc=False, frozen=True):
     input_ids: int32 [n].
     start: the first position whose logprob is wanted.
     top_logprobs: how many of the likeliest tokens are wanted at each position.
+    temperature: the logits are divided by it; above 0.
     """
 
     input_ids: bytes
     start: int = 0
     top_logprobs: int = 0
     priority: int = 0
+    temperature: float = 1.0
 
 
 class NextTokenArgs(msgspec.Struct, array_like=True, gc=False, frozen=True):

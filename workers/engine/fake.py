@@ -3,7 +3,10 @@
 The output is the prompt, repeated up to ``max_new_tokens``. The logprob of output position i is
 ``-(i + 1) / 1024``. In the distribution of the next token, the last token of the prompt is the
 likeliest. Each following id is less likely by a factor of e; after the largest id comes 0. The
-likeliest tokens of an output position are 0, 1, ..., with the logprobs of this distribution.
+likeliest tokens of an output position are 0, 1, ..., with the logprobs of this distribution. All
+values of ``logprobs_mode`` have the same logprobs. A score at temperature t has these logprobs over
+t. The sampling mask of output position i has the token and the i % 3 ids after it; after the
+largest id comes 0.
 
 Engine arguments:
 
@@ -59,6 +62,7 @@ class _Running(msgspec.Struct):
         done: the number of new tokens so far.
         sent: how many of them the engine has reported.
         top: the number of likeliest tokens at each position.
+        mask: report the sampling mask.
     """
 
     prompt: bytes
@@ -66,6 +70,7 @@ class _Running(msgspec.Struct):
     logprobs: bool
     stream: bool
     top: int
+    mask: bool
     done: int = 0
     sent: int = 0
 
@@ -130,6 +135,7 @@ class FakeEngine:
             args.logprobs,
             args.stream,
             args.top_logprobs,
+            sampling.return_sampling_mask,
             done,
             done,
         )
@@ -141,12 +147,13 @@ class FakeEngine:
         check_top(args.top_logprobs, self.vocab_size)
         count -= args.start
         top = args.top_logprobs
+        falling = self.falling[:top] / np.float32(args.temperature)
         chunk = TokenChunk(
             b"",
-            self.table[: 4 * count],
+            (np.frombuffer(self.table, "<f4", count) / np.float32(args.temperature)).tobytes(),
             "stop",
             top_ids=np.tile(np.arange(top, dtype="<i4"), count).tobytes(),
-            top_logprobs=np.tile(self.falling[:top], count).tobytes(),
+            top_logprobs=np.tile(falling, count).tobytes(),
         )
         self._when_running(id_, partial(self.mailbox.put, id_, ItemKind.DONE, chunk))
 
@@ -237,8 +244,22 @@ class FakeEngine:
                 top_ids=np.tile(np.arange(top, dtype="<i4"), count).tobytes(),
                 top_logprobs=np.tile(self.falling[:top], count).tobytes(),
             )
+        if request.mask:
+            chunk = self._with_mask(chunk, request.sent)
         request.sent = request.done
         self.mailbox.put(id_, ItemKind.DONE if finish else ItemKind.CHUNK, chunk)
+
+    def _with_mask(self, chunk: TokenChunk, begin: int) -> TokenChunk:
+        """Add the sampling mask of tokens from output position ``begin`` on."""
+        sets = [
+            sorted((token + more) % self.vocab_size for more in range(1 + at % 3))
+            for at, token in enumerate(np.frombuffer(chunk.ids, "<i4").tolist(), begin)
+        ]
+        return msgspec.structs.replace(
+            chunk,
+            mask_ids=np.array([id_ for one in sets for id_ in one], "<i4").tobytes(),
+            mask_lengths=np.array([len(one) for one in sets], "<i4").tobytes(),
+        )
 
     def flush_cache(self, id_: int) -> None:
         self.mailbox.put_value(id_, not self.requests)

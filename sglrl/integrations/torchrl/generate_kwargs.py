@@ -102,4 +102,7 @@ def split(values: dict[str, Any]) -> tuple[dict[str, Any], SamplingParams]:
         raise InvalidRequest(f"logprobs={logprobs!r}: of sampled tokens alone")
     values = understood(values)
     call: dict[str, Any] = {name: values.pop(name) for name in _CALL_ARGUMENTS if name in values}
-    return call, from_kwargs(values)
+    params = from_kwargs(values)
+    if params.return_sampling_mask:
+        raise InvalidRequest("return_sampling_mask: TorchRL's output has no place for it")
+    return call, params

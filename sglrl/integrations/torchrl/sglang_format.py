@@ -112,6 +112,9 @@ def result(completion: Completion, return_text: bool) -> dict[str, Any]:
             [(logprob, token, None) for logprob, token in zip(row, tokens, strict=True)]
             for row, tokens in zip(top.logprobs.tolist(), top.ids.tolist(), strict=True)
         ]
+    mask = completion.sampling_mask
+    if mask is not None:
+        meta["output_token_sampling_mask"] = [allowed.tolist() for allowed in mask.sets()]
     found: dict[str, Any] = {"output_ids": ids, "meta_info": meta}
     if return_text:
         found["text"] = completion.text

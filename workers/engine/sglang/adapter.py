@@ -8,7 +8,9 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from sglang.srt.managers.io_struct import (
     AbortReq,
     BatchTokenIDOutput,
@@ -36,11 +38,12 @@ from sglrl.wire.engine import (
 from ...mailbox import Mailbox
 from ..loop import IDLE_WAIT
 from ..protocol import check_mode, check_top
-from . import compat, convert, inspection
+from . import convert, inspection
 from .accelerations.queries import Known
-from .commands import PauseCommand, Resume, WeightCommand
+from .commands import PauseCommand, Report, Resume, WeightCommand
+from .engine_info import engine_info
 from .next_token import NextTokens, Rows
-from .tracked_request import TrackedRequest
+from .tracked_request import MASKS_TOO_LARGE, TrackedRequest
 from .weight_commands import WeightCommands
 
 logger = logging.getLogger("sglrl.worker")
@@ -51,7 +54,7 @@ _DRAIN_WAIT = 0.05
 No message reports that the driver has given up this update.
 """
 
-_REQUESTS = (TokenizedGenerateReqInput, Resume)
+_REQUESTS = (TokenizedGenerateReqInput, Report, Resume)
 
 
 class Adapter:
@@ -91,23 +94,28 @@ class Adapter:
     def generate(self, id_: int, args: GenerateArgs) -> None:
         scheduler = self.scheduler
         check_top(args.top_logprobs, scheduler.model_config.vocab_size)
-        params = self.samplings.get(bytes(args.sampling), args.stream)
+        params, wanted = self.samplings.get(bytes(args.sampling), args.stream)
         begun = convert.token_array(args.resume)
         asked = convert.generate_request(id_, args, params, self._priority(args))
         if begun:
             self.incoming.append(Resume(convert.request_id(id_), begun))
+        if wanted is not None:
+            self.incoming.append(Report(convert.request_id(id_), *wanted))
         self.incoming.append(asked)
         request = TrackedRequest(scheduler.sglrl_version, args.top_logprobs, generates=True)
         request.sent = request.resumed = len(begun)
+        if wanted is not None and wanted.mask:
+            request.masks = {}
         self.requests[id_] = request
 
     @cached_property
     def samplings(self) -> convert.Samplings:
-        scheduler = self.scheduler
+        scheduler, args = self.scheduler, self.scheduler.server_args
         return convert.Samplings(
             scheduler.tokenizer,
             scheduler.model_config.vocab_size,
-            scheduler.server_args.stream_interval,
+            args.stream_interval,
+            bool(args.enable_deterministic_inference or args.rl_on_policy_target),
         )
 
     def score(self, id_: int, args: ScoreArgs) -> None:
@@ -116,6 +124,9 @@ class Adapter:
             raise InvalidRequest(f"start={args.start} is not within the {count} tokens given")
         check_top(args.top_logprobs, self.scheduler.model_config.vocab_size)
         params = convert.score_params()
+        if args.temperature != 1:
+            report = Report(convert.request_id(id_), temperature=args.temperature)
+            self.incoming.append(report)
         self.incoming.append(convert.score_request(id_, args, params, self._priority(args)))
         self.requests[id_] = TrackedRequest(
             self.scheduler.sglrl_version, args.top_logprobs, args.start
@@ -249,29 +260,7 @@ class Adapter:
         )
 
     def info(self) -> EngineInfo:
-        scheduler = self.scheduler
-        config = scheduler.model_config
-        eos = config.hf_eos_token_id
-        eos_ids = sorted(eos) if isinstance(eos, (set, list, tuple)) else [eos] if eos else []
-        device = scheduler.device
-        return EngineInfo(
-            model=scheduler.server_args.model_path,
-            architecture=config.hf_config.architectures[0],
-            dtype=str(config.dtype).removeprefix("torch."),
-            device=device if device == "cpu" else f"{device}:{scheduler.sglrl_gpu}",
-            vocab_size=config.vocab_size,
-            context_length=config.context_len,
-            # SGLang rejects an input of max_req_input_len.
-            max_prompt_tokens=scheduler.max_req_input_len - 2,
-            max_total_tokens=scheduler.max_req_input_len - 1,
-            eos_token_ids=[int(i) for i in eos_ids],
-            kv_cache_tokens=scheduler.max_total_num_tokens,
-            priority_scheduling=bool(scheduler.enable_priority_scheduling),
-            sglang_version=compat.VERSION,
-            tp_size=scheduler.server_args.tp_size,
-            accelerations=self.accelerations,
-            tokenizer=scheduler.server_args.tokenizer_path or "",
-        )
+        return engine_info(self.scheduler, self.accelerations)
 
     # --- calls of the scheduler -------------------------------------------------------------------
 
@@ -371,8 +360,8 @@ class Adapter:
             count = len(output.output_ids[i])
             if kind == ItemKind.CHUNK:
                 if count:
-                    parts = request.take(count)
-                    for chunk in convert.token_chunks(output, i, request.top, parts):
+                    masks, parts = request.take_masks(count), request.take(count)
+                    for chunk in convert.token_chunks(output, i, request.top, parts, masks):
                         mailbox.put(id_, kind, chunk)
                 continue
             if id_ in self.returned:
@@ -457,11 +446,26 @@ class Adapter:
 
     def _return(self, id_: int, request: TrackedRequest, output: Any, i: int) -> None:
         """Send the last tokens of a request."""
-        parts = request.take(len(output.output_ids[i]))
-        *chunks, last = convert.token_chunks(output, i, request.top, parts)
+        count = len(output.output_ids[i])
+        masks, parts = request.take_masks(count), request.take(count)
+        *chunks, last = convert.token_chunks(output, i, request.top, parts, masks)
         for chunk in chunks:
             self.mailbox.put(id_, ItemKind.CHUNK, chunk)
         self.mailbox.put(id_, ItemKind.DONE, last)
+
+    def drawable(self, rid: str, at: int, ids: NDArray[np.int32]) -> None:
+        """Take the tokens that could be drawn at an output position.
+
+        A position comes again if its token was discarded.
+        """
+        id_ = convert.call_id(rid)
+        request = self.requests.get(id_)
+        if request is None or not request.add_mask(at, ids) or id_ in self.cancelled:
+            return
+        del self.requests[id_]
+        self.returned.discard(id_)
+        self.incoming.append(AbortReq(rid=rid))
+        self.mailbox.put_error(id_, "InvalidRequest", MASKS_TOO_LARGE.format(at + 1))
 
     def version_changed(self, version: int, produced: dict[str, int]) -> None:
         """Record that the next result is the first one of ``version``.

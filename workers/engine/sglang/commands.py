@@ -38,6 +38,21 @@ class PauseCommand:
 
 
 @dataclass(frozen=True)
+class Report:
+    """What a request reports about its tokens beside SGLang's own, sent before the request.
+
+    logprobs_mode: as in ``SamplingParams``.
+    mask: report the tokens that could be drawn.
+    temperature: of the scores of given tokens.
+    """
+
+    rid: str
+    logprobs_mode: str = ""
+    mask: bool = False
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True)
 class Resume:
     """The output of a request that another worker has begun, sent before the request itself.
 

@@ -6,15 +6,21 @@ import copy
 import re
 from array import array
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 from sglang.srt.managers.io_struct import BatchTokenIDOutput, TokenizedGenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglrl.errors import InvalidRequest
-from sglrl.inference.sampling import GRAMMARS
+from sglrl.inference.sampling import (
+    GRAMMARS,
+    LOGPROBS_MODES,
+    PROCESSED_LOGPROBS,
+    SCALED_LOGPROBS,
+)
 from sglrl.wire.calls import ItemKind
 from sglrl.wire.engine import GenerateArgs, NextTokenArgs, Sampling, ScoreArgs, TokenChunk
 
@@ -54,38 +60,69 @@ def token_array(ids: bytes) -> array[int]:
     return tokens
 
 
+class Wanted(NamedTuple):
+    """What a request reports about its tokens beside SGLang's own. See ``commands.Report``."""
+
+    logprobs_mode: str
+    mask: bool
+
+
 class Samplings:
     """A cache of SGLang's sampling parameters, with one entry for each distinct value.
 
     Args:
         stream_interval: number of tokens in each report of a request that streams.
+        deterministic: the results of the engine must not depend on other requests.
     """
 
-    def __init__(self, tokenizer: Any, vocab_size: int, stream_interval: int = 1) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        vocab_size: int,
+        stream_interval: int = 1,
+        deterministic: bool = False,
+    ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._stream_interval = stream_interval
-        self._known: dict[tuple[bytes, bool], SamplingParams] = {}
+        self._deterministic = deterministic
+        self._known: dict[tuple[bytes, bool], tuple[SamplingParams, Wanted | None]] = {}
 
-    def get(self, raw: bytes, stream: bool) -> SamplingParams:
-        """Return the parameters of one request.
+    def get(self, raw: bytes, stream: bool) -> tuple[SamplingParams, Wanted | None]:
+        """Return the parameters of one request, and what it reports.
 
         Raises:
             InvalidRequest: SGLang rejects the values.
         """
         found = self._known.get((raw, stream))
         if found is None:
+            s = _sampling.decode(raw)
             interval = self._stream_interval if stream else PROGRESS_TOKENS
-            found = sampling_params(raw, interval, self._tokenizer, self._vocab_size)
+            params = sampling_params(s, interval, self._tokenizer, self._vocab_size)
+            found = params, _wanted(s, self._deterministic)
             if len(self._known) >= _SAMPLINGS:
                 self._known.clear()
             self._known[raw, stream] = found
         # Copy, because SGLang changes some parameters for one request.
-        return copy.copy(found)
+        return copy.copy(found[0]), found[1]
 
 
-def sampling_params(raw: bytes, interval: int, tokenizer: Any, vocab_size: int) -> SamplingParams:
-    """Convert an encoded ``Sampling`` to SGLang's parameters.
+def _wanted(s: Sampling, deterministic: bool) -> Wanted | None:
+    mode = s.logprobs_mode or SCALED_LOGPROBS
+    if mode not in LOGPROBS_MODES:
+        raise InvalidRequest(f"unknown logprobs_mode {mode!r}")
+    if mode == SCALED_LOGPROBS and not s.return_sampling_mask:
+        return None
+    if deterministic and (mode == PROCESSED_LOGPROBS or s.return_sampling_mask):
+        raise InvalidRequest(
+            'return_sampling_mask and logprobs_mode="processed_logprobs" do not work with '
+            "enable_deterministic_inference or rl_on_policy_target"
+        )
+    return Wanted(mode, s.return_sampling_mask)
+
+
+def sampling_params(s: Sampling, interval: int, tokenizer: Any, vocab_size: int) -> SamplingParams:
+    """Convert a ``Sampling`` to SGLang's parameters.
 
     Args:
         interval: number of tokens in each report.
@@ -93,7 +130,6 @@ def sampling_params(raw: bytes, interval: int, tokenizer: Any, vocab_size: int) 
     Raises:
         InvalidRequest: SGLang rejects the values, or they need a tokenizer and the model has none.
     """
-    s = _sampling.decode(raw)
     if isinstance(tokenizer, NoTokenizer):
         if s.stop or s.stop_regex:
             raise InvalidRequest(
@@ -227,7 +263,11 @@ def cached_tokens(output: BatchTokenIDOutput | SimpleNamespace, i: int) -> int:
 
 
 def token_chunks(
-    output: BatchTokenIDOutput | SimpleNamespace, i: int, top: int, parts: list[tuple[int, int]]
+    output: BatchTokenIDOutput | SimpleNamespace,
+    i: int,
+    top: int,
+    parts: list[tuple[int, int]],
+    masks: list[NDArray[np.int32]] | None = None,
 ) -> list[TokenChunk]:
     """Convert the output of request ``i`` in one step.
 
@@ -235,6 +275,7 @@ def token_chunks(
         top: the number of top logprobs that the request wants.
         parts: (number of tokens, version) of each part of the output, in order. The last part takes
             all remaining tokens.
+        masks: for each token, the tokens that could be drawn. None: not wanted.
 
     Returns:
         One chunk for each part.
@@ -253,6 +294,11 @@ def token_chunks(
         if top and values is not None:
             top_ids = _matrix(output.output_top_logprobs_idx[i][span], top, "<i4")
             top_values = _matrix(output.output_top_logprobs_val[i][span], top, "<f4")
+        mask_ids = mask_lengths = b""
+        if masks:
+            own = masks[span]
+            mask_ids = b"".join([ids.tobytes() for ids in own])
+            mask_lengths = np.array([len(ids) for ids in own], "<i4").tobytes()
         chunks.append(
             TokenChunk(
                 ids[span].tobytes(),
@@ -263,6 +309,8 @@ def token_chunks(
                 top_ids,
                 top_values,
                 finished.get("matched") if finished and last else None,
+                mask_ids=mask_ids,
+                mask_lengths=mask_lengths,
             )
         )
     return chunks

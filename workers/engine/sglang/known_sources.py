@@ -25,6 +25,16 @@ KNOWN: Final[dict[str, dict[str, str]]] = {
     "sglang.srt.layers.logits_processor:fused_softcap": {
         "9416c684105e82e8": "0.5.17 to 0.5.23",
     },
+    "sglang.srt.layers.logprob_processor:InputLogprobProcessor._forward_by_chunk": {
+        "c58b4dae103f9dde": "0.5.17",
+        "9637f67c67a3cb93": "0.5.18 to 0.5.19",
+        "34264dfb364fc41b": "0.5.20",
+        "b0f22db5364217af": "0.5.21 to 0.5.23",
+    },
+    "sglang.srt.layers.logprob_processor:InputLogprobProcessor.forward": {
+        "3388a79950a886a9": "0.5.17 to 0.5.20",
+        "a80fb7d8576bb7b2": "0.5.21 to 0.5.23",
+    },
     "sglang.srt.layers.logprob_processor:OutputLogprobProcessor.compute_logprobs": {
         "4ec49f40acc4858b": "0.5.17 to 0.5.23",
     },
@@ -220,6 +230,10 @@ KNOWN: Final[dict[str, dict[str, str]]] = {
         "ee89c67ba03579b4": "0.5.17",
         "c18561de596fb762": "0.5.23",
     },
+    "sglang.srt.model_executor.model_runner:ModelRunner._preprocess_logits": {
+        "7b6b74ce05eba5fa": "0.5.17 to 0.5.18",
+        "26580ccf84f3f72a": "0.5.19 to 0.5.23",
+    },
     "sglang.srt.model_executor.model_runner:ModelRunner.forward": {
         "110f3b02b09b0af2": "0.5.17 to 0.5.19",
         "d8bacbc3de115f37": "0.5.20",
@@ -260,6 +274,13 @@ KNOWN: Final[dict[str, dict[str, str]]] = {
     "sglang.srt.sampling.penaltylib.repetition_penalty:BatchedRepetitionPenalizer": {
         "7896b88bc3369b3a": "0.5.17 to 0.5.20",
         "de1b44de639a26b2": "0.5.21 to 0.5.23",
+    },
+    "sglang.srt.sampling.sampling_batch_info:SamplingBatchInfo.apply_logits_bias": {
+        "7ac1b7d4ffc47953": "0.5.17 to 0.5.18",
+        "1e39687d59461a97": "0.5.19 to 0.5.23",
+    },
+    "sglang.srt.sampling.sampling_batch_info:SamplingBatchInfo.copy_for_forward": {
+        "a009750025c965f2": "0.5.17 to 0.5.23",
     },
     "sglang.srt.sampling.sampling_batch_info:SamplingBatchInfo.from_schedule_batch": {
         "04411a63bd78f5cd": "0.5.17",

@@ -70,10 +70,33 @@ PATCHES: Final = (
         ),
     ),
     Patch(
+        name="sampling_reports",
+        why="SGLang has one kind of logprobs, and sampling masks only with top-k and without seeds",
+        module="patches.sampling_reports",
+        after=("gpu_sampling", "seeded_sampling"),
+        wraps=(
+            f"{_SAMPLING}.sampling_batch_info:SamplingBatchInfo.apply_logits_bias",
+            f"{_SAMPLING}.sampling_batch_info:SamplingBatchInfo.copy_for_forward",
+            f"{_SAMPLER}.forward",
+            f"{_SAMPLER}._sample_from_probs",
+        ),
+        reads=(
+            f"{_RUNNER}._preprocess_logits",
+            "sglang.srt.layers.logprob_processor:OutputLogprobProcessor.compute_logprobs",
+        ),
+    ),
+    Patch(
+        name="score_temperature",
+        why="SGLang scores given tokens at temperature 1 only",
+        module="patches.score_temperature",
+        wraps=("sglang.srt.layers.logprob_processor:InputLogprobProcessor.forward",),
+        reads=("sglang.srt.layers.logprob_processor:InputLogprobProcessor._forward_by_chunk",),
+    ),
+    Patch(
         name="undrawable_tokens",
         why="a request without a drawable token (NaN, a dead end of its grammar) ends all others",
         module="patches.undrawable_tokens",
-        after=("gpu_sampling", "seeded_sampling"),
+        after=("gpu_sampling", "seeded_sampling", "sampling_reports"),
         wraps=(f"{_SAMPLER}.forward", f"{_SAMPLER}._sample_from_probs"),
     ),
     Patch(

@@ -35,8 +35,9 @@ from ..step_clock import StepClock
 from . import compat, resume
 from .accelerations.queries import Queries, is_query
 from .adapter import Adapter
-from .commands import PauseCommand, Resume, WeightCommand
+from .commands import PauseCommand, Report, Resume, WeightCommand
 from .no_tokenizer import NoTokenizer
+from .patches import sampling_reports, score_temperature
 from .patches.undrawable_tokens import end_undrawable
 from .weights import SglangWeights
 
@@ -115,6 +116,7 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
         """Launch number of the last step whose results were processed."""
         self._sglrl_updating = False
         self._sglrl_resumes: dict[str, Resume] = {}
+        self._sglrl_reports: dict[str, Report] = {}
         self._sglrl_entering: set[str] = set()
         super().__init__(*args)
         # SGLang's own limit is five tokens less than it can generate after a shorter prompt, so
@@ -165,6 +167,8 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
             match request:
                 case Resume():
                     self._sglrl_resumes[request.rid] = request
+                case Report():
+                    self._sglrl_reports[request.rid] = request
                 case WeightCommand():
                     super().process_input_requests(theirs)
                     theirs = []
@@ -221,6 +225,9 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
     def init_req_max_new_tokens(self, req: Any) -> None:
         super().init_req_max_new_tokens(req)
         # SGLang calls this for every request that it accepts, before any code reads the output.
+        report = self._sglrl_reports.pop(req.rid, None)
+        if report is not None:
+            sampling_reports.ask(req, report)
         begun = self._sglrl_resumes.pop(req.rid, None)
         if begun is not None:
             resume.begin(req, begun.ids)
@@ -259,6 +266,8 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
                 # A prompt that is prefilled in parts has its next token after the last part.
                 self.sglrl_adapter.next_tokens.expect(batch.reqs, self.chunked_req)
                 self.sglrl_adapter.launched(batch)
+            score_temperature.attach(batch.reqs if sampling_reports.any_alive() else ())
+        sampling_reports.attach(batch)
         result = super().run_batch(batch, *args, **kwargs)
         result.sglrl_version = self.sglrl_version
         result.sglrl_launch = self._sglrl_launches
@@ -281,6 +290,8 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
             self.sglrl_adapter.rows = result.sglrl_rows
             self.sglrl_adapter.result_version = version
         end_undrawable(batch, result, version)
+        if self.sglrl_adapter is not None:
+            sampling_reports.collect(batch, result, self.sglrl_adapter)
         returned = super().process_batch_result(batch, result, *args, **kwargs)
         if self.sglrl_adapter is not None:
             # Count progress before the prefill ends, so that no heartbeat reports only its end.

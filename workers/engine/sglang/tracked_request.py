@@ -2,6 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+_NOTHING: Final = np.zeros(0, "<i4")
+MOST_MASK_IDS: Final = 1 << 24
+"""Maximum size of the sampling masks of one call (64 MiB): for 4,096 tokens, 4,096 ids each."""
+MASKS_TOO_LARGE: Final = (
+    f"the sampling masks of the first {{}} tokens have more than {MOST_MASK_IDS:,} token ids: use "
+    "top_k, or a smaller top_p or temperature"
+)
+
 
 class TrackedRequest:
     """One request while SGLang has it.
@@ -14,11 +27,16 @@ class TrackedRequest:
     prefills: of a scoring request: (first position, version) of each part of the prompt that one
         version computes.
     generates: it is a request of ``generate``.
+    masks: for each position that was not reported, the tokens that could be drawn. None: they are
+        not wanted.
+    mask_ids: the number of all these tokens so far.
     """
 
     __slots__ = (
         "changes",
         "generates",
+        "mask_ids",
+        "masks",
         "prefills",
         "resumed",
         "score_start",
@@ -38,6 +56,8 @@ class TrackedRequest:
         self.resumed = 0
         self.changes: list[tuple[int, int]] = []
         self.prefills: list[tuple[int, int]] = []
+        self.masks: dict[int, NDArray[np.int32]] | None = None
+        self.mask_ids = 0
 
     def prefilled(self, begin: int, version: int) -> None:
         """Record a forward pass of the prompt from position ``begin``.
@@ -48,6 +68,25 @@ class TrackedRequest:
             self.prefills.pop()
         if not self.prefills or self.prefills[-1][1] != version:
             self.prefills.append((begin, version))
+
+    def add_mask(self, at: int, ids: NDArray[np.int32]) -> bool:
+        """Keep the tokens that could be drawn at an output position, if they are wanted.
+
+        Returns:
+            Whether all masks together are too large.
+        """
+        if self.masks is None:
+            return False
+        self.masks[at] = ids
+        self.mask_ids += len(ids)
+        return self.mask_ids > MOST_MASK_IDS
+
+    def take_masks(self, count: int) -> list[NDArray[np.int32]] | None:
+        """Return the masks of the next ``count`` tokens. Call before ``take``."""
+        masks = self.masks
+        if masks is None:
+            return None
+        return [masks.pop(at, _NOTHING) for at in range(self.sent, self.sent + count)]
 
     def take(self, count: int) -> list[tuple[int, int]]:
         """Count ``count`` more tokens as sent; return them as [(number, version)], never empty."""

@@ -9,7 +9,8 @@ token with the smallest E / p is drawn with probability p. The logarithm of this
 probabilities (the Gumbel-max trick, https://arxiv.org/abs/1411.0030, section 2). The same pass sums
 the terms of the logprob.
 
-SGLang handles all other cases: other ways to sample, seeds (``seeded_sampling``) and top logprobs.
+SGLang handles all other cases: other ways to sample, seeds (``seeded_sampling``), top logprobs, and
+reports (``sampling_reports``).
 """
 
 from __future__ import annotations
@@ -225,6 +226,7 @@ def _takes(info: Any, return_logprob: bool, top_logprobs: Any, token_ids: Any) -
         and not info.need_top_k_sampling
         and not info.need_min_p_sampling
         and not seeded_sampling.any_alive()
+        and info.sglrl_reports is None
         and not any(getattr(info, "return_sampling_masks", None) or ())
         and getattr(info, "sampling_mask_batch_indices", None) is None
         and not (

@@ -11,6 +11,7 @@ computation.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -92,30 +93,41 @@ def draw(
         limits: top-k, top-p and min-p, [n] each, as SGLang's own sampler applies them. None: all
             tokens may be drawn.
     """
-    rows = max(1, _ELEMENTS // probs.shape[1])
     blocks = []
-    for at in range(0, probs.shape[0], rows):
-        block = slice(at, at + rows)
-        weights = probs[block].double()
-        if limits is not None:
+    for block in row_blocks(*probs.shape):
+        if limits is None:
+            weights = probs[block].double()
+        else:
             top_ks, top_ps, min_ps = limits
-            weights = _limited(weights, top_ks[block], top_ps[block], min_ps[block])
+            weights = limited(probs[block], top_ks[block], top_ps[block], min_ps[block])
         # This is an exponential race: the token with the shortest waiting time, of rate p, wins.
         waits = -torch.log(_uniform(seeds[block], positions[block], probs.shape[1]))
         blocks.append(torch.argmax(weights / waits, dim=-1))
     return torch.cat(blocks)
 
 
-def _limited(
+def row_blocks(rows: int, columns: int) -> Iterator[slice]:
+    """Yield blocks of rows that are small enough for float64."""
+    size = max(1, _ELEMENTS // columns)
+    for at in range(0, rows, size):
+        yield slice(at, min(at + size, rows))
+
+
+def limited(
     probs: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor, min_ps: torch.Tensor
 ) -> torch.Tensor:
-    """Return ``probs`` with zeros for the tokens that must not be drawn."""
+    """Return ``probs`` as float64, with zeros for the tokens that must not be drawn.
+
+    All limits refer to the given probabilities, as in SGLang: top-p does not count those that are
+    left after top-k.
+    """
     ordered, tokens = probs.sort(dim=-1, descending=True, stable=True)
+    ordered = ordered.double()
     rank = torch.arange(probs.shape[1], device=probs.device)
     out = rank >= top_ks.view(-1, 1)
     out |= ordered.cumsum(dim=-1) - ordered > top_ps.view(-1, 1)
     out |= ordered < ordered[:, :1] * min_ps.view(-1, 1)
-    return torch.zeros_like(probs).scatter_(-1, tokens, ordered.masked_fill(out, 0.0))
+    return torch.zeros_like(ordered).scatter_(-1, tokens, ordered.masked_fill(out, 0.0))
 
 
 def _signed(constant: int) -> int:

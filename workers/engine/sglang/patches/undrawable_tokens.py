@@ -53,17 +53,27 @@ def install(setup: Setup) -> None:
             # there is nothing else. Both turn 0 into NaN.
             at = ids.long().unsqueeze(1)
             rows = torch.isnan(0 * output.next_token_logits.gather(1, at))[:, 0]
-        output.sglrl_undrawable = _to_host(rows) if rows.is_cuda else rows
+        output.sglrl_undrawable = to_host(rows)
         return ids
 
     Sampler._sample_from_probs = sample
     Sampler.forward = with_undrawable
 
 
-def _to_host(rows: torch.Tensor) -> torch.Tensor:
+def to_host(values: torch.Tensor) -> torch.Tensor:
     """Start a copy to pinned memory. A copy to pageable memory would wait for the GPU."""
-    target = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
-    return target.copy_(rows, non_blocking=True)
+    if not values.is_cuda:
+        return values
+    target = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    return target.copy_(values, non_blocking=True)
+
+
+def await_step(result: Any) -> None:
+    """Wait until the GPU has finished a step, and its copies to the host."""
+    if result.copy_done is not None:
+        result.copy_done.synchronize()
+    elif result.next_token_ids.is_cuda:
+        torch.cuda.current_stream().synchronize()
 
 
 def end_undrawable(batch: Any, result: Any, version: int) -> None:
@@ -75,10 +85,7 @@ def end_undrawable(batch: Any, result: Any, version: int) -> None:
     rows = getattr(getattr(result, "logits_output", None), "sglrl_undrawable", None)
     if rows is None:
         return
-    if result.copy_done is not None:
-        result.copy_done.synchronize()
-    elif result.next_token_ids.is_cuda:
-        torch.cuda.current_stream().synchronize()
+    await_step(result)
     if not rows.any():
         return
     for i in rows.nonzero()[:, 0].tolist():

@@ -1,0 +1,44 @@
+"""Check numbers that users give. A wrong one raises ``InvalidRequest``."""
+
+from __future__ import annotations
+
+import math
+from operator import index
+from typing import Any
+
+import numpy as np
+
+from ..errors import InvalidRequest
+
+
+def check_integer(name: str, value: Any, low: int, high: float = (1 << 31) - 1) -> None:
+    try:
+        # Arrays and tensors have __index__ too, but it works only for a single integer.
+        number = index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, (bool, np.bool_)):
+        raise InvalidRequest(f"{name} must be an integer, got {value!r}")
+    if number < low:
+        raise InvalidRequest(f"{name} must be at least {low}, got {value}")
+    if number > high:
+        raise InvalidRequest(f"{name} must be at most {high}, got {value}")
+
+
+def check_number(name: str, value: Any, low: float, high: float, open_low: bool = False) -> None:
+    if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__float__"):
+        raise InvalidRequest(f"{name} must be a number, got {value!r}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    except (TypeError, ValueError):
+        raise InvalidRequest(f"{name} must be a number, got {value!r}") from None
+    # Engines compute in float32, where 1e39 is infinite and 1e-46 is 0.
+    with np.errstate(over="ignore", under="ignore"):
+        narrow = float(np.float32(number))
+    finite = math.isfinite(number) and narrow < math.inf
+    if not finite or number > high or number < low or (open_low and narrow == low):
+        bracket = "(" if open_low else "["
+        upper = "inf)" if high == math.inf else f"{high:g}]"
+        raise InvalidRequest(f"{name} must be in {bracket}{low:g}, {upper}, got {value}")

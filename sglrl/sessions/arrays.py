@@ -1,0 +1,108 @@
+"""The arrays of a trajectory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import UsageError
+from ..inference.completion import Completion
+from ..inference.sampling_mask import SamplingMask
+
+_KINDS: Final = {"i": "iu", "b": "biu", "f": "fiu"}
+
+
+def read_only(name: str, values: Any, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Return ``values`` as a read-only array of this dtype. Copy them only if necessary.
+
+    Raises:
+        UsageError: the values are not a one-dimensional array, or do not fit the dtype.
+    """
+    try:
+        array = np.asarray(values)
+    except ValueError as error:
+        raise UsageError(f"{name} is no array: {error}") from error
+    if array.ndim != 1:
+        raise UsageError(f"{name} must have one dimension, not {array.ndim}")
+    if array.dtype != dtype:
+        # numpy makes a float array of an empty list, so check the kind only if there are values.
+        if len(array) and array.dtype.kind not in _KINDS[dtype.kind]:
+            raise UsageError(f"{name} must be {dtype.name}, not {array.dtype.name}")
+        with np.errstate(over="ignore"):
+            narrow = array.astype(dtype)
+        if dtype.kind != "f" and (narrow != array).any():
+            raise UsageError(f"{name} holds a value that does not fit into {dtype.name}")
+        array = narrow
+    elif array.flags.writeable or not array.flags.c_contiguous:
+        array = array.copy()
+    array.flags.writeable = False
+    return array
+
+
+def joined_masks(
+    size: int, starts: Sequence[int], turns: Sequence[Completion]
+) -> SamplingMask | None:
+    """Return the sampling mask of a response of ``size`` tokens, or None if no turn has one.
+
+    Args:
+        starts: for each turn, the position at which its tokens begin.
+    """
+    if not any(turn._params.return_sampling_mask for turn in turns):
+        return None
+    lengths = np.zeros(size, np.int64)
+    ids = [np.zeros(0, np.int32)]
+    for start, turn in zip(starts, turns, strict=True):
+        mask = turn.sampling_mask
+        if mask is not None:
+            lengths[start : start + len(mask.lengths)] = mask.lengths
+            ids.append(mask.ids)
+    return _frozen(np.concatenate(ids), np.concatenate([[0], lengths.cumsum()]))
+
+
+def checked_mask(
+    mask: SamplingMask | None, response: NDArray[np.int32], sampled: NDArray[np.bool_]
+) -> SamplingMask | None:
+    """Return a sampling mask with read-only arrays.
+
+    Raises:
+        UsageError: its arrays do not belong together or to the response, or a sampled token is not
+            in its set.
+    """
+    if mask is None:
+        return None
+    try:
+        ids, offsets = mask
+    except (TypeError, ValueError):
+        raise UsageError(f"sampling_mask must be a SamplingMask, not {mask!r:.100}") from None
+    ids = read_only("sampling_mask.ids", ids, np.dtype("<i4"))
+    offsets = read_only("sampling_mask.offsets", offsets, np.dtype("<i8"))
+    checked = SamplingMask(ids, offsets)
+    if not is_consistent(checked, len(response)):
+        raise UsageError(
+            f"sampling_mask.offsets must have {len(response) + 1} values, one more than "
+            f"response_ids, that ascend from 0 to {len(ids)}, the number of its ids"
+        )
+    lengths = np.diff(offsets)
+    if lengths[~sampled].any():
+        raise UsageError("sampling_mask must be empty where loss_mask is False")
+    inside = np.zeros(len(response), np.bool_)
+    position = np.repeat(np.arange(len(response)), lengths)
+    inside[position[ids == response[position]]] = True
+    if (~inside[lengths > 0]).any():
+        raise UsageError("sampling_mask lacks a sampled token in its own set")
+    return checked
+
+
+def is_consistent(mask: SamplingMask, size: int) -> bool:
+    """Return whether the offsets of a mask are those of ``size`` sets of its ids."""
+    offsets = mask.offsets
+    ends = len(offsets) == size + 1 and offsets[0] == 0 and offsets[-1] == len(mask.ids)
+    return bool(ends and (np.diff(offsets) >= 0).all())
+
+
+def _frozen(ids: NDArray[np.int32], offsets: NDArray[np.int64]) -> SamplingMask:
+    ids.flags.writeable = offsets.flags.writeable = False
+    return SamplingMask(ids, offsets)
