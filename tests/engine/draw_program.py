@@ -21,7 +21,7 @@ from sglang.srt.layers.sampler import Sampler
 from sglrl_workers.engine.sglang.accelerations import gpu_sampling
 from sglrl_workers.engine.sglang.patch import Setup, install
 from sglrl_workers.engine.sglang.patch_list import PATCHES
-from sglrl_workers.engine.sglang.patches import seeded_sampling
+from sglrl_workers.engine.sglang.patches import sampling_reports, seeded_sampling
 from sglrl_workers.engine.sglang.source import sglang_folder
 
 from .draw_cases import CASES, KEY, LANES, STEP
@@ -54,6 +54,9 @@ def sample(logits: torch.Tensor, **changes: Any) -> tuple[list[int], Any, list[b
         top_ps=torch.ones(len(logits)),
         min_ps=torch.zeros(len(logits)),
         sampling_seed=None,
+        sglrl_reports=None,
+        sglrl_raw=None,
+        sglrl_limited=None,
     )
     asked = {"return_logprob": True, "top": [0] * len(logits), "token_ids": [None] * len(logits)}
     for name, value in changes.items():
@@ -102,7 +105,7 @@ def main() -> None:
         enable_deterministic_inference=False, rl_on_policy_target=None, tp_size=1
     )
     theirs.get_exec = lambda: SimpleNamespace(kernel=SimpleNamespace(sampling_backend="pytorch"))
-    samplers = ("gpu_sampling", "seeded_sampling", "undrawable_tokens")
+    samplers = ("gpu_sampling", "seeded_sampling", "sampling_reports", "undrawable_tokens")
     patches = install(
         [patch for patch in PATCHES if patch.name in samplers],
         Setup(server_args=arguments, device="cuda"),
@@ -130,6 +133,9 @@ def main() -> None:
         "top-k": sample(logits, need_top_k_sampling=True),
         "likeliest tokens": sample(logits, top=[0, 2, 0, 0, 0]),
         "given tokens": sample(logits, token_ids=[None, [3], None, None, None]),
+        "reports": sample(
+            logits, return_logprob=False, sglrl_reports=sampling_reports.Rows([1], [], [], [], [])
+        ),
         "greedy": sample(logits, is_all_greedy=True),
     }
     seeded = Request()

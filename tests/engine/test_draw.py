@@ -99,6 +99,14 @@ def test_which_steps_a_worker_with_a_gpu_draws_like_this(said: dict[str, dict[st
     others = [ids[0], 0, *ids[2:]]
     assert sampled["one without"][0] == others
     assert sampled["one without"][2] == [False, True, False, False, False]
-    for name in ("too early", "no kernels", "top-k", "likeliest tokens", "given tokens", "seeds"):
+    for name in (
+        "too early",
+        "no kernels",
+        "top-k",
+        "likeliest tokens",
+        "given tokens",
+        "reports",
+        "seeds",
+    ):
         assert not sampled[name][3], name
     assert sampled["greedy"][0] == CASES["normal 150"][0].argmax(axis=1).tolist()

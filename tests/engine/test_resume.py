@@ -34,6 +34,12 @@ CASES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
     "seed": {"seed": 11},
     "seed and limits": {"seed": 4, "top_p": 0.8, "top_k": 40, "temperature": 1.3},
+    "masks": {
+        "seed": 9,
+        "top_p": 0.7,
+        "return_sampling_mask": True,
+        "logprobs_mode": "processed_logprobs",
+    },
     "frequency": {"temperature": 0, "frequency_penalty": 0.6},
     "presence": {"temperature": 0, "presence_penalty": 1.1},
     "repetition": {"temperature": 0, "repetition_penalty": 1.4},
@@ -47,7 +53,7 @@ CASES: dict[str, dict[str, Any]] = {
 # all, depending on what it prefills meanwhile. There two runs of one request may differ without any
 # loss. A separate test checks these cases, with no other request in the engine.
 LATE = {"frequency", "presence", "repetition"}
-CALLED = ["greedy", "seed", "frequency", "regex"]
+CALLED = ["greedy", "seed", "masks", "frequency", "regex"]
 """Cases that also run without streaming."""
 
 
@@ -102,6 +108,10 @@ async def kill_first(client: sglrl.Client) -> None:
 def same(made: sglrl.Completion, whole: sglrl.Completion, name: str) -> None:
     assert made.output_ids.tolist() == whole.output_ids.tolist(), name
     np.testing.assert_allclose(made.logprobs, whole.logprobs, atol=1e-4, rtol=0, err_msg=name)
+    if whole.sampling_mask is not None:
+        assert made.sampling_mask is not None
+        for part, expected in zip(made.sampling_mask, whole.sampling_mask, strict=True):
+            assert part.tolist() == expected.tolist(), name
     assert made.finish_reason == whole.finish_reason, name
     assert made.stop_match == whole.stop_match, name
     assert made.text == whole.text, name

@@ -137,7 +137,9 @@ def generate_args(prompt: bytes, sampling: Sampling = SAMPLING, **more: Any) -> 
 
 def to_driver() -> list[list[bytes]]:
     chunk = TokenChunk(ids(1, 2, 3), logprobs(3), "", 5, 1, ids(*range(6)), logprobs(6))
-    last = TokenChunk(ids(4), logprobs(1), "stop", 5, 2, ids(8, 9), logprobs(2), "end")
+    last = TokenChunk(
+        *(ids(4), logprobs(1), "stop", 5, 2, ids(8, 9), logprobs(2), "end", b"", ids(4, 6), ids(2))
+    )
     body, frames = ARRAY
     messages: list[tuple[Any, list[bytes]]] = [
         (Starting("loading"), []),

@@ -131,6 +131,21 @@ async def test_seeds_repeat(client: sglrl.Client) -> None:
     assert len(set(found[0])) == 4
 
 
+async def test_sampling_masks(client: sglrl.Client) -> None:
+    async def agent(session: sglrl.Session, item: int) -> float:
+        await ask(session.base_url, session.api_key, 2)
+        return 0.0
+
+    limits: dict[str, Any] = {"max_new_tokens": 4, "top_k": 8, "return_sampling_mask": True}
+    async with sglrl.rollout(client, agent, [0], gateway=True, **limits) as run:
+        (group,) = [group async for group in run]
+    for trajectory in group.trajectories:
+        mask = trajectory.sampling_mask
+        assert mask is not None
+        assert (mask.lengths > 0).tolist() == trajectory.loss_mask.tolist()
+        assert trajectory.loss_mask.sum() == 8
+
+
 async def test_a_session_without_a_gateway(client: sglrl.Client) -> None:
     async with client.session(input_ids=[5]) as session:
         for name in ("base_url", "api_key"):

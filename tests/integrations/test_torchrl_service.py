@@ -135,6 +135,12 @@ def test_logprobs_and_samples(service: AsyncSGLang, pool: sglrl.BlockingClient) 
         .keys()
         .isdisjoint({"output_token_logprobs", "output_top_logprobs"})
     )
+    limited = service.generate(
+        input_ids=ids, max_tokens=6, top_k=4, ignore_eos=True, return_sampling_mask=True
+    )
+    masks = limited["meta_info"]["output_token_sampling_mask"]
+    assert [len(mask) for mask in masks] == [4] * 6
+    assert all(token in mask for token, mask in zip(limited["output_ids"], masks, strict=True))
     samples = service.generate(PROMPTS[:2], n=3, max_new_tokens=4, temperature=1.0)
     assert len(samples) == 6
     assert len(service.generate(PROMPTS[0], n=2, max_new_tokens=1)) == 2

@@ -493,6 +493,7 @@ def test_every_sampling_name_is_forwarded(pool: sglrl.BlockingClient, tokenizer:
         ({"prompt_logprobs": 1}, r"client\.score"),
         ({"stop_sequences": ["a"], "stop": ["b"]}, "both given"),
         ({"guided_choice": ["a", "b"]}, "give a regex"),
+        ({"top_p": 0.9, "return_sampling_mask": True}, "has no place for it"),
         ({"max_new_token": 4}, "did you mean 'max_new_tokens'"),
     ],
 )

@@ -335,6 +335,7 @@ PROMPT_TUNING = SimpleNamespace(is_prompt_learning=True)
         ({"environment_factories": {"a": object}}, r"use SGLangRollouts\(agent=\.\.\.\)"),
         ({"model": SimpleNamespace(peft_config={"a": PROMPT_TUNING})}, "no prompt tuning"),
         ({"model": SimpleNamespace(is_quantized=True)}, "quantized weights are not supported"),
+        ({"generation_kwargs": {"top_p": 0.9, "return_sampling_mask": True}}, "takes no masks"),
         (
             {
                 "model": SimpleNamespace(peft_config={"a": PROMPT_TUNING}),

@@ -1,0 +1,69 @@
+"""Print, as JSON, what an adapter does with sampling masks that it cannot return.
+
+Run it in the folder of tests: ``python -m engine.mask_limit_program``.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+
+from sglrl.errors import InvalidRequest
+from sglrl.inference.sampling import from_kwargs
+from sglrl.wire.codec import encode
+from sglrl_workers.engine.sglang import tracked_request
+from sglrl_workers.engine.sglang.adapter import Adapter
+from sglrl_workers.engine.sglang.convert import Samplings, request_id
+from sglrl_workers.engine.sglang.tracked_request import TrackedRequest
+
+
+class Box:
+    """Records errors, in the place of a mailbox."""
+
+    def __init__(self) -> None:
+        self.errors: list[tuple[int, str, str]] = []
+
+    def wake(self) -> None:
+        pass
+
+    def put_error(self, *error: Any) -> None:
+        self.errors.append(error)
+
+
+tracked_request.MOST_MASK_IDS = 10  # type: ignore[misc]
+box = Box()
+adapter = Adapter(box)  # type: ignore[arg-type]
+ids = np.arange(6, dtype="<i4")
+for call in range(3):
+    adapter.requests[call] = TrackedRequest(0, 0, generates=True)
+    if call:
+        adapter.requests[call].masks = {}
+# Call 0 wants no masks, and call 2 is being cancelled.
+adapter.cancelled.add(2)
+for position in range(3):
+    for call in range(3):
+        adapter.drawable(request_id(call), position, ids)
+rejected = []
+for values in (
+    {"logprobs_mode": "raw_logprobs"},
+    {"logprobs_mode": "processed_logprobs"},
+    {"top_p": 0.5, "return_sampling_mask": True},
+):
+    for deterministic in (False, True):
+        samplings = Samplings(None, 512, deterministic=deterministic)
+        try:
+            samplings.get(encode(from_kwargs(values).to_wire(4, None)), False)
+        except InvalidRequest as error:
+            rejected.append([values, deterministic, str(error)])
+print(
+    json.dumps(
+        {
+            "rejected": rejected,
+            "errors": box.errors,
+            "left": sorted(adapter.requests),
+            "aborted": [request.rid for request in adapter.incoming],
+        }
+    )
+)
