@@ -105,7 +105,6 @@ _PASSED_ON: Final = {
         prefill_delayer_token_usage_low_watermark prefill_delayer_queue_min_ratio
         prefill_delayer_max_delay_ms min_free_slots_delay
     """,
-    "masks of sampling": "sampling_mask_max_tokens",
     "grammars": "constrained_json_max_whitespace_cnt disable_outlines_disk_cache",
     "finding faults": """
         kv_canary kv_canary_real_data kv_canary_sweep_interval msprobe_dump_config

@@ -174,6 +174,7 @@ _GROUPS: Final = {
     "a call with a higher priority= of generate is the more urgent one": """
         schedule_low_priority_values_first abort_on_priority_when_disabled
     """,
+    "sampling masks have no limit for each token": "sampling_mask_max_tokens",
     "use client.session": "enable_streaming_session enable_session_radix_cache",
     "download the revision, and give launch its folder": "revision",
     "use version= of update_weights": "weight_version",
